@@ -1,0 +1,29 @@
+"""Attention of the learner under the sampler's death table: the definition."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def visible(death: Int[Tensor, "*lead seq"]) -> Bool[Tensor, "*lead seq seq"]:
+    """[..., q, k] is True where the sampler's query q could still see key k."""
+    step = torch.arange(death.shape[-1], device=death.device)
+    is_causal = step[:, None] >= step[None, :]
+    is_alive = step[:, None] < death[..., None, :]
+    return is_causal & is_alive
+
+
+def shadow_attention(
+    query: Float[Tensor, "batch head seq dim"],
+    key: Float[Tensor, "batch kv_head seq dim"],
+    value: Float[Tensor, "batch kv_head seq dim_v"],
+    death: Int[Tensor, "batch #kv_head seq"],
+    scaling: float,
+) -> Float[Tensor, "batch head seq dim_v"]:
+    """softmax(q·kᵀ·scaling) v over the keys with k <= q < death[k]; 0 for a query that sees nothing (padding)."""
+    group = query.shape[1] // key.shape[1]
+    is_visible = visible(death).repeat_interleave(group, dim=1) if death.shape[1] > 1 else visible(death)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=is_visible, scale=scaling, enable_gqa=group > 1
+    )

@@ -1,0 +1,7 @@
+"""KV caches of fixed size: what to keep, when to compact, and the record of every eviction."""
+
+from lit_rlkv.kvcache.cache import SlotCache
+from lit_rlkv.kvcache.policies import POLICIES
+from lit_rlkv.kvcache.spec import CacheSpec
+
+__all__ = ["POLICIES", "CacheSpec", "SlotCache"]

@@ -1,0 +1,49 @@
+"""What an eviction policy is shown, and the one question it answers."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """The keys that compete for a budget, in the order of their columns, and the evidence to judge them by."""
+
+    keys: Float[Tensor, "batch kv_head slot dim"]
+    values: Float[Tensor, "batch kv_head slot dim"]
+    columns: Int[Tensor, "batch kv_head slot"]
+    """Column of the sequence that each key came from."""
+    is_live: Bool[Tensor, "batch kv_head slot"]
+    """False on padding, which scores whatever it likes and is never kept."""
+    is_recent: Bool[Tensor, "batch kv_head slot"]
+    """The protected window: kept whatever its score."""
+    queries: Float[Tensor, "batch kv_head group window dim"] | None
+    """The latest queries, oldest first, grouped by the KV head they read; None unless the policy asks for them."""
+    query_columns: Int[Tensor, "batch window"] | None
+    attention: Float[Tensor, "batch kv_head slot"] | None
+    """Attention received, mean over the query group; None unless the policy asks for it."""
+    scaling: float
+    generator: torch.Generator | None
+
+
+class Policy(Protocol):
+    """Scores keys; the cache keeps the highest, protects sinks and window, and records the deaths."""
+
+    tracks_attention: ClassVar[Literal["sum", "last"] | None]
+    """Which attention the cache collects: summed over all queries since birth, or of the last query alone."""
+    sees_queries: ClassVar[bool]
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        """Higher is kept. Ties go to the earlier key."""
+        ...
+
+
+def window_logits(view: SlotView) -> Float[Tensor, "batch kv_head group window slot"]:
+    """Scaled query-key products of the latest queries, -inf where the key is dead or later than the query."""
+    assert view.queries is not None and view.query_columns is not None
+    logits = view.queries.float() @ view.keys.float().transpose(-1, -2).unsqueeze(2) * view.scaling
+    is_seen = view.columns[:, :, None, :] <= view.query_columns[:, None, :, None]
+    return logits.masked_fill(~(is_seen & view.is_live[:, :, None, :]).unsqueeze(2), -torch.inf)

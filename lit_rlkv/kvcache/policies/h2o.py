@@ -1,0 +1,17 @@
+"""Heavy hitters: the keys that have received most attention so far (arXiv:2306.14048)."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.kvcache.policies.base import SlotView
+
+
+class H2O:
+    """score(k) = Σ over all queries since k's birth of the attention paid to k, mean over the query group."""
+
+    tracks_attention = "sum"
+    sees_queries = False
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.attention is not None
+        return view.attention

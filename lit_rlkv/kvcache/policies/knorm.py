@@ -1,0 +1,16 @@
+"""Keys of small norm attract attention (arXiv:2406.11430)."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.kvcache.policies.base import SlotView
+
+
+class KNorm:
+    """score(k) = −‖k‖₂."""
+
+    tracks_attention = None
+    sees_queries = False
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        return -view.keys.float().norm(dim=-1)

@@ -1,0 +1,17 @@
+"""Uniformly random eviction: the baseline that a clever policy has to beat."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.kvcache.policies.base import SlotView
+
+
+class Random:
+    """score(k) ~ U(0, 1), drawn anew at each compaction and independently for each KV head."""
+
+    tracks_attention = None
+    sees_queries = False
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        return torch.rand(view.columns.shape, generator=view.generator, device=view.columns.device)

@@ -1,0 +1,16 @@
+"""Attention sinks and the most recent keys (arXiv:2309.17453)."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.kvcache.policies.base import SlotView
+
+
+class Streaming:
+    """score(k) = position of k; the sinks are protected by the cache."""
+
+    tracks_attention = None
+    sees_queries = False
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        return view.columns.float()

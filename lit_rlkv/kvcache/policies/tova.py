@@ -1,0 +1,17 @@
+"""Token omission via attention: what the last query looked at, one set for all heads (arXiv:2401.06104)."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.kvcache.policies.base import SlotView
+
+
+class Tova:
+    """score(k) = attention of the last query to k, mean over all heads of the layer."""
+
+    tracks_attention = "last"
+    sees_queries = False
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.attention is not None
+        return view.attention.mean(dim=1, keepdim=True).expand_as(view.attention)

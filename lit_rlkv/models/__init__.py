@@ -1,0 +1,6 @@
+"""Backbones with our attention, their roles, and the learner's replay of a rollout."""
+
+from lit_rlkv.models.backbone import prepare_backbone
+from lit_rlkv.models.replay import replay_logps
+
+__all__ = ["prepare_backbone", "replay_logps"]

@@ -1,0 +1,62 @@
+"""The learner's side: log-probs of a rollout under exactly the keys that the sampler still had."""
+
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.kernels.token_logps import token_logps
+from lit_rlkv.models.backbone import check_length, head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.types import NEVER, Rollout
+
+
+def dense_death(is_token: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 seq"]:
+    """The death table of a cache that evicts nothing: only padding is dead, from its birth."""
+    return torch.where(is_token, NEVER, 0).int()[:, None, None]
+
+
+def replay_death(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
+    """The rollout's death table, with padding dead on both sides of the sequence."""
+    return rollout.death.masked_fill(~rollout.is_token[:, None, None], 0)
+
+
+def action_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "action dim"]:
+    """Hidden states that predict the actions, in row-major order: the state of the column before each action."""
+    check_length(model, rollout.token_ids.shape[1])
+    death = replay_death(rollout) if shadow else dense_death(rollout.is_token)
+    # The last column predicts nothing that was sampled.
+    hidden = hidden_states(
+        model, rollout.token_ids[:, :-1], token_positions(rollout.is_token)[:, :-1], death=death[..., :-1]
+    )
+    return hidden[rollout.is_action[:, 1:]]
+
+
+def action_logps(
+    model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
+) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
+    """Log-probs and entropies of the actions from their hidden states, back in the rollout's columns; 0 elsewhere."""
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature}: log-probs need a temperature above 0; greedy decoding has none")
+    tokens = rollout.token_ids[rollout.is_action]
+    logps, entropy = token_logps(
+        hidden, partial(head_logits, model), tokens, temperature, text_config(model).vocab_size
+    )
+    zeros = torch.zeros(rollout.token_ids.shape, device=logps.device)
+    return zeros.masked_scatter(rollout.is_action, logps), zeros.masked_scatter(rollout.is_action, entropy)
+
+
+def replay_logps(
+    model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True, temperature: float = 1.0
+) -> Float[Tensor, "batch seq"]:
+    """Log-probs of the rollout's actions in one forward; 0 outside `is_action`. Gradients flow.
+
+    With `shadow` each query sees exactly the keys that the sampler's cache still held, so the result equals
+    `rollout.sampler_logps` up to float error while the weights are the same; without it all earlier tokens.
+
+    Args:
+        temperature: the sampler's, because log-probs are those of the distribution sampled.
+    """
+    hidden = action_hidden(model, rollout, shadow=shadow)
+    return action_logps(model, rollout, hidden, temperature)[0]

@@ -1,0 +1,6 @@
+"""Rollouts: generate() samples under a cache of fixed size and returns a Rollout that can be replayed."""
+
+from lit_rlkv.rollout.generate import generate
+from lit_rlkv.types import Rollout
+
+__all__ = ["Rollout", "generate"]

@@ -1,0 +1,84 @@
+"""The data that flows between the stages: frozen dataclasses of tensors, written once and never into."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+NEVER = torch.iinfo(torch.int32).max
+"""Death time of a key that is never evicted."""
+
+_BatchType = TypeVar("_BatchType", bound="TensorBatch")
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """A frozen dataclass whose tensors share their first dimension, the batch."""
+
+    def _map_tensors(self: _BatchType, change: Any) -> _BatchType:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: change(v) for name, v in values.items() if isinstance(v, Tensor)})
+
+    def to(self: _BatchType, device: torch.device | str) -> _BatchType:
+        """The same batch on another device; Lightning moves a frozen dataclass through this method."""
+        return self._map_tensors(lambda tensor: tensor.to(device))
+
+    def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
+        """The chosen rows of every tensor, as a new batch."""
+        return self._map_tensors(lambda tensor: tensor[index])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question of a task: what the model reads, a worked solution it may imitate, and the answer scored."""
+
+    prompt: str
+    solution: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class PromptBatch(TensorBatch):
+    """Prompts as the sampler takes them: left-padded, `attention_mask` True on real tokens."""
+
+    token_ids: Int[Tensor, "batch prompt"]
+    attention_mask: Bool[Tensor, "batch prompt"]
+
+
+@dataclass(frozen=True)
+class Rollout(TensorBatch):
+    """Sampled sequences and the whole record of what the sampler saw while it wrote them.
+
+    Columns are shared by all rows: a prompt is left-padded up to the column where every response starts.
+    """
+
+    token_ids: Int[Tensor, "batch seq"]
+    is_token: Bool[Tensor, "batch seq"]
+    """True on prompt and response tokens, False on padding."""
+    is_action: Bool[Tensor, "batch seq"]
+    """True on sampled tokens, up to and including the end-of-sequence token."""
+    sampler_logps: Float[Tensor, "batch seq"]
+    """Log-probability of each action under the very distribution it was sampled from; 0 elsewhere."""
+    death: Int[Tensor, "batch layer kv_head seq"]
+    """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
+    kv_bytes: int
+    """Bytes of keys and values that the cache had allocated for the whole batch."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Scores of a batch of completions: their total and the components it is the sum of."""
+
+    total: Float[Tensor, " batch"]
+    components: dict[str, Float[Tensor, " batch"]]
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """A prompt with a right and a wrong completion."""
+
+    prompt: str
+    chosen: str
+    rejected: str
