@@ -19,15 +19,15 @@ class TensorBatch:
 
     def _map_tensors(self: _BatchType, change: Any) -> _BatchType:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(v) for name, v in values.items() if isinstance(v, Tensor)})
+        return replace(self, **{name: change(v) for name, v in values.items() if isinstance(v, Tensor | TensorBatch)})
 
     def to(self: _BatchType, device: torch.device | str) -> _BatchType:
         """The same batch on another device; Lightning moves a frozen dataclass through this method."""
-        return self._map_tensors(lambda tensor: tensor.to(device))
+        return self._map_tensors(lambda value: value.to(device))
 
-    def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
-        """The chosen rows of every tensor, as a new batch."""
-        return self._map_tensors(lambda tensor: tensor[index])
+    def rows(self: _BatchType, index: Tensor) -> _BatchType:
+        """The chosen rows of every tensor, as a new batch; counts and other scalars stay."""
+        return self._map_tensors(lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index])
 
 
 @dataclass(frozen=True)
@@ -82,3 +82,29 @@ class PreferencePair:
     prompt: str
     chosen: str
     rejected: str
+
+
+@dataclass(frozen=True)
+class TrainBatch(TensorBatch):
+    """What one forward of the learner needs: a rollout with credit assigned and every denominator settled.
+
+    `loss_weight` already contains the counts of the whole optimizer step, so a loss is a plain weighted sum and no
+    split into micro-batches or ranks can change it.
+    """
+
+    rollout: Rollout
+    advantages: Float[Tensor, "batch seq"]
+    old_logps: Float[Tensor, "batch seq"]
+    """Log-probs under the learner's own view before its first update on this rollout."""
+    ref_logps: Float[Tensor, "batch seq"]
+    """The reference's log-probs under the learner's view; zeros where no KL is wanted."""
+    correction: Float[Tensor, "batch seq"]
+    """Detached off-policy weight of each action."""
+    loss_weight: Float[Tensor, "batch seq"]
+    """Share of each action in the losses of its optimizer step; 0 where it does not count."""
+    n_actions: int
+    """Actions in the whole optimizer step, the denominator of per-token metrics."""
+    is_fresh: bool
+    """True before the first update on this rollout, when replay must equal sampling."""
+    ends_step: bool
+    """True for the last micro-batch of an optimizer step."""

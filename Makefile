@@ -1,0 +1,40 @@
+# The whole set-up is one virtual environment; every target but `clean` and `help` brings it up to date first.
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+WORKERS ?= 2
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+# Two workers with one thread each: more threads than cores make small tensors slower.
+test lint: export OMP_NUM_THREADS = 1
+
+.PHONY: fit test lint clean help
+.DEFAULT_GOAL := help
+
+fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
+	$(BIN)/python -m lit_rlkv.fit $(ARGS)
+
+test: lint ## everything CI checks: lint, types, layers, tests, notebooks (PYTEST_ARGS="-m 'not slow'" for fewer)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --nbmake tests $(NOTEBOOKS) $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff, import layers, mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+clean: ## remove the virtual environment and every cache
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+# torch first and alone, so that a machine that keeps a CPU build of the pinned version takes that one.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==$(shell sed -n 's/^torch==//p' constraints.txt) -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	touch $@

@@ -1,0 +1,43 @@
+"""Group baselines: several responses to one prompt judge each other."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviation, as in TRL: a group of equal rewards has advantage 0, not 0/0."""
+
+
+def grpo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """(R − mean) / std within the group, unbiased std (arXiv:2402.03300)."""
+    return centred(rewards) / (rewards.std(dim=1, keepdim=True) + STD_FLOOR)
+
+
+def centred(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """R − mean within the group: Dr. GRPO (arXiv:2503.20783), which divides by no std."""
+    return rewards - rewards.mean(dim=1, keepdim=True)
+
+
+def rloo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """R − mean of the other responses (arXiv:2402.14740): centred, times n / (n − 1)."""
+    n = rewards.shape[1]
+    return centred(rewards) * n / (n - 1)
+
+
+def reinforce_pp(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """R − group mean, divided by the std of the whole batch: REINFORCE++ with baseline (arXiv:2501.03262)."""
+    advantages = centred(rewards)
+    return advantages / (advantages.std() + STD_FLOOR)
+
+
+ESTIMATORS = {"grpo": grpo, "dr_grpo": centred, "dapo": grpo, "rloo": rloo, "reinforce++": reinforce_pp}
+
+
+def is_informative(rewards: Float[Tensor, "prompt group"]) -> Tensor:
+    """[prompt] True where the group disagrees; DAPO (arXiv:2503.14476) drops the others, which carry no gradient."""
+    return rewards.amax(dim=1) > rewards.amin(dim=1)
+
+
+def broadcast_to_actions(advantages: Float[Tensor, " batch"], is_action: Tensor) -> Float[Tensor, "batch seq"]:
+    """Every action of a response shares its advantage; 0 elsewhere."""
+    return torch.where(is_action, advantages[:, None], 0.0)

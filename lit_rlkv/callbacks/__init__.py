@@ -1,0 +1,1 @@
+"""Callbacks: what rides on the training loop without being in it."""

@@ -1,0 +1,66 @@
+"""Track 2 of Shadow Mask Distillation: a KL between the dense and the shadow policy, as one more loss term."""
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from lightning import Callback
+from torch import Tensor
+
+from lit_rlkv.kernels.token_logps import policy_kl
+from lit_rlkv.models.backbone import head_logits, text_config
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import action_hidden
+from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.types import TrainBatch
+
+DIRECTIONS = ("dense_student", "sparse_student")
+TEACHERS = {"policy": "policy", "reference": "reference"}
+
+
+class ShadowDistillation(Callback):
+    """weight · KL over the full vocabulary at every action (arXiv:2605.06850, METHODS 2).
+
+    `dense_student`: KL(π_dense ‖ sg π_shadow), the authors' formula. `sparse_student`: KL(sg π_dense ‖ π_shadow), which
+    teaches the sparse context what eviction lost. The teacher, behind the stop-gradient, is the current policy or the
+    frozen reference.
+    """
+
+    def __init__(self, direction: str, weight: float, teacher: str) -> None:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"distillation direction {direction!r} is unknown; choose one of {', '.join(DIRECTIONS)}")
+        if teacher not in TEACHERS:
+            raise ValueError(f"distillation teacher {teacher!r} is unknown; choose one of {', '.join(TEACHERS)}")
+        if weight <= 0:
+            raise ValueError(f"distillation.weight={weight} has no effect; give a positive weight or distillation=none")
+        self.direction = direction
+        self.weight = weight
+        self.teacher = teacher
+
+    def loss_terms(self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+        """The weighted KL, averaged over actions with the weights of the policy loss."""
+        student_is_shadow = self.direction == "sparse_student"
+        student = self._student_hidden(module, batch, outputs, shadow=student_is_shadow)
+        teacher = self._teacher_hidden(module, batch, outputs, shadow=not student_is_shadow)
+        p, q = (teacher, student) if student_is_shadow else (student, teacher)
+        backbone = module.backbone
+        head = partial(head_logits, backbone)
+        token_kl = policy_kl(p, q, head, head, module.temperature, text_config(backbone).vocab_size)
+        weight = batch.loss_weight[batch.rollout.is_action]
+        losses = {"smd/loss": self.weight * (token_kl * weight).sum()}
+        return losses, {**losses, "smd/kl": token_kl.detach().sum() / batch.n_actions}
+
+    def _student_hidden(
+        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, *, shadow: bool
+    ) -> Float[Tensor, "action dim"]:
+        if shadow == module.replays:
+            return outputs.hidden
+        return action_hidden(module.backbone, batch.rollout, shadow=shadow)
+
+    def _teacher_hidden(
+        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, *, shadow: bool
+    ) -> Float[Tensor, "action dim"]:
+        if self.teacher == "policy" and shadow == module.replays:
+            return outputs.hidden.detach()
+        with torch.no_grad(), acting_as(module.backbone, self.teacher):
+            return action_hidden(module.backbone, batch.rollout, shadow=shadow)

@@ -1,0 +1,22 @@
+"""Tasks: where problems come from and how their answers are verified."""
+
+from lit_rlkv.data.tasks.base import FiniteTask, Task
+from lit_rlkv.data.tasks.chain_sum import ChainSum
+from lit_rlkv.data.tasks.countdown import Countdown
+from lit_rlkv.data.tasks.jsonl import JsonlTask
+from lit_rlkv.data.tasks.reasoning_gym import ReasoningGym
+from lit_rlkv.data.tasks.recall import Recall
+from lit_rlkv.data.tasks.sorting import Sorting
+from lit_rlkv.data.tasks.variables import Variables
+
+__all__ = [
+    "ChainSum",
+    "Countdown",
+    "FiniteTask",
+    "JsonlTask",
+    "ReasoningGym",
+    "Recall",
+    "Sorting",
+    "Task",
+    "Variables",
+]

@@ -1,0 +1,34 @@
+"""Small models from scratch, for laptops and tests."""
+
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+
+def tiny_qwen3(
+    vocab_size: int,
+    pad_token_id: int,
+    eos_token_id: int,
+    hidden_size: int = 128,
+    num_hidden_layers: int = 3,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 4,
+    head_dim: int = 32,
+    intermediate_size: int = 384,
+    max_position_embeddings: int = 1024,
+) -> PreTrainedModel:
+    """A Qwen3 of about half a million parameters: RMSNorm, RoPE, grouped queries, tied embeddings."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size,
+            pad_token_id=pad_token_id,
+            bos_token_id=None,
+            eos_token_id=eos_token_id,
+            hidden_size=hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
+            intermediate_size=intermediate_size,
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=True,
+        )
+    )

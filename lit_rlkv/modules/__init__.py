@@ -1,0 +1,1 @@
+"""LightningModules, thin adapters between parameters and objectives."""

@@ -1,0 +1,83 @@
+"""Arms of the comparison: what the sampler keeps, what the learner sees, and how the mismatch is weighted (METHODS 2).
+
+A weight function takes log ρ_t = log π_old − log μ of the actions, π_old under the learner's view, and answers how
+much each action weighs and which actions the denominators may count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lit_rlkv.masking import masked_mean
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Detached weight of each action, and the actions that count."""
+
+    weight: Float[Tensor, "batch seq"]
+    is_counted: Bool[Tensor, "batch seq"]
+
+
+WeightFn = Callable[[Tensor, Tensor], Weights]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One arm: dense or sparse on either side, and the weight that ties them."""
+
+    samples_dense: bool
+    """Rollouts keep every key."""
+    replays: bool
+    """The learner sees what the sampler saw, by its death table."""
+    weigh: WeightFn
+
+
+def unweighted(log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]) -> Weights:
+    """Weight 1: right for dense rollouts and for replay, and the naive mistake for a dense learner."""
+    return Weights(torch.ones_like(log_ratio), is_action)
+
+
+def truncated(
+    log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"], cap: float = 2.0
+) -> Weights:
+    """TIS: min(ρ_t, C)."""
+    return Weights(_ratio(log_ratio, is_action).clamp(max=cap), is_action)
+
+
+def masked(
+    log_ratio: Float[Tensor, "batch seq"],
+    is_action: Bool[Tensor, "batch seq"],
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Weights:
+    """MIS (IcePop): ρ_t inside [low, high], else 0; a zeroed token still counts in the denominators."""
+    ratio = _ratio(log_ratio, is_action)
+    return Weights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), is_action)
+
+
+def sparse_rl(
+    log_ratio: Float[Tensor, "batch seq"],
+    is_action: Bool[Tensor, "batch seq"],
+    veto: float = 1e-4,
+    low: float = 0.5,
+    high: float = 1.5,
+) -> Weights:
+    """Sparse-RL as released (arXiv:2601.10079): a sequence with any ρ_t < veto is dropped whole, tokens outside
+    [low, high] are dropped, the rest weigh min(ρ_t, high) normalised to mean 1, and denominators count the rest only.
+    """
+    ratio = _ratio(log_ratio, is_action)
+    has_veto = (ratio < veto).any(dim=1, keepdim=True)
+    is_counted = is_action & ~has_veto & (ratio >= low) & (ratio <= high)
+    weight = ratio.clamp(max=high)
+    # Every counted weight is at least `low`, so where anything counts the mean is positive.
+    weight = weight / masked_mean(weight, is_counted).clamp(min=low)
+    return Weights(torch.where(is_counted, weight, 0.0), is_counted)
+
+
+def _ratio(log_ratio: Tensor, is_action: Tensor) -> Tensor:
+    """ρ_t, and 1 outside the actions whatever stands there."""
+    return log_ratio.masked_fill(~is_action, 0.0).exp()

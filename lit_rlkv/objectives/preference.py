@@ -1,0 +1,10 @@
+"""The two losses of supervised warm-up: next-token cross-entropy and the ranking loss of a reward model."""
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def ranking_loss(chosen: Float[Tensor, " pair"], rejected: Float[Tensor, " pair"]) -> Float[Tensor, ""]:
+    """−log σ(r_chosen − r_rejected), mean over pairs (Bradley-Terry)."""
+    return -F.logsigmoid(chosen - rejected).mean()

@@ -1,0 +1,5 @@
+"""From completions to rewards."""
+
+from lit_rlkv.rewards.verifier import score
+
+__all__ = ["score"]

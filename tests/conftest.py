@@ -1,0 +1,36 @@
+"""What every test may rely on: no network, one thread per worker, GPU tests skipped where there is no GPU.
+
+The package itself is not imported here; whatever imports it must do so after jaxtyping's hook is installed.
+"""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which importing torch does not do
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` on a machine without one."""
+    if HAS_CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA, and torch sees no device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded_global_generator() -> None:
+    """Modules that initialise themselves from torch's global generator do so alike in every test order."""
+    torch.manual_seed(0)

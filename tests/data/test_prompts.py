@@ -1,0 +1,155 @@
+"""The stream of problems."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from lit_rlkv.data.prompts import PromptSource, split_of
+from lit_rlkv.data.tasks import ChainSum, Sorting
+from lit_rlkv.types import Problem
+
+TASK = ChainSum(n_terms=4)
+
+
+class Questions:
+    """A finite task of numbered questions."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def at(self, index):
+        return Problem(f"question {index}", str(index), str(index))
+
+    def sample(self, rng):
+        raise AssertionError("a finite task is listed, not sampled")
+
+    def score(self, problem, completion):
+        return float(completion == problem.answer)
+
+    def corrupt(self, problem, rng):
+        return problem.answer + "0"
+
+
+def source(task=TASK, split="train", seed=0, **ranks):
+    return PromptSource(task, split=split, seed=seed, **ranks)
+
+
+def prompts(problems):
+    return [problem.prompt for problem in problems]
+
+
+def test_a_problem_is_a_function_of_seed_split_and_index():
+    fresh, used = source(), source()
+    used.take(13)
+    random.seed(99)
+    assert [used.problem(index) for index in (5, 2)] == [fresh.problem(index) for index in (5, 2)]
+
+
+@pytest.mark.parametrize("other", [source(seed=1), source(split="eval")])
+def test_another_seed_or_split_gives_other_problems(other):
+    assert prompts(source().take(20)) != prompts(other.take(20))
+
+
+@pytest.mark.parametrize("task", [TASK, Questions(300)])
+def test_train_and_eval_share_no_prompt_even_under_different_seeds(task):
+    train = set(prompts(source(task, "train", seed=0).take(500)))
+    evaluation = set(prompts(source(task, "eval", seed=1).take(100)))
+    assert train
+    assert evaluation
+    assert not train & evaluation
+
+
+def test_about_one_prompt_in_ten_is_for_eval():
+    # 10,000 prompts at one in ten: 1000 expected, standard deviation 30.
+    counts = Counter(split_of(f"prompt {index}") for index in range(10_000))
+    assert 850 < counts["eval"] < 1150
+
+
+@pytest.mark.parametrize("task", [TASK, Questions(50)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_ranks_together_see_what_one_process_sees(task, world_size):
+    ranks = [source(task, rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = [[rank.take(2), rank.take(3)] for rank in ranks]
+    alone = source(task)
+    for step, n in enumerate((2, 3)):
+        together = [
+            problem for turn in zip(*(share[step] for share in shares), strict=True) for problem in turn
+        ]
+        assert together == alone.take(n * world_size)
+
+
+def test_two_ranks_see_different_problems():
+    first, second = (source(rank=rank, world_size=2).take(10) for rank in range(2))
+    assert not set(prompts(first)) & set(prompts(second))
+
+
+@pytest.mark.parametrize("task", [TASK, Questions(7)])
+def test_a_loaded_cursor_continues_where_it_was_saved(task):
+    whole = source(task).take(20)
+    saved = source(task)
+    saved.take(8)
+    resumed = source(task)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.take(12) == whole[8:]
+    assert source(task).take(12) != whole[8:]
+
+
+def test_a_cursor_saved_by_one_rank_continues_on_two():
+    saved = source()
+    saved.take(6)
+    resumed = [source(rank=rank, world_size=2) for rank in range(2)]
+    for rank in resumed:
+        rank.load_state_dict(saved.state_dict())
+    first, second = (rank.take(2) for rank in resumed)
+    assert [first[0], second[0], first[1], second[1]] == source().take(10)[6:]
+
+
+def test_a_finite_task_gives_every_problem_of_its_split_once_per_epoch():
+    members = {f"question {index}" for index in range(40) if split_of(f"question {index}") == "train"}
+    stream = source(Questions(40))
+    epochs = [prompts(stream.take(len(members))) for _ in range(3)]
+    for epoch in epochs:
+        assert len(epoch) == len(members)
+        assert set(epoch) == members
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_finite_task_is_a_pure_function_across_epochs():
+    stream = source(Questions(10))
+    indices = [0, 35, 3, 12, 0, 35]
+    first = [stream.problem(index) for index in indices]
+    assert first[0] == first[4]
+    assert first[1] == first[5]
+    assert [source(Questions(10)).problem(index) for index in indices] == first
+
+
+def test_a_task_too_small_for_a_split_is_refused():
+    # Only two prompts exist, "0,1>" and "1,0>", and neither is for eval.
+    tiny = Sorting(n_items=2, max_value=1)
+    assert split_of("0,1>") == split_of("1,0>") == "train"
+    assert len(source(tiny, "train").take(5)) == 5
+    with pytest.raises(ValueError, match="no prompt of the eval split: it has too few"):
+        source(tiny, "eval").take(1)
+
+
+def test_a_file_too_small_for_a_split_is_refused_when_the_source_is_built():
+    assert split_of("question 0") == "train"
+    with pytest.raises(ValueError, match=r"none of the 1 problems .* falls into the eval split"):
+        source(Questions(1), "eval")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "test"}, "split='test' does not exist"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not among the 2 ranks"),
+        ({"rank": -1}, "rank=-1"),
+    ],
+)
+def test_an_impossible_setting_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        source(**settings)

@@ -1,0 +1,130 @@
+"""Text to token ids and back."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lit_rlkv.data.tokenizers import (
+    TASK_CHARACTERS,
+    build_task_tokenizer,
+    check_encodable,
+    decode_completions,
+    encode,
+    encode_prompts,
+    format_prompt,
+    load_tokenizer,
+)
+
+
+def word_tokenizer(**special):
+    """A stand-in for a downloaded tokenizer: whole words, an unknown token and an opening token."""
+    vocabulary = {"<unk>": 0, "<bos>": 1, "<eos>": 2, "<pad>": 3, "one": 4, "two": 5}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<bos>", **special)
+
+
+def test_ids_are_fixed_one_per_character():
+    tokenizer = build_task_tokenizer()
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    # Digits start at 2, letters at 12, "+" at 38.
+    assert encode(tokenizer, "09az+") == [2, 11, 12, 37, 38]
+    assert len(tokenizer) == 2 + len(TASK_CHARACTERS) == 51
+
+
+def test_every_character_survives_a_round_trip():
+    tokenizer = build_task_tokenizer()
+    for text in (TASK_CHARACTERS, TASK_CHARACTERS[::-1], "  a  \n\n b,c ?\n"):
+        assert tokenizer.decode(encode(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("1+A", "'A'"), ("é5", "'é'"), ("1<eos>", "'<'"), ("B\tA", "'\\\\t', 'A', 'B'")]
+)
+def test_a_character_without_a_token_is_named(text, named):
+    with pytest.raises(ValueError, match=f"no token for {named}"):
+        encode(build_task_tokenizer(), text)
+
+
+def test_a_character_without_a_token_is_not_swallowed_by_the_tokenizer_itself():
+    with pytest.raises(Exception, match="UNK"):
+        build_task_tokenizer()("1+A")
+
+
+def test_a_text_that_another_tokenizer_knows_only_as_unknown_is_refused():
+    check_encodable(word_tokenizer(), "one two")
+    with pytest.raises(ValueError, match="no token for 'three' in 'one three'"):
+        check_encodable(word_tokenizer(), "one three")
+
+
+def test_prompts_are_padded_on_the_left():
+    prompts = encode_prompts(build_task_tokenizer(), ["1+2", "9"])
+    assert prompts.token_ids.tolist() == [[3, 38, 4], [0, 0, 11]]
+    assert prompts.attention_mask.tolist() == [[True, True, True], [False, False, True]]
+
+
+def test_prompts_of_other_models_begin_with_their_opening_token():
+    prompts = encode_prompts(word_tokenizer(pad_token="<pad>", eos_token="<eos>"), ["one two", "two"])
+    assert prompts.token_ids.tolist() == [[1, 4, 5], [3, 1, 5]]
+
+
+def test_a_chat_template_wraps_the_prompt_once_and_adds_no_opening_token():
+    tokenizer = word_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = "<bos>{{ messages[0].content }}{% if add_generation_prompt %} two{% endif %}"
+    assert format_prompt(tokenizer, "one") == "<bos>one two"
+    assert encode_prompts(tokenizer, ["one"]).token_ids.tolist() == [[1, 4, 5]]
+
+
+def test_without_a_chat_template_the_prompt_stays_as_it_is():
+    assert format_prompt(build_task_tokenizer(), "1+2=") == "1+2="
+
+
+@pytest.mark.parametrize("prompts", [[], [""], ["1", ""]])
+def test_prompts_that_hold_nothing_are_refused(prompts):
+    with pytest.raises(ValueError, match=r"empty list|no tokens"):
+        encode_prompts(build_task_tokenizer(), prompts)
+
+
+def test_only_actions_are_decoded_and_the_eos_is_left_out():
+    # Columns: prompt "7=", then actions "26<eos>", "5" and "<eos>"; what follows an eos is padding.
+    token_ids = torch.tensor([[9, 40, 4, 8, 1], [9, 40, 7, 0, 0], [9, 40, 1, 0, 0]])
+    is_action = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0]]).bool()
+    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["26", "5", ""]
+
+
+def test_a_sampled_pad_token_is_seen_rather_than_dropped():
+    token_ids, is_action = torch.tensor([[4, 0, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
+    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["2<pad>6"]
+
+
+def test_no_path_means_the_task_tokenizer():
+    assert load_tokenizer(None).get_vocab() == build_task_tokenizer().get_vocab()
+
+
+def test_a_saved_task_tokenizer_comes_back_with_its_checks(tmp_path):
+    build_task_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert encode_prompts(tokenizer, ["1+2", "9"]).token_ids.tolist() == [[3, 38, 4], [0, 0, 11]]
+    assert tokenizer.decode(encode(tokenizer, "a , b\n?")) == "a , b\n?"
+    with pytest.raises(ValueError, match="no token for 'A'"):
+        encode(tokenizer, "A")
+
+
+def test_a_loaded_tokenizer_pads_on_the_left_with_its_eos_if_it_has_no_pad_token(tmp_path):
+    word_tokenizer(eos_token="<eos>", padding_side="right").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert tokenizer.padding_side == "left"
+
+
+def test_a_loaded_tokenizer_keeps_its_own_pad_token(tmp_path):
+    word_tokenizer(eos_token="<eos>", pad_token="<pad>").save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token_id == 3
+
+
+def test_a_tokenizer_that_cannot_end_a_completion_is_refused(tmp_path):
+    word_tokenizer(pad_token="<pad>").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no eos token"):
+        load_tokenizer(str(tmp_path))
