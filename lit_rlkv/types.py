@@ -25,7 +25,7 @@ class TensorBatch:
         """The same batch on another device; Lightning moves a frozen dataclass through this method."""
         return self._map_tensors(lambda value: value.to(device))
 
-    def rows(self: _BatchType, index: Tensor) -> _BatchType:
+    def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
         """The chosen rows of every tensor, as a new batch; counts and other scalars stay."""
         return self._map_tensors(lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index])
 
@@ -108,3 +108,23 @@ class TrainBatch(TensorBatch):
     """True before the first update on this rollout, when replay must equal sampling."""
     ends_step: bool
     """True for the last micro-batch of an optimizer step."""
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """What a model scores on held-out prompts with one cache."""
+
+    cache: str
+    """What a reader calls it: "dense", or policy and size."""
+    budget: int | None
+    """Keys kept per sequence, layer and KV head; None keeps all."""
+    accuracy: float
+    n_problems: int
+    mean_length: float
+    """Tokens per response."""
+    kv_bytes: int
+    """Allocated cache bytes of the whole batch."""
+    kl: float
+    """KL(μ ‖ dense learner) per token in nats, estimated on the sampled tokens: the mismatch that compression makes."""
+    replay_gap: float
+    """max |log π(shadow) − log μ| over all actions: 0 but for float error, or replay is broken."""

@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 from jaxtyping import Float
-from lightning import Callback
 from torch import Tensor
 
+from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.kernels.token_logps import policy_kl
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
@@ -15,18 +15,21 @@ from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 
 DIRECTIONS = ("dense_student", "sparse_student")
-TEACHERS = {"policy": "policy", "reference": "reference"}
+TEACHERS = ("policy", "reference")
 
 
-class ShadowDistillation(Callback):
+class ShadowDistillation(RLCallback):
     """weight · KL over the full vocabulary at every action (arXiv:2605.06850, METHODS 2).
 
     `dense_student`: KL(π_dense ‖ sg π_shadow), the authors' formula. `sparse_student`: KL(sg π_dense ‖ π_shadow), which
     teaches the sparse context what eviction lost. The teacher, behind the stop-gradient, is the current policy or the
     frozen reference.
+
+    Replay trains the sparse policy only, and what that does to the dense one is a side effect. `anchor_weight` adds
+    anchor_weight · KL(sg π_reference ‖ π) on dense contexts, which holds the dense policy where it was.
     """
 
-    def __init__(self, direction: str, weight: float, teacher: str) -> None:
+    def __init__(self, direction: str, weight: float, teacher: str, anchor_weight: float = 0.0) -> None:
         if direction not in DIRECTIONS:
             raise ValueError(f"distillation direction {direction!r} is unknown; choose one of {', '.join(DIRECTIONS)}")
         if teacher not in TEACHERS:
@@ -36,19 +39,32 @@ class ShadowDistillation(Callback):
         self.direction = direction
         self.weight = weight
         self.teacher = teacher
+        self.anchor_weight = anchor_weight
 
     def loss_terms(self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         """The weighted KL, averaged over actions with the weights of the policy loss."""
         student_is_shadow = self.direction == "sparse_student"
         student = self._student_hidden(module, batch, outputs, shadow=student_is_shadow)
-        teacher = self._teacher_hidden(module, batch, outputs, shadow=not student_is_shadow)
+        teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not student_is_shadow)
         p, q = (teacher, student) if student_is_shadow else (student, teacher)
+        losses, metrics = self._term("smd", self.weight, module, batch, p, q)
+        if self.anchor_weight > 0:
+            dense = student if not student_is_shadow else self._student_hidden(module, batch, outputs, shadow=False)
+            reuses_teacher = student_is_shadow and self.teacher == "reference"
+            anchor = teacher if reuses_teacher else self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
+            more_losses, more_metrics = self._term("smd/anchor", self.anchor_weight, module, batch, anchor, dense)
+            losses, metrics = losses | more_losses, metrics | more_metrics
+        return losses, metrics
+
+    def _term(
+        self, name: str, weight: float, module: PolicyModule, batch: TrainBatch, hidden_p: Tensor, hidden_q: Tensor
+    ) -> tuple[Terms, Terms]:
         backbone = module.backbone
         head = partial(head_logits, backbone)
-        token_kl = policy_kl(p, q, head, head, module.temperature, text_config(backbone).vocab_size)
-        weight = batch.loss_weight[batch.rollout.is_action]
-        losses = {"smd/loss": self.weight * (token_kl * weight).sum()}
-        return losses, {**losses, "smd/kl": token_kl.detach().sum() / batch.n_actions}
+        token_kl = policy_kl(hidden_p, hidden_q, head, head, module.temperature, text_config(backbone).vocab_size)
+        share = batch.loss_weight[batch.rollout.is_action]
+        losses = {f"{name}/loss": weight * (token_kl * share).sum()}
+        return losses, {**losses, f"{name}/kl": token_kl.detach().sum() / batch.n_actions}
 
     def _student_hidden(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, *, shadow: bool
@@ -58,9 +74,9 @@ class ShadowDistillation(Callback):
         return action_hidden(module.backbone, batch.rollout, shadow=shadow)
 
     def _teacher_hidden(
-        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, *, shadow: bool
+        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, role: str, *, shadow: bool
     ) -> Float[Tensor, "action dim"]:
-        if self.teacher == "policy" and shadow == module.replays:
+        if role == "policy" and shadow == module.replays:
             return outputs.hidden.detach()
-        with torch.no_grad(), acting_as(module.backbone, self.teacher):
+        with torch.no_grad(), acting_as(module.backbone, role):
             return action_hidden(module.backbone, batch.rollout, shadow=shadow)

@@ -1,1 +1,1 @@
-"""The hot operations: for each a folder with the plain definition and, where there is one, the fast kernel."""
+"""The hot operations: for each a folder with the plain definition and, where there is one, a fast kernel."""

@@ -1,5 +1,6 @@
-"""The evicting cache: a pool of slots per layer, compacted in place, with the death of every key on record."""
+"""The evicting cache: a pool of slots per layer, compacted in place, and the death of every key on record."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ PREFILL_CHUNK = 128
 class SlotCache(Cache):
     """KV cache of a batch of left-padded prompts, for any transformers model whose attention we compute.
 
-    `generate` calls `advance()` before each decoded token; the layers do the rest from within the attention function.
+    `generate` calls `advance()` before each decoded token; the layers do the rest from within the attention
+    function.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class SlotCache(Cache):
         self.schedule = plan_schedule(spec, prompt_lens, n_prompt_columns, n_steps, is_prompt.device)
         self.n_columns = 0
         self.current: DecodeStep | None = None
-        super().__init__(layers=[SlotLayer(self) for _ in range(n_layers)])
+        self.slot_layers = [SlotLayer(self) for _ in range(n_layers)]
+        super().__init__(layers=list(self.slot_layers))
 
     def advance(self, n_decoded: int) -> None:
         """Announce the decoding of response token number `n_decoded` (from 0)."""
@@ -55,23 +58,25 @@ class SlotCache(Cache):
     @property
     def death(self) -> Int[Tensor, "batch layer kv_head seq"]:
         """First query column that no longer sees each key, so far."""
-        return torch.stack([layer.death for layer in self.layers], dim=1)
+        return torch.stack([layer.death for layer in self.slot_layers], dim=1)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the pools, allocated once at prefill."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        return sum(layer.kv_bytes for layer in self.slot_layers)
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's pool. transformers hands it new keys through `update`; the attention function calls `attend`."""
+    """One layer's pool: transformers hands it new keys by `update`, the attention function calls `attend`."""
 
     is_sliding = False
     is_compileable = False
 
     def __init__(self, cache: SlotCache) -> None:
-        super().__init__()
-        self.cache = cache
+        super().__init__()  # type: ignore[no-untyped-call]
+        # A strong reference would close a cycle, and the pools would outlive the rollout until the next
+        # garbage collection.
+        self.cache: SlotCache = weakref.proxy(cache)
         self.death: Int[Tensor, "batch kv_head seq"]
         self.columns: Int[Tensor, "batch kv_head slot"]
         self.recent_queries: Float[Tensor, "batch kv_head group window dim"] | None = None
@@ -85,6 +90,11 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Pass through: keys enter the pool in `attend`, where the queries are known too."""
         return key_states, value_states
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of this layer's pool; 0 before prefill."""
+        return sum(pool.nbytes for pool in (self.keys, self.values) if pool is not None)
 
     def get_seq_length(self) -> int:
         return self.cache.n_columns
@@ -107,20 +117,22 @@ class SlotLayer(CacheLayerMixin):
         return step(query, key, value, scaling)
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Dense attention over the prompt, which then moves into the pool: at most `budget` keys of each row."""
+        """Dense attention over the prompt, which then moves into the pool: `budget` keys of a row at most."""
         cache = self.cache
         batch, n_kv_heads, n_columns, _ = key.shape
         alive = torch.where(cache.is_prompt[:, None], NEVER, 0).int()
         out = shadow_attention(query, key, value, alive, scaling)
 
-        self.death = torch.full((batch, n_kv_heads, cache.seq_len), NEVER, dtype=torch.int32, device=key.device)
+        self.death = torch.full(
+            (batch, n_kv_heads, cache.seq_len), NEVER, dtype=torch.int32, device=key.device
+        )
         self.death[..., :n_columns] = alive
         column = torch.arange(n_columns, device=key.device).expand(batch, n_kv_heads, -1)
         kept = cache.n_padding[:, None] + torch.arange(cache.n_slots, device=key.device)
         kept = kept.clamp(max=n_columns - 1)[:, None].repeat(1, n_kv_heads, 1)
         attention = None
         if cache.policy is not None:
-            packed = query.unflatten(1, (n_kv_heads, -1))
+            packed = query.reshape(batch, n_kv_heads, -1, *query.shape[2:])
             if cache.policy.sees_queries:
                 self._remember_prompt_queries(packed)
             if cache.policy.tracks_attention is not None:
@@ -138,7 +150,12 @@ class SlotLayer(CacheLayerMixin):
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         cache, policy, step = self.cache, self.cache.policy, self.cache.current
-        assert self.keys is not None and self.values is not None and step is not None
+        assert self.keys is not None
+        assert self.values is not None
+        if step is None:
+            raise ValueError(
+                "a layer attends twice in one forward, but the cache has one set of keys per layer"
+            )
         batch, n_kv_heads = key.shape[:2]
         slot = step.slot[:, None, None].expand(-1, n_kv_heads, 1)
         self.keys.scatter_(2, slot[..., None].expand_as(key), key)
@@ -158,7 +175,8 @@ class SlotLayer(CacheLayerMixin):
 
     def _compact(self, rows: Tensor, attention: Tensor | None, scaling: float, last_column: int) -> None:
         """Move the survivors of each full row to the front of its pool, in the order of their columns."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         view = self._view(rows, self.keys, self.values, self.columns, attention, scaling, last_column)
         survivors = self._evict(rows, view, now=last_column + 1)
         budget = self.cache.spec.budget
@@ -193,10 +211,10 @@ class SlotLayer(CacheLayerMixin):
         scaling: float,
         last_column: int,
     ) -> SlotView:
-        """What the policy is shown of the full rows, when the token at `last_column` has just been attended."""
+        """What the policy is shown of the full rows, the token at `last_column` having just been attended."""
         window = self.cache.spec.window
         recent = torch.arange(last_column + 1 - window, last_column + 1, device=keys.device)
-        has_queries = self.recent_queries is not None
+        queries = self.recent_queries
         due_columns = columns[rows]
         return SlotView(
             keys=keys[rows],
@@ -204,8 +222,8 @@ class SlotLayer(CacheLayerMixin):
             columns=due_columns,
             is_live=due_columns >= self.cache.n_padding[rows][:, None, None],
             is_recent=due_columns > last_column - window,
-            queries=self.recent_queries[rows][:, :, :, recent % window] if has_queries else None,
-            query_columns=recent.expand(len(rows), -1) if has_queries else None,
+            queries=None if queries is None else queries[rows][:, :, :, recent % window],
+            query_columns=None if queries is None else recent.expand(len(rows), -1),
             attention=None if attention is None else attention[rows],
             scaling=scaling,
             generator=self.cache.generator,
@@ -230,7 +248,7 @@ class SlotLayer(CacheLayerMixin):
         column = torch.arange(n_columns, device=key.device)
         first = n_columns - 1 if self.cache.policy.tracks_attention == "last" else 0
         received = torch.zeros(key.shape[:3], device=key.device)
-        for block in column[first:].split(PREFILL_CHUNK):
+        for block in torch.split(column[first:], PREFILL_CHUNK):
             logits = (query[:, :, :, block] @ key.transpose(-1, -2).unsqueeze(2)).float() * scaling
             is_seen = self.cache.is_prompt[:, None] & (column <= block[:, None])
             probs = logits.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""When each sequence writes and compacts: known from the prompt lengths alone, so decoding never asks the device."""
+"""When each sequence writes and compacts: known from the prompt lengths, without asking the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ class CacheSchedule:
     prompt_due: Int[Tensor, " due"] | None
     """Rows whose prompt is longer than the budget."""
     slots: Int[Tensor, "step batch"]
-    due_rows: tuple[Int[Tensor, " due"] | None, ...]
+    due_rows: tuple[Int[Tensor, " _"] | None, ...]
+    """Of each step, the rows to compact after it."""
     slot_index: Int[Tensor, " slot"]
 
     def step(self, n_decoded: int) -> DecodeStep:
@@ -49,7 +50,7 @@ class CacheSchedule:
 def plan_schedule(
     spec: CacheSpec, prompt_lens: Sequence[int], n_prompt_columns: int, n_steps: int, device: torch.device
 ) -> CacheSchedule:
-    """Each row fills up to `budget + interval` on its own length and falls back to `budget`; a dense row never does."""
+    """Each row fills up to `budget + interval` on its own length, then falls back to `budget`."""
     n_slots = spec.n_slots(n_prompt_columns + n_steps)
     budget = n_slots if spec.is_dense else spec.budget
     lens = torch.tensor(prompt_lens)

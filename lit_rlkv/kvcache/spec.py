@@ -9,9 +9,9 @@ from lit_rlkv.kvcache.policies import POLICIES, Policy
 class CacheSpec:
     """A cache of `budget + interval` slots per sequence, layer and KV head.
 
-    Whenever all slots are taken it is compacted to `budget` keys: the `sink` first and the `window` last tokens of
-    the sequence, and the keys that `policy` scores highest. `window` is also how many of the latest queries the
-    policies that look at queries see.
+    Whenever all slots are taken it is compacted to `budget` keys: the `sink` first and the `window` last
+    tokens of the sequence, and the keys that `policy` scores highest. `window` is also how many of the latest
+    queries the policies that look at queries see.
     """
 
     policy: str = "snapkv"
@@ -27,7 +27,9 @@ class CacheSpec:
         for name, least in {"budget": 1, "interval": 1, "sink": 0, "window": 1}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"cache.{name}={value!r} is not an integer; it counts keys, so give a whole number")
+                raise ValueError(
+                    f"cache.{name}={value!r} is not an integer; it counts keys, so give a whole number"
+                )
             if value < least:
                 raise ValueError(f"cache.{name}={value} is below {least}; raise it to at least {least}")
         if not self.is_dense and self.sink + self.window >= self.budget:
@@ -44,6 +46,11 @@ class CacheSpec:
     @property
     def is_dense(self) -> bool:
         return self.policy == "dense"
+
+    @property
+    def label(self) -> str:
+        """What tables and plots call this cache."""
+        return "dense" if self.is_dense else f"{self.policy} {self.budget}+{self.interval}"
 
     def n_slots(self, seq_len: int) -> int:
         """Slots allocated per sequence, layer and KV head when no sequence grows beyond `seq_len` tokens."""

@@ -1,4 +1,4 @@
-"""The attention function registered with transformers: it decodes from the slot pool, replays deaths, or is plain SDPA."""
+"""The attention function registered with transformers: slot pool, replay of deaths, or plain SDPA."""
 
 from typing import Any
 
@@ -27,25 +27,25 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     slot_cache: SlotCache | None = None,
-    death: Int[Tensor, "batch layer kv_head seq"] | None = None,
+    death: Int[Tensor, "batch layer #kv_head seq"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
-    """Attention of one layer, as transformers calls it.
+    """Attention of one layer, as transformers calls it; never with dropout.
 
-    With `slot_cache` the keys go into that pool; with `death` the sampler's view of this layer is replayed (a table of
-    one layer or one KV head serves all of them); with neither it is transformers' own SDPA.
+    With `slot_cache` the keys go into that pool; with `death` the sampler's view of this layer is replayed (a
+    table of one layer or one KV head serves all of them); with neither it is transformers' own SDPA.
     """
     if slot_cache is None and death is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for name in NOT_REPLAYED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} passes {name!r} to its attention, which is not replayed")
+            raise ValueError(
+                f"{type(module).__name__} passes {name!r} to its attention, which is not replayed"
+            )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     if slot_cache is not None:
-        out = slot_cache.layers[layer].attend(query, key, value, scaling)
+        out = slot_cache.slot_layers[layer].attend(query, key, value, scaling)
     else:
         assert death is not None
         layer_death = death[:, layer if death.shape[1] > 1 else 0]
@@ -58,5 +58,5 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A stand-in that transformers takes for a finished 4-D mask, so that it builds none: ours come from the deaths."""
+    """A stand-in that transformers takes for a finished 4-D mask, so that it builds none of its own."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

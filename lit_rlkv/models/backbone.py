@@ -1,4 +1,4 @@
-"""Any transformers causal LM as a backbone: attention registered, and refused if it cannot be replayed exactly."""
+"""Any transformers causal LM as a backbone: attention registered, or a refusal if replay is not exact."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.attention import ATTENTION_NAME, no_mask
 from lit_rlkv.types import NEVER
 
@@ -17,32 +18,41 @@ PROBE_LEN = 6
 def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
     """The same model with our attention registered and dropout off, after a proof that it can be replayed.
 
-    The proof is a forward of a few tokens: it must equal the model's own attention, and with every key dead to all
-    later queries it must equal those tokens each alone. So nothing but attention carries information between tokens.
+    The proof is a forward of a few tokens: in training mode it must equal the model's own attention in
+    evaluation mode, also when it decodes from our cache, and with every key dead to all later queries it must
+    equal those tokens each alone. So nothing but attention carries information between tokens.
 
     Raises:
-        ValueError: the architecture keeps state outside attention, or changes attention in a way we do not compute.
+        ValueError: the architecture keeps state outside attention, or changes attention in a way we do not
+            compute.
     """
     name = type(model).__name__
-    odd_layers = set(text_config(model).to_dict().get("layer_types") or []) - REPLAYABLE_LAYERS
+    config = text_config(model)
+    odd_layers = set(_optional(config, "layer_types") or []) - REPLAYABLE_LAYERS
     if odd_layers:
         raise ValueError(
-            f"{name} cannot be replayed: its layers of type {', '.join(sorted(odd_layers))} keep a state that a "
-            "table of evicted keys does not describe; use a model with full attention"
+            f"{name} cannot be replayed: its layers of type {', '.join(sorted(odd_layers))} keep state that "
+            "a table of evicted keys does not describe; use a model with full attention"
         )
     for module in model.modules():
         # Sampler and learner must compute one function; dropout would make them two.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        token_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % model.config.vocab_size
-        model.set_attn_implementation("eager")
-        expected = model(token_ids, use_cache=False).logits
-        model.set_attn_implementation(ATTENTION_NAME)
-        _prove_replayable(model, token_ids, expected)
-    model.train(was_training)
+    token_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
+    try:
+        with torch.no_grad():
+            model.set_attn_implementation("eager")
+            expected = model.eval()(token_ids, use_cache=False).logits
+            model.set_attn_implementation(ATTENTION_NAME)
+            if not _has_our_attention(model):
+                raise ValueError(
+                    f"{name} cannot be replayed: it computes attention in code of its own; use a model that "
+                    "looks its attention up by name"
+                )
+            _prove_replayable(model.train(), token_ids, expected)
+    finally:
+        model.train(was_training)
     return model
 
 
@@ -60,18 +70,42 @@ def _prove_replayable(
         alone = head_logits(
             model,
             hidden_states(
-                model, token_ids.view(-1, 1), position_ids.reshape(-1, 1), death=nothing_dies.view(-1, 1, 1, 1)
+                model,
+                token_ids.view(-1, 1),
+                position_ids.reshape(-1, 1),
+                death=nothing_dies.view(-1, 1, 1, 1),
             ),
         )
-    except (ValueError, TypeError, AttributeError) as error:
+        decoded = _decoded_logits(model, token_ids, position_ids)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not _is_close(dense, expected):
-        raise ValueError(f"{name} cannot be replayed: its logits differ under our attention or our output head")
+        raise ValueError(
+            f"{name} cannot be replayed: its logits change under our attention, with our output head or in "
+            "training mode; dropout that is no nn.Dropout must be 0 in its config"
+        )
+    if not _is_close(decoded, expected[:, -1:]):
+        raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
     if not _is_close(isolated, alone.view_as(isolated)):
         raise ValueError(
             f"{name} cannot be replayed: tokens reach each other by other ways than causal attention "
             "(convolution, recurrence, a mask of its own)"
         )
+
+
+def _decoded_logits(
+    model: PreTrainedModel, token_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch 1 vocab"]:
+    """Logits of the last column as the sampler computes them: the rest is prefilled, that token decoded."""
+    is_prompt = torch.ones_like(token_ids[:, :-1], dtype=torch.bool)
+    cache = SlotCache(CacheSpec.dense(), text_config(model).num_hidden_layers, is_prompt, n_steps=1)
+    hidden_states(model, token_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
+    cache.advance(0)
+    return head_logits(model, hidden_states(model, token_ids[:, -1:], position_ids[:, -1:], slot_cache=cache))
+
+
+def _has_our_attention(model: PreTrainedModel) -> bool:
+    return text_config(model)._attn_implementation == ATTENTION_NAME
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
@@ -85,26 +119,52 @@ def text_config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def check_length(model: PreTrainedModel, seq_len: int) -> None:
-    """Refuse sequences on which a sliding window or the position table would cut attention short.
+    """Refuse sequences on which a window or the rotation of keys would change attention.
 
     Raises:
-        ValueError: `seq_len` exceeds the narrowest window or the number of learned positions.
+        ValueError: `seq_len` exceeds the sliding window, the model's positions, or what one rotation covers.
     """
-    config = text_config(model).to_dict()
-    layer_types = config.get("layer_types")
-    window = config.get("sliding_window")
-    slides = window is not None and (layer_types is None or "sliding_attention" in layer_types)
-    if slides and seq_len > window:
+    name, config = type(model).__name__, text_config(model)
+    layer_types = _optional(config, "layer_types")
+    window = _optional(config, "sliding_window")
+    slides = layer_types is None or "sliding_attention" in layer_types
+    if window is not None and slides and seq_len > window:
         raise ValueError(
-            f"{seq_len} tokens exceed the sliding window of {window} of {type(model).__name__}; keys that leave the "
-            "window are not in the death table: use shorter sequences or a model with full attention"
+            f"{seq_len} tokens exceed the sliding window of {window} of {name}; keys that leave it are "
+            "not in the death table: use shorter sequences or a model with full attention"
         )
-    limit = config.get("max_position_embeddings")
+    switch = _rope_switch(config)
+    if switch is not None and seq_len > switch:
+        raise ValueError(
+            f"prompt and response may reach {seq_len} tokens, but beyond {switch} {name} rotates all "
+            "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
+        )
+    limit = _optional(config, "max_position_embeddings")
     if limit is not None and seq_len > limit:
         raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but {type(model).__name__} has positions for {limit}; "
-            "lower max_new_tokens or shorten the prompts"
+            f"prompt and response may reach {seq_len} tokens, but {name} has positions for {limit}; lower "
+            "max_new_tokens or shorten the prompts"
         )
+
+
+def _rope_switch(config: PretrainedConfig) -> int | None:
+    """Length beyond which the rotary frequencies depend on the length itself; None where they never do.
+
+    The other such kind, dynamic scaling, sets in at `max_position_embeddings`.
+    """
+    rope = _optional(config, "rope_parameters") or {}
+    per_layer_type = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    switches = [
+        entry["original_max_position_embeddings"]
+        for entry in per_layer_type
+        if entry.get("rope_type") == "longrope"
+    ]
+    return min(switches, default=None)
+
+
+def _optional(config: PretrainedConfig, name: str) -> Any:
+    """A setting that only some families have, under whichever name they give it."""
+    return getattr(config, name, None)
 
 
 def hidden_states(
@@ -113,7 +173,16 @@ def hidden_states(
     position_ids: Int[Tensor, "batch seq"],
     **attention: Any,
 ) -> Float[Tensor, "batch seq dim"]:
-    """Last hidden states, with `attention` (`death=` or `slot_cache=`) handed through to the attention function."""
+    """Last hidden states, with `death=` or `slot_cache=` handed through to the attention function.
+
+    Raises:
+        ValueError: the model does not compute our attention, so it would take no notice.
+    """
+    if not _has_our_attention(model):
+        raise ValueError(
+            f"{type(model).__name__} computes {text_config(model)._attn_implementation!r} attention, which "
+            "knows nothing of evicted keys; pass the model through prepare_backbone first"
+        )
     output = model.base_model(
         input_ids=token_ids,
         position_ids=position_ids,
@@ -129,12 +198,12 @@ def hidden_states(
 def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead vocab"]:
     """The model's output head with the scalings that some families put behind it (Granite, Cohere, Gemma)."""
     logits: Tensor = model.get_output_embeddings()(hidden)
-    config = text_config(model).to_dict()
-    if (divisor := config.get("logits_scaling")) is not None:
+    config = text_config(model)
+    if (divisor := _optional(config, "logits_scaling")) is not None:
         logits = logits / divisor
-    if (factor := config.get("logit_scale")) is not None:
+    if (factor := _optional(config, "logit_scale")) is not None:
         logits = logits * factor
-    if (cap := config.get("final_logit_softcapping")) is not None:
+    if (cap := _optional(config, "final_logit_softcapping")) is not None:
         logits = (logits / cap).tanh() * cap
     return logits
 

@@ -13,7 +13,7 @@ ADAPTER_OF_ROLE: dict[str, str | None] = {"reference": None, "reward": None, "po
 def add_policy_adapter(
     backbone: PreTrainedModel, *, rank: int, alpha: int, target_modules: Sequence[str] | str
 ) -> PreTrainedModel:
-    """Freeze the backbone and inject the policy's LoRA into it; with B = 0 the policy starts as the reference.
+    """Freeze the backbone and inject the policy's LoRA; with B = 0 the policy starts as the reference.
 
     Raises:
         ValueError: `target_modules` name no module of this backbone.

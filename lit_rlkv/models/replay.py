@@ -23,7 +23,7 @@ def replay_death(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
 
 
 def action_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "action dim"]:
-    """Hidden states that predict the actions, in row-major order: the state of the column before each action."""
+    """Hidden states that predict the actions, row by row: those of the column before each action."""
     check_length(model, rollout.token_ids.shape[1])
     death = replay_death(rollout) if shadow else dense_death(rollout.is_token)
     # The last column predicts nothing that was sampled.
@@ -36,9 +36,11 @@ def action_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> 
 def action_logps(
     model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """Log-probs and entropies of the actions from their hidden states, back in the rollout's columns; 0 elsewhere."""
+    """Log-probs and entropies of the actions, in the rollout's columns; 0 elsewhere."""
     if temperature <= 0:
-        raise ValueError(f"temperature={temperature}: log-probs need a temperature above 0; greedy decoding has none")
+        raise ValueError(
+            f"temperature={temperature} has no log-probs, because greedy decoding draws nothing; raise it"
+        )
     tokens = rollout.token_ids[rollout.is_action]
     logps, entropy = token_logps(
         hidden, partial(head_logits, model), tokens, temperature, text_config(model).vocab_size

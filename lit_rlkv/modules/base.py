@@ -29,6 +29,8 @@ class StepOutputs:
     entropy: Float[Tensor, "batch seq"]
 
 
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+
 LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Terms]]
 """From a step's outputs to loss terms (added to the loss) and metrics (only logged)."""
 
@@ -46,7 +48,7 @@ class PolicyModule(L.LightningModule):
     def __init__(
         self,
         backbone: PreTrainedModel,
-        make_optimizer: Callable[[list[Tensor]], Optimizer],
+        make_optimizer: MakeOptimizer,
         *,
         replays: bool,
         temperature: float,

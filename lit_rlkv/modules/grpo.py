@@ -1,11 +1,10 @@
 """GRPO and its relatives: a clipped surrogate on group advantages, and a KL to the reference."""
 
-from typing import Any
-
 import torch
+from transformers import PreTrainedModel
 
 from lit_rlkv.masking import masked_sum, weighted_sum
-from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.modules.base import MakeOptimizer, PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives import kl, surrogate
 from lit_rlkv.types import TrainBatch
 
@@ -15,14 +14,19 @@ class GRPO(PolicyModule):
 
     def __init__(
         self,
-        *args: Any,
+        backbone: PreTrainedModel,
+        make_optimizer: MakeOptimizer,
+        *,
+        replays: bool,
+        temperature: float,
         clip_low: float,
         clip_high: float,
         kl_weight: float = 0.0,
         kl_estimator: str = "k3",
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(backbone, make_optimizer, replays=replays, temperature=temperature)
+        if kl_estimator not in kl.ESTIMATORS:
+            raise ValueError(f"kl_estimator={kl_estimator!r} is unknown; choose one of {', '.join(kl.ESTIMATORS)}")
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.kl_weight = kl_weight

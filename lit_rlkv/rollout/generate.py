@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,8 +34,8 @@ def generate(
     Args:
         model: from `prepare_backbone`.
         token_ids: left-padded prompts; `attention_mask` as in transformers, 0 or False on padding.
-        eos_token_id: token or tokens that end a response (they belong to it); None to always write all tokens.
-        temperature: of the softmax; 0 decodes greedily, and then every recorded log-prob is 0, that of a certain event.
+        eos_token_id: token or tokens that end a response and belong to it; None to always write all tokens.
+        temperature: of the softmax; 0 decodes greedily, and every log-prob is 0, that of a certain event.
         generator: on the model's device; the same state gives the same rollout.
 
     Raises:
@@ -46,7 +46,8 @@ def generate(
     batch, n_prompt = token_ids.shape
     device = token_ids.device
     check_every = 1 if device.type == "cpu" else STOP_CHECK_EVERY
-    eos_ids = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or []), device=device)
+    eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
+    eos_ids = torch.tensor(eos_list, dtype=torch.long, device=device)
 
     kv = SlotCache(cache, text_config(model).num_hidden_layers, is_prompt, max_new_tokens, generator)
     positions = token_positions(is_prompt)
@@ -70,7 +71,8 @@ def generate(
             end = column + 1
             break
         kv.advance(n_decoded)
-        hidden = hidden_states(model, sequence[:, column : column + 1], next_position + n_decoded, slot_cache=kv)
+        newest = sequence[:, column : column + 1]
+        hidden = hidden_states(model, newest, next_position + n_decoded, slot_cache=kv)
     return _trim(sequence, is_prompt, is_action, logps, kv, end)
 
 
@@ -109,11 +111,19 @@ def _check_prompts(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} leaves nothing to sample; give at least 1")
     if temperature < 0:
-        raise ValueError(f"temperature={temperature} is negative; use 0 for greedy decoding or a positive value")
+        raise ValueError(f"temperature={temperature} is negative; use 0 for greedy decoding, else above 0")
     if is_prompt.shape != token_ids.shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(is_prompt.shape)}, token_ids {tuple(token_ids.shape)}; they must agree"
+            f"attention_mask has shape {tuple(is_prompt.shape)} but token_ids {tuple(token_ids.shape)}; "
+            "give one entry for each token"
+        )
+    if token_ids.numel() == 0:
+        raise ValueError(
+            f"token_ids of shape {tuple(token_ids.shape)} hold no prompt; give at least one token"
         )
     if not is_prompt[:, -1].all() or (is_prompt[:, 1:] < is_prompt[:, :-1]).any():
-        raise ValueError("prompts must be left-padded and not empty: attention_mask rows read 0...0 1...1")
+        raise ValueError(
+            "a prompt is empty or not left-padded; put padding first, so that each row of attention_mask "
+            "reads 0...0 1...1"
+        )
     check_length(model, token_ids.shape[1] + max_new_tokens)

@@ -8,7 +8,7 @@ from torch import Tensor
 def sample(
     logits: Float[Tensor, "batch vocab"], temperature: float, generator: torch.Generator | None
 ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Tokens drawn from softmax(logits / temperature) and their log-probs; the likeliest ones at temperature 0.
+    """Tokens drawn from softmax(logits / temperature) and their log-probs; the likeliest at temperature 0.
 
     argmax(p / e) with e ~ Exp(1) is a draw from p, and unlike torch.multinomial never waits for the device.
     """

@@ -12,7 +12,7 @@ def decode_attention(
     is_live: Bool[Tensor, "batch slot"],
     scaling: float,
 ) -> tuple[Float[Tensor, "batch kv_head group dim_v"], Float[Tensor, "batch kv_head group slot"]]:
-    """softmax(q·kᵀ·scaling) v over the live slots, and the float32 probabilities that eviction policies read."""
+    """softmax(q·kᵀ·scaling) v over the live slots, and the float32 probabilities that policies read."""
     logits = (query @ keys.transpose(-1, -2)).float() * scaling
     probs = logits.masked_fill(~is_live[:, None, None, :], -torch.inf).softmax(-1)
     return probs.to(values.dtype) @ values, probs

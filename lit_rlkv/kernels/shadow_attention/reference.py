@@ -18,10 +18,10 @@ def shadow_attention(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
     value: Float[Tensor, "batch kv_head seq dim_v"],
-    death: Int[Tensor, "batch #kv_head seq"],
+    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
     scaling: float,
 ) -> Float[Tensor, "batch head seq dim_v"]:
-    """softmax(q·kᵀ·scaling) v over the keys with k <= q < death[k]; 0 for a query that sees nothing (padding)."""
+    """softmax(q·kᵀ·scaling) v over keys with k <= q < death[k]; 0 for a query that sees nothing (padding)."""
     group = query.shape[1] // key.shape[1]
     is_visible = visible(death).repeat_interleave(group, dim=1) if death.shape[1] > 1 else visible(death)
     return F.scaled_dot_product_attention(

@@ -1,11 +1,14 @@
-"""From hidden states to log-probs of chosen tokens and to full-vocabulary KL, one chunk of positions at a time."""
+"""From hidden states to log-probs of chosen tokens and to full-vocabulary KL, in chunks of positions."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+Output = TypeVar("Output")
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states [position, dim] to logits [position, vocab]."""
@@ -21,7 +24,7 @@ def token_logps(
     temperature: float,
     vocab_size: int,
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
-    """Log-prob of each token under softmax(head(hidden) / temperature), and the entropy of that distribution in nats.
+    """Log-prob of each token under softmax(head(hidden) / temperature), and the entropy in nats.
 
     The entropy is a statistic and carries no gradient.
     """
@@ -57,9 +60,12 @@ def policy_kl(
 
 def _chunks(vocab_size: int, first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
     size = max(MAX_CHUNK_LOGITS // vocab_size, 1)
-    return list(zip(first.split(size), second.split(size), strict=True))
+    return list(zip(torch.split(first, size), torch.split(second, size), strict=True))
 
 
-def _in_chunk(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def _in_chunk(function: Callable[..., Output], *tensors: Tensor) -> Output:
     """Run one chunk, and rather than keep its logits for the backward pass compute them again there."""
-    return checkpoint(function, *tensors, use_reentrant=False) if torch.is_grad_enabled() else function(*tensors)
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    output: Output = checkpoint(function, *tensors, use_reentrant=False)
+    return output

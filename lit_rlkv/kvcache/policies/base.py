@@ -1,7 +1,8 @@
 """What an eviction policy is shown, and the one question it answers."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SlotView:
-    """The keys that compete for a budget, in the order of their columns, and the evidence to judge them by."""
+    """The keys that compete for a budget, ordered by column, and the evidence to judge them by."""
 
     keys: Float[Tensor, "batch kv_head slot dim"]
-    values: Float[Tensor, "batch kv_head slot dim"]
+    values: Float[Tensor, "batch kv_head slot dim_v"]
     columns: Int[Tensor, "batch kv_head slot"]
     """Column of the sequence that each key came from."""
     is_live: Bool[Tensor, "batch kv_head slot"]
@@ -21,7 +22,7 @@ class SlotView:
     is_recent: Bool[Tensor, "batch kv_head slot"]
     """The protected window: kept whatever its score."""
     queries: Float[Tensor, "batch kv_head group window dim"] | None
-    """The latest queries, oldest first, grouped by the KV head they read; None unless the policy asks for them."""
+    """The latest queries, oldest first, grouped by the KV head they read; None unless the policy asks."""
     query_columns: Int[Tensor, "batch window"] | None
     attention: Float[Tensor, "batch kv_head slot"] | None
     """Attention received, mean over the query group; None unless the policy asks for it."""
@@ -29,21 +30,22 @@ class SlotView:
     generator: torch.Generator | None
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Scores keys; the cache keeps the highest, protects sinks and window, and records the deaths."""
 
     tracks_attention: ClassVar[Literal["sum", "last"] | None]
     """Which attention the cache collects: summed over all queries since birth, or of the last query alone."""
     sees_queries: ClassVar[bool]
 
+    @abstractmethod
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         """Higher is kept. Ties go to the earlier key."""
-        ...
 
 
 def window_logits(view: SlotView) -> Float[Tensor, "batch kv_head group window slot"]:
     """Scaled query-key products of the latest queries, -inf where the key is dead or later than the query."""
-    assert view.queries is not None and view.query_columns is not None
+    assert view.queries is not None
+    assert view.query_columns is not None
     logits = view.queries.float() @ view.keys.float().transpose(-1, -2).unsqueeze(2) * view.scaling
     is_seen = view.columns[:, :, None, :] <= view.query_columns[:, None, :, None]
     return logits.masked_fill(~(is_seen & view.is_live[:, :, None, :]).unsqueeze(2), -torch.inf)

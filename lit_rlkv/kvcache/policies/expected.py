@@ -3,15 +3,16 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies.base import SlotView
+from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
-class Expected:
-    """score(k) = mean over group of softmax(μ·k·s + s²·kᵀΣk/2) · ‖v‖, with q ~ N(μ, Σ) and s the attention scaling.
+class Expected(Policy):
+    """score(k) = mean over group of softmax(μ·k·s + s²·kᵀΣk/2) · ‖v‖, q ~ N(μ, Σ), s the attention scaling.
 
-    The Gaussian is fitted to the latest `window` queries as they were rotated, because a cache recompacts every few
-    tokens; kvpress, which compresses a prompt once, fits it before RoPE and averages the rotation over 512 positions.
-    With the empirical covariance, s²·kᵀΣk is the variance of the logits over the window, so no [dim, dim] is formed.
+    The Gaussian is fitted to the latest `window` queries as they were rotated, because a cache recompacts
+    every few tokens; kvpress, which compresses a prompt once, fits it before RoPE and averages the rotation
+    over 512 positions. With the empirical covariance, s²·kᵀΣk is the variance of the logits over the window,
+    so no [dim, dim] is formed.
     """
 
     tracks_attention = None

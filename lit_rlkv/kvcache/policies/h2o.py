@@ -3,10 +3,10 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies.base import SlotView
+from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
-class H2O:
+class H2O(Policy):
     """score(k) = Σ over all queries since k's birth of the attention paid to k, mean over the query group."""
 
     tracks_attention = "sum"

@@ -4,10 +4,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv.kvcache.policies.base import SlotView
+from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
-class KeyDiff:
+class KeyDiff(Policy):
     """score(k) = −cos(k, mean over live keys of k/‖k‖)."""
 
     tracks_attention = None

@@ -3,10 +3,10 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies.base import SlotView
+from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
-class KNorm:
+class KNorm(Policy):
     """score(k) = −‖k‖₂."""
 
     tracks_attention = None

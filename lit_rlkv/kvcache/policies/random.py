@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies.base import SlotView
+from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
-class Random:
+class Random(Policy):
     """score(k) ~ U(0, 1), drawn anew at each compaction and independently for each KV head."""
 
     tracks_attention = None

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv.kvcache.policies.base import SlotView, window_logits
+from lit_rlkv.kvcache.policies.base import Policy, SlotView, window_logits
 
 IMPORTANCE_WEIGHT = 0.1
 NEAR_DUPLICATE = 0.5
@@ -25,7 +25,8 @@ def importance(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
 def redundancy(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
     """softmax over keys of the mean cosine similarity to the other keys.
 
-    Each key spares its most recent near-duplicate (cosine above 0.5), so that of a run of equal keys the last one stays.
+    Each key spares its most recent near-duplicate (cosine above 0.5), so that of a run of equal keys the last
+    one stays.
     """
     keys = F.normalize(view.keys.float(), dim=-1) * view.is_live.unsqueeze(-1)
     similarity = keys @ keys.transpose(-1, -2)
@@ -39,7 +40,7 @@ def redundancy(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
     return mean_similarity.masked_fill(~view.is_live, -torch.inf).softmax(-1)
 
 
-class RKV:
+class RKV(Policy):
     """score = λ·importance − (1 − λ)·redundancy, λ = 0.1."""
 
     tracks_attention = None

@@ -4,15 +4,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv.kvcache.policies.base import SlotView, window_logits
+from lit_rlkv.kvcache.policies.base import Policy, SlotView, window_logits
 
 POOL_KERNEL = 5
 
 
-class SnapKV:
+class SnapKV(Policy):
     """score(k) = avgpool5 over k of mean over window queries and group of softmax(q·k·scaling).
 
-    The softmax runs over all keys a query sees, the pooling over the keys outside the window only, as in kvpress.
+    The softmax runs over all keys that a query sees, the pooling over keys outside the window, as in kvpress.
     """
 
     tracks_attention = None

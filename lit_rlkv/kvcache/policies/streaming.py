@@ -3,10 +3,10 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies.base import SlotView
+from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
-class Streaming:
+class Streaming(Policy):
     """score(k) = position of k; the sinks are protected by the cache."""
 
     tracks_attention = None

@@ -3,10 +3,10 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies.base import SlotView
+from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
-class Tova:
+class Tova(Policy):
     """score(k) = attention of the last query to k, mean over all heads of the layer."""
 
     tracks_attention = "last"

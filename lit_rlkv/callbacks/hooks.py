@@ -1,0 +1,47 @@
+"""The hooks that our loop calls, declared once; a callback with a misspelt or uncalled one is refused at start-up."""
+
+from collections.abc import Iterable
+
+from lightning import Callback
+
+from lit_rlkv.data.rollouts import Experience
+from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.types import TrainBatch
+
+
+class RLCallback(Callback):
+    """Lightning's callback with the moments that only reinforcement learning has."""
+
+    def on_rollout_end(self, experience: Experience) -> None:
+        """After sampling, scoring and credit; before the first update."""
+
+    def loss_terms(self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+        """Terms to add to the loss of this step, and metrics to log with it."""
+        return {}, {}
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        """After the last update on a rollout, with everything that was logged of it; `iteration` counts from 1."""
+
+
+HOOKS = (
+    "on_fit_start",
+    "on_rollout_end",
+    "on_before_optimizer_step",
+    "on_iteration_end",
+    "on_fit_end",
+    "on_exception",
+)
+"""Everything our loop calls, in order; Lightning's own come with its own arguments, the trainer being None."""
+
+
+def check_hooks(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks with a method that nothing would ever call.
+
+    Raises:
+        TypeError: a hook of another loop, or one that is misspelt, such as `on_rolout_end`.
+    """
+    for callback in callbacks:
+        for name in dir(type(callback)):
+            is_overridden = getattr(type(callback), name) is not getattr(Callback, name, None)
+            if name.startswith("on_") and is_overridden and name not in HOOKS:
+                raise TypeError(f"{type(callback).__name__}.{name} is never called; hooks are {', '.join(HOOKS)}")

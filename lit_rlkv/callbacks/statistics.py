@@ -1,0 +1,68 @@
+"""Scalars of each rollout under the names that TRL and verl users already plot."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.data.rollouts import Experience
+from lit_rlkv.masking import masked_mean
+
+
+def rollout_correction(
+    log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]
+) -> dict[str, Tensor]:
+    """verl's `rollout_corr/*` from log ρ = log π_old − log μ on the sampler's own tokens.
+
+    kl = E[−log ρ] and k3_kl = E[ρ − log ρ − 1] estimate KL(μ ‖ π_old); chi2_token = E[ρ²] − 1; chi2_seq the same with
+    the product of a response; eff_sample_size = (Σρ)² / (nΣρ²) over tokens.
+    """
+    log_ratio = log_ratio.masked_fill(~is_action, 0.0)
+    ratio = log_ratio.exp()
+    sequence_ratio = log_ratio.sum(dim=1).exp()
+    square = masked_mean(ratio.square(), is_action)
+    return {
+        "rollout_corr/kl": masked_mean(-log_ratio, is_action),
+        "rollout_corr/k3_kl": masked_mean(ratio - log_ratio - 1, is_action),
+        "rollout_corr/chi2_token": square - 1,
+        "rollout_corr/chi2_seq": sequence_ratio.square().mean() - 1,
+        "rollout_corr/rollout_is_eff_sample_size": masked_mean(ratio, is_action).square() / square,
+    }
+
+
+def rollout_statistics(experience: Experience, eos_token_id: int | None) -> dict[str, float]:
+    """Rewards, lengths, mismatch and cache bytes of one rollout."""
+    rollout, weights = experience.rollout, experience.weights
+    rewards = experience.rewards.total.view(-1, experience.group_size)
+    lengths = rollout.is_action.sum(dim=1).float()
+    ends = ((rollout.token_ids == eos_token_id) & rollout.is_action).any(dim=1)
+    n_actions = rollout.is_action.sum().clamp(min=1)
+    scalars = {
+        "reward": rewards.mean(),
+        "reward_std": rewards.std(dim=1).mean(),
+        "frac_reward_zero_std": (rewards.amax(dim=1) == rewards.amin(dim=1)).float().mean(),
+        "completions/mean_length": lengths.mean(),
+        "completions/clipped_ratio": 1 - ends.float().mean(),
+        "num_tokens": lengths.sum(),
+        "rollout_corr/rollout_is_mean": masked_mean(weights.weight, rollout.is_action),
+        "rollout_corr/rejected_fraction": 1 - (weights.weight > 0).logical_and(rollout.is_action).sum() / n_actions,
+        "kv/bytes": torch.tensor(float(rollout.kv_bytes)),
+        **rollout_correction(experience.old_logps - rollout.sampler_logps, rollout.is_action),
+        **{f"rewards/{name}": part.mean() for name, part in experience.rewards.components.items()},
+    }
+    return {name: float(value) for name, value in scalars.items()}
+
+
+class RolloutStatistics(RLCallback):
+    """Adds the statistics of the rollout to the metrics of its iteration; stands first among the callbacks."""
+
+    def __init__(self, eos_token_id: int | None) -> None:
+        self.eos_token_id = eos_token_id
+        self._latest: dict[str, float] = {}
+
+    def on_rollout_end(self, experience: Experience) -> None:
+        self._latest = rollout_statistics(experience, self.eos_token_id)
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        metrics.update(self._latest)
+        metrics["tokens_per_second"] = self._latest["num_tokens"] / metrics["time/data"]

@@ -1,0 +1,82 @@
+"""PreferenceDataModule: worked solutions to imitate and corrupted ones to rank below them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from lit_rlkv.data.pairs import DemonstrationBatch, encode_demonstrations, preference_pair
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tasks import Task
+from lit_rlkv.rng import derive_seed
+from lit_rlkv.types import TensorBatch
+
+
+@dataclass(frozen=True)
+class WarmupBatch(TensorBatch):
+    """Demonstrations, and for the first of them a rejected completion of the same prompt."""
+
+    chosen: DemonstrationBatch
+    rejected: DemonstrationBatch
+    """Row i pairs with row i of `chosen`; there may be fewer rows."""
+
+
+class PreferenceDataModule(L.LightningDataModule):
+    """An endless stream of problems in loaders of `steps_per_loader` batches; each loader goes on where the last ended."""
+
+    def __init__(
+        self,
+        task: Task,
+        source: PromptSource,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        n_pairs: int,
+        steps_per_loader: int,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        if not 1 <= n_pairs <= batch_size:
+            raise ValueError(f"n_pairs={n_pairs} must be between 1 and batch_size={batch_size}")
+        self.task = task
+        self.source = source
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.n_pairs = n_pairs
+        self.steps_per_loader = steps_per_loader
+        self.seed = seed
+        self.n_batches = 0
+
+    def train_dataloader(self) -> DataLoader[WarmupBatch]:
+        return DataLoader(_Stream(self), batch_size=None)
+
+    def next_batch(self) -> WarmupBatch:
+        """The next problems of the source; their corruptions come from a stream named by the batch's number."""
+        problems = self.source.take(self.batch_size)
+        rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, self.source.rank))
+        wrong = [replace(p, solution=preference_pair(self.task, p, rng).rejected) for p in problems[: self.n_pairs]]
+        self.n_batches += 1
+        return WarmupBatch(
+            chosen=encode_demonstrations(self.tokenizer, problems),
+            rejected=encode_demonstrations(self.tokenizer, wrong),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_batches": self.n_batches, "source": self.source.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.n_batches = state_dict["n_batches"]
+        self.source.load_state_dict(state_dict["source"])
+
+
+class _Stream(IterableDataset[WarmupBatch]):
+    def __init__(self, module: PreferenceDataModule) -> None:
+        self.module = module
+
+    def __iter__(self) -> Iterator[WarmupBatch]:
+        for _ in range(self.module.steps_per_loader):
+            yield self.module.next_batch()

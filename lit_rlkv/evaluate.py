@@ -1,0 +1,76 @@
+"""python -m lit_rlkv.evaluate ckpt=...: score a saved run dense and at each budget."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lit_rlkv.callbacks.summary import summary_table
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.stages import BACKBONE, CHECKPOINTS, CONFIG, build_parts, evaluate_policy, load_backbone, make_policy
+from lit_rlkv.types import EvalRow
+
+RESULT = "evaluate.json"
+
+
+def find_run(ckpt: Path) -> tuple[Path, Checkpoint | None]:
+    """The run folder and the checkpoint that a path means: a run (its newest checkpoint) or one checkpoint of it.
+
+    Raises:
+        ConfigError: the path is neither.
+    """
+    if (ckpt / CONFIG).is_file():
+        return ckpt, CheckpointDir(ckpt / CHECKPOINTS).latest()
+    run_dir = ckpt.parent.parent
+    if not (run_dir / CONFIG).is_file():
+        raise ConfigError(
+            f"ckpt={ckpt} is neither a run folder (with {CONFIG}) nor a checkpoint in one; "
+            "give runs/NAME or runs/NAME/checkpoints/iteration-N"
+        )
+    try:
+        return run_dir, load_checkpoint(ckpt)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+
+
+def evaluate(overrides: DictConfig) -> tuple[Path, list[EvalRow]]:
+    """The accuracy table of a saved policy; what `overrides` leaves null is as the run had it."""
+    run_dir, checkpoint = find_run(Path(overrides.ckpt))
+    cfg = OmegaConf.load(run_dir / CONFIG)
+    assert isinstance(cfg, DictConfig)
+    for key in ("budgets", "n_prompts", "temperature"):
+        if overrides[key] is not None:
+            cfg.evaluation[key] = overrides[key]
+    if overrides.policy is not None:
+        cfg.cache.policy = overrides.policy
+    check_config(cfg)
+    parts = build_parts(cfg)
+    own = run_dir / BACKBONE
+    module = make_policy(parts, load_backbone(parts, own if own.is_dir() else cfg.model.path))
+    if checkpoint is not None:
+        load_trainable(module, checkpoint.weights())
+    rows, _ = evaluate_policy(parts, module.backbone, "policy")
+    return run_dir, rows
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="evaluate")
+def main(overrides: DictConfig) -> None:
+    """The command line."""
+    try:
+        run_dir, rows = evaluate(overrides)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    result = run_dir / RESULT
+    result.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    console = Console()
+    console.print(summary_table([], rows, {}))
+    console.print(f"written to {result}")
+
+
+if __name__ == "__main__":
+    main()

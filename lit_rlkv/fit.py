@@ -1,0 +1,203 @@
+"""python -m lit_rlkv.fit: compose the config, build the parts, run the stages, write the report."""
+
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.callbacks.logs import LoggerBridge, MetricsFile
+from lit_rlkv.callbacks.progress import ProgressBar
+from lit_rlkv.callbacks.report import RunReport, write_report
+from lit_rlkv.callbacks.samples import Samples
+from lit_rlkv.callbacks.statistics import RolloutStatistics
+from lit_rlkv.callbacks.summary import summary_table
+from lit_rlkv.checkpoint import CheckpointDir, load_trainable
+from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config, check_keys
+from lit_rlkv.stages import (
+    BACKBONE,
+    CHECKPOINTS,
+    CONFIG,
+    WARM_DONE,
+    Parts,
+    build_parts,
+    evaluate_policy,
+    load_backbone,
+    make_policy,
+    start_folder,
+    train_policy,
+    warm_up,
+)
+from lit_rlkv.types import EvalRow, Rollout
+
+EVALUATION, REPORT, METRICS = "evaluation.json", "report.html", "metrics.csv"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Results:
+    """What the run has found so far; written down after each stage, read back on resume."""
+
+    before: list[EvalRow] = field(default_factory=list)
+    after: list[EvalRow] = field(default_factory=list)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    rollout: Rollout | None = None
+
+    def save(self, run_dir: Path) -> None:
+        rows = {"before": [asdict(row) for row in self.before], "after": [asdict(row) for row in self.after]}
+        write_atomically(run_dir / EVALUATION, json.dumps({**rows, "stage_seconds": self.stage_seconds}, indent=1))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Results":
+        if not (run_dir / EVALUATION).is_file():
+            return cls()
+        saved = json.loads((run_dir / EVALUATION).read_text())
+        return cls(
+            before=[EvalRow(**row) for row in saved["before"]],
+            after=[EvalRow(**row) for row in saved["after"]],
+            stage_seconds=saved["stage_seconds"],
+        )
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block to a stage."""
+        started_at = time.perf_counter()
+        yield
+        elapsed_s = time.perf_counter() - started_at
+        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + elapsed_s
+
+
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def fit(cfg: DictConfig, run_dir: Path, console: Console) -> Results:
+    """Run the stages of a checked config in a folder that holds everything the run leaves behind."""
+    start = start_folder(cfg)
+    parts = build_parts(cfg)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(cfg, resolve=True))
+    results = Results.load(run_dir)
+    checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
+    resume_from = checkpoints.latest()
+
+    if start is None:
+        console.print("[bold]sft[/] warm up a model by supervised fine-tuning (kept for later runs)")
+        with results.timed("sft"):
+            start = warm_up(parts, [ProgressBar(), MetricsFile(run_dir / "sft_metrics.csv")])
+    keep_backbone(Path(start), run_dir)
+
+    module = make_policy(parts, load_backbone(parts, start))
+    metrics = MetricsFile(run_dir / METRICS, resumed_at=0 if resume_from is None else resume_from.iteration)
+    samples = Samples(run_dir, n=cfg.callbacks.n_samples, every_n_iterations=cfg.callbacks.samples_every)
+    trains, evaluates = "rl" in cfg.stages, "eval" in cfg.stages
+    if evaluates and trains and not results.before:
+        console.print("[bold]eval[/] before training")
+        with results.timed("eval"):
+            results.before, results.rollout = evaluate_policy(parts, module.backbone, "reference")
+        results.save(run_dir)
+    if trains:
+        console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
+        with results.timed("rl"):
+            train_policy(parts, module, rl_callbacks(parts, metrics, samples), checkpoints, resume_from)
+    elif resume_from is not None:
+        load_trainable(module, resume_from.weights())
+    if evaluates:
+        console.print("[bold]eval[/]" + (" after training" if trains else ""))
+        with results.timed("eval"):
+            results.after, results.rollout = evaluate_policy(parts, module.backbone, "policy")
+        results.save(run_dir)
+    write_report(run_dir / REPORT, make_report(cfg, results, metrics, samples, run_dir.name))
+    return results
+
+
+def rl_callbacks(parts: Parts, metrics: MetricsFile, samples: Samples) -> list[RLCallback]:
+    """In the order in which they are called: what adds to the metrics first, what shows them last."""
+    cfg = parts.cfg
+    callbacks: list[RLCallback] = [RolloutStatistics(parts.tokenizer.eos_token_id)]
+    if cfg.distillation is not None:
+        callbacks.append(build(cfg.distillation))
+    callbacks.append(metrics)
+    if cfg.logger is not None:
+        logger = build(cfg.logger)
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+        callbacks.append(LoggerBridge(logger))
+    return [*callbacks, samples, ProgressBar()]
+
+
+def keep_backbone(start: Path, run_dir: Path) -> None:
+    """Link a warmed-up backbone into the run, so that its checkpoints can be used when the warm folder is gone."""
+    target = run_dir / BACKBONE
+    if (start / WARM_DONE).is_file() and not target.exists():
+        try:
+            shutil.copytree(start, target, copy_function=os.link)
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(start, target)
+
+
+def make_report(
+    cfg: DictConfig, results: Results, metrics: MetricsFile, samples: Samples, title: str
+) -> RunReport:
+    packages = ("torch", "transformers", "peft", "lightning")
+    return RunReport(
+        title=title,
+        config_yaml=OmegaConf.to_yaml(cfg, resolve=True),
+        history=metrics.history,
+        before=results.before,
+        after=results.after,
+        rollout=results.rollout,
+        budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
+        interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
+        stage_seconds=results.stage_seconds,
+        samples=samples.samples,
+        versions={"python": platform.python_version(), **{name: version(name) for name in packages}},
+    )
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
+def main(cfg: DictConfig) -> None:
+    """The command line: errors of the config end in one line, before any work."""
+    console = Console(stderr=True)
+    try:
+        if cfg.resume is None:
+            run_dir = Path(HydraConfig.get().runtime.output_dir)
+            check_keys(cfg, HydraConfig.get().runtime.choices)
+        else:
+            run_dir, cfg = resumed(cfg)
+        check_config(cfg)
+        results = fit(cfg, run_dir, console)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    console.print(summary_table(results.before, results.after, results.stage_seconds))
+    console.print(f"report: {run_dir / REPORT}")
+
+
+def resumed(cfg: DictConfig) -> tuple[Path, DictConfig]:
+    """The folder and the config of the run to go on with."""
+    run_dir = Path(cfg.resume)
+    if not (run_dir / CONFIG).is_file():
+        raise ConfigError(f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/")
+    saved = OmegaConf.load(run_dir / CONFIG)
+    assert isinstance(saved, DictConfig)
+    return run_dir, saved
+
+
+if __name__ == "__main__":
+    main()

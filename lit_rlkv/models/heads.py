@@ -1,0 +1,23 @@
+"""Scalar heads beside the LM head; they live outside peft, as plain modules."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+
+class ScalarHead(nn.Module):
+    """One number for a sequence, read from the hidden state of its last token. Starts at 0 for every sequence."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(
+        self, hidden: Float[Tensor, "batch seq dim"], is_token: Bool[Tensor, "batch seq"]
+    ) -> Float[Tensor, " batch"]:
+        column = torch.arange(is_token.shape[1], device=is_token.device)
+        last = (column * is_token).amax(dim=1)
+        states = hidden[torch.arange(len(hidden), device=hidden.device), last]
+        return self.linear(states).squeeze(-1)

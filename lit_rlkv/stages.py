@@ -1,0 +1,257 @@
+"""The stages of a run, each a function of its config: warm up, train by RL, evaluate."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning import Callback
+from lightning.fabric import Fabric
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
+from lit_rlkv.config import ConfigError, build
+from lit_rlkv.data.demonstrations import PreferenceDataModule
+from lit_rlkv.data.evaluation import evaluate_cache
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.rollouts import RolloutDataModule, SamplingConfig, UpdateConfig
+from lit_rlkv.data.tasks import Task
+from lit_rlkv.data.tokenizers import load_tokenizer
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.loop import train
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.hydra import acting_as, add_policy_adapter
+from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.rng import derive_seed
+from lit_rlkv.types import EvalRow, Rollout
+
+WARM_FORMAT = 1
+"""Raised when warm-up changes what it writes or computes, so that older results are not taken for new ones."""
+WARM_DONE = "warm.json"
+REWARD_HEAD = "reward_head.safetensors"
+CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
+"""Where a run folder keeps them."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all stages of a run share."""
+
+    cfg: DictConfig
+    fabric: Fabric
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+
+    @property
+    def cache(self) -> CacheSpec:
+        return CacheSpec(**self.cfg.cache)
+
+
+def build_parts(cfg: DictConfig) -> Parts:
+    """Tokenizer, task and device of a run."""
+    if cfg.fabric.n_threads is not None:
+        torch.set_num_threads(cfg.fabric.n_threads)
+    fabric = Fabric(
+        accelerator=cfg.fabric.accelerator, devices=cfg.fabric.devices, precision=cfg.fabric.precision
+    )
+    return Parts(cfg, fabric, load_tokenizer(cfg.model.path), build(cfg.task))
+
+
+def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
+    """The backbone at a path or hub name, or the preset with fresh weights, on the run's device and proven replayable."""
+    if path is not None:
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True)
+    else:
+        torch.manual_seed(derive_seed(parts.cfg.sft.seed, "init"))
+        tokenizer = parts.tokenizer
+        model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return prepare_backbone(parts.fabric.to_device(model).eval())
+
+
+def warm_folder(cfg: DictConfig) -> Path:
+    """Where the warm model of this config is, or will be: named by everything that it depends on."""
+    parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("task", "model", "sft")}
+    text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts], sort_keys=True)
+    return Path(cfg.runs_dir) / "warm" / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def start_folder(cfg: DictConfig) -> str | Path | None:
+    """The model that RL and evaluation start from, None while it still has to be warmed up.
+
+    Raises:
+        ConfigError: `stages` leave out sft, and there is neither a warm model nor a `model.path`.
+    """
+    warm = warm_folder(cfg)
+    if (warm / WARM_DONE).is_file():
+        return warm
+    if "sft" in cfg.stages:
+        return None
+    if cfg.model.path is None:
+        raise ConfigError(
+            f"stages={list(cfg.stages)} start from a warm model, but no earlier run left one for this config in "
+            f"{warm.parent}; add sft to stages, or give model.path"
+        )
+    return str(cfg.model.path)
+
+
+def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
+    """Hydra-SFT on worked solutions; the result is kept, so that the next run with this config starts from it."""
+    cfg = parts.cfg.sft
+    backbone = load_backbone(parts, parts.cfg.model.path)
+    module = HydraSFT(
+        backbone,
+        build(cfg.optimizer),
+        reward_weight=cfg.reward_weight,
+        n_steps=cfg.n_steps,
+        n_warmup_steps=cfg.n_warmup_steps,
+    )
+    datamodule = PreferenceDataModule(
+        parts.task,
+        PromptSource(parts.task, split="train", seed=cfg.seed),
+        parts.tokenizer,
+        batch_size=cfg.batch_size,
+        n_pairs=cfg.n_pairs,
+        steps_per_loader=min(cfg.steps_per_iteration, cfg.n_steps),
+        seed=cfg.seed,
+    )
+    check_hooks(callbacks)
+    train(
+        parts.fabric,
+        module,
+        datamodule,
+        callbacks=callbacks,
+        n_iterations=-(-cfg.n_steps // datamodule.steps_per_loader),
+        max_grad_norm=cfg.max_grad_norm,
+    )
+    folder = warm_folder(parts.cfg)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    backbone.save_pretrained(partial)
+    parts.tokenizer.save_pretrained(partial)
+    save_file(module.reward_head.state_dict(), partial / REWARD_HEAD)
+    (partial / WARM_DONE).write_text(json.dumps({"config": OmegaConf.to_container(cfg, resolve=True)}))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+    return folder
+
+
+def make_policy(parts: Parts, backbone: PreTrainedModel) -> PolicyModule:
+    """The RL module: the backbone frozen, the policy's LoRA on it."""
+    cfg = parts.cfg
+    torch.manual_seed(derive_seed(cfg.seed, "lora"))
+    targets = cfg.roles.target_modules
+    add_policy_adapter(
+        backbone,
+        rank=cfg.roles.rank,
+        alpha=cfg.roles.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    module: PolicyModule = build(
+        cfg.algorithm.loss,
+        backbone,
+        build(cfg.optimizer),
+        replays=cfg.correction.replays,
+        temperature=cfg.rollout.temperature,
+    )
+    return module
+
+
+def train_policy(
+    parts: Parts,
+    module: PolicyModule,
+    callbacks: Sequence[RLCallback],
+    checkpoints: CheckpointDir,
+    resume_from: Checkpoint | None,
+) -> None:
+    """RL from the first iteration, or from a checkpoint."""
+    cfg = parts.cfg
+    algorithm = cfg.algorithm
+    datamodule = RolloutDataModule(
+        module.backbone,
+        parts.tokenizer,
+        parts.task,
+        PromptSource(parts.task, split="train", seed=cfg.seed),
+        parts.cache,
+        build(cfg.correction),
+        SamplingConfig(
+            n_prompts=cfg.rollout.n_prompts,
+            group_size=algorithm.group_size,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            temperature=cfg.rollout.temperature,
+        ),
+        UpdateConfig(
+            advantage=algorithm.advantage,
+            aggregation=algorithm.aggregation,
+            n_epochs=algorithm.n_epochs,
+            n_minibatches=algorithm.n_minibatches,
+            n_micro_batches=algorithm.n_micro_batches,
+            drop_uniform_groups=algorithm.drop_uniform_groups,
+            needs_reference=algorithm.loss.get("kl_weight", 0.0) > 0,
+        ),
+        seed=cfg.seed,
+        on_rollout_end=[callback.on_rollout_end for callback in callbacks],
+    )
+    module.loss_terms = [callback.loss_terms for callback in callbacks]
+    check_hooks(callbacks)
+    if resume_from is not None:
+        load_trainable(module, resume_from.weights())
+        datamodule.load_state_dict(resume_from.data_state)
+
+    def save(iteration: int, optimizer_state: dict) -> None:
+        if iteration % cfg.callbacks.checkpoint_every == 0 or iteration == algorithm.n_iterations:
+            checkpoints.save(iteration, module.trainable_state_dict(), optimizer_state, datamodule.state_dict())
+
+    train(
+        parts.fabric,
+        module,
+        datamodule,
+        callbacks=callbacks,
+        n_iterations=algorithm.n_iterations,
+        first_iteration=0 if resume_from is None else resume_from.iteration,
+        optimizer_state=None if resume_from is None else resume_from.optimizer_state(),
+        max_grad_norm=algorithm.max_grad_norm,
+        save=save,
+    )
+
+
+def evaluation_caches(parts: Parts) -> list[CacheSpec]:
+    """Dense, then the run's cache at each budget asked for, the one of the rollouts among them."""
+    spec = parts.cache
+    if spec.is_dense:
+        return [spec]
+    budgets = sorted({*parts.cfg.evaluation.budgets, spec.budget}, reverse=True)
+    sparse = [CacheSpec(**{**parts.cfg.cache, "budget": budget}) for budget in budgets]
+    return [CacheSpec.dense(), *sparse]
+
+
+def evaluate_policy(parts: Parts, backbone: PreTrainedModel, role: str) -> tuple[list[EvalRow], Rollout]:
+    """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
+    cfg = parts.cfg.evaluation
+    problems = PromptSource(parts.task, split="eval", seed=parts.cfg.seed).take(cfg.n_prompts)
+    rows, pictured = [], None
+    for cache in evaluation_caches(parts):
+        with acting_as(backbone, role), parts.fabric.autocast():
+            row, rollout = evaluate_cache(
+                backbone,
+                parts.tokenizer,
+                parts.task,
+                problems,
+                cache,
+                max_new_tokens=parts.cfg.rollout.max_new_tokens,
+                temperature=cfg.temperature,
+                batch_size=cfg.batch_size,
+                seed=parts.cfg.seed,
+            )
+        rows.append(row)
+        if cache == parts.cache or pictured is None:
+            pictured = rollout
+    assert pictured is not None
+    return rows, pictured

@@ -1,0 +1,67 @@
+from collections.abc import Iterator
+from typing import Any
+
+import jaxtyping
+import pytest
+
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+
+
+@pytest.fixture
+def _as_users_run_it() -> Iterator[None]:
+    """Without the type checks of the test run, which would speak before the spec does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_slots_are_budget_plus_interval_whatever_the_length():
+    spec = CacheSpec(policy="snapkv", budget=512, interval=128)
+    assert spec.n_slots(100) == spec.n_slots(100_000) == 640
+
+
+def test_a_dense_cache_has_a_slot_for_every_token_and_no_policy():
+    spec = CacheSpec.dense()
+    assert spec.is_dense
+    assert spec.n_slots(77) == 77
+    assert spec.make_policy() is None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_has_a_spec_that_makes_it(name: str):
+    spec = CacheSpec(policy=name)
+    assert not spec.is_dense
+    assert isinstance(spec.make_policy(), POLICIES[name])
+
+
+def test_an_unknown_policy_is_refused_with_the_ones_to_choose_from():
+    with pytest.raises(ValueError, match=r"unknown cache policy 'snapvk'; choose one of dense, streaming, .*snapkv"):
+        CacheSpec(policy="snapvk")
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+@pytest.mark.parametrize("name", ["budget", "interval", "sink", "window"])
+@pytest.mark.parametrize("value", [0.5, 64.0, True, "64", None])
+def test_counts_that_are_no_integers_are_refused(name: str, value: object):
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=rf"cache\.{name}=.* is not an integer; .* give a whole number"):
+        CacheSpec(**settings)
+
+
+@pytest.mark.parametrize(("name", "least"), [("budget", 1), ("interval", 1), ("sink", 0), ("window", 1)])
+def test_counts_below_their_least_are_refused(name: str, least: int):
+    settings: dict[str, Any] = {name: least - 1}
+    with pytest.raises(ValueError, match=rf"cache\.{name}={least - 1} is below {least}; raise it to at least {least}"):
+        CacheSpec(**settings)
+
+
+def test_sinks_and_window_must_leave_a_slot_to_choose():
+    message = r"sink=4 \+ window=16 leave no slot to choose in budget=20; raise budget or lower them"
+    with pytest.raises(ValueError, match=message):
+        CacheSpec(budget=20, sink=4, window=16)
+    assert CacheSpec(budget=21, sink=4, window=16).budget == 21
+
+
+def test_a_spec_cannot_be_changed_after_it_was_checked():
+    with pytest.raises(AttributeError):
+        CacheSpec().budget = 3  # type: ignore[misc]

@@ -1,0 +1,83 @@
+"""Tiny random models of every supported family, prepared and cached, and ragged prompts to run them on."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lit_rlkv.models import prepare_backbone
+
+VOCAB, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 4, 8, 3
+PAD = 0
+
+WEIGHT_SCALE = 4.0
+"""Matrices are scaled up from their initialisation: at 0.02 attention is uniform, and no wrong mask would show."""
+
+FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "gpt_neox": GPTNeoXConfig,
+    "gemma3": Gemma3TextConfig,
+}
+
+
+def tiny_config(family: str, n_kv_heads: int = 2, **changes: object) -> PretrainedConfig:
+    """A config of that family; GPT-NeoX has no grouped queries and ignores `n_kv_heads`."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 64,
+        "max_position_embeddings": 128,
+        "pad_token_id": PAD,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family != "gpt_neox":
+        settings["num_key_value_heads"] = n_kv_heads
+    if family in ("qwen3", "gemma3"):
+        settings["head_dim"] = HEAD_DIM
+    return FAMILIES[family](**{**settings, **changes})
+
+
+def build(config: PretrainedConfig) -> PreTrainedModel:
+    """A random model of that config in evaluation mode, not yet prepared, the same at every call."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(WEIGHT_SCALE)
+    return model
+
+
+@cache
+def tiny_model(family: str = "llama", n_kv_heads: int = 2) -> PreTrainedModel:
+    """The prepared model; shared by all tests, which must leave it as it was."""
+    return prepare_backbone(build(tiny_config(family, n_kv_heads)))
+
+
+def ragged_prompts(lens: tuple[int, ...] = (14, 9, 4, 1)) -> tuple[Tensor, Tensor]:
+    """Left-padded random prompts of these lengths, and their attention mask."""
+    generator = torch.Generator().manual_seed(7)
+    width = max(lens)
+    is_token = torch.arange(width) >= width - torch.tensor(lens)[:, None]
+    token_ids = torch.randint(1, VOCAB, (len(lens), width), generator=generator)
+    return token_ids.masked_fill(~is_token, PAD), is_token

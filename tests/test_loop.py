@@ -1,0 +1,148 @@
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lit_rlkv.callbacks.distillation import ShadowDistillation
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checkpoint import CheckpointDir, load_trainable
+from lit_rlkv.loop import MetricSums, train
+from tests.training import make_backbone, make_datamodule, make_module
+
+
+class LossLog(L.Callback):
+    """Losses as lightning.Trainer reports them."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
+class MetricLog(RLCallback):
+    def __init__(self):
+        self.rows = []
+
+    def on_iteration_end(self, iteration, n_iterations, metrics):
+        self.rows.append(dict(metrics))
+
+
+def make_run(**update):
+    backbone = make_backbone()
+    module = make_module(backbone, kl_weight=0.1)
+    module.loss_terms = [ShadowDistillation("sparse_student", 0.3, "reference").loss_terms]
+    return module, make_datamodule(backbone, needs_reference=True, **update)
+
+
+def train_here(module, datamodule, n_iterations, **options):
+    log = MetricLog()
+    fabric = Fabric(accelerator="cpu")
+    train(fabric, module, datamodule, callbacks=[log], n_iterations=n_iterations, max_grad_norm=1.0, **options)
+    return log.rows
+
+
+def parameters_of(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def test_lightning_trainer_gives_the_same_losses_and_weights():
+    module, datamodule = make_run()
+    ours = [row["loss"] for row in train_here(module, datamodule, 3)]
+
+    twin, twin_data = make_run()
+    log = LossLog()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        reload_dataloaders_every_n_epochs=1,
+        gradient_clip_val=1.0,
+        callbacks=[log],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(twin, twin_data)
+
+    assert len(set(ours)) == 3
+    assert log.losses == pytest.approx(ours, abs=1e-7)
+    for name, value in parameters_of(module).items():
+        torch.testing.assert_close(value, parameters_of(twin)[name], rtol=0, atol=1e-7)
+
+
+def test_micro_batches_do_not_change_the_update():
+    whole, data = make_run(n_minibatches=2)
+    split, split_data = make_run(n_minibatches=2, n_micro_batches=3)
+    rows, split_rows = train_here(whole, data, 2), train_here(split, split_data, 2)
+    for name in ("loss", "policy_loss", "kl", "entropy", "smd/kl"):
+        assert split_rows[-1][name] == pytest.approx(rows[-1][name], abs=1e-5), name
+    for name, value in parameters_of(whole).items():
+        torch.testing.assert_close(value, parameters_of(split)[name], rtol=0, atol=1e-5)
+
+
+def test_another_seed_changes_the_update():
+    first, data = make_run()
+    second, other = make_run()
+    other.seed = 1
+    assert train_here(first, data, 1)[0]["loss"] != train_here(second, other, 1)[0]["loss"]
+
+
+def test_three_iterations_and_three_more_after_a_restart_equal_six(tmp_path):
+    checkpoints = CheckpointDir(tmp_path)
+
+    def saver(module, datamodule):
+        def save(iteration, optimizer_state):
+            # A kill can come right after this, so what is written must already be everything.
+            checkpoints.save(
+                iteration, module.trainable_state_dict(), copy.deepcopy(optimizer_state), datamodule.state_dict()
+            )
+
+        return save
+
+    straight, data = make_run()
+    six = train_here(straight, data, 6)
+
+    module, data = make_run()
+    train_here(module, data, 3, save=saver(module, data))
+    module, data = make_run()
+    saved = checkpoints.latest()
+    load_trainable(module, saved.weights())
+    data.load_state_dict(saved.data_state)
+    rest = train_here(
+        module, data, 6, first_iteration=saved.iteration, optimizer_state=saved.optimizer_state()
+    )
+
+    assert saved.iteration == 3
+    assert [row["loss"] for row in rest] == [row["loss"] for row in six[3:]]
+    for name, value in parameters_of(straight).items():
+        assert torch.equal(value, parameters_of(module)[name]), name
+
+
+def test_a_restart_that_forgets_the_prompt_cursor_is_caught():
+    module, data = make_run()
+    six = train_here(module, data, 2)
+    module, data = make_run()
+    train_here(module, data, 1)
+    data.source.load_state_dict({"cursor": 0})
+    assert train_here(module, data, 2, first_iteration=1)[0]["loss"] != six[1]["loss"]
+
+
+def test_metrics_add_up_over_micro_batches_and_average_over_steps():
+    sums = MetricSums()
+    for loss, gap in ((1.0, 0.3), (2.0, 0.1)):
+        sums.add({"loss": torch.tensor(loss), "kv/replay_gap": torch.tensor(gap)})
+    sums.end_step(grad_norm=torch.tensor(5.0))
+    sums.add({"loss": torch.tensor(1.0)})
+    sums.end_step(grad_norm=torch.tensor(7.0))
+    # steps: 1 + 2 = 3 and 1, mean 2; the gap is the larger one, and only the first step reported it
+    assert sums.means() == pytest.approx({"loss": 2.0, "kv/replay_gap": 0.3, "grad_norm": 6.0})
+
+
+def test_the_first_minibatch_of_replay_has_ratio_one_and_clips_nothing():
+    module, data = make_run()
+    row = train_here(module, data, 1)[0]
+    assert row["kv/replay_gap"] < 1e-4
+    assert row["clip_ratio/region_mean"] == 0.0
