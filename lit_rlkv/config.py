@@ -28,14 +28,14 @@ class ConfigError(ValueError):
     """A mistake in the configuration: what was given, why it is wrong, what to do."""
 
 
-def build(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+def build(node: DictConfig) -> Any:
     """The object (or, under `_partial_`, the function) that a node with `_target_` describes.
 
     Raises:
         ConfigError: a target outside the trusted packages, or arguments that it does not take.
     """
     check_targets(node)
-    return instantiate(node, *args, **kwargs)
+    return instantiate(node)
 
 
 def check_targets(node: Any, path: str = "") -> None:

@@ -2,7 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -41,40 +42,50 @@ def train(
         if scheduler is not None:
             scheduler.load_state_dict(optimizer_state["scheduler"])
     call(callbacks, "on_fit_start", None, module)
-
-    for iteration in range(first_iteration, n_iterations):
-        started_at = time.perf_counter()
-        sums = MetricSums()
-        # 2. data: for RL this is rollout, reward and credit
-        with fabric.autocast():
-            loader = fabric.setup_dataloaders(datamodule.train_dataloader())
-        loaded_at = time.perf_counter()
-        for index, batch in enumerate(loader):
-            # 3. loss and gradient
-            ends_step = getattr(batch, "ends_step", True)
-            with fabric.no_backward_sync(model, enabled=not ends_step):
-                outputs = model.training_step(batch, index)
-                fabric.backward(outputs["loss"])
-            sums.add(outputs)
-            # 4. update
-            if ends_step:
-                norm = fabric.clip_gradients(model, optimizer, max_norm=max_grad_norm, error_if_nonfinite=False)
-                call(callbacks, "on_before_optimizer_step", None, module, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-                if scheduler is not None:
-                    scheduler.step()
-                sums.end_step(grad_norm=norm)
-        # 5. report and save
-        metrics = sums.means()
-        metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["time/data"] = loaded_at - started_at
-        metrics["time/update"] = time.perf_counter() - loaded_at
-        call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
-        if save is not None:
-            state = {"optimizer": optimizer.state_dict()}
-            save(iteration + 1, state | ({} if scheduler is None else {"scheduler": scheduler.state_dict()}))
+    with reporting_failure(callbacks, module):
+        for iteration in range(first_iteration, n_iterations):
+            started_at = time.perf_counter()
+            sums = MetricSums()
+            # 2. data: for RL this is rollout, reward and credit
+            with fabric.autocast():
+                loader = fabric.setup_dataloaders(datamodule.train_dataloader())
+            loaded_at = time.perf_counter()
+            for index, batch in enumerate(loader):
+                # 3. loss and gradient
+                ends_step = getattr(batch, "ends_step", True)
+                with fabric.no_backward_sync(model, enabled=not ends_step):
+                    outputs = model.training_step(batch, index)
+                    fabric.backward(outputs["loss"])
+                sums.add(outputs)
+                # 4. update
+                if ends_step:
+                    norm = fabric.clip_gradients(model, optimizer, max_norm=max_grad_norm, error_if_nonfinite=False)
+                    call(callbacks, "on_before_optimizer_step", None, module, optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if scheduler is not None:
+                        scheduler.step()
+                    sums.end_step(grad_norm=norm)
+            # 5. report and save
+            metrics = sums.means()
+            metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
+            metrics["time/data"] = loaded_at - started_at
+            metrics["time/update"] = time.perf_counter() - loaded_at
+            call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
+            if save is not None:
+                state = {"optimizer": optimizer.state_dict()}
+                save(iteration + 1, state | ({} if scheduler is None else {"scheduler": scheduler.state_dict()}))
     call(callbacks, "on_fit_end", None, module)
+
+
+@contextmanager
+def reporting_failure(callbacks: Sequence[Callback], module: L.LightningModule) -> Iterator[None]:
+    """Let callbacks clean up before an exception goes on, Ctrl-C included."""
+    try:
+        yield
+    except BaseException as error:
+        call(callbacks, "on_exception", None, module, error)
+        raise
 
 
 def call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:

@@ -154,8 +154,8 @@ def make_policy(parts: Parts, backbone: PreTrainedModel) -> PolicyModule:
         alpha=cfg.roles.alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
     )
-    module: PolicyModule = build(
-        cfg.algorithm.loss,
+    make_module = build(cfg.algorithm.loss)
+    module: PolicyModule = make_module(
         backbone,
         build(cfg.optimizer),
         replays=cfg.correction.replays,

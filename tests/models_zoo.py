@@ -24,7 +24,7 @@ VOCAB, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 4, 8, 3
 PAD = 0
 
 WEIGHT_SCALE = 4.0
-"""Matrices are scaled up from their initialisation: at 0.02 attention is uniform, and no wrong mask would show."""
+"""Factor on the initial matrices: at their small scale attention is uniform, and no wrong mask would show."""
 
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": LlamaConfig,

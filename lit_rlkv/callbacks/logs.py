@@ -4,8 +4,9 @@ import csv
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
-from lightning.pytorch.loggers import Logger
+
 
 from lit_rlkv.callbacks.hooks import RLCallback
 
@@ -51,16 +52,15 @@ class MetricsFile(RLCallback):
 class LoggerBridge(RLCallback):
     """Sends metrics to a Lightning logger; its first failure is reported and ends the sending, not the run."""
 
-    def __init__(self, logger: Logger, prefix: str = "") -> None:
+    def __init__(self, logger: Any) -> None:
         self.logger = logger
-        self.prefix = prefix
         self.is_broken = False
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         if self.is_broken:
             return
         try:
-            self.logger.log_metrics({f"{self.prefix}{k}": v for k, v in metrics.items()}, step=iteration)
+            self.logger.log_metrics(dict(metrics), step=iteration)
         except Exception as error:
             self.is_broken = True
             log.warning("%s failed and gets no more metrics; metrics.csv goes on: %s", type(self.logger).__name__, error)

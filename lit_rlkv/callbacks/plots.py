@@ -1,4 +1,4 @@
-"""Figures of a run: pure functions from what was measured to matplotlib figures, without pyplot or a display."""
+"""Figures of a run: pure functions from what was measured to matplotlib figures, without pyplot."""
 
 from collections.abc import Mapping, Sequence
 
@@ -92,8 +92,9 @@ def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow])
 
 
 def mismatch(history: History) -> Figure:
-    """How far sampler and learner are apart, on a log axis: sizes of negative estimates are drawn as open circles,
-    and a value of exactly 0 leaves a gap in its line.
+    """How far sampler and learner are apart, on a log axis.
+
+    A negative estimate is drawn at its size with an open circle; an exact 0 leaves a gap in its line.
     """
     figure, axes = _single("Iteration", "Mismatch (nats)")
     for (metric, name), color in zip(MISMATCHES.items(), (BLUE, GREEN, PURPLE, VERMILLION), strict=True):
@@ -134,9 +135,9 @@ def cache_fill(rollout: Rollout, budget: int | None = None, interval: int | None
     axes.plot(x, np.nanmean(live, axis=0), color=BLUE, lw=2, label="live, mean")
     axes.axvline(0, color=INK, lw=0.8, ls=":")
     if budget is not None:
-        _level(axes, budget, f"budget {budget}")
+        _level(axes, budget, f"budget {budget}", "top")
     if budget is not None and interval is not None:
-        _level(axes, budget + interval, f"slots {budget + interval}")
+        _level(axes, budget + interval, f"slots {budget + interval}", "bottom")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -148,7 +149,7 @@ def key_lifetimes(rollout: Rollout, row: int, token_labels: Sequence[str] | None
     """One sequence, a panel per layer and KV head: each key's bar runs from its own token to its eviction.
 
     Args:
-        token_labels: what to write beside each token of the row, padding not counted; left out on long sequences.
+        token_labels: what to write beside each token of the row, padding not counted; unused on a long row.
 
     Raises:
         ValueError: a row that the rollout does not have, or not one label per token.
@@ -211,7 +212,7 @@ def series(history: History, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def live_keys(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
-    """Keys that are born and not yet evicted at each column, by counts alone: births so far minus deaths so far."""
+    """Keys born and not yet evicted at each column, by counts alone: births so far minus deaths so far."""
     is_token, death = rollout.is_token.cpu(), rollout.death.cpu()
     seq = death.shape[-1]
     is_key = is_token[:, None, None].expand_as(death).long()
@@ -302,11 +303,11 @@ def _calm(axes: Axes) -> None:
 
 def _legend(axes: Axes) -> None:
     """Above the axes, where it hides no data."""
-    n_columns = 2 if len(axes.get_legend_handles_labels()[0]) in (2, 4) else 3
+    n_entries = len(axes.get_legend_handles_labels()[0])
     legend = axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=n_columns,
+        ncols=n_entries if n_entries <= 3 else 2,
         frameon=False,
         fontsize=_SMALL,
         borderaxespad=0.2,
@@ -319,7 +320,8 @@ def _ink(texts: Sequence) -> None:  # type: ignore[type-arg]
         text.set_color(INK)
 
 
-def _level(axes: Axes, height: float, name: str) -> None:
+def _level(axes: Axes, height: float, name: str, side: str) -> None:
+    """A horizontal line named at its right end, above or below it so that close lines keep readable names."""
     axes.axhline(height, color=VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
     axes.annotate(
         name,
@@ -329,7 +331,7 @@ def _level(axes: Axes, height: float, name: str) -> None:
         textcoords="offset points",
         fontsize=_SMALL,
         color=VERMILLION,
-        va="center",
+        va=side,
         annotation_clip=False,
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -104,7 +104,7 @@ def _trim(
 def _check_prompts(
     model: PreTrainedModel,
     token_ids: Int[Tensor, "batch prompt"],
-    is_prompt: Bool[Tensor, "batch prompt"],
+    is_prompt: Tensor,
     max_new_tokens: int,
     temperature: float,
 ) -> None:

@@ -17,8 +17,8 @@ def due_lists(schedule: CacheSchedule) -> list[list[int]]:
 
 
 def test_fill_levels_of_ragged_prompts_match_a_worked_example():
-    # budget 4, interval 2: six slots, so slot 5 is the last one and the row that writes it falls back to 4 keys.
-    # The prompt of 7 was compacted to 4 at prefill; the prompt of 4 fits exactly; that of 2 has two slots to spare.
+    # Budget 4, interval 2: six slots, so slot 5 is the last, and the row that writes it falls back to 4 keys.
+    # The prompt of 7 was compacted to 4 at prefill, that of 4 fits exactly, that of 2 has two slots to spare.
     schedule = plan_schedule(spec_of(4, 2), [2, 4, 7], n_prompt_columns=7, n_steps=6, device=CPU)
     assert schedule.prompt_fill.tolist() == [2, 4, 4]
     assert schedule.prompt_due is not None

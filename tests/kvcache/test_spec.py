@@ -35,7 +35,9 @@ def test_every_policy_has_a_spec_that_makes_it(name: str):
 
 
 def test_an_unknown_policy_is_refused_with_the_ones_to_choose_from():
-    with pytest.raises(ValueError, match=r"unknown cache policy 'snapvk'; choose one of dense, streaming, .*snapkv"):
+    with pytest.raises(
+        ValueError, match=r"unknown cache policy 'snapvk'; choose one of dense, streaming, .*snapkv"
+    ):
         CacheSpec(policy="snapvk")
 
 
@@ -51,7 +53,9 @@ def test_counts_that_are_no_integers_are_refused(name: str, value: object):
 @pytest.mark.parametrize(("name", "least"), [("budget", 1), ("interval", 1), ("sink", 0), ("window", 1)])
 def test_counts_below_their_least_are_refused(name: str, least: int):
     settings: dict[str, Any] = {name: least - 1}
-    with pytest.raises(ValueError, match=rf"cache\.{name}={least - 1} is below {least}; raise it to at least {least}"):
+    with pytest.raises(
+        ValueError, match=rf"cache\.{name}={least - 1} is below {least}; raise it to at least {least}"
+    ):
         CacheSpec(**settings)
 
 

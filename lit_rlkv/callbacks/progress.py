@@ -1,0 +1,167 @@
+"""How far the work is: a rich bar on a terminal, an occasional plain line where there is none."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.callbacks.summary import human_seconds
+
+N_PLAIN_LINES = 10
+"""Lines that a whole piece of work writes where there is no terminal."""
+
+Field = float | int | str
+
+
+@cache
+def stderr_console() -> Console:
+    """The one console of this package: a text printed on another would tear the bar."""
+    return Console(stderr=True)
+
+
+class Meter:
+    """One piece of work under way, started by its first `show` or by `start`, and ended by `stop`."""
+
+    def __init__(self, description: str, console: Console | None = None) -> None:
+        self.description = description
+        self.console = console or stderr_console()
+        self._bar: Progress | None = None
+        self._started_at: float | None = None
+        self._first_n_done: int | None = None
+        self._n_lines = 0
+
+    def start(self, n_done: int | None = None, n_total: int | None = None) -> None:
+        """Start the clock; `n_done` units were done before it, and None says that the first `show` tells."""
+        if self._started_at is not None:
+            return
+        self._started_at = time.monotonic()
+        self._first_n_done = n_done
+        if self.console.is_interactive:
+            self._bar = _bar(self.console)
+            self._bar.add_task(self.description, total=n_total, fields="")
+            self._bar.start()
+
+    def show(self, n_done: int, n_total: int, fields: Mapping[str, Field]) -> None:
+        """The state after `n_done` of `n_total`, and what to write beside it."""
+        self.start()
+        if self._first_n_done is None:
+            self._first_n_done = n_done - 1
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=n_done, total=n_total, fields=format_fields(fields))
+            return
+        n_due = n_done * N_PLAIN_LINES // n_total
+        if n_due > self._n_lines or n_done == n_total:
+            self._n_lines = n_due
+            self._print_line(n_done, n_total, fields)
+
+    def stop(self) -> None:
+        """Give the terminal back; nothing happens on a second call."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
+        self._started_at = None
+        self._n_lines = 0
+
+    def _print_line(self, n_done: int, n_total: int, fields: Mapping[str, Field]) -> None:
+        assert self._started_at is not None
+        assert self._first_n_done is not None
+        elapsed_s = time.monotonic() - self._started_at
+        n_done_here = n_done - self._first_n_done
+        left_s = elapsed_s / n_done_here * (n_total - n_done) if n_done_here > 0 else 0.0
+        times = f"{human_seconds(elapsed_s)} elapsed, {human_seconds(left_s)} left"
+        parts = [f"{self.description} {n_done}/{n_total}", format_fields(fields), times]
+        line = "  ".join(part for part in parts if part)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class ProgressBar(RLCallback):
+    """Iterations done, with the reward (or else the loss) and the speed of the last one."""
+
+    def __init__(self, description: str = "iteration", console: Console | None = None) -> None:
+        self._meter = Meter(description, console)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._meter.start()
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        """A first iteration above 1 is a resumed run: what came before does not count for the speed."""
+        fields: dict[str, Field] = {}
+        if "reward" in metrics:
+            fields["reward"] = f"{metrics['reward']:.3f}"
+        elif "loss" in metrics:
+            fields["loss"] = metrics["loss"]
+        if "tokens_per_second" in metrics:
+            fields["tokens/s"] = f"{metrics['tokens_per_second']:,.0f}"
+        self._meter.show(iteration, n_iterations, fields)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._meter.stop()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._meter.stop()
+
+
+@contextmanager
+def track(description: str, total: int, console: Console | None = None) -> Iterator[Callable[..., None]]:
+    """Show long work of `total` units; yields `advance(n, **fields)`, to call after each `n` of them.
+
+    Raises:
+        ValueError: nothing to do, or an advance backwards or beyond the total.
+    """
+    if total < 1:
+        raise ValueError(f"total={total} leaves nothing to track; call it only for work of at least 1 unit")
+    meter = Meter(description, console)
+    n_done = 0
+
+    def advance(n: int = 1, **fields: Field) -> None:
+        nonlocal n_done
+        if n < 1 or n_done + n > total:
+            raise ValueError(
+                f"cannot advance {description!r} by {n} after {n_done} of {total}; say how many were done"
+            )
+        n_done += n
+        meter.show(n_done, total, fields)
+
+    meter.start(n_done=0, n_total=total)
+    try:
+        yield advance
+    finally:
+        meter.stop()
+
+
+def format_fields(fields: Mapping[str, Field]) -> str:
+    """`loss 0.123  tokens/s 4,100`: numbers in three digits, texts as they are."""
+    return "  ".join(f"{name} {_format(value)}" for name, value in fields.items())
+
+
+def _format(value: Field) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[fields]}", markup=False),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        # Iterations may take minutes; rich would forget them after half of one and show no remaining time.
+        speed_estimate_period=float("inf"),
+    )

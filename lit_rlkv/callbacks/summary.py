@@ -1,0 +1,144 @@
+"""The table that ends a run: what each cache scored and cost, before and after, and where the time went."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lit_rlkv.types import EvalRow
+
+KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats"
+ABSENT = "–"
+"""What a cell shows where nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cache before and after training; None where it was not evaluated."""
+
+    cache: str
+    budget: int | None
+    before: EvalRow | None
+    after: EvalRow | None
+    share_of_dense: float | None
+    """Its bytes over those of the dense cache; None without a dense evaluation."""
+
+    @property
+    def latest(self) -> EvalRow:
+        """The evaluation after training, or else the one before."""
+        row = self.after or self.before
+        assert row is not None
+        return row
+
+    @property
+    def replay_gap(self) -> float:
+        """The larger of both evaluations: one broken replay is enough to know of."""
+        return max(row.replay_gap for row in (self.before, self.after) if row is not None)
+
+
+def compare(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> list[Comparison]:
+    """Rows of the same cache side by side, in the order of the evaluations.
+
+    Raises:
+        ValueError: one evaluation lists a cache twice.
+    """
+    earlier, later = _by_cache(before), _by_cache(after)
+    dense = [row.kv_bytes for row in (*after, *before) if row.budget is None and row.kv_bytes > 0]
+    caches = list(dict.fromkeys([*later, *earlier]))
+    return [_comparison(earlier.get(name), later.get(name), dense[0] if dense else None) for name in caches]
+
+
+def evaluation_cells(
+    before: Sequence[EvalRow], after: Sequence[EvalRow]
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the evaluation table; one that happened only once has no before and after."""
+    moments = [("before", before), ("after", after)]
+    present = [name for name, rows in moments if rows]
+    suffixes = [f" {name}" for name in present] if len(present) > 1 else [""]
+    headings = ["Cache"]
+    headings += [f"Accuracy{suffix}" for suffix in suffixes]
+    headings += ["KV bytes", "of dense"]
+    headings += [f"KL{suffix}" for suffix in suffixes]
+    headings += ["Replay gap"]
+    return headings, [_cells(row, present) for row in compare(before, after)]
+
+
+def stage_cells(stage_seconds: Mapping[str, float | int]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the table of times; the last row is their sum."""
+    rows = [[name, human_seconds(seconds)] for name, seconds in stage_seconds.items()]
+    return ["Stage", "Time"], [*rows, ["total", human_seconds(sum(stage_seconds.values()))]]
+
+
+def summary_table(
+    before: Sequence[EvalRow], after: Sequence[EvalRow], stage_seconds: Mapping[str, float | int]
+) -> Group:
+    """Both tables for a terminal; one that would be empty is left out."""
+    tables: list[RenderableType] = []
+    if before or after:
+        tables += [_table(*evaluation_cells(before, after)), Text(KL_MEANING, style="dim")]
+    if stage_seconds:
+        tables += [Text(), _table(*stage_cells(stage_seconds))]
+    return Group(*tables)
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Three digits and a binary unit: 1536 is 1.50 KiB."""
+    size, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        # 1023.5 and more would be rounded to four digits
+        if size < 1023.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{n_bytes} B"
+    n_decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{n_decimals}f} {unit}"
+
+
+def human_seconds(seconds: float | int) -> str:
+    """7.1 s, 1:35 or 2:03:04."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
+
+
+def _by_cache(rows: Sequence[EvalRow]) -> dict[str, EvalRow]:
+    named = {row.cache: row for row in rows}
+    if len(named) < len(rows):
+        caches = ", ".join(row.cache for row in rows)
+        raise ValueError(f"an evaluation lists a cache twice ({caches}); give each its own name")
+    return named
+
+
+def _comparison(before: EvalRow | None, after: EvalRow | None, dense_bytes: int | None) -> Comparison:
+    latest = after or before
+    assert latest is not None
+    share = latest.kv_bytes / dense_bytes if dense_bytes else None
+    return Comparison(latest.cache, latest.budget, before, after, share)
+
+
+def _cells(row: Comparison, present: Sequence[str]) -> list[str]:
+    moments = [row.before if name == "before" else row.after for name in present]
+    share = ABSENT if row.share_of_dense is None else f"{row.share_of_dense:.0%}"
+    return [
+        row.cache,
+        *(ABSENT if moment is None else f"{moment.accuracy:.3f}" for moment in moments),
+        human_bytes(row.latest.kv_bytes),
+        share,
+        *(ABSENT if moment is None else f"{moment.kl:.4f}" for moment in moments),
+        f"{row.replay_gap:.1e}",
+    ]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in rows:
+        # Text, not str: a name in brackets is no markup
+        table.add_row(*(Text(cell) for cell in row))
+    return table

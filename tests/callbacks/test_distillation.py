@@ -1,0 +1,135 @@
+import pytest
+import torch
+
+from lit_rlkv.callbacks.distillation import ShadowDistillation
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import dense_death, replay_death
+from lit_rlkv.modules.base import StepOutputs
+from lit_rlkv.models.replay import action_hidden, action_logps
+from tests.training import make_backbone, make_datamodule, make_module
+
+
+@pytest.fixture
+def run():
+    torch.manual_seed(0)
+    backbone = make_backbone()
+    for name, parameter in backbone.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    module = make_module(backbone)
+    batch = next(iter(make_datamodule(backbone).train_dataloader()))
+    return module, batch
+
+
+def outputs_of(module, batch):
+    with acting_as(module.backbone, "policy"):
+        hidden = action_hidden(module.backbone, batch.rollout, shadow=module.replays)
+        return StepOutputs(hidden, *action_logps(module.backbone, batch.rollout, hidden, 1.0))
+
+
+def full_log_softmax(module, batch, role, *, shadow):
+    """[action, vocab] by one plain forward, nothing shared with the callback."""
+    rollout = batch.rollout
+    death = replay_death(rollout) if shadow else dense_death(rollout.is_token)
+    positions = (rollout.is_token.long().cumsum(1) - 1).clamp(min=0)
+    with acting_as(module.backbone, role):
+        logits = module.backbone(
+            input_ids=rollout.token_ids,
+            position_ids=positions,
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            death=death,
+            use_cache=False,
+        ).logits
+    return logits[:, :-1][rollout.is_action[:, 1:]].log_softmax(-1)
+
+
+def expected_kl(batch, log_p, log_q):
+    per_action = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return (per_action * batch.loss_weight[batch.rollout.is_action]).sum()
+
+
+@pytest.mark.parametrize("teacher", ["policy", "reference"])
+@pytest.mark.parametrize("direction", ["sparse_student", "dense_student"])
+@pytest.mark.parametrize("replays", [True, False])
+def test_loss_is_the_kl_of_the_two_tracks(run, direction, teacher, replays):
+    module, batch = run
+    module.replays = replays
+    losses, metrics = ShadowDistillation(direction, 0.5, teacher).loss_terms(
+        module, batch, outputs_of(module, batch)
+    )
+    if direction == "sparse_student":
+        log_p = full_log_softmax(module, batch, teacher, shadow=False)
+        log_q = full_log_softmax(module, batch, "policy", shadow=True)
+    else:
+        log_p = full_log_softmax(module, batch, "policy", shadow=False)
+        log_q = full_log_softmax(module, batch, teacher, shadow=True)
+    expected = expected_kl(batch, log_p, log_q)
+    assert float(expected) > 1e-3
+    torch.testing.assert_close(losses["smd/loss"], 0.5 * expected, rtol=1e-4, atol=1e-6)
+    assert float(metrics["smd/kl"]) > 0
+
+
+@pytest.mark.parametrize("direction", ["sparse_student", "dense_student"])
+def test_the_gradient_is_that_of_the_student_alone(run, direction):
+    module, batch = run
+    module.replays = True
+    ours = ShadowDistillation(direction, 1.0, "policy").loss_terms(module, batch, outputs_of(module, batch))
+    ours[0]["smd/loss"].backward()
+    gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+
+    dense = full_log_softmax(module, batch, "policy", shadow=False)
+    shadow = full_log_softmax(module, batch, "policy", shadow=True)
+    if direction == "sparse_student":
+        expected_kl(batch, dense.detach(), shadow).backward()
+    else:
+        expected_kl(batch, dense, shadow.detach()).backward()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+    module.zero_grad()
+    # The twin: without the stop-gradient the comparison above would fail.
+    expected_kl(
+        batch,
+        full_log_softmax(module, batch, "policy", shadow=False),
+        full_log_softmax(module, batch, "policy", shadow=True),
+    ).backward()
+    worst = max(
+        float((gradients[n] - p.grad).abs().max()) for n, p in module.named_parameters() if p.grad is not None
+    )
+    assert worst > 1e-4
+
+
+def test_the_anchor_is_the_kl_of_the_dense_policy_from_the_reference(run):
+    module, batch = run
+    callback = ShadowDistillation("sparse_student", 0.5, "reference", anchor_weight=0.2)
+    losses, _ = callback.loss_terms(module, batch, outputs_of(module, batch))
+    expected = expected_kl(
+        batch,
+        full_log_softmax(module, batch, "reference", shadow=False),
+        full_log_softmax(module, batch, "policy", shadow=False),
+    )
+    torch.testing.assert_close(losses["smd/anchor/loss"], 0.2 * expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_reaches_the_training_step(run):
+    module, batch = run
+    plain = module.training_step(batch, 0)["loss"]
+    callback = ShadowDistillation("sparse_student", 0.5, "reference")
+    module.loss_terms = [callback.loss_terms]
+    with_term = module.training_step(batch, 0)
+    torch.testing.assert_close(with_term["loss"], plain + with_term["smd/loss"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("backwards", 0.3, "reference"), "direction 'backwards' is unknown"),
+        (("sparse_student", 0.3, "critic"), "teacher 'critic' is unknown"),
+        (("sparse_student", 0.0, "reference"), "has no effect"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        ShadowDistillation(*arguments)

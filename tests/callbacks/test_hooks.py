@@ -1,0 +1,32 @@
+import lightning as L
+import pytest
+
+from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
+
+
+class Misspelt(RLCallback):
+    def on_rolout_end(self, experience):
+        raise AssertionError("never called")
+
+
+class OfAnotherLoop(RLCallback):
+    def on_validation_epoch_end(self, trainer, pl_module):
+        raise AssertionError("never called")
+
+
+class Right(RLCallback):
+    def on_rollout_end(self, experience):
+        pass
+
+    def on_fit_end(self, trainer, pl_module):
+        pass
+
+
+@pytest.mark.parametrize("callback", [Misspelt(), OfAnotherLoop(), L.pytorch.callbacks.ModelCheckpoint()])
+def test_a_hook_that_nothing_calls_is_refused(callback):
+    with pytest.raises(TypeError, match="is never called; hooks are on_fit_start, on_rollout_end"):
+        check_hooks([callback])
+
+
+def test_hooks_of_the_loop_are_accepted():
+    check_hooks([Right(), RLCallback(), L.Callback()])

@@ -1,0 +1,132 @@
+"""What holds for every policy in the table; a new one joins by standing there."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
+from lit_rlkv.kvcache.policies import Policy, SlotView
+
+KV_HEADS, GROUP, DIM = 2, 2, 8
+SCALING = DIM**-0.5
+SPEC = {"budget": 8, "interval": 3, "sink": 2, "window": 3}
+LENS = (13, 10, 8, 4, 1)
+N_STEPS = 17
+
+
+class Watched(Policy):
+    """A policy whose views and scores are kept for the test to read."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.tracks_attention = policy.tracks_attention  # type: ignore[misc]
+        self.sees_queries = policy.sees_queries  # type: ignore[misc]
+        self.seen: list[tuple[SlotView, Tensor]] = []
+
+    def score(self, view: SlotView) -> Tensor:
+        scores = self.policy.score(view)
+        self.seen.append((view, scores))
+        return scores
+
+
+class Indifferent(Policy):
+    tracks_attention = None
+    sees_queries = False
+
+    def score(self, view: SlotView) -> Tensor:
+        return torch.zeros(view.columns.shape)
+
+
+class Journal:
+    """One layer driven through prefill and decoding; after each step, what every head holds."""
+
+    def __init__(self, policy: Policy | str) -> None:
+        generator = torch.Generator().manual_seed(11)
+        width = max(LENS)
+        is_prompt = torch.arange(width) >= width - torch.tensor(LENS)[:, None]
+        name = policy if isinstance(policy, str) else "streaming"
+        cache = SlotCache(CacheSpec(policy=name, **SPEC), 1, is_prompt, N_STEPS, generator)
+        assert cache.policy is not None
+        self.policy = Watched(cache.policy if isinstance(policy, str) else policy)
+        cache.policy = self.policy
+        self.layer, self.cache = cache.slot_layers[0], cache
+        self.held: list[list[list[int]]] = []
+        self.compactions: list[tuple[Tensor, Tensor]] = []
+        self.attend(width, generator)
+        self.record(cache.schedule.prompt_due, cache.schedule.prompt_fill)
+        for step in range(N_STEPS):
+            cache.advance(step)
+            self.attend(1, generator)
+            assert cache.current is not None
+            fill = cache.current.slot + 1
+            due = cache.current.due
+            self.record(due, fill if due is None else fill.index_fill(0, due, SPEC["budget"]))
+
+    def attend(self, n_columns: int, generator: torch.Generator) -> None:
+        batch = len(LENS)
+        query = torch.randn(batch, KV_HEADS * GROUP, n_columns, DIM, generator=generator)
+        key = torch.randn(batch, KV_HEADS, n_columns, DIM, generator=generator)
+        value = torch.randn(batch, KV_HEADS, n_columns, DIM, generator=generator)
+        self.layer.attend(query, key, value, SCALING)
+
+    def record(self, due: Tensor | None, fill: Tensor) -> None:
+        self.held.append(
+            [row[:n].tolist() for row, n in zip(self.layer.columns[:, 0], fill.tolist(), strict=True)]
+        )
+        if due is not None:
+            self.compactions.append((due, self.layer.columns[due][:, :, : SPEC["budget"]].clone()))
+
+
+@cache
+def journal_of(name: str) -> Journal:
+    return Journal(name)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_compaction_keeps_sinks_window_and_the_top_scored(name: str):
+    journal = journal_of(name)
+    assert len(journal.compactions) == len(journal.policy.seen) >= 5
+    for (due, kept), (view, scores) in zip(journal.compactions, journal.policy.seen, strict=True):
+        for i, row in enumerate(due.tolist()):
+            for h in range(KV_HEADS):
+                first = max(LENS) - LENS[row]
+                columns = view.columns[i, h].tolist()
+                score = dict(zip(columns, scores[i, h].tolist(), strict=True))
+                real = [c for c in columns if c >= first]
+                last = max(columns)
+                protected = [c for c in real if c < first + SPEC["sink"] or c > last - SPEC["window"]]
+                others = sorted(set(real) - set(protected), key=lambda c: (-score[c], c))
+                expected = sorted(protected + others[: SPEC["budget"] - len(protected)])
+                assert kept[i, h].tolist() == expected
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_head_ever_holds_more_than_budget_and_interval_keys_nor_padding(name: str):
+    journal = journal_of(name)
+    n_slots = SPEC["budget"] + SPEC["interval"]
+    assert journal.layer.keys is not None
+    assert journal.layer.keys.shape[2] == n_slots
+    for held in journal.held:
+        for row, columns in enumerate(held):
+            assert len(columns) < n_slots
+            assert min(columns) >= max(LENS) - LENS[row]
+            assert columns == sorted(set(columns))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_death_table_tells_what_each_head_still_holds(name: str):
+    journal = journal_of(name)
+    next_query = max(LENS) + N_STEPS
+    is_held = journal.layer.death[:, 0, :next_query] > next_query
+    for row, columns in enumerate(journal.held[-1]):
+        assert is_held[row].nonzero().flatten().tolist() == columns
+
+
+def test_equal_scores_keep_the_earliest_keys():
+    journal = Journal(Indifferent())
+    # Row 0: the prompt is columns 0..12; sinks 0, 1; window 10, 11, 12; the other three places go to 2, 3, 4.
+    assert journal.held[0][0] == [0, 1, 2, 3, 4, 10, 11, 12]
+    # Three tokens later (13, 14, 15) all eleven slots are full again; the window is 13, 14, 15.
+    assert journal.held[3][0] == [0, 1, 2, 3, 4, 13, 14, 15]

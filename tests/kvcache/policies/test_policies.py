@@ -1,0 +1,163 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kvcache import POLICIES
+from lit_rlkv.kvcache.policies import Policy, SlotView
+from lit_rlkv.kvcache.policies.rkv import RKV, importance, redundancy
+from tests.kvcache import published
+
+KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 8, 4
+N_PADDING, N_KEYS, WINDOW = 3, 20, 4
+SCALING = DIM**-0.5
+
+
+def make_view(n_padding: int = N_PADDING, n_keys: int = N_KEYS) -> SlotView:
+    """Padding, which is junk, then keys, of which the last WINDOW are recent."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    n_slots = n_padding + n_keys
+    columns = torch.arange(n_slots).expand(1, KV_HEADS, -1)
+    keys = normal(1, KV_HEADS, n_slots, DIM)
+    keys[..., 10, :] = keys[..., 7, :] + 0.1  # near-duplicates, for R-KV
+    keys[..., 15, :] = keys[..., 7, :] - 0.1
+    return SlotView(
+        keys=keys,
+        values=normal(1, KV_HEADS, n_slots, DIM_V),
+        columns=columns,
+        is_live=columns >= n_padding,
+        is_recent=columns >= n_slots - WINDOW,
+        queries=2 * normal(1, KV_HEADS, GROUP, WINDOW, DIM),
+        query_columns=torch.arange(n_slots - WINDOW, n_slots)[None],
+        attention=normal(1, KV_HEADS, n_slots).abs().masked_fill(columns < n_padding, 0.0),
+        scaling=SCALING,
+        generator=generator,
+    )
+
+
+def heads_of(view: SlotView) -> list[published.Head]:
+    """The live keys of the view, one list for each KV head."""
+    assert view.queries is not None
+    assert view.query_columns is not None
+    assert view.attention is not None
+    heads = []
+    for h in range(KV_HEADS):
+        live = view.is_live[0, h].nonzero().flatten().tolist()
+        attention = view.attention[0, h, live].tolist()
+        heads.append(
+            published.Head(
+                keys=[view.keys[0, h, k] for k in live],
+                values=[view.values[0, h, k] for k in live],
+                positions=view.columns[0, h, live].tolist(),
+                queries=[list(queries) for queries in view.queries[0, h]],
+                query_positions=view.query_columns[0].tolist(),
+                attention_sum=attention,
+                last_attention=attention,
+                scaling=view.scaling,
+            )
+        )
+    return heads
+
+
+def older_scores(policy: Policy, view: SlotView) -> Tensor:
+    """Scores of the live keys outside the window: [kv_head, key]."""
+    scores = policy.score(view)
+    return scores[view.is_live & ~view.is_recent].view(KV_HEADS, -1)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))
+def test_scores_are_the_published_ones(name: str):
+    view = make_view()
+    expected = torch.tensor([s[: N_KEYS - WINDOW] for s in published.scores_of_layer(name, heads_of(view))])
+    torch.testing.assert_close(older_scores(POLICIES[name](), view), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random", "streaming"}))
+def test_the_comparison_with_the_published_scores_can_fail(name: str):
+    view = make_view()
+    expected = torch.tensor([s[: N_KEYS - WINDOW] for s in published.scores_of_layer(name, heads_of(view))])
+    shifted = older_scores(POLICIES[name](), view).roll(1, dims=-1)
+    assert not torch.allclose(shifted, expected, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))
+def test_padding_changes_no_score(name: str):
+    bare = make_view(n_padding=0)
+    padded = SlotView(
+        keys=torch.cat([torch.full((1, KV_HEADS, 5, DIM), 9.0), bare.keys], dim=2),
+        values=torch.cat([torch.full((1, KV_HEADS, 5, DIM_V), 9.0), bare.values], dim=2),
+        columns=torch.arange(N_KEYS + 5).expand(1, KV_HEADS, -1),
+        is_live=torch.arange(N_KEYS + 5).expand(1, KV_HEADS, -1) >= 5,
+        is_recent=torch.arange(N_KEYS + 5).expand(1, KV_HEADS, -1) >= N_KEYS + 5 - WINDOW,
+        queries=bare.queries,
+        query_columns=None if bare.query_columns is None else bare.query_columns + 5,
+        attention=None if bare.attention is None else torch.nn.functional.pad(bare.attention, (5, 0)),
+        scaling=bare.scaling,
+        generator=None,
+    )
+    shift = 5.0 if name == "streaming" else 0.0
+    torch.testing.assert_close(
+        older_scores(POLICIES[name](), padded),
+        older_scores(POLICIES[name](), bare) + shift,
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_rkv_calls_a_repeated_key_redundant_but_spares_its_last_copy():
+    # Equal keys a, b, c in slots 0, 2, 4 and three orthogonal ones. Zeroed are the diagonal and in each row
+    # the last duplicate. So rows a and b lose c and keep each other, and row c loses b and keeps a.
+    # Column means: a 2/6, b 1/6, c 0, others 0.
+    axes = torch.eye(8)
+    keys = torch.stack([axes[0], axes[1], axes[0], axes[2], axes[0], axes[3]])[None, None]
+    view = view_of_keys(keys)
+    raw = torch.tensor([2 / 6, 0, 1 / 6, 0, 0, 0])
+    torch.testing.assert_close(redundancy(view)[0, 0], raw.exp() / raw.exp().sum())
+
+
+def test_rkv_weighs_importance_a_tenth_and_redundancy_nine():
+    view = make_view()
+    torch.testing.assert_close(RKV().score(view), 0.1 * importance(view) - 0.9 * redundancy(view))
+
+
+def test_knorm_prefers_short_keys_and_keydiff_the_odd_one_out():
+    # Norms 5, 1, 2; the first two keys point along x, the third along y.
+    keys = torch.tensor([[5.0, 0.0], [1.0, 0.0], [0.0, 2.0]])[None, None]
+    view = view_of_keys(keys)
+    assert POLICIES["knorm"]().score(view)[0, 0].tolist() == [-5.0, -1.0, -2.0]
+    # Mean of the unit keys: (2/3, 1/3), of length sqrt(5)/3, so cosines 2/sqrt(5), 2/sqrt(5), 1/sqrt(5).
+    root = math.sqrt(5)
+    expected = torch.tensor([-2 / root, -2 / root, -1 / root])
+    torch.testing.assert_close(POLICIES["keydiff"]().score(view)[0, 0], expected)
+
+
+def test_tova_gives_all_heads_one_set():
+    scores = POLICIES["tova"]().score(make_view())
+    assert torch.equal(scores[:, 0], scores[:, 1])
+
+
+def test_random_scores_follow_the_generator_and_differ_between_heads():
+    first, again = (POLICIES["random"]().score(make_view()) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first[:, 0], first[:, 1])
+
+
+def view_of_keys(keys: Tensor) -> SlotView:
+    columns = torch.arange(keys.shape[2]).expand(*keys.shape[:2], -1)
+    return SlotView(
+        keys=keys,
+        values=keys,
+        columns=columns,
+        is_live=columns >= 0,
+        is_recent=columns < 0,
+        queries=None,
+        query_columns=None,
+        attention=None,
+        scaling=1.0,
+        generator=None,
+    )

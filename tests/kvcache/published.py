@@ -1,0 +1,151 @@
+"""The published scores once more, slowly: one sequence, one KV head, loops over keys, float64, no masks.
+
+`keys` and `values` are those a head still holds, oldest first, at sequence positions `positions`;
+`queries[g][w]` are the latest `window` queries of each query head, at `query_positions`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Head:
+    """What one KV head of one sequence holds when it has to choose."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    positions: list[int]
+    queries: list[list[Tensor]]
+    query_positions: list[int]
+    attention_sum: list[float]
+    last_attention: list[float]
+    scaling: float
+
+    @property
+    def n_older(self) -> int:
+        """Keys outside the window."""
+        return sum(position < self.query_positions[0] for position in self.positions)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    exps = [math.exp(logit - top) for logit in logits]
+    return [e / sum(exps) for e in exps]
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    return float((a.double() * b.double()).sum())
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def norm(vector: Tensor) -> float:
+    return math.sqrt(dot(vector, vector))
+
+
+def streaming(head: Head) -> list[float]:
+    return [float(position) for position in head.positions]
+
+
+def h2o(head: Head) -> list[float]:
+    return head.attention_sum
+
+
+def tova(heads: list[Head]) -> list[float]:
+    return [mean([head.last_attention[k] for head in heads]) for k in range(len(heads[0].keys))]
+
+
+def knorm(head: Head) -> list[float]:
+    return [-norm(key) for key in head.keys]
+
+
+def keydiff(head: Head) -> list[float]:
+    anchor = torch.stack([key.double() / norm(key) for key in head.keys]).mean(0)
+    return [-dot(key, anchor) / (norm(key) * norm(anchor)) for key in head.keys]
+
+
+def snapkv(head: Head) -> list[float]:
+    """kvpress: softmax over keys seen, mean over window, avg_pool1d(5) of older keys, mean over group."""
+    pooled_of_heads = []
+    for queries in head.queries:
+        received = [0.0] * head.n_older
+        for query, query_position in zip(queries, head.query_positions, strict=True):
+            seen = [k for k, position in enumerate(head.positions) if position <= query_position]
+            probs = softmax([dot(query, head.keys[k]) * head.scaling for k in seen])
+            for k in range(head.n_older):
+                received[k] += probs[k] / len(queries)
+        padded = [0.0, 0.0, *received, 0.0, 0.0]
+        pooled_of_heads.append([sum(padded[k : k + 5]) / 5 for k in range(head.n_older)])
+    return [mean(list(scores)) for scores in zip(*pooled_of_heads, strict=True)]
+
+
+def rkv_importance(head: Head) -> list[float]:
+    """R-KV: max of logits over group, softmax over older keys, mean over window, max_pool1d(7)."""
+    received = [0.0] * head.n_older
+    n_window = len(head.query_positions)
+    for w in range(n_window):
+        logits = [
+            max(dot(queries[w], head.keys[k]) * head.scaling for queries in head.queries)
+            for k in range(head.n_older)
+        ]
+        for k, prob in enumerate(softmax(logits)):
+            received[k] += prob / n_window
+    return [max(received[max(k - 3, 0) : k + 4]) for k in range(head.n_older)]
+
+
+def rkv_redundancy(head: Head) -> list[float]:
+    """R-KV: cosines but the diagonal and each row's last one above 0.5, mean over rows, softmax over keys."""
+    n = len(head.keys)
+    rows = []
+    for i in range(n):
+        row = [dot(head.keys[i], head.keys[j]) / norm(head.keys[i]) / norm(head.keys[j]) for j in range(n)]
+        row[i] = 0.0
+        duplicates = [j for j in range(n) if row[j] > 0.5]
+        if duplicates:
+            row[duplicates[-1]] = 0.0
+        rows.append(row)
+    return softmax([mean([row[j] for row in rows]) for j in range(n)])
+
+
+def rkv(head: Head) -> list[float]:
+    importance, redundancy = rkv_importance(head), rkv_redundancy(head)
+    return [0.1 * importance[k] - 0.9 * redundancy[k] for k in range(head.n_older)]
+
+
+def expected(head: Head) -> list[float]:
+    """Mean over the group of softmax(s·μᵀk + s²·kᵀΣk / 2), times ‖v‖."""
+    of_heads = []
+    for queries in head.queries:
+        stacked = torch.stack(queries).double()
+        centre = stacked.mean(0)
+        covariance = (stacked - centre).T @ (stacked - centre) / len(queries)
+        exponents = [
+            head.scaling * dot(centre, key) + head.scaling**2 * dot(key, covariance @ key.double()) / 2
+            for key in head.keys
+        ]
+        of_heads.append(softmax(exponents))
+    return [mean([probs[k] for probs in of_heads]) * norm(head.values[k]) for k in range(len(head.keys))]
+
+
+PER_HEAD = {
+    "streaming": streaming,
+    "h2o": h2o,
+    "snapkv": snapkv,
+    "rkv": rkv,
+    "knorm": knorm,
+    "keydiff": keydiff,
+    "expected": expected,
+}
+"""Scores of the keys outside the window; some lists go on into the window, where every key is kept anyway."""
+
+
+def scores_of_layer(policy: str, heads: list[Head]) -> list[list[float]]:
+    """Scores of each KV head; the one policy that joins the heads of a layer is TOVA."""
+    if policy == "tova":
+        return [tova(heads)] * len(heads)
+    return [PER_HEAD[policy](head) for head in heads]

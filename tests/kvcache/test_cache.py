@@ -1,0 +1,201 @@
+import gc
+import weakref
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
+from lit_rlkv.types import NEVER
+from tests.kvcache import published
+
+LAYERS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
+LENS = (13, 9, 8, 3)
+WIDTH, N_STEPS = max(LENS), 14
+SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
+SCALING = DIM**-0.5
+DETERMINISTIC = sorted(set(POLICIES) - {"random"})
+
+
+def random_states() -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the whole sequences: [layer, batch, head, seq, dim]."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (LAYERS, len(LENS), KV_HEADS, WIDTH + N_STEPS, DIM)
+    query = 2 * torch.randn(LAYERS, len(LENS), KV_HEADS * GROUP, *shape[3:], generator=generator)
+    return query, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def make_cache(spec: CacheSpec) -> SlotCache:
+    is_prompt = torch.arange(WIDTH) >= WIDTH - torch.tensor(LENS)[:, None]
+    return SlotCache(spec, LAYERS, is_prompt, N_STEPS, torch.Generator().manual_seed(0))
+
+
+def run_cache(kv: SlotCache, states: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Attention outputs of every column: [layer, batch, head, seq, dim]."""
+    outs = [attend_all(kv, states, slice(0, WIDTH))]
+    for step in range(N_STEPS):
+        kv.advance(step)
+        outs.append(attend_all(kv, states, slice(WIDTH + step, WIDTH + step + 1)))
+    return torch.cat(outs, dim=3)
+
+
+def attend_all(kv: SlotCache, states: tuple[Tensor, Tensor, Tensor], columns: slice) -> Tensor:
+    layers = zip(kv.slot_layers, *states, strict=True)
+    return torch.stack([layer.attend(*(s[:, :, columns] for s in qkv), SCALING) for layer, *qkv in layers])
+
+
+class SlowSequence:
+    """One layer of one sequence, no batch and no padding: each KV head has a list of visible positions."""
+
+    def __init__(self, policy: str, query: Tensor, key: Tensor, value: Tensor, prompt_len: int) -> None:
+        self.policy, self.query, self.key, self.value = policy, query, key, value
+        self.visible: list[list[int]] = [[] for _ in range(KV_HEADS)]
+        self.attention_sum: list[dict[int, float]] = [{} for _ in range(KV_HEADS)]
+        self.last_attention: list[dict[int, float]] = [{} for _ in range(KV_HEADS)]
+        self.death = [[NEVER] * key.shape[1] for _ in range(KV_HEADS)]
+        self.out = torch.zeros(KV_HEADS * GROUP, *key.shape[1:])
+        for position in range(key.shape[1]):
+            self.attend(position)
+            is_decoding = position >= prompt_len
+            is_full = len(self.visible[0]) == SPEC["budget"] + SPEC["interval"]
+            prompt_is_too_long = position == prompt_len - 1 and prompt_len > SPEC["budget"]
+            if (is_decoding and is_full) or prompt_is_too_long:
+                self.compact(position)
+
+    def attend(self, position: int) -> None:
+        for h in range(KV_HEADS):
+            self.visible[h].append(position)
+            self.attention_sum[h][position] = 0.0
+            self.last_attention[h] = dict.fromkeys(self.visible[h], 0.0)
+            for g in range(GROUP):
+                head = h * GROUP + g
+                logits = [
+                    published.dot(self.query[head, position], self.key[h, k]) * SCALING
+                    for k in self.visible[h]
+                ]
+                for k, prob in zip(self.visible[h], published.softmax(logits), strict=True):
+                    self.attention_sum[h][k] += prob / GROUP
+                    self.last_attention[h][k] += prob / GROUP
+                    self.out[head, position] += prob * self.value[h, k]
+
+    def compact(self, position: int) -> None:
+        window = range(position + 1 - SPEC["window"], position + 1)
+        scores = published.scores_of_layer(self.policy, [self.describe(h, window) for h in range(KV_HEADS)])
+        for h in range(KV_HEADS):
+            score = dict(zip(self.visible[h], scores[h], strict=False))
+            protected = [k for k in self.visible[h] if k < SPEC["sink"] or k in window]
+            others = sorted(set(self.visible[h]) - set(protected), key=lambda k: (-score[k], k))
+            kept = sorted(protected + others[: SPEC["budget"] - len(protected)])
+            for k in set(self.visible[h]) - set(kept):
+                self.death[h][k] = position + 1
+            self.visible[h] = kept
+
+    def describe(self, h: int, window: range) -> published.Head:
+        return published.Head(
+            keys=[self.key[h, k] for k in self.visible[h]],
+            values=[self.value[h, k] for k in self.visible[h]],
+            positions=self.visible[h],
+            queries=[[self.query[h * GROUP + g, w] for w in window] for g in range(GROUP)],
+            query_positions=list(window),
+            attention_sum=[self.attention_sum[h][k] for k in self.visible[h]],
+            last_attention=[self.last_attention[h][k] for k in self.visible[h]],
+            scaling=SCALING,
+        )
+
+
+@cache
+def slow_table(policy: str) -> tuple[Tensor, Tensor]:
+    """Death table [batch, layer, kv_head, seq] in columns, padding dead at 0; outputs as of `run_cache`."""
+    states = random_states()
+    death = torch.zeros(len(LENS), LAYERS, KV_HEADS, WIDTH + N_STEPS, dtype=torch.int32)
+    outs = torch.zeros(LAYERS, len(LENS), KV_HEADS * GROUP, WIDTH + N_STEPS, DIM)
+    for row, prompt_len in enumerate(LENS):
+        pad = WIDTH - prompt_len
+        for layer in range(LAYERS):
+            sequence = SlowSequence(policy, *(s[layer, row, :, pad:] for s in states), prompt_len)
+            times = torch.tensor(sequence.death)
+            death[row, layer, :, pad:] = torch.where(times == NEVER, NEVER, times + pad).int()
+            outs[layer, row, :, pad:] = sequence.out
+    return death, outs
+
+
+@pytest.mark.parametrize("policy", DETERMINISTIC)
+def test_deaths_and_outputs_are_those_of_a_slow_simulation(policy: str):
+    states = random_states()
+    kv = make_cache(CacheSpec(policy=policy, **SPEC))
+    outs = run_cache(kv, states)
+    expected_death, expected_outs = slow_table(policy)
+    assert (expected_death[expected_death > 0] < NEVER).float().mean() > 0.3
+    assert torch.equal(kv.death, expected_death)
+    torch.testing.assert_close(outs, expected_outs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_simulation_tells_policies_apart():
+    tables = [slow_table(policy)[0] for policy in DETERMINISTIC]
+    assert not any(torch.equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
+
+
+def test_padding_is_dead_at_birth_and_the_prompt_survivors_of_a_long_prompt_die_at_its_end():
+    kv = make_cache(CacheSpec(policy="streaming", **SPEC))
+    attend_all(kv, random_states(), slice(0, WIDTH))
+    # Row 0: 13 tokens, budget 8: the sink 0 and the last seven (6..12) stay, 1..5 die at column 13.
+    assert kv.death[0, 0, 0, :13].tolist() == [NEVER] + [13] * 5 + [NEVER] * 7
+    # Row 3: 3 tokens after ten columns of padding.
+    assert kv.death[3, 1, 1, :13].tolist() == [0] * 10 + [NEVER] * 3
+
+
+def test_a_dense_cache_evicts_nothing_and_attends_to_everything():
+    states = random_states()
+    kv = make_cache(CacheSpec.dense())
+    outs = run_cache(kv, states)
+    query, key, value = (s[:, 0] for s in states)  # row 0 has no padding
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(outs[:, 0], expected)
+    assert (kv.death[0] == NEVER).all()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(policy: str):
+    states = random_states()
+    together = make_cache(CacheSpec(policy=policy, **SPEC))
+    run_cache(together, states)
+    alone = SlotCache(CacheSpec(policy=policy, **SPEC), LAYERS, together.is_prompt[1:2], N_STEPS)
+    query, key, value = (s[:, 1:2] for s in states)
+    run_cache(alone, (query, key, value))
+    assert torch.equal(alone.death[0], together.death[1])
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova"])
+def test_what_a_prompt_attends_to_does_not_depend_on_the_chunks_it_is_summed_in(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+):
+    whole, chunked = (
+        make_cache(CacheSpec(policy=policy, **SPEC)),
+        make_cache(CacheSpec(policy=policy, **SPEC)),
+    )
+    run_cache(whole, random_states())
+    monkeypatch.setattr("lit_rlkv.kvcache.cache.PREFILL_CHUNK", 4)
+    run_cache(chunked, random_states())
+    assert torch.equal(chunked.death, whole.death)
+
+
+def test_a_layer_that_attends_twice_in_one_forward_is_refused():
+    kv = make_cache(CacheSpec.dense())
+    attend_all(kv, random_states(), slice(0, WIDTH))
+    with pytest.raises(ValueError, match="attends twice in one forward"):
+        attend_all(kv, random_states(), slice(0, 1))
+
+
+def test_the_pools_are_freed_with_the_cache_not_at_the_next_garbage_collection():
+    kv = make_cache(CacheSpec(policy="snapkv", **SPEC))
+    attend_all(kv, random_states(), slice(0, WIDTH))
+    pool = weakref.ref(kv.slot_layers[0].keys)
+    gc.disable()
+    try:
+        del kv
+        assert pool() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,254 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    CohereConfig,
+    DiffLlamaConfig,
+    FalconMambaConfig,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    Lfm2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.models.backbone import check_length, head_logits
+from lit_rlkv.rollout import generate
+from tests.models_zoo import (
+    FAMILIES,
+    HEADS,
+    HIDDEN,
+    PAD,
+    VOCAB,
+    build,
+    ragged_prompts,
+    tiny_config,
+    tiny_model,
+)
+
+SIZE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": PAD,
+}
+
+
+def gap_of_a_rollout(model: PreTrainedModel) -> float:
+    token_ids, is_prompt = ragged_prompts()
+    spec = CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3)
+    rollout = generate(
+        model, token_ids, is_prompt, cache=spec, max_new_tokens=8, eos_token_id=None, pad_token_id=PAD
+    )
+    with torch.no_grad():
+        return float((replay_logps(model, rollout) - rollout.sampler_logps).abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_supported_family_is_returned_itself(family: str):
+    model = build(tiny_config(family))
+    assert prepare_backbone(model) is model
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**SIZE, head_dim=8), "passes 'softcap' to its attention"),
+        (GptOssConfig(**SIZE, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "passes 's_aux'"),
+        (DiffLlamaConfig(**SIZE), "a layer attends twice in one forward"),
+        (
+            FalconMambaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2, state_size=4),
+            "layers of type linear_attention keep state",
+        ),
+        (
+            Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]),
+            "layers of type conv keep state",
+        ),
+        (
+            Qwen3NextConfig(**SIZE, layer_types=["linear_attention", "full_attention"], num_experts=2),
+            "layers of type linear_attention keep state",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
+)
+def test_an_architecture_that_deaths_do_not_describe_is_refused_with_the_reason(
+    config: PretrainedConfig, reason: str
+):
+    with pytest.raises(ValueError, match=f"cannot be replayed: .*{reason}"):
+        prepare_backbone(build(config))
+
+
+class Patched(nn.Module):
+    """An MLP whose output is passed through something that does not belong there."""
+
+    def __init__(self, mlp: nn.Module, patch: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.mlp, self.patch = mlp, patch
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.patch(self.mlp(hidden), self.training)
+
+
+def patched_llama(patch: Callable[[Tensor, bool], Tensor]) -> PreTrainedModel:
+    model = build(tiny_config("llama"))
+    model.model.layers[1].mlp = Patched(model.model.layers[1].mlp, patch)
+    return model
+
+
+def test_a_model_whose_tokens_meet_outside_attention_is_refused():
+    model = patched_llama(lambda hidden, is_training: hidden + hidden.cumsum(dim=1))
+    with pytest.raises(ValueError, match="its logits change when it decodes from our cache"):
+        prepare_backbone(model)
+
+
+def test_a_model_whose_neighbours_meet_within_the_first_tokens_only_is_refused():
+    # Columns 0 and 1 meet, so decoding the last of six shows nothing, and the isolated tokens do.
+    def mix(hidden: Tensor, is_training: bool) -> Tensor:
+        return torch.cat([hidden[:, :1], hidden[:, 1:2] + hidden[:, :1], hidden[:, 2:]], dim=1)
+
+    with pytest.raises(ValueError, match="tokens reach each other by other ways than causal attention"):
+        prepare_backbone(patched_llama(mix))
+
+
+def test_dropout_by_function_is_refused_because_it_cannot_be_switched_off():
+    model = patched_llama(lambda hidden, is_training: F.dropout(hidden, 0.5, training=is_training))
+    with pytest.raises(
+        ValueError, match=r"in training mode; dropout that is no nn\.Dropout must be 0 in its config"
+    ):
+        prepare_backbone(model)
+
+
+def test_the_same_patch_that_does_nothing_is_accepted():
+    prepare_backbone(patched_llama(lambda hidden, is_training: hidden))
+
+
+def test_dropout_is_switched_off():
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=HEADS,
+        resid_pdrop=0.5,
+        embd_pdrop=0.5,
+        attn_pdrop=0.5,
+    )
+    token_ids = ragged_prompts()[0]
+    model = build(config).train()
+    assert not torch.equal(model(token_ids).logits, model(token_ids).logits)
+    prepare_backbone(model)
+    assert torch.equal(model(token_ids).logits, model(token_ids).logits)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_mode_is_left_as_it_was(is_training: bool):
+    assert prepare_backbone(build(tiny_config("llama")).train(is_training)).training is is_training
+    refused = build(Gemma2Config(**SIZE, head_dim=8)).train(is_training)
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        prepare_backbone(refused)
+    assert refused.training is is_training
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraniteConfig(**SIZE, logits_scaling=4.0, attention_multiplier=0.3, residual_multiplier=0.7),
+        CohereConfig(**SIZE, logit_scale=0.25),
+        tiny_config("gemma3", final_logit_softcapping=5.0),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_scalings_behind_the_output_head_are_applied(config: PretrainedConfig):
+    model = prepare_backbone(build(config))
+    token_ids = ragged_prompts()[0]
+    hidden = model.base_model(token_ids).last_hidden_state
+    torch.testing.assert_close(head_logits(model, hidden), model(token_ids).logits)
+    assert not torch.allclose(model.get_output_embeddings()(hidden), model(token_ids).logits, atol=1e-2)
+    assert gap_of_a_rollout(model) < 1e-4
+
+
+def test_a_sliding_window_must_hold_the_whole_sequence():
+    model = prepare_backbone(build(tiny_config("mistral", sliding_window=16)))
+    check_length(model, 16)
+    with pytest.raises(
+        ValueError, match=r"17 tokens exceed the sliding window of 16 of MistralForCausalLM.*use shorter"
+    ):
+        check_length(model, 17)
+
+
+def test_a_window_that_no_layer_slides_by_does_not_matter():
+    config = tiny_config("qwen2", use_sliding_window=False, sliding_window=16)
+    check_length(prepare_backbone(build(config)), 100)
+
+
+def test_one_sliding_layer_among_full_ones_matters():
+    layer_types = ["sliding_attention", "full_attention", "full_attention"]
+    model = prepare_backbone(build(tiny_config("gemma3", sliding_window=16, layer_types=layer_types)))
+    with pytest.raises(ValueError, match="exceed the sliding window"):
+        check_length(model, 17)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config("llama", max_position_embeddings=32),
+        GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=HEADS, n_positions=32),
+    ],
+    ids=["under its usual name", "under GPT-2's name"],
+)
+def test_sequences_longer_than_the_positions_are_refused(config: PretrainedConfig):
+    model = prepare_backbone(build(config))
+    check_length(model, 32)
+    with pytest.raises(
+        ValueError, match=r"may reach 33 tokens, but .* has positions for 32; lower max_new_tokens"
+    ):
+        check_length(model, 33)
+
+
+def test_sequences_on_which_longrope_turns_all_keys_are_refused():
+    # Beyond 16 tokens Phi-3 takes other frequencies for every position, but the cache holds rotated keys.
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 16,
+    }
+    config = tiny_config("phi3", original_max_position_embeddings=16, rope_parameters=rope)
+    model = prepare_backbone(build(config))
+    check_length(model, 16)
+    with pytest.raises(ValueError, match="beyond 16 Phi3ForCausalLM rotates all its keys differently"):
+        check_length(model, 17)
+
+
+def test_generate_and_replay_check_the_length():
+    token_ids, is_prompt = ragged_prompts()
+    settings = {"cache": CacheSpec.dense(), "eos_token_id": None, "pad_token_id": PAD}
+    short = prepare_backbone(build(tiny_config("llama", max_position_embeddings=20)))
+    with pytest.raises(ValueError, match="has positions for 20"):
+        generate(short, token_ids, is_prompt, max_new_tokens=7, **settings)
+    rollout = generate(tiny_model(), token_ids, is_prompt, max_new_tokens=7, **settings)
+    with pytest.raises(ValueError, match="has positions for 20"):
+        replay_logps(short, rollout)
+
+
+def test_a_model_that_was_not_prepared_is_refused_rather_than_run_without_a_mask():
+    token_ids, is_prompt = ragged_prompts()
+    settings = {"cache": CacheSpec.dense(), "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": PAD}
+    raw = build(tiny_config("llama"))
+    message = r"LlamaForCausalLM computes 'sdpa' attention, .*pass the model through prepare_backbone first"
+    with pytest.raises(ValueError, match=message):
+        generate(raw, token_ids, is_prompt, **settings)
+    rollout = generate(tiny_model(), token_ids, is_prompt, **settings)
+    with pytest.raises(ValueError, match=message):
+        replay_logps(raw, rollout)

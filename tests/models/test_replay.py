@@ -1,0 +1,149 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import replay_logps
+from lit_rlkv.models.replay import action_hidden, action_logps, dense_death, replay_death
+from lit_rlkv.rollout import generate
+from lit_rlkv.types import NEVER, Rollout
+from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
+
+SPEC = CacheSpec(policy="h2o", budget=8, interval=3, sink=1, window=3)
+
+
+def sampled(cache: CacheSpec = SPEC, temperature: float = 1.0, eos: int | None = 5) -> Rollout:
+    return generate(
+        tiny_model(),
+        *ragged_prompts(),
+        cache=cache,
+        max_new_tokens=16,
+        eos_token_id=eos,
+        pad_token_id=PAD,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_without_log_probs_is_refused(temperature: float):
+    with pytest.raises(ValueError, match=rf"temperature={temperature} has no log-probs, .*; raise it"):
+        replay_logps(tiny_model(), sampled(), temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_log_probs_are_those_of_the_sampler_at_its_temperature(temperature: float):
+    rollout = sampled(temperature=temperature)
+    gap = (replay_logps(tiny_model(), rollout, temperature=temperature) - rollout.sampler_logps).abs().max()
+    wrong = (replay_logps(tiny_model(), rollout) - rollout.sampler_logps).abs().max()
+    assert gap < 1e-4 < 1e-1 < wrong
+
+
+def test_log_probs_stand_at_their_actions_and_zero_elsewhere():
+    rollout = sampled()
+    logps = replay_logps(tiny_model(), rollout)
+    assert (logps[rollout.is_action] < 0).all()
+    assert (logps[~rollout.is_action] == 0).all()
+
+
+def test_without_the_shadow_they_are_the_dense_log_probs_of_transformers():
+    rollout, model = sampled(), tiny_model()
+    positions = (rollout.is_token.long().cumsum(1) - 1).clamp(min=0)
+    logits = model(rollout.token_ids, attention_mask=rollout.is_token.long(), position_ids=positions).logits
+    chosen = logits[:, :-1].log_softmax(-1).gather(-1, rollout.token_ids[:, 1:, None]).squeeze(-1)
+    expected = torch.zeros(rollout.token_ids.shape)
+    expected[:, 1:] = chosen.masked_fill(~rollout.is_action[:, 1:], 0.0)
+    torch.testing.assert_close(replay_logps(model, rollout, shadow=False), expected, rtol=1e-5, atol=1e-5)
+    assert (replay_logps(model, rollout) - expected).abs().max() > 0.1
+
+
+def test_entropies_are_those_of_the_distribution_that_was_sampled():
+    rollout, model = sampled(), tiny_model()
+    hidden = action_hidden(model, rollout, shadow=True)
+    _, entropy = action_logps(model, rollout, hidden, 1.0)
+    expected = torch.distributions.Categorical(logits=model.lm_head(hidden)).entropy()
+    torch.testing.assert_close(entropy[rollout.is_action], expected)
+    assert (entropy[~rollout.is_action] == 0).all()
+
+
+def gradients(model: PreTrainedModel, rollout: Rollout) -> list[Tensor]:
+    loss = replay_logps(model, rollout).sum()
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_gradients_flow_to_every_parameter():
+    for gradient in gradients(tiny_model(), sampled()):
+        assert gradient.isfinite().all()
+        assert gradient.abs().max() > 0
+
+
+def test_the_gradient_is_the_slope_of_the_log_probs():
+    # Along the gradient itself, a step of eps changes the sum by eps times the gradient's square norm.
+    rollout, model = sampled(), copy.deepcopy(tiny_model()).double()
+    rollout_gradients = gradients(model, rollout)
+    square_norm = sum(float(g.square().sum()) for g in rollout_gradients)
+    eps = 1e-3 / square_norm**0.5
+    sums = []
+    with torch.no_grad():
+        for sign in (1, -2):
+            for parameter, gradient in zip(model.parameters(), rollout_gradients, strict=True):
+                parameter.add_(sign * eps * gradient)
+            sums.append(float(replay_logps(model, rollout).double().sum()))
+    assert (sums[0] - sums[1]) / (2 * eps) == pytest.approx(square_norm, rel=1e-2)
+
+
+def test_gradient_checkpointing_changes_neither_log_probs_nor_gradients():
+    rollout, plain = sampled(), tiny_model()
+    checkpointed = copy.deepcopy(plain).train()
+    checkpointed.activation_checkpointing_enable()
+    assert torch.equal(replay_logps(checkpointed, rollout), replay_logps(plain, rollout))
+    for a, b in zip(gradients(checkpointed, rollout), gradients(plain, rollout), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_model_that_trains_with_gradient_checkpointing_can_sample():
+    checkpointed = copy.deepcopy(tiny_model()).train()
+    checkpointed.activation_checkpointing_enable()
+    again = generate(
+        checkpointed,
+        *ragged_prompts(),
+        cache=SPEC,
+        max_new_tokens=16,
+        eos_token_id=5,
+        pad_token_id=PAD,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert torch.equal(again.token_ids, sampled().token_ids)
+    assert torch.equal(again.death, sampled().death)
+
+
+def test_logits_of_all_positions_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_rlkv.kernels.token_logps.reference.MAX_CHUNK_LOGITS", 5 * VOCAB)
+    rollout, model, n_positions = sampled(), tiny_model(), []
+    handle = model.lm_head.register_forward_hook(
+        lambda module, args, out: n_positions.append(args[0].shape[0])
+    )
+    try:
+        replay_logps(model, rollout).sum().backward()
+    finally:
+        handle.remove()
+        model.zero_grad(set_to_none=True)
+    assert rollout.is_action.sum() > 5
+    assert max(n_positions) == 5
+
+
+def test_padding_is_dead_on_both_sides():
+    rollout = sampled()
+    assert (~rollout.is_token[:, -1]).any()  # some row ended early
+    death = replay_death(rollout)
+    padding = ~rollout.is_token[:, None, None].expand_as(death)
+    assert (death[padding] == 0).all()
+    assert torch.equal(death[~padding], rollout.death[~padding])
+
+
+def test_a_dense_table_kills_padding_and_nothing_else():
+    is_token = torch.tensor([[False, True, True], [True, True, False]])
+    assert dense_death(is_token).tolist() == [[[[0, NEVER, NEVER]]], [[[NEVER, NEVER, 0]]]]

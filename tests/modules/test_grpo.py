@@ -1,0 +1,141 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import replay_logps
+from lit_rlkv.objectives.aggregate import AGGREGATIONS
+from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, truncated, unweighted
+from lit_rlkv.types import Rewards
+from tests.training import REPLAY, make_backbone, make_datamodule, make_module
+
+ARMS = {
+    "dense": Correction(True, False, unweighted),
+    "naive": Correction(False, False, unweighted),
+    "tis": Correction(False, False, truncated),
+    "mis": Correction(False, False, masked),
+    "sparse_rl": Correction(False, False, sparse_rl),
+    "shadow": REPLAY,
+}
+
+
+def shifted_backbone():
+    """A policy that has moved away from the reference, so that ratios and KL are not trivial."""
+    backbone = make_backbone()
+    for name, parameter in backbone.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05)
+    return backbone
+
+
+def weights_by_definition(arm, rho, is_action):
+    """METHODS 2, row by row, as loops over tokens."""
+    weight, is_counted = torch.zeros_like(rho), is_action.clone()
+    for row, column in is_action.nonzero().tolist():
+        r = float(rho[row, column])
+        if arm in ("dense", "naive", "shadow"):
+            weight[row, column] = 1.0
+        elif arm == "tis":
+            weight[row, column] = min(r, 2.0)
+        elif arm == "mis":
+            weight[row, column] = r if 0.5 <= r <= 2.0 else 0.0
+        else:
+            has_veto = any(float(x) < 1e-4 for x in rho[row][is_action[row]])
+            is_kept = 0.5 <= r <= 1.5 and not has_veto
+            weight[row, column] = min(r, 1.5) if is_kept else 0.0
+            is_counted[row, column] = is_kept
+    if arm == "sparse_rl" and is_counted.any():
+        weight = weight / weight[is_counted].mean()
+    return weight, is_counted
+
+
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_loss_equals_its_definition(arm, aggregation):
+    backbone = shifted_backbone()
+    correction = ARMS[arm]
+    module = make_module(backbone, replays=correction.replays)
+    data = make_datamodule(backbone, correction=correction, aggregation=aggregation)
+    experience = data.collect()
+    (batch,) = data.minibatches(experience)
+    # a policy that has moved since the rollout: some ratios leave the clip range
+    for name, parameter in backbone.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(2.0)
+    loss = float(module.training_step(batch, 0)["policy_loss"])
+
+    rollout = batch.rollout
+    is_action = rollout.is_action
+    with torch.no_grad(), acting_as(backbone, "policy"):
+        logps = replay_logps(backbone, rollout, shadow=correction.replays)
+    old = batch.old_logps
+    weight, is_counted = weights_by_definition(arm, (old - rollout.sampler_logps).exp(), is_action)
+    expected = 0.0
+    n_sequences = sum(bool(row.any()) for row in is_counted)
+    for row, column in is_counted.nonzero().tolist():
+        ratio = float((logps - old)[row, column].exp())
+        advantage = float(batch.advantages[row, column])
+        gain = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        if aggregation == "token":
+            share = 1 / int(is_counted.sum())
+        elif aggregation == "sequence":
+            share = 1 / int(is_counted[row].sum()) / n_sequences
+        else:
+            share = 1 / 10 / n_sequences
+        expected -= float(weight[row, column]) * gain * share
+    assert expected != 0.0
+    assert loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_arms_with_a_dense_learner_recompute_what_the_sampler_saw_differently():
+    backbone = shifted_backbone()
+    naive = make_datamodule(backbone, correction=ARMS["naive"]).collect()
+    gap = (naive.old_logps - naive.rollout.sampler_logps)[naive.rollout.is_action].abs()
+    assert float(gap.max()) > 0.05
+    shadow = make_datamodule(backbone).collect()
+    assert torch.equal(shadow.old_logps, shadow.rollout.sampler_logps)
+
+
+def test_the_dense_arm_keeps_every_key():
+    rollout = make_datamodule(make_backbone(), correction=ARMS["dense"]).collect().rollout
+    born = rollout.is_token[:, None, None].expand_as(rollout.death)
+    assert (rollout.death[born] > rollout.token_ids.shape[1]).all()
+
+
+def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
+    backbone = make_backbone()
+    module = make_module(backbone, kl_weight=0.5)
+    batch = next(iter(make_datamodule(backbone, needs_reference=True).train_dataloader()))
+    assert float(module.training_step(batch, 0)["kl"]) == pytest.approx(0.0, abs=1e-6)
+
+    backbone = shifted_backbone()
+    module = make_module(backbone, kl_weight=0.5)
+    batch = next(iter(make_datamodule(backbone, needs_reference=True).train_dataloader()))
+    found = module.training_step(batch, 0)
+    assert float(found["kl"]) > 1e-3
+    with torch.no_grad(), acting_as(backbone, "reference"):
+        ref = replay_logps(backbone, batch.rollout)
+    with torch.no_grad(), acting_as(backbone, "policy"):
+        log_ratio = ref - replay_logps(backbone, batch.rollout)
+    k3 = (log_ratio.exp() - 1 - log_ratio) * batch.loss_weight
+    expected = float(found["policy_loss"]) + 0.5 * float(k3.sum())
+    assert float(found["loss"]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_dapo_learns_from_disagreeing_groups_only():
+    backbone = make_backbone()
+    data = make_datamodule(backbone, drop_uniform_groups=True)
+    experience = data.collect()
+    total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
+    experience = replace(experience, rewards=Rewards(total=total, components={}))
+    (batch,) = data.minibatches(experience)
+    learned = {tuple(row) for row in batch.rollout.token_ids.tolist()}
+    # the first and the last group disagree
+    rows = experience.rollout.token_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()
+    assert learned == {tuple(row) for row in rows}
+
+
+def test_an_unknown_kl_estimator_is_refused():
+    with pytest.raises(ValueError, match="kl_estimator='k4' is unknown"):
+        make_module(make_backbone(), kl_estimator="k4")

@@ -1,0 +1,139 @@
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config, check_keys
+from lit_rlkv.kvcache import POLICIES
+
+GROUPS = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONF_DIR.glob("*/*.yaml") if path.stem != "none"
+)
+# Options that need something of the user's, or of the running program.
+EXTRAS = {
+    "task=jsonl": ["task.path=problems.jsonl"],
+    "task=reasoning_gym": ["task.dataset=spell_backward"],
+    "logger=wandb": ["logger.save_dir=runs"],
+    "logger=tensorboard": ["logger.save_dir=runs"],
+    "cache=dense": ["distillation=none"],
+    "correction=dense": ["distillation=none"],
+}
+STABLE_NAMES = (
+    "task model.path cache.policy cache.budget cache.interval cache.sink cache.window rollout.max_new_tokens "
+    "rollout.temperature rollout.top_p algorithm algorithm.group_size correction distillation "
+    "distillation.weight stages seed logger resume"
+).split()
+
+
+@pytest.fixture
+def hydra_conf():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        yield
+
+
+def checked(*overrides: str):
+    full = compose("config", overrides=list(overrides), return_hydra_config=True)
+    cfg = compose("config", overrides=list(overrides))
+    check_keys(cfg, full.hydra.runtime.choices)
+    check_config(cfg)
+    return cfg
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        checked(*overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes_and_passes_the_checks(hydra_conf, option):
+    checked(option, *EXTRAS.get(option, []))
+
+
+def test_the_names_of_the_command_line_stay(hydra_conf):
+    cfg = compose("config")
+    missing = [name for name in STABLE_NAMES if OmegaConf.select(cfg, name, default="absent") == "absent"]
+    assert missing == []
+    assert {"experiment", "debug"} <= set(GROUPS)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES])
+def test_every_eviction_policy_is_an_option(hydra_conf, policy):
+    assert checked(f"cache.policy={policy}").cache.policy == policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["cache.budget=4"], "sink=1 + window=3 leave no slot to choose in budget=4"),
+        (["cache.budget=12.5"], "not an integer"),
+        (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),
+        (["evaluation.budgets=[2]"], "leave no slot to choose in budget=2"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9 cannot be replayed"),
+        (["rollout.top_k=20"], "rollout.top_k=20 cannot be replayed"),
+        (["rollout.temperature=0"], "rollout.temperature=0"),
+        (["rollout.max_new_tokens=0"], "rollout.max_new_tokens=0 samples nothing"),
+        (["algorithm.group_size=1"], "algorithm.group_size=1: a group baseline compares"),
+        (["algorithm.advantage=gae"], "algorithm.advantage='gae' is unknown"),
+        (["algorithm.n_minibatches=9999"], "cannot be cut from"),
+        (["correction=dense"], "distillation needs an evicting cache"),
+        (["cache.policy=dense"], "distillation needs an evicting cache"),
+        (["model.path=./no-such-folder"], "model.path=./no-such-folder is not a checkpoint folder"),
+        (["stages=[sft,ppo]"], "unknown ppo; choose from sft, rl, eval"),
+        (["stages=[]"], "leaves nothing to do"),
+        (["fabric.precision=fp8"], "fabric.precision='fp8' is unknown"),
+        (["task._target_=os.system"], "task._target_='os.system' is not from a trusted package"),
+        (["task._target_=lit_rlkv.data.tasks.ChainProduct"], "cannot be imported"),
+        (["+task.n_term=3"], "lit_rlkv.data.tasks.ChainSum: unexpected 'n_term'; it takes n_terms, max_operand"),
+        (["+algorithm.loss.cliphigh=3"], "lit_rlkv.modules.grpo.GRPO: unexpected 'cliphigh'"),
+        (["+correction.weigh.cap=3"], "lit_rlkv.objectives.corrections.unweighted: unexpected 'cap'"),
+    ],
+)
+def test_a_mistake_ends_in_one_clear_error(hydra_conf, overrides, says):
+    cfg = compose("config", overrides=overrides)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_config(cfg)
+
+
+def test_a_misspelt_key_on_the_command_line_is_refused(hydra_conf):
+    with pytest.raises(ConfigCompositionException, match="cache.bugdet"):
+        compose("config", overrides=["cache.bugdet=8"])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("cache:\n  bugdet: 8\n", "unknown key 'cache.bugdet'"),
+        ("cache:\n  bugdet: 8\n", "did you mean 'cache.budget'?"),
+        ("algoritm:\n  group_size: 4\n", "unknown key 'algoritm.group_size'"),
+    ],
+)
+def test_a_misspelt_key_in_an_experiment_file_is_refused(tmp_path, body, says):
+    for path in CONF_DIR.rglob("*.yaml"):
+        copy = tmp_path / path.relative_to(CONF_DIR)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n" + body)
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        assert says in refusal("experiment=mine")
+        checked("experiment=smd")
+
+
+def test_the_default_passes_every_check(hydra_conf):
+    cfg = checked()
+    assert cfg.correction.replays
+    assert cfg.distillation.direction == "sparse_student"
+
+
+def test_build_makes_what_the_config_names(hydra_conf):
+    cfg = compose("config", overrides=["task.n_terms=7"])
+    assert build(cfg.task).n_terms == 7
+
+
+def test_experiments_name_their_own_command():
+    for path in (Path(CONF_DIR) / "experiment").glob("*.yaml"):
+        assert f"python -m lit_rlkv.fit experiment={path.stem}" in path.read_text()
