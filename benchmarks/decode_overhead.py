@@ -30,7 +30,9 @@ SPEC = {"budget": 16, "interval": 4, "sink": 1, "window": 3}
 def bare_forward(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
     """NEW - 1 decoded tokens without a decode loop's work; slots are reused in turn once the pool is full."""
     n_slots = SPEC["budget"] + SPEC["interval"]
-    cache = SlotCache(CacheSpec.dense(), model.config.num_hidden_layers, torch.ones_like(token_ids).bool(), n_slots - PROMPT)
+    cache = SlotCache(
+        CacheSpec.dense(), model.config.num_hidden_layers, torch.ones_like(token_ids).bool(), n_slots - PROMPT
+    )
     positions = torch.arange(PROMPT).expand(BATCH, -1)
     hidden = hidden_states(model, token_ids, positions, slot_cache=cache)
     for step in range(NEW - 1):
@@ -60,7 +62,9 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     n_rounds = parser.parse_args().rounds
     torch.manual_seed(0)
@@ -80,7 +84,9 @@ def main() -> None:
             "overhead": statistics.median(ratios) - 1,
             "spread": max(ratios) - min(ratios),
         }
-        print(f"{policy:10} {row['bare_ms_per_token']:8.2f} {row['loop_ms_per_token']:8.2f} {row['overhead']:8.1%}")
+        print(
+            f"{policy:10} {row['bare_ms_per_token']:8.2f} {row['loop_ms_per_token']:8.2f} {row['overhead']:8.1%}"
+        )
         record.append("decode_overhead", row)
 
 

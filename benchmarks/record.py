@@ -14,9 +14,17 @@ RESULTS = Path(__file__).parent / "results"
 def provenance() -> dict[str, str]:
     """Where and with what a number was measured."""
     git = ["git", "-C", str(RESULTS.parent)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    is_dirty = subprocess.run([*git, "status", "--porcelain", "lit_rlkv"], capture_output=True, text=True, check=False)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    is_dirty = subprocess.run(
+        [*git, "status", "--porcelain", "lit_rlkv"], capture_output=True, text=True, check=False
+    )
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip() + ("+changes" if is_dirty.stdout.strip() else ""),

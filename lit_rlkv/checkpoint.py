@@ -39,7 +39,11 @@ class CheckpointDir:
         self.keep = keep
 
     def save(
-        self, iteration: int, weights: dict[str, Tensor], optimizer_state: dict[str, Any], data_state: dict[str, Any]
+        self,
+        iteration: int,
+        weights: dict[str, Tensor],
+        optimizer_state: dict[str, Any],
+        data_state: dict[str, Any],
     ) -> Path:
         """Write a checkpoint under a temporary name, then rename it: a kill at any moment leaves the older ones."""
         self.root.mkdir(parents=True, exist_ok=True)
@@ -72,7 +76,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         FileNotFoundError: the folder holds no complete checkpoint.
     """
     if not (path / STATE).is_file():
-        raise FileNotFoundError(f"{path} holds no checkpoint ({STATE} is missing); give a folder named iteration-...")
+        raise FileNotFoundError(
+            f"{path} holds no checkpoint ({STATE} is missing); give a folder named iteration-..."
+        )
     state = json.loads((path / STATE).read_text())
     return Checkpoint(path=path, iteration=state["iteration"], data_state=state["data"])
 
@@ -86,7 +92,9 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
     own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if own.keys() != weights.keys():
         odd = sorted(own.keys() ^ weights.keys())
-        raise ValueError(f"the checkpoint's parameters are not this model's, {len(odd)} differ, such as {odd[0]}")
+        raise ValueError(
+            f"the checkpoint's parameters are not this model's, {len(odd)} differ, such as {odd[0]}"
+        )
     for name, parameter in own.items():
         if parameter.shape != weights[name].shape:
             raise ValueError(

@@ -119,7 +119,10 @@ def _require(is_right: bool, message: str) -> None:
 def _check_stages(cfg: DictConfig) -> None:
     stages = list(cfg.stages)
     unknown = [stage for stage in stages if stage not in STAGES]
-    _require(not unknown, f"stages={stages}: unknown {', '.join(map(str, unknown))}; choose from {', '.join(STAGES)}")
+    _require(
+        not unknown,
+        f"stages={stages}: unknown {', '.join(map(str, unknown))}; choose from {', '.join(STAGES)}",
+    )
     _require(bool(stages), f"stages={stages} leaves nothing to do; choose from {', '.join(STAGES)}")
     _require(
         cfg.fabric.precision in PRECISIONS,

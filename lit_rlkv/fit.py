@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.logs import LoggerBridge, MetricsFile
-from lit_rlkv.callbacks.progress import ProgressBar
+from lit_rlkv.callbacks.progress import ProgressBar, stderr_console
 from lit_rlkv.callbacks.report import RunReport, write_report
 from lit_rlkv.callbacks.samples import Samples
 from lit_rlkv.callbacks.statistics import RolloutStatistics
@@ -59,7 +59,9 @@ class Results:
 
     def save(self, run_dir: Path) -> None:
         rows = {"before": [asdict(row) for row in self.before], "after": [asdict(row) for row in self.after]}
-        write_atomically(run_dir / EVALUATION, json.dumps({**rows, "stage_seconds": self.stage_seconds}, indent=1))
+        write_atomically(
+            run_dir / EVALUATION, json.dumps({**rows, "stage_seconds": self.stage_seconds}, indent=1)
+        )
 
     @classmethod
     def load(cls, run_dir: Path) -> "Results":
@@ -100,7 +102,7 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console) -> Results:
     if start is None:
         console.print("[bold]sft[/] warm up a model by supervised fine-tuning (kept for later runs)")
         with results.timed("sft"):
-            start = warm_up(parts, [ProgressBar(), MetricsFile(run_dir / "sft_metrics.csv")])
+            start = warm_up(parts, [ProgressBar("sft"), MetricsFile(run_dir / "sft_metrics.csv")])
     keep_backbone(Path(start), run_dir)
 
     module = make_policy(parts, load_backbone(parts, start))
@@ -123,7 +125,7 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console) -> Results:
         with results.timed("eval"):
             results.after, results.rollout = evaluate_policy(parts, module.backbone, "policy")
         results.save(run_dir)
-    write_report(run_dir / REPORT, make_report(cfg, results, metrics, samples, run_dir.name))
+    write_report(run_dir / REPORT, make_report(parts, results, metrics, samples, run_dir.name))
     return results
 
 
@@ -135,9 +137,7 @@ def rl_callbacks(parts: Parts, metrics: MetricsFile, samples: Samples) -> list[R
         callbacks.append(build(cfg.distillation))
     callbacks.append(metrics)
     if cfg.logger is not None:
-        logger = build(cfg.logger)
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
-        callbacks.append(LoggerBridge(logger))
+        callbacks.append(LoggerBridge(build(cfg.logger), OmegaConf.to_container(cfg, resolve=True)))
     return [*callbacks, samples, ProgressBar()]
 
 
@@ -153,8 +153,10 @@ def keep_backbone(start: Path, run_dir: Path) -> None:
 
 
 def make_report(
-    cfg: DictConfig, results: Results, metrics: MetricsFile, samples: Samples, title: str
+    parts: Parts, results: Results, metrics: MetricsFile, samples: Samples, title: str
 ) -> RunReport:
+    cfg, rollout = parts.cfg, results.rollout
+    seen = [] if rollout is None else rollout.token_ids.unique().tolist()
     packages = ("torch", "transformers", "peft", "lightning")
     return RunReport(
         title=title,
@@ -162,7 +164,8 @@ def make_report(
         history=metrics.history,
         before=results.before,
         after=results.after,
-        rollout=results.rollout,
+        rollout=rollout,
+        token_labels={token: parts.tokenizer.decode([token]) for token in seen},
         budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
         interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
         stage_seconds=results.stage_seconds,
@@ -174,7 +177,7 @@ def make_report(
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def main(cfg: DictConfig) -> None:
     """The command line: errors of the config end in one line, before any work."""
-    console = Console(stderr=True)
+    console = stderr_console()
     try:
         if cfg.resume is None:
             run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -193,7 +196,9 @@ def resumed(cfg: DictConfig) -> tuple[Path, DictConfig]:
     """The folder and the config of the run to go on with."""
     run_dir = Path(cfg.resume)
     if not (run_dir / CONFIG).is_file():
-        raise ConfigError(f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/")
+        raise ConfigError(
+            f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/"
+        )
     saved = OmegaConf.load(run_dir / CONFIG)
     assert isinstance(saved, DictConfig)
     return run_dir, saved

@@ -59,7 +59,9 @@ def train(
                 sums.add(outputs)
                 # 4. update
                 if ends_step:
-                    norm = fabric.clip_gradients(model, optimizer, max_norm=max_grad_norm, error_if_nonfinite=False)
+                    norm = fabric.clip_gradients(
+                        model, optimizer, max_norm=max_grad_norm, error_if_nonfinite=False
+                    )
                     call(callbacks, "on_before_optimizer_step", None, module, optimizer)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -74,7 +76,10 @@ def train(
             call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
             if save is not None:
                 state = {"optimizer": optimizer.state_dict()}
-                save(iteration + 1, state | ({} if scheduler is None else {"scheduler": scheduler.state_dict()}))
+                save(
+                    iteration + 1,
+                    state | ({} if scheduler is None else {"scheduler": scheduler.state_dict()}),
+                )
     call(callbacks, "on_fit_end", None, module)
 
 

@@ -14,8 +14,10 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
+from lit_rlkv.callbacks.progress import track
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import ConfigError, build
 from lit_rlkv.data.demonstrations import PreferenceDataModule
@@ -57,6 +59,7 @@ class Parts:
 
 def build_parts(cfg: DictConfig) -> Parts:
     """Tokenizer, task and device of a run."""
+    disable_progress_bar()  # transformers' own, of which every load shows one
     if cfg.fabric.n_threads is not None:
         torch.set_num_threads(cfg.fabric.n_threads)
     fabric = Fabric(
@@ -207,7 +210,9 @@ def train_policy(
 
     def save(iteration: int, optimizer_state: dict) -> None:
         if iteration % cfg.callbacks.checkpoint_every == 0 or iteration == algorithm.n_iterations:
-            checkpoints.save(iteration, module.trainable_state_dict(), optimizer_state, datamodule.state_dict())
+            checkpoints.save(
+                iteration, module.trainable_state_dict(), optimizer_state, datamodule.state_dict()
+            )
 
     train(
         parts.fabric,
@@ -236,9 +241,10 @@ def evaluate_policy(parts: Parts, backbone: PreTrainedModel, role: str) -> tuple
     """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
     cfg = parts.cfg.evaluation
     problems = PromptSource(parts.task, split="eval", seed=parts.cfg.seed).take(cfg.n_prompts)
+    caches = evaluation_caches(parts)
     rows, pictured = [], None
-    for cache in evaluation_caches(parts):
-        with acting_as(backbone, role), parts.fabric.autocast():
+    with track("eval", len(caches)) as advance, acting_as(backbone, role), parts.fabric.autocast():
+        for cache in caches:
             row, rollout = evaluate_cache(
                 backbone,
                 parts.tokenizer,
@@ -250,8 +256,9 @@ def evaluate_policy(parts: Parts, backbone: PreTrainedModel, role: str) -> tuple
                 batch_size=cfg.batch_size,
                 seed=parts.cfg.seed,
             )
-        rows.append(row)
-        if cache == parts.cache or pictured is None:
-            pictured = rollout
+            rows.append(row)
+            advance(accuracy=row.accuracy)
+            if cache == parts.cache or pictured is None:
+                pictured = rollout
     assert pictured is not None
     return rows, pictured

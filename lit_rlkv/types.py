@@ -19,7 +19,9 @@ class TensorBatch:
 
     def _map_tensors(self: _BatchType, change: Any) -> _BatchType:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(v) for name, v in values.items() if isinstance(v, Tensor | TensorBatch)})
+        return replace(
+            self, **{name: change(v) for name, v in values.items() if isinstance(v, Tensor | TensorBatch)}
+        )
 
     def to(self: _BatchType, device: torch.device | str) -> _BatchType:
         """The same batch on another device; Lightning moves a frozen dataclass through this method."""
@@ -27,7 +29,9 @@ class TensorBatch:
 
     def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
         """The chosen rows of every tensor, as a new batch; counts and other scalars stay."""
-        return self._map_tensors(lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index])
+        return self._map_tensors(
+            lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index]
+        )
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,7 @@ EXTRAS = {
     "cache=dense": ["distillation=none"],
     "correction=dense": ["distillation=none"],
 }
-STABLE_NAMES = (
-    "task model.path cache.policy cache.budget cache.interval cache.sink cache.window rollout.max_new_tokens "
-    "rollout.temperature rollout.top_p algorithm algorithm.group_size correction distillation "
-    "distillation.weight stages seed logger resume"
-).split()
+STABLE_NAMES = ["task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size", "correction", "distillation", "distillation.weight", "stages", "seed", "logger", "resume"]
 
 
 @pytest.fixture
@@ -88,7 +84,10 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
         (["fabric.precision=fp8"], "fabric.precision='fp8' is unknown"),
         (["task._target_=os.system"], "task._target_='os.system' is not from a trusted package"),
         (["task._target_=lit_rlkv.data.tasks.ChainProduct"], "cannot be imported"),
-        (["+task.n_term=3"], "lit_rlkv.data.tasks.ChainSum: unexpected 'n_term'; it takes n_terms, max_operand"),
+        (
+            ["+task.n_term=3"],
+            "lit_rlkv.data.tasks.ChainSum: unexpected 'n_term'; it takes n_terms, max_operand",
+        ),
         (["+algorithm.loss.cliphigh=3"], "lit_rlkv.modules.grpo.GRPO: unexpected 'cliphigh'"),
         (["+correction.weigh.cap=3"], "lit_rlkv.objectives.corrections.unweighted: unexpected 'cap'"),
     ],

@@ -40,7 +40,9 @@ def make_run(**update):
 def train_here(module, datamodule, n_iterations, **options):
     log = MetricLog()
     fabric = Fabric(accelerator="cpu")
-    train(fabric, module, datamodule, callbacks=[log], n_iterations=n_iterations, max_grad_norm=1.0, **options)
+    train(
+        fabric, module, datamodule, callbacks=[log], n_iterations=n_iterations, max_grad_norm=1.0, **options
+    )
     return log.rows
 
 
@@ -97,7 +99,10 @@ def test_three_iterations_and_three_more_after_a_restart_equal_six(tmp_path):
         def save(iteration, optimizer_state):
             # A kill can come right after this, so what is written must already be everything.
             checkpoints.save(
-                iteration, module.trainable_state_dict(), copy.deepcopy(optimizer_state), datamodule.state_dict()
+                iteration,
+                module.trainable_state_dict(),
+                copy.deepcopy(optimizer_state),
+                datamodule.state_dict(),
             )
 
         return save

@@ -45,7 +45,11 @@ def make_module(backbone: PreTrainedModel, replays: bool = True, **options: floa
 
 
 def make_datamodule(
-    backbone: PreTrainedModel, correction: Correction = REPLAY, spec: CacheSpec = SPEC, seed: int = 0, **update
+    backbone: PreTrainedModel,
+    correction: Correction = REPLAY,
+    spec: CacheSpec = SPEC,
+    seed: int = 0,
+    **update,
 ) -> RolloutDataModule:
     task = DigitsAreGood(n_terms=3)
     update = {"advantage": "grpo", "aggregation": "sequence"} | update

@@ -38,6 +38,8 @@ def is_informative(rewards: Float[Tensor, "prompt group"]) -> Tensor:
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 
-def broadcast_to_actions(advantages: Float[Tensor, " batch"], is_action: Tensor) -> Float[Tensor, "batch seq"]:
+def broadcast_to_actions(
+    advantages: Float[Tensor, " batch"], is_action: Tensor
+) -> Float[Tensor, "batch seq"]:
     """Every action of a response shares its advantage; 0 elsewhere."""
     return torch.where(is_action, advantages[:, None], 0.0)

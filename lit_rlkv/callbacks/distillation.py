@@ -31,17 +31,25 @@ class ShadowDistillation(RLCallback):
 
     def __init__(self, direction: str, weight: float, teacher: str, anchor_weight: float = 0.0) -> None:
         if direction not in DIRECTIONS:
-            raise ValueError(f"distillation direction {direction!r} is unknown; choose one of {', '.join(DIRECTIONS)}")
+            raise ValueError(
+                f"distillation direction {direction!r} is unknown; choose one of {', '.join(DIRECTIONS)}"
+            )
         if teacher not in TEACHERS:
-            raise ValueError(f"distillation teacher {teacher!r} is unknown; choose one of {', '.join(TEACHERS)}")
+            raise ValueError(
+                f"distillation teacher {teacher!r} is unknown; choose one of {', '.join(TEACHERS)}"
+            )
         if weight <= 0:
-            raise ValueError(f"distillation.weight={weight} has no effect; give a positive weight or distillation=none")
+            raise ValueError(
+                f"distillation.weight={weight} has no effect; give a positive weight or distillation=none"
+            )
         self.direction = direction
         self.weight = weight
         self.teacher = teacher
         self.anchor_weight = anchor_weight
 
-    def loss_terms(self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+    def loss_terms(
+        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
+    ) -> tuple[Terms, Terms]:
         """The weighted KL, averaged over actions with the weights of the policy loss."""
         student_is_shadow = self.direction == "sparse_student"
         student = self._student_hidden(module, batch, outputs, shadow=student_is_shadow)
@@ -49,19 +57,37 @@ class ShadowDistillation(RLCallback):
         p, q = (teacher, student) if student_is_shadow else (student, teacher)
         losses, metrics = self._term("smd", self.weight, module, batch, p, q)
         if self.anchor_weight > 0:
-            dense = student if not student_is_shadow else self._student_hidden(module, batch, outputs, shadow=False)
+            dense = (
+                student
+                if not student_is_shadow
+                else self._student_hidden(module, batch, outputs, shadow=False)
+            )
             reuses_teacher = student_is_shadow and self.teacher == "reference"
-            anchor = teacher if reuses_teacher else self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
-            more_losses, more_metrics = self._term("smd/anchor", self.anchor_weight, module, batch, anchor, dense)
+            anchor = (
+                teacher
+                if reuses_teacher
+                else self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
+            )
+            more_losses, more_metrics = self._term(
+                "smd/anchor", self.anchor_weight, module, batch, anchor, dense
+            )
             losses, metrics = losses | more_losses, metrics | more_metrics
         return losses, metrics
 
     def _term(
-        self, name: str, weight: float, module: PolicyModule, batch: TrainBatch, hidden_p: Tensor, hidden_q: Tensor
+        self,
+        name: str,
+        weight: float,
+        module: PolicyModule,
+        batch: TrainBatch,
+        hidden_p: Tensor,
+        hidden_q: Tensor,
     ) -> tuple[Terms, Terms]:
         backbone = module.backbone
         head = partial(head_logits, backbone)
-        token_kl = policy_kl(hidden_p, hidden_q, head, head, module.temperature, text_config(backbone).vocab_size)
+        token_kl = policy_kl(
+            hidden_p, hidden_q, head, head, module.temperature, text_config(backbone).vocab_size
+        )
         share = batch.loss_weight[batch.rollout.is_action]
         losses = {f"{name}/loss": weight * (token_kl * share).sum()}
         return losses, {**losses, f"{name}/kl": token_kl.detach().sum() / batch.n_actions}

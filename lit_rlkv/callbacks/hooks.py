@@ -15,7 +15,9 @@ class RLCallback(Callback):
     def on_rollout_end(self, experience: Experience) -> None:
         """After sampling, scoring and credit; before the first update."""
 
-    def loss_terms(self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+    def loss_terms(
+        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
+    ) -> tuple[Terms, Terms]:
         """Terms to add to the loss of this step, and metrics to log with it."""
         return {}, {}
 
@@ -44,4 +46,6 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
         for name in dir(type(callback)):
             is_overridden = getattr(type(callback), name) is not getattr(Callback, name, None)
             if name.startswith("on_") and is_overridden and name not in HOOKS:
-                raise TypeError(f"{type(callback).__name__}.{name} is never called; hooks are {', '.join(HOOKS)}")
+                raise TypeError(
+                    f"{type(callback).__name__}.{name} is never called; hooks are {', '.join(HOOKS)}"
+                )

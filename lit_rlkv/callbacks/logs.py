@@ -3,10 +3,12 @@
 import csv
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-
+import wandb
+from lightning.pytorch.loggers import WandbLogger
 
 from lit_rlkv.callbacks.hooks import RLCallback
 
@@ -49,18 +51,46 @@ class MetricsFile(RLCallback):
         os.replace(partial, self.path)
 
 
-class LoggerBridge(RLCallback):
-    """Sends metrics to a Lightning logger; its first failure is reported and ends the sending, not the run."""
+def wandb_logger(project: str, save_dir: str, offline: bool | None = None, **options: Any) -> WandbLogger:
+    """Lightning's W&B logger, offline unless an account is configured; `wandb sync` uploads such a run later.
 
-    def __init__(self, logger: Any) -> None:
+    Args:
+        offline: None asks wandb whether it finds credentials.
+    """
+    if offline is None:
+        offline = not wandb.login(prompt=False)
+    # The mode is said outright: the environment variable that Lightning sets may come after wandb has read it.
+    mode = "offline" if offline else "online"
+    return WandbLogger(project=project, save_dir=save_dir, offline=offline, mode=mode, **options)
+
+
+class LoggerBridge(RLCallback):
+    """Sends config and metrics to a Lightning logger; its first failure is reported and ends the sending, not the run."""
+
+    def __init__(self, logger: Any, config: Mapping[str, Any]) -> None:
         self.logger = logger
+        self.config = config
         self.is_broken = False
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._try(lambda: self.logger.log_hyperparams(self.config))
+
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        self._try(lambda: self.logger.log_metrics(dict(metrics), step=iteration))
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._try(lambda: self.logger.finalize("success"))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._try(lambda: self.logger.finalize("failed"))
+
+    def _try(self, send: Callable[[], Any]) -> None:
         if self.is_broken:
             return
         try:
-            self.logger.log_metrics(dict(metrics), step=iteration)
+            send()
         except Exception as error:
             self.is_broken = True
-            log.warning("%s failed and gets no more metrics; metrics.csv goes on: %s", type(self.logger).__name__, error)
+            log.warning(
+                "%s failed and gets nothing more; metrics.csv goes on: %s", type(self.logger).__name__, error
+            )

@@ -34,6 +34,9 @@ MAX_PANELS = 4
 MAX_LABELLED_TOKENS = 64
 """Longest sequence whose tokens are written beside their lifetimes."""
 
+MAX_LABEL_CHARACTERS = 10
+"""Longest token written whole there."""
+
 HALF_WIDTH, FULL_WIDTH, HEIGHT = 5.2, 10.4, 3.2
 """Inches at 100 pixels per inch: two figures side by side in a report, one across it."""
 
@@ -69,15 +72,15 @@ def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow])
     if not before and not after:
         return _nothing(figure, axes, "no evaluation was run")
     budgets = sorted({row.budget for row in (*before, *after) if row.budget is not None})
+    is_single = not before or not after
     for rows, name, color, marker in ((before, "before", MUTED, "s"), (after, "after", BLUE, "o")):
+        label, dense_label = ("under the budget", "dense") if is_single else (name, f"dense, {name}")
         sparse = sorted((row.budget, row.accuracy) for row in rows if row.budget is not None)
         if sparse:
-            axes.plot(*zip(*sparse, strict=True), color=color, marker=marker, ms=5, lw=1.8, label=name)
+            axes.plot(*zip(*sparse, strict=True), color=color, marker=marker, ms=5, lw=1.8, label=label)
         for row in rows:
             if row.budget is None:
-                axes.axhline(
-                    row.accuracy, color=color, lw=1.2, ls=(0, (5, 3)), label=f"dense, {name}", zorder=1.5
-                )
+                axes.axhline(row.accuracy, color=color, lw=1.2, ls=(0, (5, 3)), label=dense_label, zorder=1.5)
     axes.set_ylim(0, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -174,7 +177,8 @@ def key_lifetimes(rollout: Rollout, row: int, token_labels: Sequence[str] | None
             _draw_lifetimes(axes, death[layer, head], first, n_prompt)
             axes.set_title(f"layer {layer} · head {head}", fontsize=_SMALL, color=INK, loc="left")
         if has_labels and token_labels is not None:
-            axes_row[0].set_yticks(np.arange(n_keys) + 0.5, token_labels[:n_keys], family="monospace")
+            shown = [_visible(label) for label in token_labels[:n_keys]]
+            axes_row[0].set_yticks(np.arange(n_keys) + 0.5, shown, family="monospace", parse_math=False)
             axes_row[0].tick_params(axis="y", labelsize=6, length=0)
     figure.supxlabel("Query (token of the sequence)", fontsize=_NORMAL, color=INK)
     figure.supylabel("Key (token of the sequence)", fontsize=_NORMAL, color=INK)
@@ -192,7 +196,7 @@ def key_lifetimes(rollout: Rollout, row: int, token_labels: Sequence[str] | None
 
 def time_per_stage(stage_seconds: Mapping[str, float | int]) -> Figure:
     """Wall-clock seconds of each stage, in the order they ran."""
-    figure, axes = _single("Seconds", "", height=0.9 + 0.34 * max(len(stage_seconds), 2))
+    figure, axes = _single("Seconds", "", height=0.9 + 0.34 * len(stage_seconds))
     if not stage_seconds:
         return _nothing(figure, axes, "no stage was timed")
     bars = axes.barh(list(stage_seconds), list(stage_seconds.values()), color=BLUE, height=0.6)
@@ -248,6 +252,13 @@ def _evenly_chosen(size: int) -> list[int]:
     return sorted({round(index) for index in np.linspace(0, size - 1, min(size, MAX_PANELS))})
 
 
+def _visible(label: str) -> str:
+    """A token as one short line: blanks and line breaks as signs, control characters as escapes."""
+    signs = label.replace(" ", "␣").replace("\n", "⏎")
+    escaped = "".join(character if character.isprintable() else repr(character)[1:-1] for character in signs)
+    return escaped if len(escaped) <= MAX_LABEL_CHARACTERS else escaped[: MAX_LABEL_CHARACTERS - 1] + "…"
+
+
 def _draw_lifetimes(axes: Axes, death: Int[Tensor, " seq"], first: int, n_prompt: int) -> None:
     n_keys = len(death)
     born = np.arange(n_keys)
@@ -282,7 +293,7 @@ def _panels(n_rows: int, n_columns: int, n_labels: int) -> tuple[Figure, list[li
     return figure, grid.tolist()
 
 
-def _single(x_label: str, y_label: str, height: float = HEIGHT) -> tuple[Figure, Axes]:
+def _single(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(HALF_WIDTH, height), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     _calm(axes)
@@ -320,7 +331,7 @@ def _ink(texts: Sequence) -> None:  # type: ignore[type-arg]
         text.set_color(INK)
 
 
-def _level(axes: Axes, height: float, name: str, side: str) -> None:
+def _level(axes: Axes, height: float | int, name: str, side: str) -> None:
     """A horizontal line named at its right end, above or below it so that close lines keep readable names."""
     axes.axhline(height, color=VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
     axes.annotate(

@@ -81,20 +81,18 @@ def headline(report: RunReport) -> list[str]:
 
 
 def _accuracy_sentence(report: RunReport) -> str:
-    gains = {
-        name: _gain(_accuracy(report.before, budget), _accuracy(report.after, budget))
-        for name, budget in ((f"under a budget of {report.budget} keys", report.budget), ("dense", None))
-    }
-    known = [f"{name}: {gain}" for name, gain in gains.items() if gain]
-    return f"Accuracy {'; '.join(known)}." if known else "The run's own cache was not evaluated."
+    dense = _gain(report, None)
+    sparse = "" if report.budget is None else _gain(report, report.budget)
+    if not sparse:
+        return f"Accuracy with a dense cache: {dense}." if dense else "The run's own cache was not evaluated."
+    under = f"Accuracy under a budget of {report.budget} keys: {sparse}"
+    return f"{under}; dense: {dense}." if dense else f"{under}."
 
 
-def _accuracy(rows: Sequence[EvalRow], budget: int | None) -> float | None:
-    return next((row.accuracy for row in rows if row.budget == budget), None)
-
-
-def _gain(before: float | None, after: float | None) -> str:
-    return " → ".join(f"{value:.2f}" for value in (before, after) if value is not None)
+def _gain(report: RunReport, budget: int | None) -> str:
+    """`0.46 → 0.81`, or the one number there is, or nothing."""
+    found = [row.accuracy for rows in (report.before, report.after) for row in rows if row.budget == budget]
+    return " → ".join(f"{accuracy:.2f}" for accuracy in found)
 
 
 def _evaluation(report: RunReport) -> str:
@@ -263,6 +261,7 @@ th, td { padding: .35rem 1.1rem .35rem 0; border-bottom: 1px solid var(--line); 
 th { font-weight: 600; white-space: nowrap }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 .samples { width: 100% }
+table:not(.samples) td { white-space: nowrap }
 .text { font: .85rem ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 .figures { display: grid; gap: 1.5rem 1.25rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)) }

@@ -98,8 +98,8 @@ def render(samples: list[Sample]) -> Group:
     """What the console shows of one draw; a model's text is neither markup nor terminal codes."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("Reward", justify="right")
-    table.add_column("Prompt")
-    table.add_column("Completion")
+    table.add_column("Prompt", overflow="fold")
+    table.add_column("Completion", overflow="fold")
     for sample in samples:
         prompt, completion = _shown(sample.prompt), _shown(sample.completion)
         table.add_row(f"{sample.reward:.2f}", Text(prompt, style="dim"), Text(completion))

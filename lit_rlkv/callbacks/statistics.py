@@ -45,7 +45,8 @@ def rollout_statistics(experience: Experience, eos_token_id: int | None) -> dict
         "completions/clipped_ratio": 1 - ends.float().mean(),
         "num_tokens": lengths.sum(),
         "rollout_corr/rollout_is_mean": masked_mean(weights.weight, rollout.is_action),
-        "rollout_corr/rejected_fraction": 1 - (weights.weight > 0).logical_and(rollout.is_action).sum() / n_actions,
+        "rollout_corr/rejected_fraction": 1
+        - (weights.weight > 0).logical_and(rollout.is_action).sum() / n_actions,
         "kv/bytes": torch.tensor(float(rollout.kv_bytes)),
         **rollout_correction(experience.old_logps - rollout.sampler_logps, rollout.is_action),
         **{f"rewards/{name}": part.mean() for name, part in experience.rewards.components.items()},

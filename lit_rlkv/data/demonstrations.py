@@ -58,7 +58,9 @@ class PreferenceDataModule(L.LightningDataModule):
         """The next problems of the source; their corruptions come from a stream named by the batch's number."""
         problems = self.source.take(self.batch_size)
         rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, self.source.rank))
-        wrong = [replace(p, solution=preference_pair(self.task, p, rng).rejected) for p in problems[: self.n_pairs]]
+        wrong = [
+            replace(p, solution=preference_pair(self.task, p, rng).rejected) for p in problems[: self.n_pairs]
+        ]
         self.n_batches += 1
         return WarmupBatch(
             chosen=encode_demonstrations(self.tokenizer, problems),

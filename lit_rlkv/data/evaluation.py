@@ -56,7 +56,11 @@ def evaluate_cache(
         kv_bytes = max(kv_bytes, rollout.kv_bytes)
         if temperature > 0:
             shadow = replay_logps(backbone, rollout, temperature=temperature)
-            dense = shadow if cache.is_dense else replay_logps(backbone, rollout, shadow=False, temperature=temperature)
+            dense = (
+                shadow
+                if cache.is_dense
+                else replay_logps(backbone, rollout, shadow=False, temperature=temperature)
+            )
             gap = max(gap, float((shadow - rollout.sampler_logps).abs().max()))
             log_ratio = rollout.sampler_logps - dense
             kl_sum += float(masked_mean(log_ratio, rollout.is_action) * rollout.is_action.sum())

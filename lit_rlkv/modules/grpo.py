@@ -26,7 +26,9 @@ class GRPO(PolicyModule):
     ) -> None:
         super().__init__(backbone, make_optimizer, replays=replays, temperature=temperature)
         if kl_estimator not in kl.ESTIMATORS:
-            raise ValueError(f"kl_estimator={kl_estimator!r} is unknown; choose one of {', '.join(kl.ESTIMATORS)}")
+            raise ValueError(
+                f"kl_estimator={kl_estimator!r} is unknown; choose one of {', '.join(kl.ESTIMATORS)}"
+            )
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.kl_weight = kl_weight

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
@@ -63,7 +62,9 @@ class HydraSFT(L.LightningModule):
         positions = token_positions(batch.is_token)
         return hidden_states(self.backbone, batch.token_ids, positions, death=dense_death(batch.is_token))
 
-    def _lm_loss(self, batch: DemonstrationBatch, hidden: Float[Tensor, "batch seq dim"]) -> Float[Tensor, ""]:
+    def _lm_loss(
+        self, batch: DemonstrationBatch, hidden: Float[Tensor, "batch seq dim"]
+    ) -> Float[Tensor, ""]:
         predicts = hidden[:, :-1][batch.is_target[:, 1:]]
         head = partial(head_logits, self.backbone)
         targets = batch.token_ids[batch.is_target]

@@ -12,6 +12,8 @@ Verifier = Callable[[Problem, str], float]
 def score(verifier: Verifier, problems: Sequence[Problem], completions: Sequence[str]) -> Rewards:
     """Each completion scored against its own problem."""
     if len(problems) != len(completions):
-        raise ValueError(f"{len(problems)} problems for {len(completions)} completions; give one problem for each")
+        raise ValueError(
+            f"{len(problems)} problems for {len(completions)} completions; give one problem for each"
+        )
     total = torch.tensor([verifier(p, c) for p, c in zip(problems, completions, strict=True)])
     return Rewards(total=total, components={"exact_match": total})

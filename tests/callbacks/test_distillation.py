@@ -3,9 +3,8 @@ import torch
 
 from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import dense_death, replay_death
+from lit_rlkv.models.replay import action_hidden, action_logps, dense_death, replay_death
 from lit_rlkv.modules.base import StepOutputs
-from lit_rlkv.models.replay import action_hidden, action_logps
 from tests.training import make_backbone, make_datamodule, make_module
 
 

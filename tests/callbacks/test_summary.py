@@ -1,0 +1,115 @@
+"""The closing table."""
+
+import pytest
+from rich.console import Console
+
+from lit_rlkv.callbacks.summary import (
+    compare,
+    evaluation_cells,
+    human_bytes,
+    human_seconds,
+    stage_cells,
+    summary_table,
+)
+from lit_rlkv.types import EvalRow
+
+
+def eval_row(cache, budget, accuracy, kv_bytes=1024, kl=0.0, replay_gap=1e-6):
+    return EvalRow(cache, budget, accuracy, 100, 10.0, kv_bytes, kl, replay_gap)
+
+
+BEFORE = [
+    eval_row("dense", None, 0.99, 4096),
+    eval_row("random 16+4", 16, 0.46, 1024, kl=0.4, replay_gap=2e-5),
+]
+AFTER = [
+    eval_row("dense", None, 0.98, 4096),
+    eval_row("random 16+4", 16, 0.81, 1024, kl=0.1, replay_gap=1e-5),
+]
+
+
+def shown(table, width=80):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_rows_of_one_cache_stand_side_by_side():
+    headings, (dense, sparse) = evaluation_cells(BEFORE, AFTER)
+    assert headings == [
+        "Cache",
+        "Accuracy before",
+        "Accuracy after",
+        "KV bytes",
+        "of dense",
+        "KL before",
+        "KL after",
+        "Replay gap",
+    ]
+    assert dense == ["dense", "0.990", "0.980", "4.00 KiB", "100%", "0.0000", "0.0000", "1.0e-06"]
+    # 1024 of 4096 bytes; of both gaps the larger
+    assert sparse == ["random 16+4", "0.460", "0.810", "1.00 KiB", "25%", "0.4000", "0.1000", "2.0e-05"]
+
+
+@pytest.mark.parametrize(("before", "after"), [([], AFTER), (AFTER, [])])
+def test_a_single_evaluation_has_single_columns(before, after):
+    headings, (_, sparse) = evaluation_cells(before, after)
+    assert headings == ["Cache", "Accuracy", "KV bytes", "of dense", "KL", "Replay gap"]
+    assert sparse == ["random 16+4", "0.810", "1.00 KiB", "25%", "0.1000", "1.0e-05"]
+
+
+def test_what_was_not_measured_is_a_dash():
+    _, (sparse, other) = evaluation_cells(BEFORE[1:], [eval_row("h2o 8+4", 8, 0.5), BEFORE[1]][::-1])
+    assert sparse[4] == "–"
+    assert other[:3] == ["h2o 8+4", "–", "0.500"]
+
+
+def test_an_evaluation_that_lists_a_cache_twice_is_refused():
+    with pytest.raises(ValueError, match="lists a cache twice"):
+        compare([], [AFTER[1], AFTER[1]])
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10239, "10.0 KiB"),
+        (655360, "640 KiB"),
+        (1024**2 - 1, "1.00 MiB"),
+        (5 * 1024**3, "5.00 GiB"),
+        (3000 * 1024**4, "3000 TiB"),
+    ],
+)
+def test_bytes_have_three_digits_and_a_unit(n_bytes, text):
+    assert human_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "1:00"), (95, "1:35"), (7384, "2:03:04")],
+)
+def test_seconds_read_as_a_clock(seconds, text):
+    assert human_seconds(seconds) == text
+
+
+def test_times_end_with_their_sum():
+    assert stage_cells({"sft": 90.0, "rl": 5.5})[1] == [["sft", "1:30"], ["rl", "5.5 s"], ["total", "1:36"]]
+
+
+def test_the_terminal_shows_both_tables_in_eighty_columns():
+    text = shown(summary_table(BEFORE, AFTER, {"rl": 92.0}))
+    assert "random 16+4" in text
+    assert "0.810" in text
+    assert "1:32" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_names_in_brackets_are_no_markup():
+    assert "[bold]x[/]" in shown(summary_table([], [eval_row("[bold]x[/]", 8, 0.5)], {"[red]": 1.0}))
+
+
+def test_nothing_measured_shows_nothing():
+    assert shown(summary_table([], [], {})).strip() == ""

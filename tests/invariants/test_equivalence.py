@@ -1,0 +1,149 @@
+"""Invariants 1 and 4: a budget that is never reached changes nothing, nor does how a batch is arranged."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.models import replay_logps
+from lit_rlkv.objectives.surrogate import clipped
+from lit_rlkv.rollout import generate
+from lit_rlkv.types import NEVER, Rollout
+from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
+
+N_NEW = 16
+LENS = (14, 9, 4, 1)
+
+
+def roll_out(
+    cache: CacheSpec, family: str = "qwen3", temperature: float = 1.0, eos_token_id: int | None = None
+) -> Rollout:
+    return generate(
+        tiny_model(family),
+        *ragged_prompts(LENS),
+        cache=cache,
+        max_new_tokens=N_NEW,
+        eos_token_id=eos_token_id,
+        pad_token_id=PAD,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def spec_of(policy: str, budget: int) -> CacheSpec:
+    return CacheSpec(policy=policy, budget=budget, interval=3, sink=1, window=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_decoding_from_our_cache_is_that_of_transformers(family: str):
+    token_ids, is_prompt = ragged_prompts(LENS)
+    theirs = tiny_model(family).generate(
+        token_ids, attention_mask=is_prompt.long(), max_new_tokens=N_NEW, do_sample=False, pad_token_id=PAD
+    )
+    enough = spec_of("snapkv", budget=max(LENS) + N_NEW)
+    assert torch.equal(roll_out(CacheSpec.dense(), family, temperature=0.0).token_ids, theirs)
+    assert torch.equal(roll_out(enough, family, temperature=0.0).token_ids, theirs)
+    assert not torch.equal(roll_out(spec_of("snapkv", 8), family, temperature=0.0).token_ids, theirs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_that_is_never_exceeded_samples_as_a_dense_cache_does(policy: str):
+    dense = roll_out(CacheSpec.dense())
+    enough = roll_out(spec_of(policy, budget=max(LENS) + N_NEW))
+    assert torch.equal(enough.token_ids, dense.token_ids)
+    assert torch.equal(enough.death, dense.death)
+    torch.testing.assert_close(enough.sampler_logps, dense.sampler_logps, rtol=0, atol=1e-5)
+    assert not torch.equal(roll_out(spec_of(policy, budget=8)).token_ids, dense.token_ids)
+
+
+@cache
+def compressed() -> Rollout:
+    """Rows of different response lengths."""
+    rollout = roll_out(spec_of("h2o", 8), eos_token_id=5)
+    assert len(set(rollout.is_action.sum(1).tolist())) > 1
+    return rollout
+
+
+def pad(rollout: Rollout, n_left: int, n_right: int) -> Rollout:
+    """The same sequences with more padding around them; deaths are columns and move along."""
+    sides = (n_left, n_right)
+    moved = torch.where((rollout.death > 0) & (rollout.death < NEVER), rollout.death + n_left, rollout.death)
+    return replace(
+        rollout,
+        token_ids=F.pad(rollout.token_ids, sides, value=PAD),
+        is_token=F.pad(rollout.is_token, sides),
+        is_action=F.pad(rollout.is_action, sides),
+        sampler_logps=F.pad(rollout.sampler_logps, sides),
+        death=F.pad(moved, sides),
+    )
+
+
+def loss_of(rollout: Rollout, n_actions: Tensor) -> Tensor:
+    """The clipped surrogate on made-up advantages, per action of the whole step."""
+    logps = replay_logps(tiny_model("qwen3"), rollout)
+    # The advantage follows from the prompt's last token, so that it moves with its row.
+    advantages = torch.where(rollout.is_action, rollout.token_ids.sum(1, keepdim=True) % 7 - 3.0, 0.0)
+    gain = clipped(logps, rollout.sampler_logps - 0.1, advantages, 0.2, 0.2).gain
+    return -gain.masked_fill(~rollout.is_action, 0.0).sum() / n_actions
+
+
+def loss_and_gradients(parts: list[Rollout], n_actions: Callable[[Rollout], Tensor]) -> list[Tensor]:
+    parameters = list(tiny_model("qwen3").parameters())
+    losses = [loss_of(part, n_actions(part)) for part in parts]
+    gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
+    return [torch.stack(losses).detach().sum(), *(sum(g) for g in zip(*gradients, strict=True))]
+
+
+def of_the_whole_step(part: Rollout) -> Tensor:
+    return compressed().is_action.sum()
+
+
+def largest_difference(a: list[Tensor], b: list[Tensor]) -> float:
+    """Largest difference of losses and gradients, relative to the largest entry of each tensor."""
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(a, b, strict=True))
+
+
+ARRANGEMENTS: dict[str, Callable[[Rollout], list[Rollout]]] = {
+    "more padding": lambda rollout: [pad(rollout, n_left=3, n_right=2)],
+    "another order": lambda rollout: [rollout.rows(torch.tensor([2, 0, 3, 1]))],
+    "micro-batches of one": lambda rollout: [rollout.rows(slice(i, i + 1)) for i in range(4)],
+    "uneven micro-batches": lambda rollout: [rollout.rows(slice(0, 3)), rollout.rows(slice(3, 4))],
+}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_the_arrangement_of_a_batch_changes_neither_loss_nor_gradients(arrangement: str):
+    expected = loss_and_gradients([compressed()], of_the_whole_step)
+    actual = loss_and_gradients(ARRANGEMENTS[arrangement](compressed()), of_the_whole_step)
+    assert largest_difference(actual, expected) < 1e-4
+
+
+def test_the_comparison_catches_denominators_of_the_micro_batch():
+    expected = loss_and_gradients([compressed()], of_the_whole_step)
+    parts = ARRANGEMENTS["uneven micro-batches"](compressed())
+    own_counts = loss_and_gradients(parts, lambda part: 2 * part.is_action.sum())
+    assert largest_difference(own_counts, expected) > 1e-2
+
+
+def test_the_comparison_catches_deaths_that_did_not_move_with_the_padding():
+    expected = loss_and_gradients([compressed()], of_the_whole_step)
+    padded = pad(compressed(), n_left=3, n_right=2)
+    stale = replace(padded, death=F.pad(compressed().death, (3, 2)))
+    assert largest_difference(loss_and_gradients([stale], of_the_whole_step), expected) > 1e-2
+
+
+def test_log_probs_move_with_rows_and_padding():
+    model, rollout = tiny_model("qwen3"), compressed()
+    with torch.no_grad():
+        expected = replay_logps(model, rollout)
+        permutation = torch.tensor([3, 1, 0, 2])
+        permuted = replay_logps(model, rollout.rows(permutation))
+        padded = replay_logps(model, pad(rollout, n_left=3, n_right=2))
+    torch.testing.assert_close(permuted, expected[permutation], rtol=0, atol=1e-5)
+    torch.testing.assert_close(padded[:, 3:-2], expected, rtol=0, atol=1e-5)
+    assert (padded[:, :3] == 0).all()

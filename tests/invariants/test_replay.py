@@ -1,0 +1,162 @@
+"""Invariants 2 and 3: the learner's log-probs under the deaths are the sampler's, and no others are."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.models import replay_logps
+from lit_rlkv.models.backbone import hidden_states, token_positions
+from lit_rlkv.models.replay import action_logps, replay_death
+from lit_rlkv.rollout import generate
+from lit_rlkv.types import NEVER, Rollout
+from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
+
+TOLERANCE = 1e-4
+FLOAT_ERROR = 1e-6
+"""What a gap of exactly 0 counts as when a control is measured against it."""
+
+SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
+ALL_CASES = sorted(
+    {(family, policy, 2) for family in FAMILIES for policy in POLICIES}
+    | {("qwen3", policy, n_kv_heads) for policy in POLICIES for n_kv_heads in (1, 2, 4)}
+)
+"""Family, policy, KV heads of four query heads."""
+
+
+@cache
+def sampled(family: str, policy: str, n_kv_heads: int) -> Rollout:
+    return roll_out(tiny_model(family, n_kv_heads), policy)
+
+
+def roll_out(model: PreTrainedModel, policy: str) -> Rollout:
+    """Prompts of 14 and 9 tokens exceed the budget, those of 4 and 1 do not."""
+    return generate(
+        model,
+        *ragged_prompts((14, 9, 4, 1)),
+        cache=CacheSpec(policy=policy, **SPEC),
+        max_new_tokens=18,
+        eos_token_id=5,
+        pad_token_id=PAD,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def gap(model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True) -> float:
+    """Largest difference of the learner's log-probs from the sampler's."""
+    with torch.no_grad():
+        return float((replay_logps(model, rollout, shadow=shadow) - rollout.sampler_logps).abs().max())
+
+
+@pytest.mark.parametrize(("family", "policy", "n_kv_heads"), ALL_CASES)
+def test_replayed_log_probs_are_the_samplers(family: str, policy: str, n_kv_heads: int):
+    rollout = sampled(family, policy, n_kv_heads)
+    assert gap(tiny_model(family, n_kv_heads), rollout) < TOLERANCE
+    died = (rollout.death > 0) & (rollout.death < NEVER)
+    assert died.any(dim=-1).all(dim=(1, 2)).sum() >= 3  # rows in which every head of every layer evicted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replay_holds_in_any_order_and_for_any_part_of_the_batch(policy: str):
+    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy, 2)
+    for rows in ([2, 0, 3, 1], [3], [1, 1, 0]):
+        assert gap(model, rollout.rows(torch.tensor(rows))) < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_gap_is_rounding_and_vanishes_in_float64(policy: str):
+    model = copy.deepcopy(tiny_model("qwen3")).double()
+    # Log-probs are kept in float32, whose rounding at 10 nats is 1e-6.
+    assert gap(model, roll_out(model, policy)) < 2e-6
+
+
+def shift_deaths(rollout: Rollout, shift: int) -> Rollout:
+    """Every death that was recorded, so many columns later."""
+    died = (rollout.death > 0) & (rollout.death < NEVER)
+    return replace(rollout, death=torch.where(died, rollout.death + shift, rollout.death))
+
+
+def permute_death(rollout: Rollout, dim: int) -> Rollout:
+    """Each layer or KV head with its neighbour's deaths; those of padding are the same in all."""
+    return replace(rollout, death=rollout.death.roll(1, dims=dim))
+
+
+CONTROLS: dict[str, Callable[[Rollout], Rollout]] = {
+    "deaths one too late": lambda rollout: shift_deaths(rollout, 1),
+    "deaths one too early": lambda rollout: shift_deaths(rollout, -1),
+    "deaths an interval too late": lambda rollout: shift_deaths(rollout, SPEC["interval"]),
+    "layers swapped": lambda rollout: permute_death(rollout, 1),
+    "KV heads swapped": lambda rollout: permute_death(rollout, 2),
+    "one layer's mask for all": lambda rollout: replace(
+        rollout, death=rollout.death[:, :1].expand_as(rollout.death)
+    ),
+    "the union over heads": lambda rollout: replace(
+        rollout, death=rollout.death.amax(2, keepdim=True).expand_as(rollout.death)
+    ),
+}
+SAME_IN_ALL_LAYERS_AND_HEADS = {"streaming"}
+SAME_IN_ALL_HEADS = {"streaming", "tova"}
+
+
+def is_no_change(control: str, policy: str) -> bool:
+    """Some policies keep one set for all heads, or for all layers too."""
+    if control in ("layers swapped", "one layer's mask for all"):
+        return policy in SAME_IN_ALL_LAYERS_AND_HEADS
+    return control in ("KV heads swapped", "the union over heads") and policy in SAME_IN_ALL_HEADS
+
+
+@pytest.mark.parametrize(("family", "policy"), sorted({(f, p) for f, p, n in ALL_CASES if n == 2}))
+def test_a_learner_without_the_mask_is_caught(family: str, policy: str):
+    model, rollout = tiny_model(family), sampled(family, policy, 2)
+    assert gap(model, rollout, shadow=False) > 100 * max(gap(model, rollout), FLOAT_ERROR)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_table_that_is_nearly_right_is_caught(policy: str, control: str):
+    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy, 2)
+    wrong = CONTROLS[control](rollout)
+    if is_no_change(control, policy):
+        assert torch.equal(wrong.death, rollout.death)
+    else:
+        assert gap(model, wrong) > 100 * max(gap(model, rollout), FLOAT_ERROR)
+
+
+@pytest.mark.parametrize("control", ["deaths one too late", "deaths one too early", "layers swapped"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_that_is_nearly_right_is_caught_in_every_family(family: str, control: str):
+    model, rollout = tiny_model(family), sampled(family, "snapkv", 2)
+    assert gap(model, CONTROLS[control](rollout)) > 100 * max(gap(model, rollout), FLOAT_ERROR)
+
+
+def test_positions_that_close_up_after_an_eviction_are_caught():
+    model, rollout = tiny_model("qwen3"), sampled("qwen3", "snapkv", 2)
+
+    def gap_at(positions: Tensor) -> float:
+        death = replay_death(rollout)[..., :-1]
+        hidden = hidden_states(model, rollout.token_ids[:, :-1], positions[:, :-1], death=death)
+        logps, _ = action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], temperature=1.0)
+        return float((logps - rollout.sampler_logps).detach().abs().max())
+
+    true_positions = token_positions(rollout.is_token)
+    assert gap_at(true_positions) < TOLERANCE
+    assert gap_at(true_positions.clamp(max=10)) > 100 * TOLERANCE
+
+
+def first_step_ratio(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Tensor:
+    with torch.no_grad():
+        return (replay_logps(model, rollout, shadow=shadow) - rollout.sampler_logps).exp()[rollout.is_action]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_importance_ratios_are_one_before_the_first_update_and_nothing_is_clipped(policy: str):
+    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy, 2)
+    replayed, dense = (first_step_ratio(model, rollout, shadow=shadow) for shadow in (True, False))
+    torch.testing.assert_close(replayed, torch.ones_like(replayed), rtol=0, atol=TOLERANCE)
+    assert ((dense < 0.8) | (dense > 1.2)).float().mean() > 0.05

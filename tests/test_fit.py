@@ -1,0 +1,207 @@
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.evaluate import evaluate
+from lit_rlkv.fit import fit, resumed
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "debug=fast",
+    "model.preset.hidden_size=32",
+    "model.preset.num_hidden_layers=2",
+    "model.preset.head_dim=8",
+    "model.preset.intermediate_size=32",
+    "task.n_terms=3",
+    "cache.budget=7",
+    "cache.interval=2",
+    "cache.window=2",
+    "evaluation.budgets=[5]",
+    "rollout.max_new_tokens=8",
+]
+
+
+def config(tmp_path, *overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=[*TINY, f"runs_dir={tmp_path}", *overrides])
+    check_config(cfg)
+    return cfg
+
+
+def run(tmp_path, name, *overrides):
+    cfg = config(tmp_path, *overrides)
+    return fit(cfg, tmp_path / name, Console(quiet=True))
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A folder in which a first run has left its warm model."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "first")
+    return folder
+
+
+def test_a_run_leaves_everything_in_its_folder(warm):
+    folder = warm / "first"
+    assert OmegaConf.load(folder / "config.yaml").cache.budget == 7
+    rows = rows_of(folder / "metrics.csv")
+    assert [row["iteration"] for row in rows] == ["1.0", "2.0"]
+    standard = {
+        "loss", "reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length",
+        "clip_ratio/region_mean", "rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "smd/kl",
+        "kv/replay_gap", "grad_norm", "learning_rate", "tokens_per_second",
+    }  # fmt: skip
+    assert standard <= rows[0].keys()
+    assert all(float(row["kv/replay_gap"]) < 1e-4 for row in rows)
+    saved = json.loads((folder / "evaluation.json").read_text())
+    assert [row["cache"] for row in saved["after"]] == ["dense", "random 7+2", "random 5+2"]
+    assert saved["after"][1]["kv_bytes"] < saved["after"][0]["kv_bytes"]
+    assert saved["after"][1]["kl"] != 0.0
+    assert max(row["replay_gap"] for row in saved["before"] + saved["after"]) < 1e-4
+    assert "<html" in (folder / "report.html").read_text()
+    assert len(list((folder / "checkpoints").glob("iteration-*"))) == 2
+
+
+def test_a_second_run_starts_at_rl_from_the_warm_model(warm):
+    run(warm, "second", "stages=[rl,eval]")
+    assert not (warm / "second" / "sft_metrics.csv").exists()
+    assert (warm / "first" / "sft_metrics.csv").exists()
+    first, second = (rows_of(warm / name / "metrics.csv") for name in ("first", "second"))
+    assert [row["loss"] for row in first] == [row["loss"] for row in second]
+
+
+def test_without_a_warm_model_rl_is_refused_before_any_work(tmp_path):
+    with pytest.raises(ConfigError, match="add sft to stages, or give model.path"):
+        run(tmp_path, "run", "stages=[rl,eval]")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("arm", ["dense", "naive", "tis", "mis", "sparse_rl", "shadow"])
+def test_every_arm_runs_and_is_another_training(warm, arm):
+    run(warm, arm, f"experiment={arm}", "stages=[rl]")
+    rows, smd = rows_of(warm / arm / "metrics.csv"), rows_of(warm / "first" / "metrics.csv")
+    assert rows[0].get("smd/kl") is None
+    is_sparse_dense_mismatch = arm in ("naive", "tis", "mis", "sparse_rl")
+    assert (float(rows[0]["rollout_corr/k3_kl"]) > 1e-6) == is_sparse_dense_mismatch
+    assert [row["loss"] for row in rows] != [row["loss"] for row in smd]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["algorithm=dr_grpo"],
+        ["algorithm=dapo"],
+        ["algorithm=rloo"],
+        ["algorithm=reinforce++"],
+        ["algorithm.n_minibatches=2", "algorithm.n_epochs=2"],
+        ["algorithm.n_micro_batches=2"],
+        ["algorithm.loss.kl_weight=0.1"],
+        ["distillation=dense_student"],
+        ["distillation.anchor_weight=0.1"],
+        ["cache.policy=snapkv"],
+        ["roles.rank=4"],
+    ],
+)
+def test_options_reach_the_run(warm, options):
+    run(warm, "-".join(options).replace("/", "_"), *options, "stages=[rl]")
+
+
+def test_evaluate_scores_a_saved_run_as_the_run_itself_did(warm):
+    options = OmegaConf.create(
+        {"ckpt": str(warm / "first"), "budgets": None, "policy": None, "n_prompts": None, "temperature": None}
+    )
+    _, rows = evaluate(options)
+    saved = json.loads((warm / "first" / "evaluation.json").read_text())["after"]
+    assert [row.accuracy for row in rows] == [row["accuracy"] for row in saved]
+    assert [row.kl for row in rows] == pytest.approx([row["kl"] for row in saved], abs=1e-5)
+    options.budgets, options.policy = [4, 6], "streaming"
+    assert [row.cache for row in evaluate(options)[1]] == [
+        "dense",
+        "streaming 7+2",
+        "streaming 6+2",
+        "streaming 4+2",
+    ]
+    options.ckpt = str(warm / "first" / "checkpoints" / "iteration-000001")
+    assert evaluate(options)[0] == warm / "first"
+    options.ckpt = str(warm / "nothing")
+    with pytest.raises(ConfigError, match="is neither a run folder"):
+        evaluate(options)
+
+
+def test_a_local_checkpoint_brings_its_own_weights(warm):
+    results = run(warm, "from-path", f"model.path={warm / 'first' / 'backbone'}", "stages=[rl,eval]")
+    assert len(results.after) == 3
+
+
+def command(*arguments, **options):
+    return [sys.executable, "-m", "lit_rlkv.fit", *TINY, *arguments]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(warm):
+    options = ["algorithm.n_iterations=6", "callbacks.samples_every=9", "stages=[rl]"]
+    run(warm, "straight", *options)
+    folder = warm / "killed"
+    overrides = [*options, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(
+        command(*overrides), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "iteration-000002").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    n_done = len(rows_of(folder / "metrics.csv"))
+    assert 2 <= n_done < 6
+
+    run_dir, cfg = resumed(OmegaConf.create({"resume": str(folder), "runs_dir": str(warm)}))
+    fit(cfg, run_dir, Console(quiet=True))
+    straight, killed = rows_of(warm / "straight" / "metrics.csv"), rows_of(folder / "metrics.csv")
+    for name in ("iteration", "loss", "reward", "grad_norm", "smd/kl"):
+        assert [row[name] for row in killed] == [row[name] for row in straight], name
+    weights = [
+        (warm / name / "checkpoints" / "iteration-000006" / "trainable.safetensors").read_bytes()
+        for name in ("straight", "killed")
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
+        (["cache.bugdet=3"], "bugdet"),
+        (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_clear_error(tmp_path, arguments, says):
+    overrides = [*arguments, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(command(*overrides), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_config_are_shown_without_running(tmp_path):
+    for flag, says in (("--help", "Groups (choose with group=option)"), ("--cfg=job", "policy: random")):
+        done = subprocess.run(
+            [*command(f"hydra.run.dir={tmp_path}/run"), *flag.split("=", 1)] if "=" in flag else [*command(), flag],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert says in done.stdout
+    assert not (tmp_path / "run").exists()
