@@ -1,10 +1,11 @@
-"""How much the decode loop adds to the bare model: sampling, scores, eviction, bookkeeping, the record of deaths.
+"""How much the decode loop adds to the bare model: sampling, scores, eviction, bookkeeping, record of deaths.
 
     python benchmarks/decode_overhead.py [--rounds 9]
 
-The bare forward is what any decoder must do: prefill, then per token one forward of backbone and LM head that writes
-its keys into a pool of the same number of slots and attends to them; it draws nothing, evicts nothing, records nothing.
-Both sides run in turns in one process. Printed: median per token, and the median of the ratios of neighbouring runs.
+The bare forward is what any decoder must do: prefill, then per token one forward of backbone and LM head that
+writes its keys into a pool of the same number of slots and attends to them; it draws nothing, evicts nothing,
+records nothing. Both sides run in turns in one process. Printed: median per token, and the median of the
+ratios of neighbouring runs.
 """
 
 import argparse
@@ -84,9 +85,8 @@ def main() -> None:
             "overhead": statistics.median(ratios) - 1,
             "spread": max(ratios) - min(ratios),
         }
-        print(
-            f"{policy:10} {row['bare_ms_per_token']:8.2f} {row['loop_ms_per_token']:8.2f} {row['overhead']:8.1%}"
-        )
+        bare_ms, loop_ms = row["bare_ms_per_token"], row["loop_ms_per_token"]
+        print(f"{policy:10} {bare_ms:8.2f} {loop_ms:8.2f} {row['overhead']:8.1%}")
         record.append("decode_overhead", row)
 
 

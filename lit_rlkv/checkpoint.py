@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what training changes, written whole or not at all; and a saved policy ready to use."""
+"""Checkpoints of a run: what training changes, written whole or not at all, and how to load it again."""
 
 import json
 import os
@@ -45,7 +45,7 @@ class CheckpointDir:
         optimizer_state: dict[str, Any],
         data_state: dict[str, Any],
     ) -> Path:
-        """Write a checkpoint under a temporary name, then rename it: a kill at any moment leaves the older ones."""
+        """Write under a temporary name, then rename: a kill at any moment leaves the older checkpoints."""
         self.root.mkdir(parents=True, exist_ok=True)
         target = self.root / f"iteration-{iteration:06d}"
         partial = self.root / f".{target.name}.partial"
@@ -98,7 +98,7 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, parameter in own.items():
         if parameter.shape != weights[name].shape:
             raise ValueError(
-                f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but {tuple(parameter.shape)} here; "
-                "was it trained with another LoRA rank?"
+                f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but "
+                f"{tuple(parameter.shape)} here; was it trained with another LoRA rank?"
             )
         parameter.data.copy_(weights[name])

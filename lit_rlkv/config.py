@@ -1,4 +1,4 @@
-"""From YAML to objects: trusted targets, checked signatures, and rules between fields, all before any work starts."""
+"""From YAML to objects: trusted targets, checked signatures, rules between fields, all before any work."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ def build(node: DictConfig) -> Any:
 
 
 def check_targets(node: Any, path: str = "") -> None:
-    """Check every `_target_` below a node against the trusted packages and its own signature, building nothing."""
+    """Check every `_target_` below a node against the trusted packages and its signature; build nothing."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=True)
     for where, target, arguments in _targets(node, path):
@@ -156,12 +156,14 @@ def _check_sampling(cfg: DictConfig) -> None:
     for name, off in {"top_p": 1.0, "top_k": None}.items():
         _require(
             rollout[name] == off,
-            f"rollout.{name}={rollout[name]} cannot be replayed: the learner would have to renormalise over the very "
-            f"tokens that the sampler kept, which are not recorded; use rollout.{name}={'null' if off is None else off}",
+            f"rollout.{name}={rollout[name]} cannot be replayed: the learner would have to renormalise over "
+            "the very tokens that the sampler kept, which are not recorded; "
+            f"use rollout.{name}={'null' if off is None else off}",
         )
     _require(
         rollout.temperature > 0,
-        f"rollout.temperature={rollout.temperature}: the policy gradient needs a distribution; give more than 0",
+        f"rollout.temperature={rollout.temperature}: the policy gradient needs a distribution; "
+        "give more than 0",
     )
     for name in ("max_new_tokens", "n_prompts"):
         _require(rollout[name] >= 1, f"rollout.{name}={rollout[name]} samples nothing; give at least 1")
@@ -171,9 +173,13 @@ def _check_algorithm(cfg: DictConfig) -> None:
     algorithm = cfg.algorithm
     _require(
         algorithm.group_size >= 2,
-        f"algorithm.group_size={algorithm.group_size}: a group baseline compares responses to one prompt; give at least 2",
+        f"algorithm.group_size={algorithm.group_size}: a group baseline compares responses to one prompt; "
+        "give at least 2",
     )
-    tables = {"advantage": group.ESTIMATORS, "aggregation": AGGREGATIONS}
+    tables: dict[str, Mapping[str, object]] = {
+        "advantage": group.ESTIMATORS,
+        "aggregation": AGGREGATIONS,
+    }
     for name, table in tables.items():
         _require(
             algorithm[name] in table,
@@ -183,7 +189,8 @@ def _check_algorithm(cfg: DictConfig) -> None:
     n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
     _require(
         1 <= n_parts <= n_rows,
-        f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_rows} responses; lower them",
+        f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_rows} responses; "
+        "lower them",
     )
 
 

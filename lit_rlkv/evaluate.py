@@ -27,7 +27,7 @@ RESULT = "evaluate.json"
 
 
 def find_run(ckpt: Path) -> tuple[Path, Checkpoint | None]:
-    """The run folder and the checkpoint that a path means: a run (its newest checkpoint) or one checkpoint of it.
+    """The run folder and checkpoint that a path means: a run (its newest checkpoint) or one checkpoint of it.
 
     Raises:
         ConfigError: the path is neither.

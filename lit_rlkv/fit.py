@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -137,12 +138,13 @@ def rl_callbacks(parts: Parts, metrics: MetricsFile, samples: Samples) -> list[R
         callbacks.append(build(cfg.distillation))
     callbacks.append(metrics)
     if cfg.logger is not None:
-        callbacks.append(LoggerBridge(build(cfg.logger), OmegaConf.to_container(cfg, resolve=True)))
+        plain = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+        callbacks.append(LoggerBridge(build(cfg.logger), plain))
     return [*callbacks, samples, ProgressBar()]
 
 
 def keep_backbone(start: Path, run_dir: Path) -> None:
-    """Link a warmed-up backbone into the run, so that its checkpoints can be used when the warm folder is gone."""
+    """Link a warmed-up backbone into the run, so that its checkpoints outlive the warm folder."""
     target = run_dir / BACKBONE
     if (start / WARM_DONE).is_file() and not target.exists():
         try:
@@ -156,7 +158,7 @@ def make_report(
     parts: Parts, results: Results, metrics: MetricsFile, samples: Samples, title: str
 ) -> RunReport:
     cfg, rollout = parts.cfg, results.rollout
-    seen = [] if rollout is None else rollout.token_ids.unique().tolist()
+    seen = [] if rollout is None else sorted(set(rollout.token_ids.flatten().tolist()))
     packages = ("torch", "transformers", "peft", "lightning")
     return RunReport(
         title=title,
@@ -165,7 +167,7 @@ def make_report(
         before=results.before,
         after=results.after,
         rollout=rollout,
-        token_labels={token: parts.tokenizer.decode([token]) for token in seen},
+        token_labels={token: cast(str, parts.tokenizer.decode([token])) for token in seen},
         budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
         interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
         stage_seconds=results.stage_seconds,

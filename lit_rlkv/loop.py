@@ -30,8 +30,8 @@ def train(
 ) -> None:
     """Run iterations `first_iteration` to `n_iterations`, each one loader of the datamodule.
 
-    A loader may sample from the policy as it is now; that happens when it is asked for. `save` gets the number of
-    iterations done and the optimizer's state after each of them.
+    A loader may sample from the policy as it is now; that happens when it is asked for. `save` gets the
+    number of iterations done and the optimizer's state after each of them.
     """
     # 1. set up
     configured = module.configure_optimizers()
@@ -62,6 +62,7 @@ def train(
                     norm = fabric.clip_gradients(
                         model, optimizer, max_norm=max_grad_norm, error_if_nonfinite=False
                     )
+                    assert norm is not None  # None is for clipping by value
                     call(callbacks, "on_before_optimizer_step", None, module, optimizer)
                     optimizer.step()
                     optimizer.zero_grad()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import Callback
@@ -36,7 +37,7 @@ from lit_rlkv.rng import derive_seed
 from lit_rlkv.types import EvalRow, Rollout
 
 WARM_FORMAT = 1
-"""Raised when warm-up changes what it writes or computes, so that older results are not taken for new ones."""
+"""Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
 WARM_DONE = "warm.json"
 REWARD_HEAD = "reward_head.safetensors"
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
@@ -69,14 +70,17 @@ def build_parts(cfg: DictConfig) -> Parts:
 
 
 def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
-    """The backbone at a path or hub name, or the preset with fresh weights, on the run's device and proven replayable."""
+    """The backbone of a path or hub name, or the fresh preset, on the run's device and proven replayable."""
     if path is not None:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, use_safetensors=True
+        )
     else:
         torch.manual_seed(derive_seed(parts.cfg.sft.seed, "init"))
         tokenizer = parts.tokenizer
         model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return prepare_backbone(parts.fabric.to_device(model).eval())
+    parts.fabric.to_device(model)
+    return prepare_backbone(model.eval())
 
 
 def warm_folder(cfg: DictConfig) -> Path:
@@ -99,14 +103,14 @@ def start_folder(cfg: DictConfig) -> str | Path | None:
         return None
     if cfg.model.path is None:
         raise ConfigError(
-            f"stages={list(cfg.stages)} start from a warm model, but no earlier run left one for this config in "
-            f"{warm.parent}; add sft to stages, or give model.path"
+            f"stages={list(cfg.stages)} start from a warm model, but no earlier run left one for this config "
+            f"in {warm.parent}; add sft to stages, or give model.path"
         )
     return str(cfg.model.path)
 
 
 def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
-    """Hydra-SFT on worked solutions; the result is kept, so that the next run with this config starts from it."""
+    """Hydra-SFT on worked solutions; the result is kept for the next run with this config to start from."""
     cfg = parts.cfg.sft
     backbone = load_backbone(parts, parts.cfg.model.path)
     module = HydraSFT(
@@ -208,7 +212,7 @@ def train_policy(
         load_trainable(module, resume_from.weights())
         datamodule.load_state_dict(resume_from.data_state)
 
-    def save(iteration: int, optimizer_state: dict) -> None:
+    def save(iteration: int, optimizer_state: dict[str, Any]) -> None:
         if iteration % cfg.callbacks.checkpoint_every == 0 or iteration == algorithm.n_iterations:
             checkpoints.save(
                 iteration, module.trainable_state_dict(), optimizer_state, datamodule.state_dict()

@@ -36,7 +36,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class Problem:
-    """One question of a task: what the model reads, a worked solution it may imitate, and the answer scored."""
+    """One question of a task: what the model reads, a worked solution to imitate, and the answer scored."""
 
     prompt: str
     solution: str
@@ -92,8 +92,8 @@ class PreferencePair:
 class TrainBatch(TensorBatch):
     """What one forward of the learner needs: a rollout with credit assigned and every denominator settled.
 
-    `loss_weight` already contains the counts of the whole optimizer step, so a loss is a plain weighted sum and no
-    split into micro-batches or ranks can change it.
+    `loss_weight` already contains the counts of the whole optimizer step, so a loss is a plain weighted sum
+    and no split into micro-batches or ranks can change it.
     """
 
     rollout: Rollout
@@ -129,6 +129,6 @@ class EvalRow:
     kv_bytes: int
     """Allocated cache bytes of the whole batch."""
     kl: float
-    """KL(μ ‖ dense learner) per token in nats, estimated on the sampled tokens: the mismatch that compression makes."""
+    """KL(μ ‖ dense learner) per token in nats, estimated on sampled tokens: the mismatch of compression."""
     replay_gap: float
     """max |log π(shadow) − log μ| over all actions: 0 but for float error, or replay is broken."""

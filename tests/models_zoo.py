@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -33,12 +34,13 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "mistral": MistralConfig,
     "phi3": Phi3Config,
     "gpt_neox": GPTNeoXConfig,
+    "gpt2": GPT2Config,  # the one with learned positions, which a shift of a whole row does not leave alone
     "gemma3": Gemma3TextConfig,
 }
 
 
 def tiny_config(family: str, n_kv_heads: int = 2, **changes: object) -> PretrainedConfig:
-    """A config of that family; GPT-NeoX has no grouped queries and ignores `n_kv_heads`."""
+    """A config of that family; the GPTs have no grouped queries and ignore `n_kv_heads`."""
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -50,7 +52,7 @@ def tiny_config(family: str, n_kv_heads: int = 2, **changes: object) -> Pretrain
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if family != "gpt_neox":
+    if family not in ("gpt_neox", "gpt2"):
         settings["num_key_value_heads"] = n_kv_heads
     if family in ("qwen3", "gemma3"):
         settings["head_dim"] = HEAD_DIM

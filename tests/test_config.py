@@ -22,7 +22,11 @@ EXTRAS = {
     "cache=dense": ["distillation=none"],
     "correction=dense": ["distillation=none"],
 }
-STABLE_NAMES = ["task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size", "correction", "distillation", "distillation.weight", "stages", "seed", "logger", "resume"]
+STABLE_NAMES = (
+    "task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window",
+    "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size",
+    "correction", "distillation", "distillation.weight", "stages", "seed", "logger", "resume",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -99,7 +103,7 @@ def test_a_mistake_ends_in_one_clear_error(hydra_conf, overrides, says):
 
 
 def test_a_misspelt_key_on_the_command_line_is_refused(hydra_conf):
-    with pytest.raises(ConfigCompositionException, match="cache.bugdet"):
+    with pytest.raises(ConfigCompositionException, match=r"cache\.bugdet"):
         compose("config", overrides=["cache.bugdet=8"])
 
 

@@ -87,7 +87,7 @@ def test_a_second_run_starts_at_rl_from_the_warm_model(warm):
 
 
 def test_without_a_warm_model_rl_is_refused_before_any_work(tmp_path):
-    with pytest.raises(ConfigError, match="add sft to stages, or give model.path"):
+    with pytest.raises(ConfigError, match=r"add sft to stages, or give model\.path"):
         run(tmp_path, "run", "stages=[rl,eval]")
     assert not (tmp_path / "run").exists()
 
@@ -149,7 +149,7 @@ def test_a_local_checkpoint_brings_its_own_weights(warm):
     assert len(results.after) == 3
 
 
-def command(*arguments, **options):
+def command(*arguments):
     return [sys.executable, "-m", "lit_rlkv.fit", *TINY, *arguments]
 
 
@@ -197,11 +197,15 @@ def test_a_mistake_on_the_command_line_is_one_clear_error(tmp_path, arguments, s
     assert "Traceback" not in done.stderr
 
 
-def test_help_and_config_are_shown_without_running(tmp_path):
-    for flag, says in (("--help", "Groups (choose with group=option)"), ("--cfg=job", "policy: random")):
-        done = subprocess.run(
-            [*command(f"hydra.run.dir={tmp_path}/run"), *flag.split("=", 1)] if "=" in flag else [*command(), flag],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert says in done.stdout
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--help"], "Groups (choose with group=option)"),
+        (["--cfg", "job"], "policy: random"),
+    ],
+)
+def test_help_and_config_are_shown_without_running(tmp_path, flags, says):
+    arguments = [f"hydra.run.dir={tmp_path}/run", *flags]
+    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, check=True)
+    assert says in done.stdout
     assert not (tmp_path / "run").exists()

@@ -19,7 +19,7 @@ REPLAY = Correction(samples_dense=False, replays=True, weigh=unweighted)
 
 
 class DigitsAreGood(ChainSum):
-    """A task on which an untrained model scores now and then: any completion that starts with a digit is right."""
+    """An untrained model scores here now and then: any completion that starts with a digit is right."""
 
     def score(self, problem, completion):
         return float(completion[:1].isdigit())

@@ -34,7 +34,7 @@ ESTIMATORS = {"grpo": grpo, "dr_grpo": centred, "dapo": grpo, "rloo": rloo, "rei
 
 
 def is_informative(rewards: Float[Tensor, "prompt group"]) -> Tensor:
-    """[prompt] True where the group disagrees; DAPO (arXiv:2503.14476) drops the others, which carry no gradient."""
+    """[prompt] True where the group disagrees; DAPO (arXiv:2503.14476) drops the rest: no gradient."""
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Track 2 of Shadow Mask Distillation: a KL between the dense and the shadow policy, as one more loss term."""
+"""Track 2 of Shadow Mask Distillation: a KL between dense and shadow policy, as one more loss term."""
 
 from functools import partial
 
@@ -21,12 +21,13 @@ TEACHERS = ("policy", "reference")
 class ShadowDistillation(RLCallback):
     """weight · KL over the full vocabulary at every action (arXiv:2605.06850, METHODS 2).
 
-    `dense_student`: KL(π_dense ‖ sg π_shadow), the authors' formula. `sparse_student`: KL(sg π_dense ‖ π_shadow), which
-    teaches the sparse context what eviction lost. The teacher, behind the stop-gradient, is the current policy or the
-    frozen reference.
+    `dense_student`: KL(π_dense ‖ sg π_shadow), the authors' formula. `sparse_student`:
+    KL(sg π_dense ‖ π_shadow), which teaches the sparse context what eviction lost. The teacher, behind the
+    stop-gradient, is the current policy or the frozen reference.
 
-    Replay trains the sparse policy only, and what that does to the dense one is a side effect. `anchor_weight` adds
-    anchor_weight · KL(sg π_reference ‖ π) on dense contexts, which holds the dense policy where it was.
+    Replay trains the sparse policy only, and what that does to the dense one is a side effect.
+    `anchor_weight` adds anchor_weight · KL(sg π_reference ‖ π) on dense contexts, which holds the dense
+    policy where it was.
     """
 
     def __init__(self, direction: str, weight: float, teacher: str, anchor_weight: float = 0.0) -> None:

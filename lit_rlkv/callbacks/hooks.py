@@ -1,4 +1,4 @@
-"""The hooks that our loop calls, declared once; a callback with a misspelt or uncalled one is refused at start-up."""
+"""The hooks that our loop calls, declared once; a callback with any other one is refused at start-up."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ class RLCallback(Callback):
         return {}, {}
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        """After the last update on a rollout, with everything that was logged of it; `iteration` counts from 1."""
+        """After the last update on a rollout, with all that was logged of it; `iteration` counts from 1."""
 
 
 HOOKS = (
@@ -33,7 +33,7 @@ HOOKS = (
     "on_fit_end",
     "on_exception",
 )
-"""Everything our loop calls, in order; Lightning's own come with its own arguments, the trainer being None."""
+"""All that our loop calls, in order; Lightning's own come with its own arguments, the trainer being None."""
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 class MetricsFile(RLCallback):
     """One row per iteration in a CSV file, which is whole at any moment.
 
-    `history` holds the rows; those of an earlier part of the run are read back, up to the iteration it resumes from.
+    `history` holds the rows; those of an earlier part of the run are read back, up to the iteration it goes
+    on from.
     """
 
     def __init__(self, path: Path, resumed_at: int = 0) -> None:
@@ -59,13 +60,13 @@ def wandb_logger(project: str, save_dir: str, offline: bool | None = None, **opt
     """
     if offline is None:
         offline = not wandb.login(prompt=False)
-    # The mode is said outright: the environment variable that Lightning sets may come after wandb has read it.
+    # The mode is said outright: wandb may have read the environment variable before Lightning sets it.
     mode = "offline" if offline else "online"
     return WandbLogger(project=project, save_dir=save_dir, offline=offline, mode=mode, **options)
 
 
 class LoggerBridge(RLCallback):
-    """Sends config and metrics to a Lightning logger; its first failure is reported and ends the sending, not the run."""
+    """Sends config and metrics to a Lightning logger; its first failure is reported and stops only this."""
 
     def __init__(self, logger: Any, config: Mapping[str, Any]) -> None:
         self.logger = logger

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 from torch import Tensor
 
@@ -326,7 +327,7 @@ def _legend(axes: Axes) -> None:
     _ink(legend.get_texts())
 
 
-def _ink(texts: Sequence) -> None:  # type: ignore[type-arg]
+def _ink(texts: Sequence[Text]) -> None:
     for text in texts:
         text.set_color(INK)
 

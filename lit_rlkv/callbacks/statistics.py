@@ -14,8 +14,8 @@ def rollout_correction(
 ) -> dict[str, Tensor]:
     """verl's `rollout_corr/*` from log ρ = log π_old − log μ on the sampler's own tokens.
 
-    kl = E[−log ρ] and k3_kl = E[ρ − log ρ − 1] estimate KL(μ ‖ π_old); chi2_token = E[ρ²] − 1; chi2_seq the same with
-    the product of a response; eff_sample_size = (Σρ)² / (nΣρ²) over tokens.
+    kl = E[−log ρ] and k3_kl = E[ρ − log ρ − 1] estimate KL(μ ‖ π_old); chi2_token = E[ρ²] − 1; chi2_seq the
+    same with the product of a response; eff_sample_size = (Σρ)² / (nΣρ²) over tokens.
     """
     log_ratio = log_ratio.masked_fill(~is_action, 0.0)
     ratio = log_ratio.exp()
@@ -55,7 +55,7 @@ def rollout_statistics(experience: Experience, eos_token_id: int | None) -> dict
 
 
 class RolloutStatistics(RLCallback):
-    """Adds the statistics of the rollout to the metrics of its iteration; stands first among the callbacks."""
+    """Adds the statistics of the rollout to the metrics of its iteration; stands first of the callbacks."""
 
     def __init__(self, eos_token_id: int | None) -> None:
         self.eos_token_id = eos_token_id

@@ -26,7 +26,7 @@ class WarmupBatch(TensorBatch):
 
 
 class PreferenceDataModule(L.LightningDataModule):
-    """An endless stream of problems in loaders of `steps_per_loader` batches; each loader goes on where the last ended."""
+    """Endless problems, `steps_per_loader` batches a loader; each loader goes on where the last ended."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return DataLoader(_Stream(self), batch_size=None)
 
     def next_batch(self) -> WarmupBatch:
-        """The next problems of the source; their corruptions come from a stream named by the batch's number."""
+        """The next problems of the source; the batch's number names the stream that corrupts them."""
         problems = self.source.take(self.batch_size)
         rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, self.source.rank))
         wrong = [

@@ -70,8 +70,8 @@ class Experience:
 class RolloutDataModule(L.LightningDataModule):
     """Prompts, rollout, reward and credit, done once each time a loader is asked for.
 
-    Every draw comes from a stream named by seed and iteration, and the prompts from the source's cursor, so these
-    and the parameters are the whole state of training.
+    Every draw comes from a stream named by seed and iteration, and the prompts from the source's cursor, so
+    these and the parameters are the whole state of training.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _old_logps(self, rollout: Rollout) -> Float[Tensor, "batch seq"]:
-        """π_old under the learner's view: where that is the sampler's own view, the sampler has computed it already."""
+        """π_old under the learner's view; where the sampler's is the same, it has been computed already."""
         if self.correction.replays or self.cache.is_dense:
             return rollout.sampler_logps
         return replay_logps(self.backbone, rollout, shadow=False, temperature=self.sampling.temperature)

@@ -138,7 +138,7 @@ class SlotLayer(CacheLayerMixin):
             if cache.policy.tracks_attention is not None:
                 attention = self._prompt_attention(packed, key, scaling)
             if cache.schedule.prompt_due is not None:
-                rows = cache.schedule.prompt_due
+                rows = whole_batch_as_slice(cache.schedule.prompt_due, batch)
                 view = self._view(rows, key, value, column, attention, scaling, last_column=n_columns - 1)
                 kept[rows, :, : cache.spec.budget] = self._evict(rows, view, now=n_columns)
             if cache.policy.tracks_attention == "sum" and attention is not None:
@@ -158,8 +158,9 @@ class SlotLayer(CacheLayerMixin):
             )
         batch, n_kv_heads = key.shape[:2]
         slot = step.slot[:, None, None].expand(-1, n_kv_heads, 1)
-        self.keys.scatter_(2, slot[..., None].expand_as(key), key)
-        self.values.scatter_(2, slot[..., None].expand_as(value), value)
+        places = flat_slots(slot, cache.n_slots)
+        for pool, new in ((self.keys, key), (self.values, value)):
+            pool.view(-1, pool.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
         packed = query.reshape(batch, n_kv_heads, -1, query.shape[-1])
         out, probs = decode_attention(packed, self.keys, self.values, step.is_live, scaling)
         if policy is not None:
@@ -177,6 +178,7 @@ class SlotLayer(CacheLayerMixin):
         """Move the survivors of each full row to the front of its pool, in the order of their columns."""
         assert self.keys is not None
         assert self.values is not None
+        rows = whole_batch_as_slice(rows, len(self.keys))
         view = self._view(rows, self.keys, self.values, self.columns, attention, scaling, last_column)
         survivors = self._evict(rows, view, now=last_column + 1)
         budget = self.cache.spec.budget
@@ -186,7 +188,7 @@ class SlotLayer(CacheLayerMixin):
         if self.attention_sum is not None and view.attention is not None:
             self.attention_sum[rows, :, :budget] = view.attention.gather(2, survivors)
 
-    def _evict(self, rows: Tensor, view: SlotView, now: int) -> Int[Tensor, "due kv_head budget"]:
+    def _evict(self, rows: Tensor | slice, view: SlotView, now: int) -> Int[Tensor, "due kv_head budget"]:
         """The slots that survive, in the order of their columns; all others die at column `now`."""
         cache = self.cache
         assert cache.policy is not None
@@ -203,7 +205,7 @@ class SlotLayer(CacheLayerMixin):
 
     def _view(
         self,
-        rows: Int[Tensor, " due"],
+        rows: Int[Tensor, " due"] | slice,
         keys: Float[Tensor, "batch kv_head slot dim"],
         values: Float[Tensor, "batch kv_head slot dim_v"],
         columns: Int[Tensor, "batch kv_head slot"],
@@ -223,7 +225,7 @@ class SlotLayer(CacheLayerMixin):
             is_live=due_columns >= self.cache.n_padding[rows][:, None, None],
             is_recent=due_columns > last_column - window,
             queries=None if queries is None else queries[rows][:, :, :, recent % window],
-            query_columns=None if queries is None else recent.expand(len(rows), -1),
+            query_columns=None if queries is None else recent.expand(len(due_columns), -1),
             attention=None if attention is None else attention[rows],
             scaling=scaling,
             generator=self.cache.generator,
@@ -257,8 +259,20 @@ class SlotLayer(CacheLayerMixin):
         return received
 
 
+def whole_batch_as_slice(rows: Int[Tensor, " due"], batch: int) -> Int[Tensor, " due"] | slice:
+    """Equal prompts fill up together; then rows need not be picked out of the batch, which would copy the pool."""
+    return slice(None) if len(rows) == batch else rows
+
+
 def take_slots(
     pool: Float[Tensor, "batch kv_head slot dim"], slots: Int[Tensor, "batch kv_head kept"]
 ) -> Float[Tensor, "batch kv_head kept dim"]:
-    """The chosen slots of each row and head."""
-    return pool.gather(2, slots[..., None].expand(-1, -1, -1, pool.shape[-1]))
+    """The chosen slots of each row and head, moved as whole vectors, which gather would do number by number."""
+    vectors = pool.reshape(-1, pool.shape[-1])
+    return vectors.index_select(0, flat_slots(slots, pool.shape[2])).view(*slots.shape, -1)
+
+
+def flat_slots(slots: Int[Tensor, "batch kv_head kept"], n_slots: int) -> Int[Tensor, " vector"]:
+    """Places of the slots in a pool seen as one list of vectors [batch·kv_head·slot, dim]."""
+    pools = torch.arange(slots.shape[0] * slots.shape[1], device=slots.device).view(*slots.shape[:2], 1)
+    return (pools * n_slots + slots).flatten()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class ScalarHead(nn.Module):
-    """One number for a sequence, read from the hidden state of its last token. Starts at 0 for every sequence."""
+    """One number per sequence, read from the hidden state of its last token; 0 for all before training."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

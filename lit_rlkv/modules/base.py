@@ -1,4 +1,4 @@
-"""What every RL module shares: the policy role, one objective, extra loss terms from callbacks, one optimizer."""
+"""What every RL module shares: the policy role, one objective, loss terms from callbacks, one optimizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from lit_rlkv.types import TrainBatch
 
 
 class GRPO(PolicyModule):
-    """−Σ weight·(correction·min(ratio·A, clip(ratio)·A) − β·KL); advantages and weights come with the batch."""
+    """−Σ weight·(correction·min(ratio·A, clip(ratio)·A) − β·KL); A and the weights come with the batch."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ FINAL_LR_FRACTION = 0.02
 
 
 class HydraSFT(L.LightningModule):
-    """CE(chosen) + reward_weight · −log σ(r(chosen) − r(rejected)), the learning rate warmed up and then cosine."""
+    """CE(chosen) + reward_weight · −log σ(r(chosen) − r(rejected)); learning rate warmed up, then cosine."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ def sequence_mean(is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int) ->
 
 
 def constant_length(is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int) -> Float[Tensor, "batch seq"]:
-    """Sums over responses divided by a constant, the longest response allowed (Dr. GRPO, arXiv:2503.20783)."""
+    """Sums over responses divided by a constant, the longest length allowed (Dr. GRPO, arXiv:2503.20783)."""
     n_sequences = is_counted.any(dim=1).sum().clamp(min=1)
     return is_counted.float() / max_new_tokens / n_sequences
 

@@ -1,7 +1,7 @@
-"""Arms of the comparison: what the sampler keeps, what the learner sees, and how the mismatch is weighted (METHODS 2).
+"""Arms of the comparison: what the sampler keeps, what the learner sees, how the mismatch weighs (METHODS 2).
 
-A weight function takes log ρ_t = log π_old − log μ of the actions, π_old under the learner's view, and answers how
-much each action weighs and which actions the denominators may count.
+A weight function takes log ρ_t = log π_old − log μ of the actions, π_old under the learner's view, and
+answers how much each action weighs and which actions the denominators may count.
 """
 
 from collections.abc import Callable
@@ -66,8 +66,10 @@ def sparse_rl(
     low: float = 0.5,
     high: float = 1.5,
 ) -> Weights:
-    """Sparse-RL as released (arXiv:2601.10079): a sequence with any ρ_t < veto is dropped whole, tokens outside
-    [low, high] are dropped, the rest weigh min(ρ_t, high) normalised to mean 1, and denominators count the rest only.
+    """Sparse-RL as released (arXiv:2601.10079): tokens and sequences far from the sampler are dropped.
+
+    A sequence with any ρ_t < veto is dropped whole, tokens outside [low, high] are dropped, the rest weigh
+    min(ρ_t, high) normalised to mean 1, and denominators count the rest only.
     """
     ratio = _ratio(log_ratio, is_action)
     has_veto = (ratio < veto).any(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Estimators of KL(π ‖ reference) from the log-probs of tokens that π sampled (Schulman, 'Approximating KL')."""
+"""Estimators of KL(π ‖ reference) from log-probs of tokens that π sampled (Schulman, 'Approximating KL')."""
 
 from jaxtyping import Float
 from torch import Tensor

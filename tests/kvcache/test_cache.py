@@ -12,6 +12,8 @@ from tests.kvcache import published
 
 LAYERS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
 LENS = (13, 9, 8, 3)
+EQUAL = (10, 10, 10, 10)
+"""Prompts that compact together, in a batch as wide as the ragged one."""
 WIDTH, N_STEPS = max(LENS), 14
 SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 SCALING = DIM**-0.5
@@ -26,8 +28,8 @@ def random_states() -> tuple[Tensor, Tensor, Tensor]:
     return query, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def make_cache(spec: CacheSpec) -> SlotCache:
-    is_prompt = torch.arange(WIDTH) >= WIDTH - torch.tensor(LENS)[:, None]
+def make_cache(spec: CacheSpec, lens: tuple[int, ...] = LENS) -> SlotCache:
+    is_prompt = torch.arange(WIDTH) >= WIDTH - torch.tensor(lens)[:, None]
     return SlotCache(spec, LAYERS, is_prompt, N_STEPS, torch.Generator().manual_seed(0))
 
 
@@ -105,12 +107,12 @@ class SlowSequence:
 
 
 @cache
-def slow_table(policy: str) -> tuple[Tensor, Tensor]:
+def slow_table(policy: str, lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Death table [batch, layer, kv_head, seq] in columns, padding dead at 0; outputs as of `run_cache`."""
     states = random_states()
     death = torch.zeros(len(LENS), LAYERS, KV_HEADS, WIDTH + N_STEPS, dtype=torch.int32)
     outs = torch.zeros(LAYERS, len(LENS), KV_HEADS * GROUP, WIDTH + N_STEPS, DIM)
-    for row, prompt_len in enumerate(LENS):
+    for row, prompt_len in enumerate(lens):
         pad = WIDTH - prompt_len
         for layer in range(LAYERS):
             sequence = SlowSequence(policy, *(s[layer, row, :, pad:] for s in states), prompt_len)
@@ -120,19 +122,20 @@ def slow_table(policy: str) -> tuple[Tensor, Tensor]:
     return death, outs
 
 
+@pytest.mark.parametrize("lens", [LENS, EQUAL], ids=["ragged", "equal"])
 @pytest.mark.parametrize("policy", DETERMINISTIC)
-def test_deaths_and_outputs_are_those_of_a_slow_simulation(policy: str):
+def test_deaths_and_outputs_are_those_of_a_slow_simulation(policy: str, lens: tuple[int, ...]):
     states = random_states()
-    kv = make_cache(CacheSpec(policy=policy, **SPEC))
+    kv = make_cache(CacheSpec(policy=policy, **SPEC), lens)
     outs = run_cache(kv, states)
-    expected_death, expected_outs = slow_table(policy)
+    expected_death, expected_outs = slow_table(policy, lens)
     assert (expected_death[expected_death > 0] < NEVER).float().mean() > 0.3
     assert torch.equal(kv.death, expected_death)
     torch.testing.assert_close(outs, expected_outs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_simulation_tells_policies_apart():
-    tables = [slow_table(policy)[0] for policy in DETERMINISTIC]
+    tables = [slow_table(policy, LENS)[0] for policy in DETERMINISTIC]
     assert not any(torch.equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
 
 

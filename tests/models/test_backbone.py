@@ -20,7 +20,7 @@ from transformers import (
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
-from lit_rlkv.models.backbone import check_length, head_logits
+from lit_rlkv.models.backbone import check_length, head_logits, token_positions
 from lit_rlkv.rollout import generate
 from tests.models_zoo import (
     FAMILIES,
@@ -229,6 +229,11 @@ def test_sequences_on_which_longrope_turns_all_keys_are_refused():
     check_length(model, 16)
     with pytest.raises(ValueError, match="beyond 16 Phi3ForCausalLM rotates all its keys differently"):
         check_length(model, 17)
+
+
+def test_positions_count_tokens_and_not_padding():
+    is_token = torch.tensor([[False, False, True, True, True], [True, True, True, False, False]])
+    assert token_positions(is_token)[is_token].tolist() == [0, 1, 2, 0, 1, 2]
 
 
 def test_generate_and_replay_check_the_length():

@@ -1,0 +1,112 @@
+"""The default testbed: every arm at equal rollouts over seeds, accuracy dense and under the budget.
+
+    python benchmarks/testbed.py [--arms smd shadow naive tis] [--seeds 0 1 2] [--jobs 2] [override ...]
+
+Runs `python -m lit_rlkv.fit experiment=ARM seed=SEED` for each pair, one thread each; runs that are already
+in benchmarks/results/testbed.jsonl with the same overrides are not repeated. Ends with the table of means ±
+standard deviations over seeds, before and after training. "recovered" is the part of the accuracy lost under
+the budget that training won back.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import record
+from omegaconf import OmegaConf
+
+NAME = "testbed"
+ROOT = Path(__file__).parent.parent
+
+
+def finished() -> list[dict]:
+    path = record.RESULTS / f"{NAME}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
+    """One run of fit in a process of its own, and what it found."""
+    folder = runs_dir / f"testbed-{arm}-{seed}"
+    command = [sys.executable, "-m", "lit_rlkv.fit", f"experiment={arm}", f"seed={seed}"]
+    command += ["fabric.n_threads=1", f"runs_dir={runs_dir}", f"hydra.run.dir={folder}", *overrides]
+    log = folder.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=True)
+    found = json.loads((folder / "evaluation.json").read_text())
+    budget = OmegaConf.load(folder / "config.yaml").cache.budget
+    sparse = next(i for i, row in enumerate(found["after"]) if row["budget"] == budget)
+    before, after = found["before"], found["after"]
+    return {
+        "arm": arm,
+        "seed": seed,
+        "overrides": overrides,
+        "cache": after[sparse]["cache"],
+        "dense_before": before[0]["accuracy"],
+        "dense_after": after[0]["accuracy"],
+        "sparse_before": before[sparse]["accuracy"],
+        "sparse_after": after[sparse]["accuracy"],
+        "kl_before": before[sparse]["kl"],
+        "kl_after": after[sparse]["kl"],
+        "replay_gap": max(row["replay_gap"] for row in before + after),
+        "n_problems": after[0]["n_problems"],
+        "rl_seconds": found["stage_seconds"]["rl"],
+    }
+
+
+def mean_sd(values: list[float], scale: float = 100.0) -> str:
+    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{scale * statistics.mean(values):5.1f} ± {scale * spread:4.1f}"
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "arm            n   budget before   budget after    dense before    dense after     recovered, %"
+    ]
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
+        columns = [
+            mean_sd([row[name] for row in mine])
+            for name in ("sparse_before", "sparse_after", "dense_before", "dense_after")
+        ]
+        recovered = [
+            (row["sparse_after"] - row["sparse_before"]) / (row["dense_before"] - row["sparse_before"])
+            for row in mine
+        ]
+        lines.append(f"{arm:12} {len(mine):3}   " + "   ".join([*columns, mean_sd(recovered)]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arms", nargs="+", default=["smd", "shadow", "naive", "tis"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    args, overrides = parser.parse_known_args()
+    done = {(row["arm"], row["seed"]): row for row in finished() if row["overrides"] == overrides}
+    # Seed by seed, and the first arm of a seed alone: it leaves the warm model that the others start from.
+    for seed in args.seeds:
+        missing = [arm for arm in args.arms if (arm, seed) not in done]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            first = [pool.submit(run, arm, seed, overrides, args.runs_dir) for arm in missing[:1]]
+            found = [future.result() for future in first]
+            rest = [pool.submit(run, arm, seed, overrides, args.runs_dir) for arm in missing[1:]]
+            found += [future.result() for future in rest]
+        for row in found:
+            record.append(NAME, row)
+            done[row["arm"], seed] = row
+    wanted = [done[arm, seed] for arm in args.arms for seed in args.seeds]
+    print(table(wanted))
+
+
+if __name__ == "__main__":
+    main()
