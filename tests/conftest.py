@@ -4,11 +4,13 @@ The package itself is not imported here; whatever imports it must do so after ja
 """
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
+import jaxtyping
 import pytest
 import torch
 
@@ -34,3 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seeded_global_generator() -> None:
     """Modules that initialise themselves from torch's global generator do so alike in every test order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def _as_users_run_it() -> Iterator[None]:
+    """Without the type checks of the test run, which would speak before the package's own errors do."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

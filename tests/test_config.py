@@ -66,6 +66,7 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
     assert checked(f"cache.policy={policy}").cache.policy == policy
 
 
+@pytest.mark.usefixtures("_as_users_run_it")
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

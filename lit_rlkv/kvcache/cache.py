@@ -174,11 +174,11 @@ class SlotLayer(CacheLayerMixin):
                 self._compact(step.due, attention, scaling, last_column=step.column)
         return out.reshape(batch, -1, 1, value.shape[-1])
 
-    def _compact(self, rows: Tensor, attention: Tensor | None, scaling: float, last_column: int) -> None:
+    def _compact(self, due: Tensor, attention: Tensor | None, scaling: float, last_column: int) -> None:
         """Move the survivors of each full row to the front of its pool, in the order of their columns."""
         assert self.keys is not None
         assert self.values is not None
-        rows = whole_batch_as_slice(rows, len(self.keys))
+        rows = whole_batch_as_slice(due, len(self.keys))
         view = self._view(rows, self.keys, self.values, self.columns, attention, scaling, last_column)
         survivors = self._evict(rows, view, now=last_column + 1)
         budget = self.cache.spec.budget
@@ -260,14 +260,14 @@ class SlotLayer(CacheLayerMixin):
 
 
 def whole_batch_as_slice(rows: Int[Tensor, " due"], batch: int) -> Int[Tensor, " due"] | slice:
-    """Equal prompts fill up together; then rows need not be picked out of the batch, which would copy the pool."""
+    """Equal prompts fill up together; picking all rows out of the batch would copy the pool for nothing."""
     return slice(None) if len(rows) == batch else rows
 
 
 def take_slots(
     pool: Float[Tensor, "batch kv_head slot dim"], slots: Int[Tensor, "batch kv_head kept"]
 ) -> Float[Tensor, "batch kv_head kept dim"]:
-    """The chosen slots of each row and head, moved as whole vectors, which gather would do number by number."""
+    """The chosen slots of each row and head, moved as whole vectors; gather would move single numbers."""
     vectors = pool.reshape(-1, pool.shape[-1])
     return vectors.index_select(0, flat_slots(slots, pool.shape[2])).view(*slots.shape, -1)
 
