@@ -11,6 +11,7 @@ the budget that training won back.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,10 +32,12 @@ def finished() -> list[dict]:
 
 def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
     """One run of fit in a process of its own, and what it found."""
-    folder = runs_dir / f"testbed-{arm}-{seed}"
+    name = "-".join(["testbed", arm, str(seed), *overrides]).replace("/", "_")
+    folder = runs_dir / name
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
     command = [sys.executable, "-m", "lit_rlkv.fit", f"experiment={arm}", f"seed={seed}"]
     command += ["fabric.n_threads=1", f"runs_dir={runs_dir}", f"hydra.run.dir={folder}", *overrides]
-    log = folder.with_suffix(".log")
+    log = runs_dir / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -43,7 +46,7 @@ def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
     budget = OmegaConf.load(folder / "config.yaml").cache.budget
     sparse = next(i for i, row in enumerate(found["after"]) if row["budget"] == budget)
     before, after = found["before"], found["after"]
-    return {
+    row = {
         "arm": arm,
         "seed": seed,
         "overrides": overrides,
@@ -58,6 +61,8 @@ def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
         "n_problems": after[0]["n_problems"],
         "rl_seconds": found["stage_seconds"]["rl"],
     }
+    record.append(NAME, row)
+    return row
 
 
 def mean_sd(values: list[float], scale: float = 100.0) -> str:
@@ -97,13 +102,10 @@ def main() -> None:
     for seed in args.seeds:
         missing = [arm for arm in args.arms if (arm, seed) not in done]
         with ThreadPoolExecutor(args.jobs) as pool:
-            first = [pool.submit(run, arm, seed, overrides, args.runs_dir) for arm in missing[:1]]
-            found = [future.result() for future in first]
+            first = [pool.submit(run, arm, seed, overrides, args.runs_dir).result() for arm in missing[:1]]
             rest = [pool.submit(run, arm, seed, overrides, args.runs_dir) for arm in missing[1:]]
-            found += [future.result() for future in rest]
-        for row in found:
-            record.append(NAME, row)
-            done[row["arm"], seed] = row
+            for row in first + [future.result() for future in rest]:
+                done[row["arm"], seed] = row
     wanted = [done[arm, seed] for arm in args.arms for seed in args.seeds]
     print(table(wanted))
 

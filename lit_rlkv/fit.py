@@ -90,8 +90,16 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def fit(cfg: DictConfig, run_dir: Path, console: Console) -> Results:
-    """Run the stages of a checked config in a folder that holds everything the run leaves behind."""
+def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = False) -> Results:
+    """Run the stages of a checked config in a folder that holds everything the run leaves behind.
+
+    Raises:
+        ConfigError: the folder holds a run already and this one does not resume it.
+    """
+    if not resumes and (run_dir / CONFIG).exists():
+        raise ConfigError(
+            f"{run_dir} holds a run already; give resume={run_dir} to go on with it, or another folder"
+        )
     start = start_folder(cfg)
     parts = build_parts(cfg)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -181,13 +189,14 @@ def main(cfg: DictConfig) -> None:
     """The command line: errors of the config end in one line, before any work."""
     console = stderr_console()
     try:
-        if cfg.resume is None:
+        resumes = cfg.resume is not None
+        if not resumes:
             run_dir = Path(HydraConfig.get().runtime.output_dir)
             check_keys(cfg, HydraConfig.get().runtime.choices)
         else:
             run_dir, cfg = resumed(cfg)
         check_config(cfg)
-        results = fit(cfg, run_dir, console)
+        results = fit(cfg, run_dir, console, resumes=resumes)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     console.print(summary_table(results.before, results.after, results.stage_seconds))

@@ -22,7 +22,7 @@ from lit_rlkv.callbacks.progress import track
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import ConfigError, build
 from lit_rlkv.data.demonstrations import PreferenceDataModule
-from lit_rlkv.data.evaluation import evaluate_cache
+from lit_rlkv.data.evaluation import EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rollouts import RolloutDataModule, SamplingConfig, UpdateConfig
 from lit_rlkv.data.tasks import Task
@@ -139,14 +139,16 @@ def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
         max_grad_norm=cfg.max_grad_norm,
     )
     folder = warm_folder(parts.cfg)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    # Named by process: two runs may warm up the same model at once, and the first to finish stays.
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     backbone.save_pretrained(partial)
     parts.tokenizer.save_pretrained(partial)
     save_file(module.reward_head.state_dict(), partial / REWARD_HEAD)
     (partial / WARM_DONE).write_text(json.dumps({"config": OmegaConf.to_container(cfg, resolve=True)}))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    if folder.exists():
+        shutil.rmtree(partial)
+    else:
+        os.replace(partial, folder)
     return folder
 
 
@@ -245,21 +247,20 @@ def evaluate_policy(parts: Parts, backbone: PreTrainedModel, role: str) -> tuple
     """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
     cfg = parts.cfg.evaluation
     problems = PromptSource(parts.task, split="eval", seed=parts.cfg.seed).take(cfg.n_prompts)
+    config = EvalConfig(
+        max_new_tokens=parts.cfg.rollout.max_new_tokens,
+        temperature=cfg.temperature,
+        sampling_temperature=parts.cfg.rollout.temperature,
+        n_mismatch=cfg.n_mismatch,
+        batch_size=cfg.batch_size,
+        seed=parts.cfg.seed,
+    )
+    evaluator = Evaluator(backbone, parts.tokenizer, parts.task, problems, config)
     caches = evaluation_caches(parts)
     rows, pictured = [], None
     with track("eval", len(caches)) as advance, acting_as(backbone, role), parts.fabric.autocast():
         for cache in caches:
-            row, rollout = evaluate_cache(
-                backbone,
-                parts.tokenizer,
-                parts.task,
-                problems,
-                cache,
-                max_new_tokens=parts.cfg.rollout.max_new_tokens,
-                temperature=cfg.temperature,
-                batch_size=cfg.batch_size,
-                seed=parts.cfg.seed,
-            )
+            row, rollout = evaluator.score_cache(cache)
             rows.append(row)
             advance(accuracy=row.accuracy)
             if cache == parts.cache or pictured is None:

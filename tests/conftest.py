@@ -1,4 +1,4 @@
-"""What every test may rely on: no network, one thread per worker, GPU tests skipped where there is no GPU.
+"""What every test may rely on: no network, one thread a process, GPU tests skipped where there is no GPU.
 
 The package itself is not imported here; whatever imports it must do so after jaxtyping's hook is installed.
 """
@@ -19,8 +19,7 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which importing torch does not do
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # on tensors this small, more threads than free cores cost more than they give
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -86,6 +86,13 @@ def test_a_second_run_starts_at_rl_from_the_warm_model(warm):
     assert [row["loss"] for row in first] == [row["loss"] for row in second]
 
 
+def test_a_folder_that_holds_a_run_is_not_overwritten(warm):
+    before = (warm / "first" / "metrics.csv").read_text()
+    with pytest.raises(ConfigError, match="holds a run already; give resume="):
+        run(warm, "first", "seed=7")
+    assert (warm / "first" / "metrics.csv").read_text() == before
+
+
 def test_without_a_warm_model_rl_is_refused_before_any_work(tmp_path):
     with pytest.raises(ConfigError, match=r"add sft to stages, or give model\.path"):
         run(tmp_path, "run", "stages=[rl,eval]")
@@ -170,7 +177,7 @@ def test_a_killed_run_goes_on_bit_for_bit(warm):
     assert 2 <= n_done < 6
 
     run_dir, cfg = resumed(OmegaConf.create({"resume": str(folder), "runs_dir": str(warm)}))
-    fit(cfg, run_dir, Console(quiet=True))
+    fit(cfg, run_dir, Console(quiet=True), resumes=True)
     straight, killed = rows_of(warm / "straight" / "metrics.csv"), rows_of(folder / "metrics.csv")
     for name in ("iteration", "loss", "reward", "grad_norm", "smd/kl"):
         assert [row[name] for row in killed] == [row[name] for row in straight], name

@@ -52,25 +52,19 @@ class ShadowDistillation(RLCallback):
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
         """The weighted KL, averaged over actions with the weights of the policy loss."""
-        student_is_shadow = self.direction == "sparse_student"
-        student = self._student_hidden(module, batch, outputs, shadow=student_is_shadow)
-        teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not student_is_shadow)
-        p, q = (teacher, student) if student_is_shadow else (student, teacher)
-        losses, metrics = self._term("smd", self.weight, module, batch, p, q)
+        to_sparse = self.direction == "sparse_student"
+        student = self._student_hidden(module, batch, outputs, shadow=to_sparse)
+        teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not to_sparse)
+        losses, metrics = self._term(
+            "smd", self.weight, module, batch, teacher, student, teacher_leads=to_sparse
+        )
         if self.anchor_weight > 0:
-            dense = (
-                student
-                if not student_is_shadow
-                else self._student_hidden(module, batch, outputs, shadow=False)
-            )
-            reuses_teacher = student_is_shadow and self.teacher == "reference"
-            anchor = (
-                teacher
-                if reuses_teacher
-                else self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
-            )
+            if to_sparse:
+                student = self._student_hidden(module, batch, outputs, shadow=False)
+            if not (to_sparse and self.teacher == "reference"):
+                teacher = self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
             more_losses, more_metrics = self._term(
-                "smd/anchor", self.anchor_weight, module, batch, anchor, dense
+                "smd/anchor", self.anchor_weight, module, batch, teacher, student, teacher_leads=True
             )
             losses, metrics = losses | more_losses, metrics | more_metrics
         return losses, metrics
@@ -81,14 +75,22 @@ class ShadowDistillation(RLCallback):
         weight: float,
         module: PolicyModule,
         batch: TrainBatch,
-        hidden_p: Tensor,
-        hidden_q: Tensor,
+        teacher: Float[Tensor, "action dim"],
+        student: Float[Tensor, "action dim"],
+        *,
+        teacher_leads: bool,
     ) -> tuple[Terms, Terms]:
-        backbone = module.backbone
-        head = partial(head_logits, backbone)
-        token_kl = policy_kl(
-            hidden_p, hidden_q, head, head, module.temperature, text_config(backbone).vocab_size
-        )
+        """weight · KL(teacher ‖ student) where the teacher leads, else weight · KL(student ‖ teacher)."""
+        head = partial(head_logits, module.backbone)
+        vocab_size = text_config(module.backbone).vocab_size
+
+        def frozen_head(hidden: Tensor) -> Tensor:
+            return head(hidden).detach()
+
+        if teacher_leads:
+            token_kl = policy_kl(teacher, student, frozen_head, head, module.temperature, vocab_size)
+        else:
+            token_kl = policy_kl(student, teacher, head, frozen_head, module.temperature, vocab_size)
         share = batch.loss_weight[batch.rollout.is_action]
         losses = {f"{name}/loss": weight * (token_kl * share).sum()}
         return losses, {**losses, f"{name}/kl": token_kl.detach().sum() / batch.n_actions}

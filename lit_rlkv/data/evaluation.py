@@ -1,6 +1,7 @@
 """Score a policy on held-out prompts, with each cache that a user may want to run it with."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,62 +17,79 @@ from lit_rlkv.rollout import generate
 from lit_rlkv.types import EvalRow, Problem, Rollout
 
 
-@torch.no_grad()
-def evaluate_cache(
-    backbone: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    problems: Sequence[Problem],
-    cache: CacheSpec,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    batch_size: int,
-    seed: int,
-) -> tuple[EvalRow, Rollout]:
-    """Accuracy of the role that is active now, and the rollout of the last batch.
+@dataclass(frozen=True)
+class EvalConfig:
+    """How a policy is scored."""
 
-    Log-probs need a distribution, so at temperature 0 the mismatch columns are 0.
-    """
-    n_right = 0.0
-    n_tokens = 0
-    kl_sum, gap, kv_bytes = 0.0, 0.0, 0
-    for start in range(0, len(problems), batch_size):
-        batch = problems[start : start + batch_size]
-        prompts = encode_prompts(tokenizer, [p.prompt for p in batch]).to(backbone.device)
-        rollout = generate(
-            backbone,
+    max_new_tokens: int
+    temperature: float
+    """Of the responses that are scored; 0 is greedy."""
+    sampling_temperature: float
+    """Of the responses that mismatch and replay gap are measured on: a greedy choice has no log-prob."""
+    n_mismatch: int
+    batch_size: int
+    seed: int
+
+
+class Evaluator:
+    """One policy, whichever role is active now, on one list of held-out problems."""
+
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        problems: Sequence[Problem],
+        config: EvalConfig,
+    ) -> None:
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.task = task
+        self.problems = problems
+        self.config = config
+
+    @torch.no_grad()
+    def score_cache(self, cache: CacheSpec) -> tuple[EvalRow, Rollout]:
+        """Accuracy and mismatch with one cache, and the rollout on which the mismatch was measured."""
+        config, n = self.config, len(self.problems)
+        n_right, n_tokens, kv_bytes = 0.0, 0, 0
+        for start in range(0, n, config.batch_size):
+            batch = self.problems[start : start + config.batch_size]
+            rollout = self._generate(batch, cache, config.temperature, start)
+            completions = decode_completions(self.tokenizer, rollout.token_ids, rollout.is_action)
+            n_right += float(score(self.task.score, batch, completions).total.sum())
+            n_tokens += int(rollout.is_action.sum())
+            kv_bytes = max(kv_bytes, rollout.kv_bytes)
+        sampled = self._generate(self.problems[: config.n_mismatch], cache, config.sampling_temperature, n)
+        shadow, dense = (
+            replay_logps(self.backbone, sampled, shadow=shadow, temperature=config.sampling_temperature)
+            for shadow in (True, False)
+        )
+        row = EvalRow(
+            cache=cache.label,
+            budget=None if cache.is_dense else cache.budget,
+            accuracy=n_right / n,
+            n_problems=n,
+            mean_length=n_tokens / n,
+            kv_bytes=kv_bytes,
+            kl=float(masked_mean(sampled.sampler_logps - dense, sampled.is_action)),
+            replay_gap=float((shadow - sampled.sampler_logps).abs().max()),
+        )
+        return row, sampled
+
+    def _generate(
+        self, problems: Sequence[Problem], cache: CacheSpec, temperature: float, start: int
+    ) -> Rollout:
+        prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(self.backbone.device)
+        generator = stream(self.config.seed, "evaluate", cache.label, start, device=self.backbone.device)
+        return generate(
+            self.backbone,
             prompts.token_ids,
             prompts.attention_mask,
             cache=cache,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            max_new_tokens=self.config.max_new_tokens,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
             temperature=temperature,
-            generator=stream(seed, "evaluate", cache.label, start, device=backbone.device),
+            generator=generator,
         )
-        completions = decode_completions(tokenizer, rollout.token_ids, rollout.is_action)
-        n_right += float(score(task.score, batch, completions).total.sum())
-        n_tokens += int(rollout.is_action.sum())
-        kv_bytes = max(kv_bytes, rollout.kv_bytes)
-        if temperature > 0:
-            shadow = replay_logps(backbone, rollout, temperature=temperature)
-            dense = (
-                shadow
-                if cache.is_dense
-                else replay_logps(backbone, rollout, shadow=False, temperature=temperature)
-            )
-            gap = max(gap, float((shadow - rollout.sampler_logps).abs().max()))
-            log_ratio = rollout.sampler_logps - dense
-            kl_sum += float(masked_mean(log_ratio, rollout.is_action) * rollout.is_action.sum())
-    row = EvalRow(
-        cache=cache.label,
-        budget=None if cache.is_dense else cache.budget,
-        accuracy=n_right / len(problems),
-        n_problems=len(problems),
-        mean_length=n_tokens / len(problems),
-        kv_bytes=kv_bytes,
-        kl=kl_sum / n_tokens,
-        replay_gap=gap,
-    )
-    return row, rollout

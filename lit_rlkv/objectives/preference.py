@@ -1,4 +1,4 @@
-"""The two losses of supervised warm-up: next-token cross-entropy and the ranking loss of a reward model."""
+"""Losses on preference pairs."""
 
 from jaxtyping import Float
 from torch import Tensor
