@@ -1,0 +1,69 @@
+from dataclasses import fields
+
+import pytest
+import torch
+
+from tests.training import make_backbone, make_datamodule
+
+
+def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():
+    data = make_datamodule(make_backbone())
+    first, second = data.collect(), None
+    data.iteration += 1
+    second = data.collect()
+    assert [p.prompt for p in first.problems] != [p.prompt for p in second.problems]
+    assert first.problems[0] == first.problems[3] != first.problems[4]  # groups of four
+
+
+def test_state_brings_back_the_same_iteration():
+    data = make_datamodule(make_backbone())
+    list(data.train_dataloader())
+    state = data.state_dict()
+    expected = next(iter(data.train_dataloader()))
+    again = make_datamodule(make_backbone())
+    again.load_state_dict(state)
+    found = next(iter(again.train_dataloader()))
+    assert torch.equal(found.rollout.token_ids, expected.rollout.token_ids)
+    assert torch.equal(found.rollout.death, expected.rollout.death)
+
+
+@pytest.mark.parametrize(("n_minibatches", "n_micro_batches", "n_epochs"), [(1, 1, 1), (2, 3, 2), (3, 2, 1)])
+def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
+    n_minibatches, n_micro_batches, n_epochs
+):
+    data = make_datamodule(
+        make_backbone(), n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=n_epochs
+    )
+    experience = data.collect()
+    batches = list(data.minibatches(experience))
+    assert sum(batch.ends_step for batch in batches) == n_minibatches * n_epochs
+    assert sum(len(batch.advantages) for batch in batches) == 16 * n_epochs
+    weight, n_actions, n_fresh = 0.0, 0, 0
+    for batch in batches:
+        weight += float(batch.loss_weight.sum())
+        n_actions += int(batch.rollout.is_action.sum())
+        n_fresh += batch.is_fresh and batch.ends_step
+        if batch.ends_step:
+            assert weight == pytest.approx(1.0, abs=1e-5)
+            assert n_actions == batch.n_actions
+            weight, n_actions = 0.0, 0
+    assert n_fresh == 1
+
+
+def test_advantages_of_a_group_sum_to_zero_and_stand_on_actions_only():
+    data = make_datamodule(make_backbone())
+    experience = data.collect()
+    assert experience.advantages.abs().max() > 0
+    torch.testing.assert_close(experience.advantages.sum(dim=1), torch.zeros(4), rtol=0, atol=1e-5)
+    (batch,) = data.minibatches(experience)
+    assert (batch.advantages[~batch.rollout.is_action] == 0).all()
+
+
+def test_rows_and_devices_keep_every_field():
+    (batch,) = make_datamodule(make_backbone()).train_dataloader()
+    part = batch.rows(torch.tensor([3, 1])).to("cpu")
+    for field in fields(batch.rollout):
+        value, source = getattr(part.rollout, field.name), getattr(batch.rollout, field.name)
+        expected = source[[3, 1]] if isinstance(source, torch.Tensor) else source
+        assert (value == expected).all() if isinstance(value, torch.Tensor) else value == expected
+    assert part.n_actions == batch.n_actions
