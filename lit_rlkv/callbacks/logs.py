@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 from lit_rlkv.callbacks.hooks import RLCallback
@@ -58,6 +57,8 @@ def wandb_logger(project: str, save_dir: str, offline: bool | None = None, **opt
     Args:
         offline: None asks wandb whether it finds credentials.
     """
+    import wandb  # here: it takes a second and patches the console, for which only its users should pay
+
     if offline is None:
         offline = not wandb.login(prompt=False)
     # The mode is said outright: wandb may have read the environment variable before Lightning sets it.
