@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra import compose
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +22,14 @@ CONF_DIR = SHIPPED if SHIPPED.is_dir() else CLONED
 
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
 STAGES = ("sft", "rl", "eval")
-PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+WEIGHT_DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float32,
+    "bf16-mixed": torch.float32,
+}
+"""Fabric's precisions, and what weights are stored in under each."""
 
 
 class ConfigError(ValueError):
@@ -125,8 +133,8 @@ def _check_stages(cfg: DictConfig) -> None:
     )
     _require(bool(stages), f"stages={stages} leaves nothing to do; choose from {', '.join(STAGES)}")
     _require(
-        cfg.fabric.precision in PRECISIONS,
-        f"fabric.precision={cfg.fabric.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}",
+        cfg.fabric.precision in WEIGHT_DTYPES,
+        f"fabric.precision={cfg.fabric.precision!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}",
     )
 
 

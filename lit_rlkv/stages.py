@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.callbacks.progress import track
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
-from lit_rlkv.config import ConfigError, build
+from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, build
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.evaluation import EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
@@ -70,15 +70,20 @@ def build_parts(cfg: DictConfig) -> Parts:
 
 
 def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
-    """The backbone of a path or hub name, or the fresh preset, on the run's device and proven replayable."""
+    """The backbone of a path or hub name, or the fresh preset, on the run's device and proven replayable.
+
+    Weights are in the run's precision, not in that of the checkpoint; in float32 under mixed precision.
+    """
+    dtype = WEIGHT_DTYPES[parts.cfg.fabric.precision]
     if path is not None:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=False, use_safetensors=True
+            path, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
     else:
         torch.manual_seed(derive_seed(parts.cfg.sft.seed, "init"))
         tokenizer = parts.tokenizer
         model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+        model = model.type(dtype)
     parts.fabric.to_device(model)
     return prepare_backbone(model.eval())
 

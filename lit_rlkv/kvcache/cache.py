@@ -249,7 +249,7 @@ class SlotLayer(CacheLayerMixin):
         n_columns = key.shape[2]
         column = torch.arange(n_columns, device=key.device)
         first = n_columns - 1 if self.cache.policy.tracks_attention == "last" else 0
-        received = torch.zeros(key.shape[:3], device=key.device)
+        received = torch.zeros(key.shape[:3], device=key.device, dtype=torch.float32)
         for block in torch.split(column[first:], PREFILL_CHUNK):
             logits = (query[:, :, :, block] @ key.transpose(-1, -2).unsqueeze(2)).float() * scaling
             is_seen = self.cache.is_prompt[:, None] & (column <= block[:, None])

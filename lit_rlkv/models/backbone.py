@@ -79,6 +79,11 @@ def _prove_replayable(
         decoded = _decoded_logits(model, token_ids, position_ids)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{name} cannot be replayed: {error}") from error
+    if not expected.isfinite().all():
+        raise ValueError(
+            f"{name} computes logits that are not finite, so its weights are broken or overflow {expected.dtype}; "
+            "use another checkpoint or precision"
+        )
     if not _is_close(dense, expected):
         raise ValueError(
             f"{name} cannot be replayed: its logits change under our attention, with our output head or in "

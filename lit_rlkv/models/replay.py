@@ -45,7 +45,7 @@ def action_logps(
     logps, entropy = token_logps(
         hidden, partial(head_logits, model), tokens, temperature, text_config(model).vocab_size
     )
-    zeros = torch.zeros(rollout.token_ids.shape, device=logps.device)
+    zeros = logps.new_zeros(rollout.token_ids.shape)
     return zeros.masked_scatter(rollout.is_action, logps), zeros.masked_scatter(rollout.is_action, entropy)
 
 

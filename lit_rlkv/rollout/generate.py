@@ -54,7 +54,7 @@ def generate(
     next_position = positions[:, -1:] + 1
     sequence = torch.full((batch, n_prompt + max_new_tokens), pad_token_id, device=device)
     sequence[:, :n_prompt] = token_ids
-    logps = torch.zeros(sequence.shape, device=device)
+    logps = torch.zeros(sequence.shape, device=device, dtype=torch.float32)
     is_action = torch.zeros(sequence.shape, dtype=torch.bool, device=device)
     is_running = torch.ones(batch, dtype=torch.bool, device=device)
 

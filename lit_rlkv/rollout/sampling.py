@@ -14,7 +14,7 @@ def sample(
     """
     if temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, torch.zeros(tokens.shape, device=logits.device)
+        return tokens, torch.zeros(tokens.shape, device=logits.device, dtype=torch.float32)
     logps = (logits.float() / temperature).log_softmax(-1)
     noise = torch.empty_like(logps).exponential_(generator=generator)
     tokens = (logps.exp() / noise).argmax(-1)

@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -257,3 +258,10 @@ def test_a_model_that_was_not_prepared_is_refused_rather_than_run_without_a_mask
     rollout = generate(tiny_model(), token_ids, is_prompt, **settings)
     with pytest.raises(ValueError, match=message):
         replay_logps(raw, rollout)
+
+
+def test_weights_that_overflow_are_named_as_such():
+    broken = copy.deepcopy(tiny_model("llama"))
+    broken.get_output_embeddings().weight.data.fill_(torch.inf)
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        prepare_backbone(broken)

@@ -14,4 +14,5 @@ class Random(Policy):
     sees_queries = False
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
-        return torch.rand(view.columns.shape, generator=view.generator, device=view.columns.device)
+        shape, device = view.columns.shape, view.columns.device
+        return torch.rand(shape, generator=view.generator, device=device, dtype=torch.float32)
