@@ -81,8 +81,8 @@ def _prove_replayable(
         raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not expected.isfinite().all():
         raise ValueError(
-            f"{name} computes logits that are not finite, so its weights are broken or overflow {expected.dtype}; "
-            "use another checkpoint or precision"
+            f"{name} computes logits that are not finite, so its weights are broken or overflow their "
+            f"precision, {expected.dtype}; use another checkpoint or precision"
         )
     if not _is_close(dense, expected):
         raise ValueError(
