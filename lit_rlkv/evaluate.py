@@ -56,6 +56,7 @@ def evaluate(overrides: DictConfig) -> tuple[Path, list[EvalRow]]:
             cfg.evaluation[key] = overrides[key]
     if overrides.policy is not None:
         cfg.cache.policy = overrides.policy
+    cfg.distillation = None  # of no meaning here, and not to be checked against another cache
     check_config(cfg)
     parts = build_parts(cfg)
     own = run_dir / BACKBONE

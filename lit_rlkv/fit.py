@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -44,7 +44,7 @@ from lit_rlkv.stages import (
 )
 from lit_rlkv.types import EvalRow, Rollout
 
-EVALUATION, REPORT, METRICS = "evaluation.json", "report.html", "metrics.csv"
+EVALUATION, REPORT, METRICS, LOG = "evaluation.json", "report.html", "metrics.csv", "fit.log"
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,11 @@ class Results:
     def timed(self, stage: str) -> Iterator[None]:
         """Adds the time of the block to a stage."""
         started_at = time.perf_counter()
-        yield
-        elapsed_s = time.perf_counter() - started_at
-        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + elapsed_s
+        try:
+            yield
+        finally:
+            elapsed_s = time.perf_counter() - started_at
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + elapsed_s
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -100,9 +102,10 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
         raise ConfigError(
             f"{run_dir} holds a run already; give resume={run_dir} to go on with it, or another folder"
         )
-    start = start_folder(cfg)
+    start = start_folder(cfg, run_dir)
     parts = build_parts(cfg)
     run_dir.mkdir(parents=True, exist_ok=True)
+    logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG))
     write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(cfg, resolve=True))
     results = Results.load(run_dir)
     checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
@@ -112,6 +115,8 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
         console.print("[bold]sft[/] warm up a model by supervised fine-tuning (kept for later runs)")
         with results.timed("sft"):
             start = warm_up(parts, [ProgressBar("sft"), MetricsFile(run_dir / "sft_metrics.csv")])
+    else:
+        console.print(f"start from {start}")
     keep_backbone(Path(start), run_dir)
 
     module = make_policy(parts, load_backbone(parts, start))
@@ -127,6 +132,7 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
         console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
         with results.timed("rl"):
             train_policy(parts, module, rl_callbacks(parts, metrics, samples), checkpoints, resume_from)
+        results.save(run_dir)
     elif resume_from is not None:
         load_trainable(module, resume_from.weights())
     if evaluates:
@@ -188,24 +194,34 @@ def make_report(
 def main(cfg: DictConfig) -> None:
     """The command line: errors of the config end in one line, before any work."""
     console = stderr_console()
+    hydra_cfg = HydraConfig.get()
+    run_dir = Path(hydra_cfg.runtime.output_dir)
+    resumes = cfg.resume is not None
     try:
-        resumes = cfg.resume is not None
         if not resumes:
-            run_dir = Path(HydraConfig.get().runtime.output_dir)
-            check_keys(cfg, HydraConfig.get().runtime.choices)
+            check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
         else:
-            run_dir, cfg = resumed(cfg)
+            discard_if_empty(run_dir)
+            run_dir, cfg = resumed(cfg, hydra_cfg.overrides.task)
         check_config(cfg)
         results = fit(cfg, run_dir, console, resumes=resumes)
     except ConfigError as error:
+        discard_if_empty(run_dir)
         sys.exit(f"error: {error}")
     console.print(summary_table(results.before, results.after, results.stage_seconds))
     console.print(f"report: {run_dir / REPORT}")
 
 
-def resumed(cfg: DictConfig) -> tuple[Path, DictConfig]:
-    """The folder and the config of the run to go on with."""
+def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
+    """The folder and the config of the run to go on with.
+
+    Raises:
+        ConfigError: there is no run, or more is asked for than to go on with it.
+    """
     run_dir = Path(cfg.resume)
+    others = [override for override in overrides if not override.startswith("resume=")]
+    if others:
+        raise ConfigError(f"resume goes on with a run's own config; leave out {', '.join(others)}")
     if not (run_dir / CONFIG).is_file():
         raise ConfigError(
             f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/"
@@ -213,6 +229,12 @@ def resumed(cfg: DictConfig) -> tuple[Path, DictConfig]:
     saved = OmegaConf.load(run_dir / CONFIG)
     assert isinstance(saved, DictConfig)
     return run_dir, saved
+
+
+def discard_if_empty(folder: Path) -> None:
+    """Hydra makes the folder of a run before anything is checked."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 if __name__ == "__main__":

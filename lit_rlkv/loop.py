@@ -95,10 +95,11 @@ def reporting_failure(callbacks: Sequence[Callback], module: L.LightningModule) 
 
 
 def call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Call one hook of every callback that has it, in their order."""
+    """Call one hook of every callback, in their order; a plain Lightning callback lacks those of RL."""
     for callback in callbacks:
-        if hasattr(callback, hook):
-            getattr(callback, hook)(*args)
+        method = getattr(callback, hook, None)
+        if method is not None:
+            method(*args)
 
 
 def _unpack(configured: Any) -> tuple[torch.optim.Optimizer, Any]:

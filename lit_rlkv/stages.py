@@ -20,13 +20,13 @@ from transformers.utils.logging import disable_progress_bar
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.callbacks.progress import track
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
-from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, build
+from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.evaluation import EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rollouts import RolloutDataModule, SamplingConfig, UpdateConfig
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.data.tokenizers import load_tokenizer
+from lit_rlkv.data.tokenizers import encode, load_tokenizer
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.loop import train
 from lit_rlkv.models import prepare_backbone
@@ -40,6 +40,8 @@ WARM_FORMAT = 1
 """Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
 WARM_DONE = "warm.json"
 REWARD_HEAD = "reward_head.safetensors"
+N_SEEN = 64
+"""Problems looked at before work starts."""
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 """Where a run folder keeps them."""
 
@@ -66,7 +68,25 @@ def build_parts(cfg: DictConfig) -> Parts:
     fabric = Fabric(
         accelerator=cfg.fabric.accelerator, devices=cfg.fabric.devices, precision=cfg.fabric.precision
     )
-    return Parts(cfg, fabric, load_tokenizer(cfg.model.path), build(cfg.task))
+    with as_config_errors("model"):
+        tokenizer = load_tokenizer(expanded(cfg.model.path))
+    parts = Parts(cfg, fabric, tokenizer, build(cfg.task))
+    _check_lengths(parts)
+    return parts
+
+
+def _check_lengths(parts: Parts) -> None:
+    """Refuse a limit on responses that the first worked solutions would already exceed."""
+    limit = parts.cfg.rollout.max_new_tokens
+    source = PromptSource(parts.task, split="train", seed=parts.cfg.seed)
+    with as_config_errors("task"):
+        solutions = [problem.solution for problem in source.take(N_SEEN)]
+        longest = max(len(encode(parts.tokenizer, solution)) for solution in solutions) + 1
+    if "sft" in parts.cfg.stages and longest > limit:
+        raise ConfigError(
+            f"rollout.max_new_tokens={limit} cuts the task's worked solutions, which take up to {longest} tokens "
+            f"with their end; raise it to at least {longest}"
+        )
 
 
 def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
@@ -74,7 +94,11 @@ def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
 
     Weights are in the run's precision, not in that of the checkpoint; in float32 under mixed precision.
     """
-    dtype = WEIGHT_DTYPES[parts.cfg.fabric.precision]
+    with as_config_errors("model"):
+        return _load_backbone(parts, path, WEIGHT_DTYPES[parts.cfg.fabric.precision])
+
+
+def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:
     if path is not None:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, use_safetensors=True
@@ -91,33 +115,47 @@ def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
 def warm_folder(cfg: DictConfig) -> Path:
     """Where the warm model of this config is, or will be: named by everything that it depends on."""
     parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("task", "model", "sft")}
-    text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts], sort_keys=True)
+    files = [_fingerprint(cfg[name].get("path")) for name in ("task", "model")]
+    text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)
     return Path(cfg.runs_dir) / "warm" / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def start_folder(cfg: DictConfig) -> str | Path | None:
+def _fingerprint(path: str | None) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the local files at a path, so that changed content is another warm model."""
+    root = Path(path).expanduser() if path is not None else None
+    if root is None or not root.exists():
+        return []
+    files = sorted(root.iterdir()) if root.is_dir() else [root]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def start_folder(cfg: DictConfig, run_dir: Path) -> str | Path | None:
     """The model that RL and evaluation start from, None while it still has to be warmed up.
+
+    A run that is resumed has its own; then, unless `stages` take `model.path` as it is, comes the warm model.
 
     Raises:
         ConfigError: `stages` leave out sft, and there is neither a warm model nor a `model.path`.
     """
     warm = warm_folder(cfg)
+    if (run_dir / BACKBONE / WARM_DONE).is_file():
+        return run_dir / BACKBONE
+    if "sft" not in cfg.stages and cfg.model.path is not None:
+        return expanded(cfg.model.path)
     if (warm / WARM_DONE).is_file():
         return warm
     if "sft" in cfg.stages:
         return None
-    if cfg.model.path is None:
-        raise ConfigError(
-            f"stages={list(cfg.stages)} start from a warm model, but no earlier run left one for this config "
-            f"in {warm.parent}; add sft to stages, or give model.path"
-        )
-    return str(cfg.model.path)
+    raise ConfigError(
+        f"stages={list(cfg.stages)} start from a warm model, but no earlier run left one for this config "
+        f"in {warm.parent}; add sft to stages, or give model.path"
+    )
 
 
 def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
     """Hydra-SFT on worked solutions; the result is kept for the next run with this config to start from."""
     cfg = parts.cfg.sft
-    backbone = load_backbone(parts, parts.cfg.model.path)
+    backbone = load_backbone(parts, expanded(parts.cfg.model.path))
     module = HydraSFT(
         backbone,
         build(cfg.optimizer),
@@ -140,7 +178,7 @@ def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
         module,
         datamodule,
         callbacks=callbacks,
-        n_iterations=-(-cfg.n_steps // datamodule.steps_per_loader),
+        n_iterations=cfg.n_steps // datamodule.steps_per_loader,
         max_grad_norm=cfg.max_grad_norm,
     )
     folder = warm_folder(parts.cfg)
@@ -162,19 +200,24 @@ def make_policy(parts: Parts, backbone: PreTrainedModel) -> PolicyModule:
     cfg = parts.cfg
     torch.manual_seed(derive_seed(cfg.seed, "lora"))
     targets = cfg.roles.target_modules
-    add_policy_adapter(
-        backbone,
-        rank=cfg.roles.rank,
-        alpha=cfg.roles.alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-    )
-    make_module = build(cfg.algorithm.loss)
-    module: PolicyModule = make_module(
-        backbone,
-        build(cfg.optimizer),
-        replays=cfg.correction.replays,
-        temperature=cfg.rollout.temperature,
-    )
+    with as_config_errors("roles"):
+        add_policy_adapter(
+            backbone,
+            rank=cfg.roles.rank,
+            alpha=cfg.roles.alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+        )
+    algorithm = cfg.algorithm
+    n_steps = algorithm.n_iterations * algorithm.n_epochs * algorithm.n_minibatches
+    make_module = build(algorithm.loss)
+    with as_config_errors("algorithm.loss"):
+        module: PolicyModule = make_module(
+            backbone,
+            build(cfg.optimizer),
+            replays=cfg.correction.replays,
+            temperature=cfg.rollout.temperature,
+            n_decay_steps=n_steps if algorithm.lr_schedule == "linear" else None,
+        )
     return module
 
 
@@ -192,7 +235,7 @@ def train_policy(
         module.backbone,
         parts.tokenizer,
         parts.task,
-        PromptSource(parts.task, split="train", seed=cfg.seed),
+        PromptSource(parts.task, split="train", seed=derive_seed(cfg.seed, "prompts", "rl")),
         parts.cache,
         build(cfg.correction),
         SamplingConfig(
@@ -251,7 +294,8 @@ def evaluation_caches(parts: Parts) -> list[CacheSpec]:
 def evaluate_policy(parts: Parts, backbone: PreTrainedModel, role: str) -> tuple[list[EvalRow], Rollout]:
     """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
     cfg = parts.cfg.evaluation
-    problems = PromptSource(parts.task, split="eval", seed=parts.cfg.seed).take(cfg.n_prompts)
+    source = PromptSource(parts.task, split="eval", seed=parts.cfg.seed)
+    problems = source.take(min(cfg.n_prompts, source.size or cfg.n_prompts))
     config = EvalConfig(
         max_new_tokens=parts.cfg.rollout.max_new_tokens,
         temperature=cfg.temperature,

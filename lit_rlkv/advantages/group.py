@@ -25,7 +25,10 @@ def rloo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"
 
 
 def reinforce_pp(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
-    """R − group mean, divided by the std of the whole batch: REINFORCE++ with baseline (arXiv:2501.03262)."""
+    """R − group mean, divided by the std of the whole batch: REINFORCE++ with baseline (arXiv:2501.03262).
+
+    The std is over responses; verl takes it over tokens, which counts long responses more.
+    """
     advantages = centred(rewards)
     return advantages / (advantages.std() + STD_FLOOR)
 

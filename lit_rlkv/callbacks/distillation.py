@@ -51,7 +51,7 @@ class ShadowDistillation(RLCallback):
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
-        """The weighted KL, averaged over actions with the weights of the policy loss."""
+        """The weighted KL, averaged over all actions of the optimizer step."""
         to_sparse = self.direction == "sparse_student"
         student = self._student_hidden(module, batch, outputs, shadow=to_sparse)
         teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not to_sparse)
@@ -91,9 +91,9 @@ class ShadowDistillation(RLCallback):
             token_kl = policy_kl(teacher, student, frozen_head, head, module.temperature, vocab_size)
         else:
             token_kl = policy_kl(student, teacher, head, frozen_head, module.temperature, vocab_size)
-        share = batch.loss_weight[batch.rollout.is_action]
-        losses = {f"{name}/loss": weight * (token_kl * share).sum()}
-        return losses, {**losses, f"{name}/kl": token_kl.detach().sum() / batch.n_actions}
+        mean_kl = token_kl.sum() / batch.n_actions
+        losses = {f"{name}/loss": weight * mean_kl}
+        return losses, {**losses, f"{name}/kl": mean_kl.detach()}
 
     def _student_hidden(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, *, shadow: bool

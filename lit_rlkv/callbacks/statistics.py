@@ -8,6 +8,9 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.rollouts import Experience
 from lit_rlkv.masking import masked_mean
 
+MAX_LOG_RATIO = 20.0
+"""Bound on the log-ratio of a whole response, as in verl: its square must stay within float32."""
+
 
 def rollout_correction(
     log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]
@@ -19,7 +22,7 @@ def rollout_correction(
     """
     log_ratio = log_ratio.masked_fill(~is_action, 0.0)
     ratio = log_ratio.exp()
-    sequence_ratio = log_ratio.sum(dim=1).exp()
+    sequence_ratio = log_ratio.sum(dim=1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     square = masked_mean(ratio.square(), is_action)
     return {
         "rollout_corr/kl": masked_mean(-log_ratio, is_action),
@@ -45,7 +48,7 @@ def rollout_statistics(experience: Experience, eos_token_id: int | None) -> dict
         "completions/clipped_ratio": 1 - ends.float().mean(),
         "num_tokens": lengths.sum(),
         "rollout_corr/rollout_is_mean": masked_mean(weights.weight, rollout.is_action),
-        "rollout_corr/rejected_fraction": 1
+        "rollout_corr/rollout_rs_masked_fraction": 1
         - (weights.weight > 0).logical_and(rollout.is_action).sum() / n_actions,
         "kv/bytes": torch.tensor(float(rollout.kv_bytes)),
         **rollout_correction(experience.old_logps - rollout.sampler_logps, rollout.is_action),

@@ -37,9 +37,14 @@ class PromptSource:
         self.rank = rank
         self.world_size = world_size
         self._cursor = 0
-        self._draw = (
-            _listed(task, split, seed) if isinstance(task, FiniteTask) else _sampled(task, split, seed)
-        )
+        self.size: int | None = None
+        """Different problems in the split; None where there is no end of them."""
+        if isinstance(task, FiniteTask):
+            members = _members(task, split)
+            self.size = len(members)
+            self._draw = _listed(task, split, seed, members)
+        else:
+            self._draw = _sampled(task, split, seed)
 
     def problem(self, index: int) -> Problem:
         """The problem at a place of the global stream, a function of seed, split and index alone."""
@@ -77,13 +82,17 @@ def _sampled(task: Task, split: str, seed: int) -> Callable[[int], Problem]:
     return draw
 
 
-def _listed(task: FiniteTask, split: str, seed: int) -> Callable[[int], Problem]:
-    """Every problem of the split once per epoch, in an order of the epoch's own."""
+def _members(task: FiniteTask, split: str) -> list[int]:
     members = [index for index in range(len(task)) if split_of(task.at(index).prompt) == split]
     if not members:
         raise ValueError(
             f"none of the {len(task)} problems of {task} falls into the {split} split; add problems"
         )
+    return members
+
+
+def _listed(task: FiniteTask, split: str, seed: int, members: list[int]) -> Callable[[int], Problem]:
+    """Every problem of the split once per epoch, in an order of the epoch's own."""
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:

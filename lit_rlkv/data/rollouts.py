@@ -175,19 +175,18 @@ class RolloutDataModule(L.LightningDataModule):
             is_fresh=True,
             ends_step=True,
         )
-        kept = self._rows_to_learn_from(experience).to(rollout.token_ids.device)
+        is_counted = self._is_counted(experience)
+        n_rows = len(rollout.token_ids)
         for epoch in range(update.n_epochs):
             generator = stream(self.seed, "shuffle", experience.iteration, epoch)
-            order = kept[torch.randperm(len(kept), generator=generator).to(kept.device)]
+            order = torch.randperm(n_rows, generator=generator).to(rollout.token_ids.device)
             for number, rows in enumerate(order.tensor_split(update.n_minibatches)):
                 is_fresh = epoch == 0 and number == 0
-                yield from self._micro_batches(whole, rows, experience.weights.is_counted, is_fresh)
+                yield from self._micro_batches(whole, rows, is_counted, is_fresh)
 
     def _micro_batches(
         self, whole: TrainBatch, rows: Tensor, is_counted: Bool[Tensor, "batch seq"], is_fresh: bool
     ) -> Iterator[TrainBatch]:
-        if len(rows) == 0:
-            return
         aggregate = AGGREGATIONS[self.update.aggregation]
         loss_weight = torch.zeros_like(whole.loss_weight)
         loss_weight[rows] = aggregate(is_counted[rows], self.sampling.max_new_tokens)
@@ -201,12 +200,14 @@ class RolloutDataModule(L.LightningDataModule):
                 ends_step=number == len(parts) - 1,
             )
 
-    def _rows_to_learn_from(self, experience: Experience) -> Tensor:
+    def _is_counted(self, experience: Experience) -> Bool[Tensor, "batch seq"]:
+        """Actions that the policy loss counts. The other rows stay in the batch, for distillation."""
+        is_counted = experience.weights.is_counted
+        if not self.update.drop_uniform_groups:
+            return is_counted
         rewards = experience.rewards.total.view(-1, experience.group_size)
-        is_kept = torch.ones_like(rewards, dtype=torch.bool)
-        if self.update.drop_uniform_groups:
-            is_kept = group.is_informative(rewards)[:, None].expand_as(rewards)
-        return is_kept.flatten().nonzero().flatten()
+        is_kept = group.is_informative(rewards).repeat_interleave(experience.group_size)
+        return is_counted & is_kept.to(is_counted.device)[:, None]
 
     def state_dict(self) -> dict[str, Any]:
         return {"iteration": self.iteration, "source": self.source.state_dict()}

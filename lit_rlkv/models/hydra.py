@@ -22,6 +22,11 @@ def add_policy_adapter(
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
     inject_adapter_in_model(config, backbone, adapter_name="policy")
+    if isinstance(backbone.get_output_embeddings(), BaseTunerLayer):
+        raise ValueError(
+            f"target_modules={targets!r} put an adapter on the output head, which all roles share; "
+            "leave it out"
+        )
     return backbone
 
 

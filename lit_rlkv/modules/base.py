@@ -7,8 +7,10 @@ from typing import Any
 import lightning as L
 import torch
 from jaxtyping import Float
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from lit_rlkv.models.hydra import acting_as
@@ -43,6 +45,7 @@ class PolicyModule(L.LightningModule):
         make_optimizer: from parameters to an optimizer.
         replays: whether the learner sees what the sampler saw.
         temperature: the sampler's.
+        n_decay_steps: optimizer steps over which the learning rate falls linearly to 0; None keeps it constant.
     """
 
     def __init__(
@@ -52,12 +55,14 @@ class PolicyModule(L.LightningModule):
         *,
         replays: bool,
         temperature: float,
+        n_decay_steps: int | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.make_optimizer = make_optimizer
         self.replays = replays
         self.temperature = temperature
+        self.n_decay_steps = n_decay_steps
         self.loss_terms: Sequence[LossTerm] = ()
 
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
@@ -66,6 +71,10 @@ class PolicyModule(L.LightningModule):
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Terms:
         """`loss` with its gradient, and metrics that add up over the micro-batches of a step."""
+        if not batch.ends_step and isinstance(self._trainer, L.Trainer):
+            raise ValueError(
+                "lightning.Trainer steps the optimizer after every micro-batch; use n_micro_batches=1 with it"
+            )
         with acting_as(self.backbone, "policy"):
             hidden = action_hidden(self.backbone, batch.rollout, shadow=self.replays)
             logps, entropy = action_logps(self.backbone, batch.rollout, hidden, self.temperature)
@@ -78,8 +87,13 @@ class PolicyModule(L.LightningModule):
         metrics["entropy"] = entropy.sum() / batch.n_actions
         return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
 
-    def configure_optimizers(self) -> Optimizer:
-        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        scheduler = LambdaLR(optimizer, self._lr_fraction)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _lr_fraction(self, step: int) -> float:
+        return 1.0 if self.n_decay_steps is None else max(1.0 - step / self.n_decay_steps, 0.0)
 
     def trainable_state_dict(self) -> dict[str, Any]:
         """The parameters that training changes; the frozen backbone is saved once, elsewhere."""

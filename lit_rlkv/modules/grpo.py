@@ -19,20 +19,23 @@ class GRPO(PolicyModule):
         *,
         replays: bool,
         temperature: float,
+        n_decay_steps: int | None = None,
         clip_low: float,
         clip_high: float,
         kl_weight: float = 0.0,
         kl_estimator: str = "k3",
     ) -> None:
-        super().__init__(backbone, make_optimizer, replays=replays, temperature=temperature)
-        if kl_estimator not in kl.ESTIMATORS:
+        super().__init__(
+            backbone, make_optimizer, replays=replays, temperature=temperature, n_decay_steps=n_decay_steps
+        )
+        if kl_estimator not in kl.LOSSES:
             raise ValueError(
-                f"kl_estimator={kl_estimator!r} is unknown; choose one of {', '.join(kl.ESTIMATORS)}"
+                f"kl_estimator={kl_estimator!r} makes no loss; choose one of {', '.join(kl.LOSSES)}"
             )
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.kl_weight = kl_weight
-        self.estimate_kl = kl.ESTIMATORS[kl_estimator]
+        self.estimate_kl = kl.LOSSES[kl_estimator]
 
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         pieces = surrogate.clipped(

@@ -20,4 +20,5 @@ def k3(logps: Float[Tensor, "*shape"], ref_logps: Float[Tensor, "*shape"]) -> Fl
     return log_ratio.expm1() - log_ratio
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+LOSSES = {"k2": k2, "k3": k3}
+"""The estimators that may stand in a loss; the gradient of k1 is 0 in expectation."""

@@ -44,7 +44,7 @@ def full_log_softmax(module, batch, role, *, shadow):
 
 def expected_kl(batch, log_p, log_q):
     per_action = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return (per_action * batch.loss_weight[batch.rollout.is_action]).sum()
+    return per_action.sum() / batch.n_actions
 
 
 @pytest.mark.parametrize("teacher", ["policy", "reference"])

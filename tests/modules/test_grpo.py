@@ -130,12 +130,14 @@ def test_dapo_learns_from_disagreeing_groups_only():
     total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
     experience = replace(experience, rewards=Rewards(total=total, components={}))
     (batch,) = data.minibatches(experience)
-    learned = {tuple(row) for row in batch.rollout.token_ids.tolist()}
-    # the first and the last group disagree
+    # the first and the last group disagree; the others stay in the batch, but weigh nothing in the policy loss
+    counted = {tuple(row) for row in batch.rollout.token_ids[(batch.loss_weight > 0).any(dim=1)].tolist()}
     rows = experience.rollout.token_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()
-    assert learned == {tuple(row) for row in rows}
+    assert counted == {tuple(row) for row in rows}
+    assert len(batch.rollout.token_ids) == 16
 
 
-def test_an_unknown_kl_estimator_is_refused():
-    with pytest.raises(ValueError, match="kl_estimator='k4' is unknown"):
-        make_module(make_backbone(), kl_estimator="k4")
+def test_a_kl_estimator_without_a_gradient_is_refused():
+    for name in ("k4", "k1"):
+        with pytest.raises(ValueError, match=f"kl_estimator='{name}' makes no loss; choose one of k2, k3"):
+            make_module(make_backbone(), kl_estimator=name)

@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from lit_rlkv.objectives.kl import ESTIMATORS, k1, k2, k3
+from lit_rlkv.objectives.kl import LOSSES, k1, k2, k3
+
+ESTIMATORS = {"k1": k1, **LOSSES}
 
 P = torch.tensor([0.5, 0.3, 0.2])
 REF = torch.tensor([0.2, 0.3, 0.5])
