@@ -84,7 +84,7 @@ def _check_lengths(parts: Parts) -> None:
         longest = max(len(encode(parts.tokenizer, solution)) for solution in solutions) + 1
     if "sft" in parts.cfg.stages and longest > limit:
         raise ConfigError(
-            f"rollout.max_new_tokens={limit} cuts the task's worked solutions, which take up to {longest} tokens "
+            f"rollout.max_new_tokens={limit} cuts worked solutions, which take up to {longest} tokens "
             f"with their end; raise it to at least {longest}"
         )
 

@@ -45,7 +45,7 @@ class PolicyModule(L.LightningModule):
         make_optimizer: from parameters to an optimizer.
         replays: whether the learner sees what the sampler saw.
         temperature: the sampler's.
-        n_decay_steps: optimizer steps over which the learning rate falls linearly to 0; None keeps it constant.
+        n_decay_steps: optimizer steps in which the learning rate falls linearly to 0; None keeps it.
     """
 
     def __init__(
@@ -89,11 +89,13 @@ class PolicyModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
-        scheduler = LambdaLR(optimizer, self._lr_fraction)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        n_decay_steps = self.n_decay_steps
 
-    def _lr_fraction(self, step: int) -> float:
-        return 1.0 if self.n_decay_steps is None else max(1.0 - step / self.n_decay_steps, 0.0)
+        def lr_fraction(step: int) -> float:
+            return 1.0 if n_decay_steps is None else max(1.0 - step / n_decay_steps, 0.0)
+
+        scheduler = LambdaLR(optimizer, lr_fraction)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def trainable_state_dict(self) -> dict[str, Any]:
         """The parameters that training changes; the frozen backbone is saved once, elsewhere."""
