@@ -283,6 +283,10 @@ def _check_algorithm(cfg: DictConfig) -> None:
         f"algorithm.group_size={algorithm.group_size}: a group baseline compares responses to one prompt; "
         "give at least 2",
     )
+    _require(
+        algorithm.lr_schedule in ("linear", "constant"),
+        f"algorithm.lr_schedule={algorithm.lr_schedule!r} is unknown; choose linear or constant",
+    )
     tables: dict[str, Mapping[str, object]] = {
         "advantage": group.ESTIMATORS,
         "aggregation": AGGREGATIONS,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config, expanded
 from lit_rlkv.stages import (
     BACKBONE,
     CHECKPOINTS,
@@ -46,8 +46,11 @@ def find_run(ckpt: Path) -> tuple[Path, Checkpoint | None]:
         raise ConfigError(str(error)) from error
 
 
-def evaluate(overrides: DictConfig) -> tuple[Path, list[EvalRow]]:
-    """The accuracy table of a saved policy; what `overrides` leaves null is as the run had it."""
+def evaluate(overrides: DictConfig) -> tuple[Path, dict[str, object], list[EvalRow]]:
+    """The run's folder, what was scored and how, and the accuracy table.
+
+    What `overrides` leaves null is as the run had it. A run without a checkpoint is scored as it started.
+    """
     run_dir, checkpoint = find_run(Path(overrides.ckpt))
     cfg = OmegaConf.load(run_dir / CONFIG)
     assert isinstance(cfg, DictConfig)
@@ -60,23 +63,29 @@ def evaluate(overrides: DictConfig) -> tuple[Path, list[EvalRow]]:
     check_config(cfg)
     parts = build_parts(cfg)
     own = run_dir / BACKBONE
-    module = make_policy(parts, load_backbone(parts, own if own.is_dir() else cfg.model.path))
+    module = make_policy(parts, load_backbone(parts, own if own.is_dir() else expanded(cfg.model.path)))
     if checkpoint is not None:
         load_trainable(module, checkpoint.weights())
     rows, _ = evaluate_policy(parts, module.backbone, "policy")
-    return run_dir, rows
+    scored = {
+        "iteration": 0 if checkpoint is None else checkpoint.iteration,
+        "temperature": cfg.evaluation.temperature,
+        "seed": cfg.seed,
+    }
+    return run_dir, scored, rows
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="evaluate")
 def main(overrides: DictConfig) -> None:
     """The command line."""
     try:
-        run_dir, rows = evaluate(overrides)
+        run_dir, scored, rows = evaluate(overrides)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     result = run_dir / RESULT
-    result.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    result.write_text(json.dumps(scored | {"rows": [asdict(row) for row in rows]}, indent=1))
     console = Console()
+    console.print(f"after {scored['iteration']} iterations of RL, temperature {scored['temperature']}")
     console.print(summary_table([], rows, {}))
     console.print(f"written to {result}")
 

@@ -15,11 +15,10 @@ OPTIONS = sorted(
 )
 # Options that need something of the user's, or of the running program.
 EXTRAS = {
-    "task=jsonl": ["task.path=problems.jsonl"],
+    "task=jsonl": ["task.path=tests/data/problems.jsonl"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
     "logger=wandb": ["logger.save_dir=runs"],
     "logger=tensorboard": ["logger.save_dir=runs"],
-    "cache=dense": ["distillation=none"],
     "correction=dense": ["distillation=none"],
 }
 STABLE_NAMES = (
@@ -38,7 +37,7 @@ def hydra_conf():
 def checked(*overrides: str):
     full = compose("config", overrides=list(overrides), return_hydra_config=True)
     cfg = compose("config", overrides=list(overrides))
-    check_keys(cfg, full.hydra.runtime.choices)
+    check_keys(cfg, full.hydra.runtime.choices, overrides)
     check_config(cfg)
     return cfg
 
@@ -70,6 +69,21 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["distillation.teacher=critic"], "distillation teacher 'critic' is unknown"),
+        (["distillation.weight=0"], "distillation.weight=0 has no effect"),
+        (["callbacks.samples_every=0"], "callbacks.samples_every=0 is not a count"),
+        (["algorithm.group_size=2.5"], "algorithm.group_size=2.5 is not a count"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc is not a number"),
+        (["sft.n_pairs=999"], "sft.n_pairs=999 is more than sft.batch_size=128"),
+        (["sft.n_steps=70"], "sft.n_steps=70 is no multiple of sft.steps_per_iteration=50"),
+        (["task.n_terms=1"], "n_terms=1 leaves nothing to add"),
+        (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
+        (["stages=rl"], "stages=rl is not a list; write stages=[rl]"),
+        (["fabric.devices=4"], "a run is one process"),
+        (["algorithm.lr_schedule=cosine"], "algorithm.lr_schedule='cosine' is unknown"),
+        (["model.path='~/no-such-folder'"], "model.path=~/no-such-folder is not a checkpoint folder"),
+        (["task._target_=lit_rlkv.checkpoint.torch.load"], "is no class or function of a trusted package"),
+        (["task._target_=lit_rlkv.config.Path"], "is no class or function of a trusted package"),
         (["cache.budget=4"], "sink=1 + window=3 leave no slot to choose in budget=4"),
         (["cache.budget=12.5"], "not an integer"),
         (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),
@@ -77,7 +91,7 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
         (["rollout.top_p=0.9"], "rollout.top_p=0.9 cannot be replayed"),
         (["rollout.top_k=20"], "rollout.top_k=20 cannot be replayed"),
         (["rollout.temperature=0"], "rollout.temperature=0"),
-        (["rollout.max_new_tokens=0"], "rollout.max_new_tokens=0 samples nothing"),
+        (["rollout.max_new_tokens=0"], "rollout.max_new_tokens=0 is not a count"),
         (["algorithm.group_size=1"], "algorithm.group_size=1: a group baseline compares"),
         (["algorithm.advantage=gae"], "algorithm.advantage='gae' is unknown"),
         (["algorithm.n_minibatches=9999"], "cannot be cut from"),
@@ -131,6 +145,21 @@ def test_the_default_passes_every_check(hydra_conf):
     cfg = checked()
     assert cfg.correction.replays
     assert cfg.distillation.direction == "sparse_student"
+
+
+def test_distillation_can_be_left_out_or_turned_around_alone(hydra_conf):
+    assert checked("distillation=none").distillation is None
+    dense_student = checked("distillation=dense_student").distillation
+    assert (dense_student.direction, dense_student.weight, dense_student.anchor_weight) == (
+        "dense_student",
+        0.1,
+        0.0,
+    )
+
+
+def test_what_the_command_line_adds_is_judged_by_the_signature_that_takes_it(hydra_conf):
+    assert checked("+optimizer.eps=1e-6").optimizer.eps == 1e-6
+    assert "unexpected 'epsilon'" in refusal("+optimizer.epsilon=1e-6")
 
 
 def test_build_makes_what_the_config_names(hydra_conf):

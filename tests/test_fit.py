@@ -112,33 +112,40 @@ def test_every_arm_runs_and_is_another_training(warm, arm):
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm=dr_grpo"],
-        ["algorithm=dapo"],
-        ["algorithm=rloo"],
-        ["algorithm=reinforce++"],
         ["algorithm.n_minibatches=2", "algorithm.n_epochs=2"],
         ["algorithm.n_micro_batches=2"],
         ["algorithm.loss.kl_weight=0.1"],
+        ["algorithm.lr_schedule=constant"],
         ["distillation=dense_student"],
         ["distillation.anchor_weight=0.1"],
         ["cache.policy=snapkv"],
         ["roles.rank=4"],
     ],
 )
-def test_options_reach_the_run(warm, options):
-    run(warm, "-".join(options).replace("/", "_"), *options, "stages=[rl]")
+def test_options_change_the_training(warm, options):
+    name = "-".join(options).replace("/", "_")
+    run(warm, name, *options, "stages=[rl]")
+    changed, default = (rows_of(warm / folder / "metrics.csv") for folder in (name, "first"))
+    assert [row["loss"] for row in changed] != [row["loss"] for row in default]
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce++"])
+def test_every_algorithm_runs(warm, algorithm):
+    # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.
+    run(warm, algorithm, f"algorithm={algorithm}", "stages=[rl]")
+    assert len(rows_of(warm / algorithm / "metrics.csv")) == 2
 
 
 def test_evaluate_scores_a_saved_run_as_the_run_itself_did(warm):
     options = OmegaConf.create(
         {"ckpt": str(warm / "first"), "budgets": None, "policy": None, "n_prompts": None, "temperature": None}
     )
-    _, rows = evaluate(options)
+    _, _, rows = evaluate(options)
     saved = json.loads((warm / "first" / "evaluation.json").read_text())["after"]
     assert [row.accuracy for row in rows] == [row["accuracy"] for row in saved]
     assert [row.kl for row in rows] == pytest.approx([row["kl"] for row in saved], abs=1e-5)
     options.budgets, options.policy = [4, 6], "streaming"
-    assert [row.cache for row in evaluate(options)[1]] == [
+    assert [row.cache for row in evaluate(options)[2]] == [
         "dense",
         "streaming 7+2",
         "streaming 6+2",
@@ -149,6 +156,35 @@ def test_evaluate_scores_a_saved_run_as_the_run_itself_did(warm):
     options.ckpt = str(warm / "nothing")
     with pytest.raises(ConfigError, match="is neither a run folder"):
         evaluate(options)
+
+
+def test_the_command_line_of_evaluate_prints_and_writes_the_table(warm):
+    command = [
+        sys.executable,
+        "-m",
+        "lit_rlkv.evaluate",
+        f"ckpt={warm / 'first'}",
+        "budgets=[4]",
+        "n_prompts=8",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "random 4+2" in done.stdout
+    rows = json.loads((warm / "first" / "evaluate.json").read_text())["rows"]
+    assert [row["budget"] for row in rows] == [None, 7, 4]
+
+
+def test_resume_takes_nothing_but_the_run(warm):
+    for arguments, says in (
+        (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),
+        (
+            [f"resume={warm / 'first'}", "seed=3"],
+            "error: resume goes on with a run's own config; leave out seed=3",
+        ),
+    ):
+        command = [sys.executable, "-m", "lit_rlkv.fit", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert says in done.stderr
 
 
 def test_a_local_checkpoint_brings_its_own_weights(warm):
@@ -193,7 +229,6 @@ def test_a_killed_run_goes_on_bit_for_bit(warm):
     [
         (["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
         (["cache.bugdet=3"], "bugdet"),
-        (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_clear_error(tmp_path, arguments, says):

@@ -130,7 +130,7 @@ def test_dapo_learns_from_disagreeing_groups_only():
     total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
     experience = replace(experience, rewards=Rewards(total=total, components={}))
     (batch,) = data.minibatches(experience)
-    # the first and the last group disagree; the others stay in the batch, but weigh nothing in the policy loss
+    # the first and the last group disagree; the others stay in the batch, but weigh nothing in the loss
     counted = {tuple(row) for row in batch.rollout.token_ids[(batch.loss_weight > 0).any(dim=1)].tolist()}
     rows = experience.rollout.token_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()
     assert counted == {tuple(row) for row in rows}
