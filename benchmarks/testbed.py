@@ -30,18 +30,33 @@ def finished() -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
-    """One run of fit in a process of its own, and what it found."""
-    name = "-".join(["testbed", arm, str(seed), *overrides]).replace("/", "_")
-    folder = runs_dir / name
+def fit(name: str, arguments: list[str], runs_dir: Path) -> Path:
+    """One run of fit in a process and a folder of its own."""
+    folder = runs_dir / name.replace("/", "_")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
-    command = [sys.executable, "-m", "lit_rlkv.fit", f"experiment={arm}", f"seed={seed}"]
-    command += ["fabric.n_threads=1", f"runs_dir={runs_dir}", f"hydra.run.dir={folder}", *overrides]
-    log = runs_dir / f"{name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=True)
+    command = [sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1", f"runs_dir={runs_dir}"]
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    with (runs_dir / f"{folder.name}.log").open("w") as log:
+        subprocess.run(
+            [*command, f"hydra.run.dir={folder}", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+    return folder
+
+
+def warm_up(seed: int, runs_dir: Path) -> None:
+    """Leave the warm model that all arms of this seed start from; quick where there is one."""
+    fit(f"testbed-warm-{seed}", [f"seed={seed}", "stages=[sft]"], runs_dir)
+
+
+def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
+    """One arm, and what it found."""
+    name = "-".join(["testbed", arm, str(seed), *overrides])
+    folder = fit(name, [f"experiment={arm}", f"seed={seed}", *overrides], runs_dir)
     found = json.loads((folder / "evaluation.json").read_text())
     budget = OmegaConf.load(folder / "config.yaml").cache.budget
     sparse = next(i for i, row in enumerate(found["after"]) if row["budget"] == budget)
@@ -98,14 +113,11 @@ def main() -> None:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     args, overrides = parser.parse_known_args()
     done = {(row["arm"], row["seed"]): row for row in finished() if row["overrides"] == overrides}
-    # Seed by seed, and the first arm of a seed alone: it leaves the warm model that the others start from.
-    for seed in args.seeds:
-        missing = [arm for arm in args.arms if (arm, seed) not in done]
-        with ThreadPoolExecutor(args.jobs) as pool:
-            first = [pool.submit(run, arm, seed, overrides, args.runs_dir).result() for arm in missing[:1]]
-            rest = [pool.submit(run, arm, seed, overrides, args.runs_dir) for arm in missing[1:]]
-            for row in first + [future.result() for future in rest]:
-                done[row["arm"], seed] = row
+    missing = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in done]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda seed: warm_up(seed, args.runs_dir), sorted({seed for _, seed in missing})))
+        for row in pool.map(lambda pair: run(*pair, overrides, args.runs_dir), missing):
+            done[row["arm"], row["seed"]] = row
     wanted = [done[arm, seed] for arm in args.arms for seed in args.seeds]
     print(table(wanted))
 
