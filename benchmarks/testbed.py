@@ -11,6 +11,7 @@ the budget that training won back.
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ def finished() -> list[dict]:
 
 def fit(name: str, arguments: list[str], runs_dir: Path) -> Path:
     """One run of fit in a process and a folder of its own."""
-    folder = runs_dir / name.replace("/", "_")
+    folder = runs_dir / re.sub(r"[^\w.-]+", "_", name).strip("_")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
     command = [sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1", f"runs_dir={runs_dir}"]
     runs_dir.mkdir(parents=True, exist_ok=True)
