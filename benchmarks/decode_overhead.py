@@ -1,21 +1,23 @@
-"""How much the decode loop adds to the bare model: sampling, scores, eviction, bookkeeping, record of deaths.
+"""How much the decode loop adds to the model: sampling, scores, eviction, bookkeeping, the record of deaths.
 
     python benchmarks/decode_overhead.py [--rounds 9]
 
-The bare forward is what any decoder must do: prefill, then per token one forward of backbone and LM head that
-writes its keys into a pool of the same number of slots and attends to them; it draws nothing, evicts nothing,
-records nothing. Both sides run in turns in one process. Printed: median per token, and the median of the
-ratios of neighbouring runs.
+Three ways to decode the same number of tokens with the default model, batch and cache, in turns in one process:
+`transformers` is the bare model, its own SDPA and dense DynamicCache, prefill and then one forward of backbone and LM
+head per token, nothing drawn; `pool` is the same on our pool of budget + interval slots, without eviction; `loop` is
+generate(). Printed: median milliseconds per token, and the medians of loop over the other two, run by run.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import record
 import torch
-from transformers import PreTrainedModel
+from omegaconf import OmegaConf
+from transformers import DynamicCache, PreTrainedModel
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone
@@ -23,32 +25,43 @@ from lit_rlkv.models.backbone import head_logits, hidden_states
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.rollout import generate
 
-BATCH, PROMPT, NEW, VOCAB = 256, 10, 40, 51
-SPEC = {"budget": 16, "interval": 4, "sink": 1, "window": 3}
+CONF = Path(__file__).parent.parent / "conf"
+ROLLOUT = OmegaConf.load(CONF / "rollout" / "default.yaml")
+CACHE = OmegaConf.load(CONF / "cache" / "default.yaml")
+BATCH = ROLLOUT.n_prompts * OmegaConf.load(CONF / "algorithm" / "grpo.yaml").group_size
+NEW = ROLLOUT.max_new_tokens
+PROMPT, VOCAB = 10, 51
+"""Those of the default task."""
 
 
 @torch.no_grad()
-def bare_forward(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
-    """NEW - 1 decoded tokens without a decode loop's work; slots are reused in turn once the pool is full."""
-    n_slots = SPEC["budget"] + SPEC["interval"]
-    cache = SlotCache(
-        CacheSpec.dense(), model.config.num_hidden_layers, torch.ones_like(token_ids).bool(), n_slots - PROMPT
-    )
+def bare_transformers(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+    cache = DynamicCache(config=model.config)
+    model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    for _ in range(NEW - 1):
+        model(token_ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@torch.no_grad()
+def bare_pool(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+    """Slots are reused in turn once the pool is full."""
+    n_free = CACHE.budget + CACHE.interval - PROMPT
+    is_prompt = torch.ones_like(token_ids, dtype=torch.bool)
+    cache = SlotCache(CacheSpec.dense(), model.config.num_hidden_layers, is_prompt, n_free)
     positions = torch.arange(PROMPT).expand(BATCH, -1)
-    hidden = hidden_states(model, token_ids, positions, slot_cache=cache)
+    head_logits(model, hidden_states(model, token_ids, positions, slot_cache=cache)[:, -1])
     for step in range(NEW - 1):
-        cache.advance(step % (n_slots - PROMPT))
+        cache.advance(step % n_free)
         hidden = hidden_states(model, token_ids[:, :1], positions[:, -1:] + 1 + step, slot_cache=cache)
         head_logits(model, hidden[:, -1])
 
 
 def full_loop(model: PreTrainedModel, token_ids: torch.Tensor, policy: str) -> None:
-    """The same number of tokens through generate()."""
     generate(
         model,
         token_ids,
         torch.ones_like(token_ids),
-        cache=CacheSpec(policy=policy, **SPEC),
+        cache=CacheSpec(**{**CACHE, "policy": policy}),
         max_new_tokens=NEW,
         eos_token_id=None,
         pad_token_id=0,
@@ -56,10 +69,14 @@ def full_loop(model: PreTrainedModel, token_ids: torch.Tensor, policy: str) -> N
     )
 
 
-def seconds(run: Callable[[], None]) -> float:
+def seconds(run: Callable[..., None], *arguments: object) -> float:
     started_at = time.perf_counter()
-    run()
+    run(*arguments)
     return time.perf_counter() - started_at
+
+
+def median_ratio(over: list[float], under: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def main() -> None:
@@ -69,24 +86,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     n_rounds = parser.parse_args().rounds
     torch.manual_seed(0)
-    model = prepare_backbone(tiny_qwen3(VOCAB, 0, 1))
+    plain = tiny_qwen3(VOCAB, 0, 1).eval()
+    ours = tiny_qwen3(VOCAB, 0, 1)
+    ours.load_state_dict(plain.state_dict())
+    prepare_backbone(ours.eval())
     token_ids = torch.randint(2, VOCAB, (BATCH, PROMPT))
-    print(f"{'policy':10} {'bare ms':>8} {'loop ms':>8} {'overhead':>9}   per token of {BATCH} rows")
+    print(f"{BATCH} rows, {NEW} new tokens, {CACHE.budget}+{CACHE.interval} slots; ms per token")
+    print(
+        f"{'policy':10} {'transformers':>12} {'pool':>7} {'loop':>7} {'loop/transformers':>18} {'loop/pool':>10}"
+    )
     for policy in POLICIES:
-        bare, loop = [], []
+        times: dict[str, list[float]] = {"transformers": [], "pool": [], "loop": []}
         for _ in range(n_rounds + 1):
-            bare.append(seconds(lambda: bare_forward(model, token_ids)))
-            loop.append(seconds(lambda policy=policy: full_loop(model, token_ids, policy)))
-        ratios = [full / alone for full, alone in zip(loop[1:], bare[1:], strict=True)]
-        row = {
-            "policy": policy,
-            "bare_ms_per_token": 1e3 * statistics.median(bare[1:]) / NEW,
-            "loop_ms_per_token": 1e3 * statistics.median(loop[1:]) / NEW,
-            "overhead": statistics.median(ratios) - 1,
-            "spread": max(ratios) - min(ratios),
-        }
-        bare_ms, loop_ms = row["bare_ms_per_token"], row["loop_ms_per_token"]
-        print(f"{policy:10} {bare_ms:8.2f} {loop_ms:8.2f} {row['overhead']:8.1%}")
+            times["transformers"].append(seconds(bare_transformers, plain, token_ids))
+            times["pool"].append(seconds(bare_pool, ours, token_ids))
+            times["loop"].append(seconds(full_loop, ours, token_ids, policy))
+        times = {name: values[1:] for name, values in times.items()}  # the first round warms up
+        ms = {name: 1e3 * statistics.median(values) / NEW for name, values in times.items()}
+        ratios = {name: median_ratio(times["loop"], times[name]) for name in ("transformers", "pool")}
+        print(
+            f"{policy:10} {ms['transformers']:12.2f} {ms['pool']:7.2f} {ms['loop']:7.2f} "
+            f"{ratios['transformers']:18.2f} {ratios['pool']:10.2f}"
+        )
+        row = {"policy": policy, "threads": torch.get_num_threads(), "ms_per_token": ms, "loop_over": ratios}
         record.append("decode_overhead", row)
 
 
