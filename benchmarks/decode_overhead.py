@@ -2,10 +2,11 @@
 
     python benchmarks/decode_overhead.py [--rounds 9]
 
-Three ways to decode the same number of tokens with the default model, batch and cache, in turns in one process:
-`transformers` is the bare model, its own SDPA and dense DynamicCache, prefill and then one forward of backbone and LM
-head per token, nothing drawn; `pool` is the same on our pool of budget + interval slots, without eviction; `loop` is
-generate(). Printed: median milliseconds per token, and the medians of loop over the other two, run by run.
+Three ways to decode the same number of tokens with the default model, batch and cache, in turns in one
+process. `transformers` is the bare model with its own SDPA and dense DynamicCache: prefill, then one
+forward of backbone and LM head per token, nothing drawn. `pool` is the same on our pool of budget +
+interval slots, without eviction. `loop` is generate(). Printed: median milliseconds per token, and the
+medians of loop over the other two, run by run.
 """
 
 import argparse
@@ -92,9 +93,7 @@ def main() -> None:
     prepare_backbone(ours.eval())
     token_ids = torch.randint(2, VOCAB, (BATCH, PROMPT))
     print(f"{BATCH} rows, {NEW} new tokens, {CACHE.budget}+{CACHE.interval} slots; ms per token")
-    print(
-        f"{'policy':10} {'transformers':>12} {'pool':>7} {'loop':>7} {'loop/transformers':>18} {'loop/pool':>10}"
-    )
+    print("policy     transformers    pool    loop  loop/transformers  loop/pool")
     for policy in POLICIES:
         times: dict[str, list[float]] = {"transformers": [], "pool": [], "loop": []}
         for _ in range(n_rounds + 1):

@@ -1,0 +1,39 @@
+"""The commands that README shows are the commands that work."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lit_rlkv.config import CONF_DIR, check_config, check_keys
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].split()[3:] for line in re.findall(r"^python -m lit_rlkv\.fit.*$", README, re.M)
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_every_command_for_fit_composes_and_passes_the_checks(arguments):
+    if "task=reasoning_gym" in arguments:
+        pytest.importorskip("reasoning_gym")
+    overrides = [
+        argument.strip("\"'") for argument in arguments if not argument.startswith(("--", "resume="))
+    ]
+    extra = ["logger.save_dir=runs"] if "logger=wandb" in overrides else []
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        full = compose("config", overrides=overrides + extra, return_hydra_config=True)
+        cfg = compose("config", overrides=overrides + extra)
+        check_keys(cfg, full.hydra.runtime.choices, overrides)
+        check_config(cfg)
+
+
+def test_there_are_commands_to_check():
+    assert len(COMMANDS) >= 8
+
+
+def test_files_that_readme_names_exist():
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / path).exists(), path
