@@ -105,7 +105,6 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
     start = start_folder(cfg, run_dir)
     parts = build_parts(cfg)
     run_dir.mkdir(parents=True, exist_ok=True)
-    logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG))
     write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(cfg, resolve=True))
     results = Results.load(run_dir)
     checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
@@ -204,6 +203,7 @@ def main(cfg: DictConfig) -> None:
             discard_if_empty(run_dir)
             run_dir, cfg = resumed(cfg, hydra_cfg.overrides.task)
         check_config(cfg)
+        logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG, delay=True))
         results = fit(cfg, run_dir, console, resumes=resumes)
     except ConfigError as error:
         discard_if_empty(run_dir)

@@ -114,11 +114,15 @@ def mismatch(history: History) -> Figure:
             axes.plot(at, negative, "o", mfc="white", mec=color, ms=4, label=f"{name}, negative")
     if not axes.lines:
         return _nothing(figure, axes, "no mismatch was logged")
-    if any(np.isfinite(np.asarray(line.get_ydata(), dtype=float)).any() for line in axes.lines):
+    shown = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+    shown = shown[np.isfinite(shown)]
+    if len(shown):
         axes.set_yscale("log")
+        # Whole decades, so that there is a label on the axis however close the values are.
+        axes.set_ylim(10 ** np.floor(np.log10(shown.min())), 10 ** (np.floor(np.log10(shown.max())) + 1))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes)
+    _legend(axes, n_columns=2)
     return figure
 
 
@@ -313,13 +317,13 @@ def _calm(axes: Axes) -> None:
         axes.spines[side].set_color(GRID)
 
 
-def _legend(axes: Axes) -> None:
+def _legend(axes: Axes, n_columns: int = 3) -> None:
     """Above the axes, where it hides no data."""
     n_entries = len(axes.get_legend_handles_labels()[0])
     legend = axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=n_entries if n_entries <= 3 else 2,
+        ncols=n_entries if n_entries <= n_columns else 2,
         frameon=False,
         fontsize=_SMALL,
         borderaxespad=0.2,
