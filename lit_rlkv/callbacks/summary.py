@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -129,15 +129,18 @@ def _cells(row: Comparison, present: Sequence[str]) -> list[str]:
         *(ABSENT if moment is None else f"{moment.accuracy:.3f}" for moment in moments),
         human_bytes(row.latest.kv_bytes),
         share,
-        *(ABSENT if moment is None else f"{moment.kl:.4f}" for moment in moments),
+        *(ABSENT if moment is None else f"{moment.kl:z.4f}" for moment in moments),
         f"{row.replay_gap:.1e}",
     ]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        # Headings may wrap in a narrow terminal; a figure must not lose its unit to the next line.
+        widest = max((len(row[number]) for row in rows), default=0)
+        side: JustifyMethod = "left" if number == 0 else "right"
+        table.add_column(heading, justify=side, no_wrap=number == 0, min_width=widest)
     for row in rows:
         # Text, not str: a name in brackets is no markup
         table.add_row(*(Text(cell) for cell in row))
