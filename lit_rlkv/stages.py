@@ -26,10 +26,11 @@ from lit_rlkv.data.evaluation import EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rollouts import RolloutDataModule, SamplingConfig, UpdateConfig
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.data.tokenizers import encode, load_tokenizer
+from lit_rlkv.data.tokenizers import encode, encode_prompts, load_tokenizer
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.loop import train
 from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.backbone import check_length
 from lit_rlkv.models.hydra import acting_as, add_policy_adapter
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.hydra_sft import HydraSFT
@@ -54,6 +55,8 @@ class Parts:
     fabric: Fabric
     tokenizer: PreTrainedTokenizerBase
     task: Task
+    prompt_len: int
+    """Tokens of the longest prompt among the first ones."""
 
     @property
     def cache(self) -> CacheSpec:
@@ -70,23 +73,23 @@ def build_parts(cfg: DictConfig) -> Parts:
     )
     with as_config_errors("model"):
         tokenizer = load_tokenizer(expanded(cfg.model.path))
-    parts = Parts(cfg, fabric, tokenizer, build(cfg.task))
-    _check_lengths(parts)
-    return parts
+    task = build(cfg.task)
+    return Parts(cfg, fabric, tokenizer, task, _measured_prompt(cfg, tokenizer, task))
 
 
-def _check_lengths(parts: Parts) -> None:
-    """Refuse a limit on responses that the first worked solutions would already exceed."""
-    limit = parts.cfg.rollout.max_new_tokens
-    source = PromptSource(parts.task, split="train", seed=parts.cfg.seed)
+def _measured_prompt(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> int:
+    """Tokens of the longest of the first prompts; refuses a limit that their worked solutions exceed."""
+    limit = cfg.rollout.max_new_tokens
     with as_config_errors("task"):
-        solutions = [problem.solution for problem in source.take(N_SEEN)]
-        longest = max(len(encode(parts.tokenizer, solution)) for solution in solutions) + 1
-    if "sft" in parts.cfg.stages and longest > limit:
+        problems = PromptSource(task, split="train", seed=cfg.seed).take(N_SEEN)
+        longest = max(len(encode(tokenizer, problem.solution)) for problem in problems) + 1
+        prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems])
+    if "sft" in cfg.stages and longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens={limit} cuts worked solutions, which take up to {longest} tokens "
             f"with their end; raise it to at least {longest}"
         )
+    return prompts.token_ids.shape[1]
 
 
 def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
@@ -109,6 +112,7 @@ def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) ->
         model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
         model = model.type(dtype)
     parts.fabric.to_device(model)
+    check_length(model, parts.prompt_len + parts.cfg.rollout.max_new_tokens)
     return prepare_backbone(model.eval())
 
 

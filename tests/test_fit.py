@@ -99,6 +99,19 @@ def test_without_a_warm_model_rl_is_refused_before_any_work(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("rollout.max_new_tokens=4", "cuts worked solutions, which take up to"),
+        ("rollout.max_new_tokens=5000", "has positions for 1024"),
+    ],
+)
+def test_lengths_that_cannot_work_are_refused_before_training(tmp_path, option, says):
+    with pytest.raises(ConfigError, match=says):
+        run(tmp_path, "run", option)
+    assert not (tmp_path / "warm").exists()
+
+
 @pytest.mark.parametrize("arm", ["dense", "naive", "tis", "mis", "sparse_rl", "shadow"])
 def test_every_arm_runs_and_is_another_training(warm, arm):
     run(warm, arm, f"experiment={arm}", "stages=[rl]")
