@@ -50,6 +50,8 @@ def refusal(*overrides: str) -> str:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_and_passes_the_checks(hydra_conf, option):
+    if option == "task=reasoning_gym":
+        pytest.importorskip("reasoning_gym")  # of the extra `gym`
     checked(option, *EXTRAS.get(option, []))
 
 

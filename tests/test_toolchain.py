@@ -75,7 +75,8 @@ def wheel_names(root: Path, directory: Path) -> set[str]:
 def make_clone(root: Path, files: dict[str, str]) -> None:
     """A tree with this project's pyproject.toml and the files given."""
     shutil.copy(ROOT / "pyproject.toml", root)
-    (root / "LICENSE").write_text("")
+    for name in ("LICENSE", "README.md"):
+        (root / name).write_text("")
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

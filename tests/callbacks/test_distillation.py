@@ -63,7 +63,7 @@ def test_loss_is_the_kl_of_the_two_tracks(run, direction, teacher, replays):
         log_p = full_log_softmax(module, batch, "policy", shadow=False)
         log_q = full_log_softmax(module, batch, teacher, shadow=True)
     expected = expected_kl(batch, log_p, log_q)
-    assert float(expected) > 1e-3
+    assert expected.item() > 1e-3
     torch.testing.assert_close(losses["smd/loss"], 0.5 * expected, rtol=1e-4, atol=1e-6)
     assert float(metrics["smd/kl"]) > 0
 

@@ -120,7 +120,7 @@ def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
         log_ratio = ref - replay_logps(backbone, batch.rollout)
     k3 = (log_ratio.exp() - 1 - log_ratio) * batch.loss_weight
     expected = float(found["policy_loss"]) + 0.5 * float(k3.sum())
-    assert float(found["loss"]) == pytest.approx(expected, abs=1e-5)
+    assert found["loss"].item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_dapo_learns_from_disagreeing_groups_only():
