@@ -19,7 +19,7 @@ TEACHERS = ("policy", "reference")
 
 
 class ShadowDistillation(RLCallback):
-    """weight · KL over the full vocabulary at every action (arXiv:2605.06850, METHODS 2).
+    """weight · KL over the full vocabulary at every action (arXiv:2605.06850).
 
     `dense_student`: KL(π_dense ‖ sg π_shadow), the authors' formula. `sparse_student`:
     KL(sg π_dense ‖ π_shadow), which teaches the sparse context what eviction lost. The teacher, behind the

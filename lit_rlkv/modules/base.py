@@ -1,5 +1,6 @@
 """What every RL module shares: the policy role, one objective, loss terms from callbacks, one optimizer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Term
 """From a step's outputs to loss terms (added to the loss) and metrics (only logged)."""
 
 
-class PolicyModule(L.LightningModule):
+class PolicyModule(L.LightningModule, ABC):
     """Base of the RL modules. A subclass says in `objective` what the loss of the policy is.
 
     Args:
@@ -65,9 +66,9 @@ class PolicyModule(L.LightningModule):
         self.n_decay_steps = n_decay_steps
         self.loss_terms: Sequence[LossTerm] = ()
 
+    @abstractmethod
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         """Loss terms and metrics of the algorithm."""
-        raise NotImplementedError
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Terms:
         """`loss` with its gradient, and metrics that add up over the micro-batches of a step."""

@@ -1,4 +1,4 @@
-"""Arms of the comparison: what the sampler keeps, what the learner sees, how the mismatch weighs (METHODS 2).
+"""Arms of the comparison: what the sampler keeps, what the learner sees, how the mismatch weighs.
 
 A weight function takes log ρ_t = log π_old − log μ of the actions, π_old under the learner's view, and
 answers how much each action weighs and which actions the denominators may count.

@@ -30,7 +30,7 @@ def shifted_backbone():
 
 
 def weights_by_definition(arm, rho, is_action):
-    """METHODS 2, row by row, as loops over tokens."""
+    """Each arm by its own definition, as loops over tokens."""
     weight, is_counted = torch.zeros_like(rho), is_action.clone()
     for row, column in is_action.nonzero().tolist():
         r = float(rho[row, column])
