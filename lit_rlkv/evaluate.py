@@ -12,15 +12,9 @@ from rich.console import Console
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, check_config, expanded
-from lit_rlkv.stages import (
-    BACKBONE,
-    CHECKPOINTS,
-    CONFIG,
-    build_parts,
-    evaluate_policy,
-    load_backbone,
-    make_policy,
-)
+from lit_rlkv.stages.evaluation import evaluate_policy
+from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, build_parts, load_backbone
+from lit_rlkv.stages.training import make_policy
 from lit_rlkv.types import EvalRow
 
 RESULT = "evaluate.json"

@@ -28,20 +28,10 @@ from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config, check_keys
-from lit_rlkv.stages import (
-    BACKBONE,
-    CHECKPOINTS,
-    CONFIG,
-    WARM_DONE,
-    Parts,
-    build_parts,
-    evaluate_policy,
-    load_backbone,
-    make_policy,
-    start_folder,
-    train_policy,
-    warm_up,
-)
+from lit_rlkv.stages.evaluation import evaluate_policy
+from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts, load_backbone
+from lit_rlkv.stages.training import make_policy, train_policy
+from lit_rlkv.stages.warmup import WARM_DONE, start_folder, warm_up
 from lit_rlkv.types import EvalRow, Rollout
 
 EVALUATION, REPORT, METRICS, LOG = "evaluation.json", "report.html", "metrics.csv", "fit.log"

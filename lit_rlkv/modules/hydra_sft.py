@@ -16,7 +16,7 @@ from lit_rlkv.data.demonstrations import WarmupBatch
 from lit_rlkv.data.pairs import DemonstrationBatch
 from lit_rlkv.kernels.token_logps import token_logps
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
-from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.models.heads import ScalarHead, last_token
 from lit_rlkv.models.replay import dense_death
 from lit_rlkv.objectives.preference import ranking_loss
 
@@ -47,8 +47,8 @@ class HydraSFT(L.LightningModule):
         hidden = self._hidden(batch.chosen)
         lm_loss = self._lm_loss(batch.chosen, hidden)
         n_pairs = len(batch.rejected.token_ids)
-        chosen = self.reward_head(hidden[:n_pairs], batch.chosen.is_token[:n_pairs])
-        rejected = self.reward_head(self._hidden(batch.rejected), batch.rejected.is_token)
+        chosen = self.reward_head(last_token(hidden[:n_pairs], batch.chosen.is_token[:n_pairs]))
+        rejected = self.reward_head(last_token(self._hidden(batch.rejected), batch.rejected.is_token))
         reward_loss = ranking_loss(chosen, rejected)
         return {
             "loss": lm_loss + self.reward_weight * reward_loss,
