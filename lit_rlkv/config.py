@@ -1,7 +1,7 @@
 """From YAML to objects: trusted targets, checked signatures, rules between fields, all before any work."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,8 +13,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.advantages import group
+from lit_rlkv.data.credit import CreditRule, PairCredit
+from lit_rlkv.data.rewarding import RewardConfig
+from lit_rlkv.data.rollouts import KLConfig
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.hydra import LAYOUTS
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 
 PACKAGE_DIR = Path(__file__).parent
@@ -80,12 +83,26 @@ def check_targets(node: Any, path: str = "") -> None:
         home = f"{getattr(found, '__module__', None)}."
         if not (inspect.isclass(found) or inspect.isfunction(found)) or not home.startswith(TRUSTED):
             raise ConfigError(f"{where}._target_={target!r} is no class or function of a trusted package")
-        signature = inspect.signature(found)
-        takes = list(signature.parameters)
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        takes, takes_any = _arguments_of(found)
         for name in arguments:
             if name not in takes and not takes_any:
                 raise ConfigError(f"{target}: unexpected {name!r}; it takes {', '.join(takes)}")
+
+
+def _arguments_of(target: Any) -> tuple[list[str], bool]:
+    """Names that a class or function takes, and whether it takes any other too.
+
+    A class that hands `**options` on to its base takes what the base takes.
+    """
+    bases = inspect.getmro(target) if inspect.isclass(target) else ()
+    functions = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [target]
+    names: list[str] = []
+    for function in functions:
+        parameters = inspect.signature(function).parameters.values()
+        names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return [name for name in names if name != "self"], False
+    return [name for name in names if name != "self"], True
 
 
 def _targets(node: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
@@ -110,6 +127,9 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     Raises:
         ConfigError: naming the key and the closest one that exists.
     """
+    for name, choice in choices.items():
+        if choice is not None and choice.startswith("_"):
+            raise ConfigError(f"{name}={choice} is what the options of {name} share; choose one of those")
     presets = ("experiment", "debug")
     groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
     plain = [choice for choice in groups if choice.split("=")[0] not in presets]
@@ -145,10 +165,11 @@ def check_config(cfg: DictConfig) -> None:
         _check_cache,
         _check_sampling,
         _check_algorithm,
+        _check_reward,
+        _check_roles,
     ):
         check(cfg)
     _check_arm(cfg)
-    build(cfg.task)
     if cfg.distillation is not None:
         build(cfg.distillation)
 
@@ -168,6 +189,8 @@ COUNTS = (
     "algorithm.n_micro_batches",
     "roles.rank",
     "sft.n_steps",
+    "sft.reward_steps",
+    "sft.n_warmup_steps",
     "sft.batch_size",
     "sft.n_pairs",
     "sft.steps_per_iteration",
@@ -178,8 +201,10 @@ COUNTS = (
     "callbacks.samples_every",
     "callbacks.n_samples",
 )
+MAY_BE_ZERO = ("sft.n_warmup_steps", "sft.n_pairs")
 AMOUNTS = (
     "rollout.temperature",
+    "algorithm.kl.weight",
     "evaluation.temperature",
     "optimizer.lr",
     "sft.optimizer.lr",
@@ -190,8 +215,9 @@ AMOUNTS = (
 def _check_numbers(cfg: DictConfig) -> None:
     for name in COUNTS:
         value = OmegaConf.select(cfg, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        _require(is_count, f"{name}={value} is not a count; give a whole number of at least 1")
+        least = 0 if name in MAY_BE_ZERO else 1
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        _require(is_count, f"{name}={value} is not a count; give a whole number of at least {least}")
     for name in AMOUNTS:
         value = OmegaConf.select(cfg, name)
         is_amount = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
@@ -217,11 +243,24 @@ def _check_stages(cfg: DictConfig) -> None:
         cfg.fabric.devices in (1, "auto"),
         f"fabric.devices={cfg.fabric.devices}: a run is one process; give 1",
     )
-    sft = cfg.sft
+    _check_sft(cfg.sft)
+
+
+def _check_sft(sft: DictConfig) -> None:
     _require(
-        sft.n_steps % min(sft.steps_per_iteration, sft.n_steps) == 0,
-        f"sft.n_steps={sft.n_steps} is no multiple of sft.steps_per_iteration={sft.steps_per_iteration}; "
-        "make it one",
+        isinstance(sft.joint, bool),
+        f"sft.joint={sft.joint} is neither true nor false; give true for both heads on one backbone",
+    )
+    for name in ("n_steps",) if sft.joint else ("n_steps", "reward_steps"):
+        _require(
+            sft[name] % min(sft.steps_per_iteration, sft[name]) == 0,
+            f"sft.{name}={sft[name]} is no multiple of sft.steps_per_iteration={sft.steps_per_iteration}; "
+            "make it one",
+        )
+    _require(
+        sft.joint or sft.n_pairs > 0,
+        "sft.joint=false trains a reward model of its own, but sft.n_pairs=0 gives it nothing to learn "
+        "from; raise it, or use sft.joint=true",
     )
     _require(
         sft.n_pairs <= sft.batch_size,
@@ -278,17 +317,14 @@ def _check_sampling(cfg: DictConfig) -> None:
 
 def _check_algorithm(cfg: DictConfig) -> None:
     algorithm = cfg.algorithm
+    credit: CreditRule = build(algorithm.credit)
     _require(
-        algorithm.group_size >= 2,
-        f"algorithm.group_size={algorithm.group_size}: a group baseline compares responses to one prompt; "
-        "give at least 2",
+        algorithm.group_size >= credit.min_group_size,
+        f"algorithm.group_size={algorithm.group_size}: {type(credit).__name__} compares responses to one "
+        f"prompt; give at least {credit.min_group_size}",
     )
-    _require(
-        algorithm.lr_schedule in ("linear", "constant"),
-        f"algorithm.lr_schedule={algorithm.lr_schedule!r} is unknown; choose linear or constant",
-    )
-    tables: dict[str, Mapping[str, object]] = {
-        "advantage": group.ESTIMATORS,
+    tables: dict[str, Collection[str]] = {
+        "lr_schedule": ("linear", "constant"),
         "aggregation": AGGREGATIONS,
     }
     for name, table in tables.items():
@@ -296,12 +332,60 @@ def _check_algorithm(cfg: DictConfig) -> None:
             algorithm[name] in table,
             f"algorithm.{name}={algorithm[name]!r} is unknown; choose one of {', '.join(table)}",
         )
+    with as_config_errors(algorithm.loss._target_):
+        options = {name: value for name, value in algorithm.loss.items() if not name.startswith("_")}
+        get_object(algorithm.loss._target_).check_options(**options)
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
+    n_units = cfg.rollout.n_prompts if isinstance(credit, PairCredit) else n_rows
     n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
     _require(
-        1 <= n_parts <= n_rows,
-        f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_rows} responses; "
-        "lower them",
+        1 <= n_parts <= n_units,
+        f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
+        f"{'pairs' if isinstance(credit, PairCredit) else 'responses'}; lower them",
+    )
+    with as_config_errors("algorithm.kl"):
+        kl = KLConfig(**algorithm.kl)
+    _require(
+        kl.place == "loss" or not isinstance(credit, PairCredit),
+        "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
+        "beta; use place=loss or weight=0",
+    )
+
+
+def _check_reward(cfg: DictConfig) -> None:
+    with as_config_errors("reward"):
+        reward = RewardConfig(**cfg.reward)
+    task = build(cfg.task)
+    _require(
+        reward.verifier == 0 or task.is_verifiable,
+        f"reward.verifier={reward.verifier}: {type(task).__name__} holds preferences, which say what is "
+        "better and not what is right; use reward=learned",
+    )
+    is_warm = "sft" in cfg.stages
+    _require(
+        reward.learned == 0 or not is_warm or cfg.sft.n_pairs > 0,
+        f"reward.learned={reward.learned} needs a reward head, but sft.n_pairs=0 trains none; raise it",
+    )
+
+
+def _check_roles(cfg: DictConfig) -> None:
+    roles = cfg.roles
+    options: dict[str, Collection[str]] = {
+        "layout": LAYOUTS,
+        "value_init": ("reward", "zero"),
+        "value_view": ("shadow", "dense"),
+    }
+    for name, known in options.items():
+        _require(
+            roles[name] in known,
+            f"roles.{name}={roles[name]!r} is unknown; choose one of {', '.join(known)}",
+        )
+    is_apart = "sft" in cfg.stages and not cfg.sft.joint
+    uses_critic = cfg.reward.learned != 0 or "value" in build(cfg.algorithm.credit).needs
+    _require(
+        not (is_apart and uses_critic and LAYOUTS[roles.layout].shares_critic()),
+        f"roles.layout={roles.layout} has one backbone for policy and critics, but sft.joint=false trains a "
+        "reward model with weights of its own; use sft.joint=true, or roles=dynamic_lora",
     )
 
 

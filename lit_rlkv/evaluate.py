@@ -11,9 +11,9 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config, expanded
+from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_config, expanded
 from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, build_parts, load_backbone
+from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, build_parts
 from lit_rlkv.stages.training import make_policy
 from lit_rlkv.types import EvalRow
 
@@ -57,10 +57,13 @@ def evaluate(overrides: DictConfig) -> tuple[Path, dict[str, object], list[EvalR
     check_config(cfg)
     parts = build_parts(cfg)
     own = run_dir / BACKBONE
-    module = make_policy(parts, load_backbone(parts, own if own.is_dir() else expanded(cfg.model.path)))
+    start = own if own.is_dir() else expanded(cfg.model.path)
+    assert start is not None  # a run without a warm model has a model.path
+    module = make_policy(parts, start)
     if checkpoint is not None:
-        load_trainable(module, checkpoint.weights())
-    rows, _ = evaluate_policy(parts, module.backbone, "policy")
+        with as_config_errors(f"ckpt={overrides.ckpt}"):
+            load_trainable(module, checkpoint.weights())
+    rows, _ = evaluate_policy(parts, module.roles)
     scored = {
         "iteration": 0 if checkpoint is None else checkpoint.iteration,
         "temperature": cfg.evaluation.temperature,

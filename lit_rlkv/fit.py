@@ -29,7 +29,7 @@ from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config, check_keys
 from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts, load_backbone
+from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts
 from lit_rlkv.stages.training import make_policy, train_policy
 from lit_rlkv.stages.warmup import WARM_DONE, start_folder, warm_up
 from lit_rlkv.types import EvalRow, Rollout
@@ -108,14 +108,14 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
         console.print(f"start from {start}")
     keep_backbone(Path(start), run_dir)
 
-    module = make_policy(parts, load_backbone(parts, start))
+    module = make_policy(parts, start)
     metrics = MetricsFile(run_dir / METRICS, resumed_at=0 if resume_from is None else resume_from.iteration)
     samples = Samples(run_dir, n=cfg.callbacks.n_samples, every_n_iterations=cfg.callbacks.samples_every)
     trains, evaluates = "rl" in cfg.stages, "eval" in cfg.stages
     if evaluates and trains and not results.before:
         console.print("[bold]eval[/] before training")
         with results.timed("eval"):
-            results.before, results.rollout = evaluate_policy(parts, module.backbone, "reference")
+            results.before, results.rollout = evaluate_policy(parts, module.roles)
         results.save(run_dir)
     if trains:
         console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
@@ -127,7 +127,7 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
     if evaluates:
         console.print("[bold]eval[/]" + (" after training" if trains else ""))
         with results.timed("eval"):
-            results.after, results.rollout = evaluate_policy(parts, module.backbone, "policy")
+            results.after, results.rollout = evaluate_policy(parts, module.roles)
         results.save(run_dir)
     write_report(run_dir / REPORT, make_report(parts, results, metrics, samples, run_dir.name))
     return results
@@ -136,7 +136,7 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
 def rl_callbacks(parts: Parts, metrics: MetricsFile, samples: Samples) -> list[RLCallback]:
     """In the order in which they are called: what adds to the metrics first, what shows them last."""
     cfg = parts.cfg
-    callbacks: list[RLCallback] = [RolloutStatistics(parts.tokenizer.eos_token_id)]
+    callbacks: list[RLCallback] = [RolloutStatistics()]
     if cfg.distillation is not None:
         callbacks.append(build(cfg.distillation))
     callbacks.append(metrics)

@@ -51,6 +51,8 @@ def train(
                 loader = fabric.setup_dataloaders(datamodule.train_dataloader())
             loaded_at = time.perf_counter()
             for index, batch in enumerate(loader):
+                if module.on_train_batch_start(batch, index) == -1:
+                    break  # Lightning's way to leave out the rest of a loader
                 # 3. loss and gradient
                 ends_step = getattr(batch, "ends_step", True)
                 with fabric.no_backward_sync(model, enabled=not ends_step):

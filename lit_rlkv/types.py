@@ -35,10 +35,29 @@ class TensorBatch:
 
 
 @dataclass(frozen=True)
+class Message:
+    """One turn of a chat; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[Message, ...]
+"""What a completion answers: a text, or the messages of a chat so far."""
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as people read it: a chat is one `role: content` after the other. Models read a template's."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.role}: {message.content}" for message in prompt)
+
+
+@dataclass(frozen=True)
 class Problem:
     """One question of a task: what the model reads, a worked solution to imitate, and the answer scored."""
 
-    prompt: str
+    prompt: Prompt
     solution: str
     answer: str
 
@@ -81,9 +100,9 @@ class Rewards:
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A prompt with a right and a wrong completion."""
+    """A prompt with a better and a worse completion."""
 
-    prompt: str
+    prompt: Prompt
     chosen: str
     rejected: str
 
@@ -101,17 +120,27 @@ class TrainBatch(TensorBatch):
     old_logps: Float[Tensor, "batch seq"]
     """Log-probs under the learner's own view before its first update on this rollout."""
     ref_logps: Float[Tensor, "batch seq"]
-    """The reference's log-probs under the learner's view; zeros where no KL is wanted."""
+    """The reference's log-probs under the learner's view; zeros where none are wanted."""
     correction: Float[Tensor, "batch seq"]
     """Detached off-policy weight of each action."""
     loss_weight: Float[Tensor, "batch seq"]
-    """Share of each action in the losses of its optimizer step; 0 where it does not count."""
+    """Share of each action in the policy's loss of its optimizer step; 0 where it does not count."""
+    kl_weight: float
+    """Of the KL to the reference in the loss, as it is in this iteration."""
     n_actions: int
-    """Actions in the whole optimizer step, the denominator of per-token metrics."""
+    """Actions in the whole optimizer step, the denominator of per-token metrics and of the value loss."""
     is_fresh: bool
     """True before the first update on this rollout, when replay must equal sampling."""
     ends_step: bool
     """True for the last micro-batch of an optimizer step."""
+    learners: tuple[str, ...] = ("policy",)
+    """The roles that learn from this micro-batch; one at a time keeps the activations of one only."""
+    old_values: Float[Tensor, "batch seq"] | None = None
+    """The critic's values before its first update on this rollout; None without a critic."""
+    returns: Float[Tensor, "batch seq"] | None = None
+    """What the critic learns to predict; None without a critic."""
+    n_pairs: int = 0
+    """Preference pairs in the whole optimizer step; rows 2i and 2i + 1 are then better and worse."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +161,5 @@ class EvalRow:
     """KL(μ ‖ dense learner) per token in nats, estimated on sampled tokens: the mismatch of compression."""
     replay_gap: float
     """max |log π(shadow) − log μ| over all actions: 0 but for float error, or replay is broken."""
+    learned_reward: float | None = None
+    """Mean score of the reward role; None where the run has none."""

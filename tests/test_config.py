@@ -11,11 +11,15 @@ from lit_rlkv.kvcache import POLICIES
 
 GROUPS = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
 OPTIONS = sorted(
-    f"{path.parent.name}={path.stem}" for path in CONF_DIR.glob("*/*.yaml") if path.stem != "none"
+    f"{path.parent.name}={path.stem}"
+    for path in CONF_DIR.glob("*/*.yaml")
+    if path.stem != "none" and path.stem[0] != "_"
 )
 # Options that need something of the user's, or of the running program.
 EXTRAS = {
     "task=jsonl": ["task.path=tests/data/problems.jsonl"],
+    "task=preferences": ["task.path=tests/data/preferences.jsonl"],
+    "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
     "logger=wandb": ["logger.save_dir=runs"],
     "logger=tensorboard": ["logger.save_dir=runs"],
@@ -94,8 +98,22 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
         (["rollout.top_k=20"], "rollout.top_k=20 cannot be replayed"),
         (["rollout.temperature=0"], "rollout.temperature=0"),
         (["rollout.max_new_tokens=0"], "rollout.max_new_tokens=0 is not a count"),
-        (["algorithm.group_size=1"], "algorithm.group_size=1: a group baseline compares"),
-        (["algorithm.advantage=gae"], "algorithm.advantage='gae' is unknown"),
+        (["algorithm.group_size=1"], "algorithm.group_size=1: GroupCredit compares"),
+        (["algorithm.credit.estimator=gae"], "estimator='gae' is unknown; choose one of grpo"),
+        (["algorithm.kl.estimator=k1"], "estimator='k1' does not serve in the loss"),
+        (["algorithm.kl.target=6"], "target=6 steers weight=0.0"),
+        (["algorithm=online_dpo", "algorithm.n_minibatches=33"], "cannot be cut from 32 pairs"),
+        (["algorithm=online_dpo", "algorithm.loss.kind=hinge"], "kind='hinge'"),
+        (["algorithm=online_dpo", "algorithm.kl.place=reward"], "has no meaning for preference pairs"),
+        (["algorithm=ppo", "+algorithm.loss.cliprange=1"], "PPO: unexpected 'cliprange'"),
+        (["algorithm=ppo", "algorithm.credit.lam=1.5"], "lam=1.5 is no discount"),
+        (["algorithm.loss.clip_low=0"], "clip_low=0 leaves nothing to learn from"),
+        (["reward.verifier=0"], "verifier=0 and learned=0 leave no reward"),
+        (["reward.normalize=yes"], "normalize='yes' is unknown"),
+        (["reward=learned", "sft.n_pairs=0"], "needs a reward head, but sft.n_pairs=0 trains none"),
+        (["roles.layout=hydro"], "roles.layout='hydro' is unknown; choose one of ppo, lora_ppo"),
+        (["roles.value_view=sparse"], "roles.value_view='sparse' is unknown"),
+        (["algorithm=ppo", "sft.joint=false"], "roles.layout=hydra has one backbone for policy and critics"),
         (["algorithm.n_minibatches=9999"], "cannot be cut from"),
         (["correction=dense"], "distillation needs an evicting cache"),
         (["cache.policy=dense"], "distillation needs an evicting cache"),
@@ -141,6 +159,10 @@ def test_a_misspelt_key_in_an_experiment_file_is_refused(tmp_path, body, says):
     with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
         assert says in refusal("experiment=mine")
         checked("experiment=smd")
+
+
+def test_what_the_options_of_a_group_share_is_no_option(hydra_conf):
+    assert "roles=_shared is what the options of roles share" in refusal("roles=_shared")
 
 
 def test_the_default_passes_every_check(hydra_conf):

@@ -8,8 +8,9 @@ from lightning.fabric import Fabric
 from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checkpoint import CheckpointDir, load_trainable
+from lit_rlkv.data.rollouts import KLConfig
 from lit_rlkv.loop import MetricSums, train
-from tests.training import make_backbone, make_datamodule, make_module
+from tests.training import make_datamodule, make_module, make_roles
 
 
 class LossLog(L.Callback):
@@ -31,10 +32,10 @@ class MetricLog(RLCallback):
 
 
 def make_run(**update):
-    backbone = make_backbone()
-    module = make_module(backbone, kl_weight=0.1)
+    roles = make_roles()
+    module = make_module(roles)
     module.loss_terms = [ShadowDistillation("sparse_student", 0.3, "reference").loss_terms]
-    return module, make_datamodule(backbone, needs_reference=True, **update)
+    return module, make_datamodule(roles, kl=KLConfig(weight=0.1), **update)
 
 
 def train_here(module, datamodule, n_iterations, **options):

@@ -3,19 +3,23 @@
 import torch
 from transformers import PreTrainedModel
 
+from lit_rlkv.data.credit import CreditRule, GroupCredit
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.rollouts import RolloutDataModule, SamplingConfig, UpdateConfig
+from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.hydra import add_policy_adapter
+from lit_rlkv.models.hydra import LoraSpec, Roles
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.modules.grpo import GRPO
 from lit_rlkv.objectives.corrections import Correction, unweighted
 
 SPEC = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
 REPLAY = Correction(samples_dense=False, replays=True, weigh=unweighted)
+LORA = LoraSpec(rank=4, alpha=8, target_modules="all-linear")
+TRAINED_HEAD = {"linear.weight": torch.linspace(-1, 1, 32)[None], "linear.bias": torch.tensor([0.3])}
+"""A reward head that has an opinion."""
 
 
 class DigitsAreGood(ChainSum):
@@ -25,7 +29,7 @@ class DigitsAreGood(ChainSum):
         return float(completion[:1].isdigit())
 
 
-def make_backbone(seed: int = 0, **size: int) -> PreTrainedModel:
+def make_model(seed: int = 0, **size: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"head_dim": 8, "intermediate_size": 32} | size
@@ -33,34 +37,60 @@ def make_backbone(seed: int = 0, **size: int) -> PreTrainedModel:
     # Sharper than at initialisation, so that what eviction hides makes a difference.
     for parameter in model.parameters():
         parameter.data.mul_(4.0) if parameter.ndim == 2 else None
-    return add_policy_adapter(prepare_backbone(model), rank=4, alpha=8, target_modules="all-linear")
+    return prepare_backbone(model)
 
 
-def make_module(backbone: PreTrainedModel, replays: bool = True, **options: float) -> GRPO:
-    def make_optimizer(parameters):
-        return torch.optim.AdamW(parameters, lr=1e-2)
+def make_roles(layout: str = "hydra", needed=("policy", "reference"), seed: int = 0, **options) -> Roles:
+    """The roles of a layout on copies of one small model; adapters alike for every layout and seed."""
+    torch.manual_seed(seed)
+    heads = {"reward_head": TRAINED_HEAD, "value_head": TRAINED_HEAD}
+    options = {"lora": LORA} | heads | options
+    return Roles(layout, lambda role: make_model(seed), needed=needed, **options)
 
+
+def shift(roles: Roles, std: float = 0.05, seed: int = 1) -> Roles:
+    """Move the adapters away from zero, so that ratios and KL are not trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in roles.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=std, generator=generator)
+    return roles
+
+
+def make_optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def make_module(roles: Roles, replays: bool = True, **options) -> GRPO:
     options = {"clip_low": 0.2, "clip_high": 0.2} | options
-    return GRPO(backbone, make_optimizer, replays=replays, temperature=1.0, **options)
+    return GRPO(roles, make_optimizer, replays=replays, temperature=1.0, **options)
 
 
 def make_datamodule(
-    backbone: PreTrainedModel,
+    roles: Roles,
     correction: Correction = REPLAY,
     spec: CacheSpec = SPEC,
     seed: int = 0,
+    credit: CreditRule | None = None,
+    kl: KLConfig | None = None,
+    reward=None,
+    task=None,
+    sampling=None,
     **update,
 ) -> RolloutDataModule:
-    task = DigitsAreGood(n_terms=3)
-    update = {"advantage": "grpo", "aggregation": "sequence"} | update
+    task = task or DigitsAreGood(n_terms=3)
+    sampling = {"n_prompts": 4, "group_size": 4, "max_new_tokens": 10, "temperature": 1.0} | (sampling or {})
     return RolloutDataModule(
-        backbone,
+        roles,
         build_task_tokenizer(),
         task,
         PromptSource(task, split="train", seed=seed),
         spec,
         correction,
-        SamplingConfig(n_prompts=4, group_size=4, max_new_tokens=10, temperature=1.0),
-        UpdateConfig(**update),
+        credit or GroupCredit("grpo"),
+        SamplingConfig(**sampling),
+        UpdateConfig(**({"aggregation": "sequence"} | update)),
         seed=seed,
+        kl=kl,
+        reward=reward,
     )

@@ -48,6 +48,11 @@ class ShadowDistillation(RLCallback):
         self.teacher = teacher
         self.anchor_weight = anchor_weight
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Roles beside the policy that it reads."""
+        return ("reference",) if self.teacher == "reference" or self.anchor_weight > 0 else ()
+
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
@@ -56,7 +61,7 @@ class ShadowDistillation(RLCallback):
         student = self._student_hidden(module, batch, outputs, shadow=to_sparse)
         teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not to_sparse)
         losses, metrics = self._term(
-            "smd", self.weight, module, batch, teacher, student, teacher_leads=to_sparse
+            "smd", self.weight, module, batch, self.teacher, teacher, student, teacher_leads=to_sparse
         )
         if self.anchor_weight > 0:
             if to_sparse:
@@ -64,7 +69,14 @@ class ShadowDistillation(RLCallback):
             if not (to_sparse and self.teacher == "reference"):
                 teacher = self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
             more_losses, more_metrics = self._term(
-                "smd/anchor", self.anchor_weight, module, batch, teacher, student, teacher_leads=True
+                "smd/anchor",
+                self.anchor_weight,
+                module,
+                batch,
+                "reference",
+                teacher,
+                student,
+                teacher_leads=True,
             )
             losses, metrics = losses | more_losses, metrics | more_metrics
         return losses, metrics
@@ -75,17 +87,19 @@ class ShadowDistillation(RLCallback):
         weight: float,
         module: PolicyModule,
         batch: TrainBatch,
+        role: str,
         teacher: Float[Tensor, "action dim"],
         student: Float[Tensor, "action dim"],
         *,
         teacher_leads: bool,
     ) -> tuple[Terms, Terms]:
         """weight · KL(teacher ‖ student) where the teacher leads, else weight · KL(student ‖ teacher)."""
-        head = partial(head_logits, module.backbone)
-        vocab_size = text_config(module.backbone).vocab_size
+        backbone = module.roles.backbone("policy")
+        head = partial(head_logits, backbone)
+        vocab_size = text_config(backbone).vocab_size
 
         def frozen_head(hidden: Tensor) -> Tensor:
-            return head(hidden).detach()
+            return head_logits(module.roles.backbone(role), hidden).detach()
 
         if teacher_leads:
             token_kl = policy_kl(teacher, student, frozen_head, head, module.temperature, vocab_size)
@@ -100,12 +114,13 @@ class ShadowDistillation(RLCallback):
     ) -> Float[Tensor, "action dim"]:
         if shadow == module.replays:
             return outputs.hidden
-        return action_hidden(module.backbone, batch.rollout, shadow=shadow)
+        with acting_as(module.roles, "policy") as backbone:
+            return action_hidden(backbone, batch.rollout, shadow=shadow)
 
     def _teacher_hidden(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, role: str, *, shadow: bool
     ) -> Float[Tensor, "action dim"]:
         if role == "policy" and shadow == module.replays:
             return outputs.hidden.detach()
-        with torch.no_grad(), acting_as(module.backbone, role):
-            return action_hidden(module.backbone, batch.rollout, shadow=shadow)
+        with torch.no_grad(), acting_as(module.roles, role) as backbone:
+            return action_hidden(backbone, batch.rollout, shadow=shadow)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from lightning import Callback
 
-from lit_rlkv.data.rollouts import Experience
+from lit_rlkv.data.credit import Experience
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.progress import stderr_console
-from lit_rlkv.data.rollouts import Experience
+from lit_rlkv.data.credit import Experience
+from lit_rlkv.types import prompt_text
 
 FILE_NAME = "samples.jsonl"
 MAX_SHOWN_CHARACTERS = 400
@@ -85,7 +86,7 @@ def draw(experience: Experience, n: int) -> list[Sample]:
     rows = range(0, len(rewards), experience.group_size)[:n]
     return [
         Sample(
-            prompt=experience.problems[row].prompt,
+            prompt=prompt_text(experience.problems[row].prompt),
             completion=experience.completions[row],
             reward=rewards[row],
             iteration=experience.iteration + 1,

@@ -1,7 +1,7 @@
 """PreferenceDataModule: worked solutions to imitate and corrupted ones to rank below them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -9,11 +9,16 @@ import lightning as L
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.data.pairs import DemonstrationBatch, encode_demonstrations, preference_pair
+from lit_rlkv.data.pairs import (
+    DemonstrationBatch,
+    encode_completions,
+    encode_demonstrations,
+    preference_pair,
+)
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.types import TensorBatch
+from lit_rlkv.types import Problem, TensorBatch
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,16 @@ class WarmupBatch(TensorBatch):
     """Demonstrations, and for the first of them a rejected completion of the same prompt."""
 
     chosen: DemonstrationBatch
-    rejected: DemonstrationBatch
-    """Row i pairs with row i of `chosen`; there may be fewer rows."""
+    rejected: DemonstrationBatch | None
+    """Row i pairs with row i of `chosen`; there may be fewer rows. None without any pairs."""
 
 
 class PreferenceDataModule(L.LightningDataModule):
-    """Endless problems, `steps_per_loader` batches a loader; each loader goes on where the last ended."""
+    """Endless problems, `steps_per_loader` batches a loader; each loader goes on where the last ended.
+
+    Args:
+        n_pairs: rows of a batch, from the first, that also bring a rejected completion; 0 for none.
+    """
 
     def __init__(
         self,
@@ -40,8 +49,8 @@ class PreferenceDataModule(L.LightningDataModule):
         seed: int,
     ) -> None:
         super().__init__()
-        if not 1 <= n_pairs <= batch_size:
-            raise ValueError(f"n_pairs={n_pairs} must be between 1 and batch_size={batch_size}")
+        if not 0 <= n_pairs <= batch_size:
+            raise ValueError(f"n_pairs={n_pairs} must be between 0 and batch_size={batch_size}")
         self.task = task
         self.source = source
         self.tokenizer = tokenizer
@@ -57,15 +66,14 @@ class PreferenceDataModule(L.LightningDataModule):
     def next_batch(self) -> WarmupBatch:
         """The next problems of the source; the batch's number names the stream that corrupts them."""
         problems = self.source.take(self.batch_size)
-        rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, self.source.rank))
-        wrong = [
-            replace(p, solution=preference_pair(self.task, p, rng).rejected) for p in problems[: self.n_pairs]
-        ]
+        rejected = self._rejected(problems[: self.n_pairs]) if self.n_pairs else None
         self.n_batches += 1
-        return WarmupBatch(
-            chosen=encode_demonstrations(self.tokenizer, problems),
-            rejected=encode_demonstrations(self.tokenizer, wrong),
-        )
+        return WarmupBatch(chosen=encode_demonstrations(self.tokenizer, problems), rejected=rejected)
+
+    def _rejected(self, problems: Sequence[Problem]) -> DemonstrationBatch:
+        rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, self.source.rank))
+        pairs = [preference_pair(self.task, problem, rng) for problem in problems]
+        return encode_completions(self.tokenizer, [p.prompt for p in pairs], [p.rejected for p in pairs])
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "source": self.source.state_dict()}

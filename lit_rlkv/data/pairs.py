@@ -5,18 +5,20 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.data.tasks.base import Task
 from lit_rlkv.data.tokenizers import encode, encode_prompts
-from lit_rlkv.types import PreferencePair, Problem, TensorBatch
+from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
+from lit_rlkv.models.replay import dense_death
+from lit_rlkv.types import PreferencePair, Problem, Prompt, TensorBatch
 
 
 @dataclass(frozen=True)
 class DemonstrationBatch(TensorBatch):
-    """Prompts with completions to imitate; every completion starts at the same column."""
+    """Prompts with completions to imitate or to judge; every completion starts at the same column."""
 
     token_ids: Int[Tensor, "batch seq"]
     is_token: Bool[Tensor, "batch seq"]
@@ -25,21 +27,20 @@ class DemonstrationBatch(TensorBatch):
     """True on completion tokens, including the end-of-sequence token."""
 
 
-@dataclass(frozen=True)
-class PairBatch(TensorBatch):
-    """Prompts with a right and a wrong completion; all completions start at the same column."""
-
-    chosen_ids: Int[Tensor, "pair seq"]
-    chosen_is_token: Bool[Tensor, "pair seq"]
-    chosen_is_target: Bool[Tensor, "pair seq"]
-    rejected_ids: Int[Tensor, "pair seq"]
-    rejected_is_token: Bool[Tensor, "pair seq"]
-    rejected_is_target: Bool[Tensor, "pair seq"]
-
-
 def preference_pair(task: Task, problem: Problem, rng: Random) -> PreferencePair:
-    """The worked solution against a corrupted one; raises if the task's verifier does not tell them apart."""
+    """The worked solution against a corrupted one.
+
+    Raises:
+        ValueError: the task's verifier, or where it has none a comparison, does not tell them apart.
+    """
     pair = PreferencePair(problem.prompt, problem.solution, task.corrupt(problem, rng))
+    if not task.is_verifiable:
+        if pair.chosen == pair.rejected:
+            raise ValueError(
+                f"{type(task).__name__} gives {pair} two equal sides, but one of a pair must be better; "
+                "mend its corrupt"
+            )
+        return pair
     scores = task.score(problem, pair.chosen), task.score(problem, pair.rejected)
     if scores != (1.0, 0.0):
         raise ValueError(
@@ -53,29 +54,13 @@ def encode_demonstrations(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]
 ) -> DemonstrationBatch:
     """Prompts and their worked solutions, for supervised fine-tuning."""
-    return _encode(tokenizer, [p.prompt for p in problems], [p.solution for p in problems])
+    return encode_completions(tokenizer, [p.prompt for p in problems], [p.solution for p in problems])
 
 
-def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[PreferencePair]) -> PairBatch:
-    """Both sides of each pair, padded to one common shape."""
-    prompts = [pair.prompt for pair in pairs]
-    both = _encode(
-        tokenizer, prompts + prompts, [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    )
-    chosen, rejected = both.rows(slice(len(pairs))), both.rows(slice(len(pairs), None))
-    return PairBatch(
-        chosen_ids=chosen.token_ids,
-        chosen_is_token=chosen.is_token,
-        chosen_is_target=chosen.is_target,
-        rejected_ids=rejected.token_ids,
-        rejected_is_token=rejected.is_token,
-        rejected_is_target=rejected.is_target,
-    )
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]
+def encode_completions(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> DemonstrationBatch:
+    """Each prompt, padded on the left, with its completion and an end of sequence, padded on the right."""
     left = encode_prompts(tokenizer, prompts)
     endings = [[*encode(tokenizer, completion), tokenizer.eos_token_id] for completion in completions]
     width = max(len(ending) for ending in endings)
@@ -89,3 +74,14 @@ def _encode(
         is_token=torch.cat([left.attention_mask, is_ending], dim=1),
         is_target=torch.cat([torch.zeros_like(left.attention_mask), is_ending], dim=1),
     )
+
+
+def dense_hidden(backbone: PreTrainedModel, batch: DemonstrationBatch) -> Float[Tensor, "batch seq dim"]:
+    """Last hidden states where every token sees all before it; gradients flow.
+
+    Raises:
+        ValueError: more tokens than the backbone attends to exactly.
+    """
+    check_length(backbone, batch.token_ids.shape[1])
+    positions = token_positions(batch.is_token)
+    return hidden_states(backbone, batch.token_ids, positions, death=dense_death(batch.is_token))

@@ -1,21 +1,24 @@
 """The stream of problems: reproducible, split into train and eval, shared out over ranks, resumable."""
 
 import hashlib
+import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import lru_cache
 
 from lit_rlkv.data.tasks.base import FiniteTask, Task
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.types import Problem
+from lit_rlkv.types import Problem, Prompt
 
 _EVAL_ONE_IN = 10
 _MAX_DRAWS = 1000
 
 
-def split_of(prompt: str) -> str:
+def split_of(prompt: Prompt) -> str:
     """The split of a prompt whatever the task and seed: "eval" for about one in ten, else "train"."""
-    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+    text = prompt if isinstance(prompt, str) else json.dumps([asdict(message) for message in prompt])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "big") % _EVAL_ONE_IN == 0 else "train"
 
 

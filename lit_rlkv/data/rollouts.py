@@ -9,94 +9,131 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.advantages import group
+from lit_rlkv.data.credit import CreditRule, Experience
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.rewarding import RewardConfig, RewardRule
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import replay_logps
-from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.masking import masked_sum
+from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
-from lit_rlkv.objectives.corrections import Correction, Weights
+from lit_rlkv.objectives.corrections import Correction
+from lit_rlkv.objectives.kl import ESTIMATORS, LOSSES, adapted_weight, k1
 from lit_rlkv.rewards import score
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
+from lit_rlkv.types import Problem, Rollout, TrainBatch
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are drawn."""
+    """How responses are drawn, and scored."""
 
     n_prompts: int
     """Prompts per iteration; each gets `group_size` responses."""
     group_size: int
     max_new_tokens: int
     temperature: float
+    rows_per_pass: int | None = None
+    """Most responses in one forward when the roles score them; None: all at once."""
+    stacks_passes: bool = False
+    """Different passes of one backbone run as one batch."""
+    value_shadow: bool = True
+    """Whether the critic sees what the sampler saw, or the whole text."""
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """The pull to the reference.
+
+    Raises:
+        ValueError: an estimator, a place or an adaptation that does not exist.
+    """
+
+    weight: float = 0.0
+    place: str = "loss"
+    """`loss`: a term of its own, with a gradient; `reward`: the reward of each action pays for it."""
+    estimator: str = "k3"
+    target: float | None = None
+    """Nats per response (k1) that the weight is steered to (arXiv:1909.08593); None keeps the weight."""
+    horizon: float = 10_000.0
+    """Responses over which it is steered."""
+
+    def __post_init__(self) -> None:
+        if self.place not in ("loss", "reward"):
+            raise ValueError(f"place={self.place!r} is unknown; choose loss or reward")
+        known = LOSSES if self.place == "loss" else ESTIMATORS
+        if self.estimator not in known:
+            raise ValueError(
+                f"estimator={self.estimator!r} does not serve in the {self.place}; "
+                f"choose one of {', '.join(known)}"
+            )
+        if self.weight < 0:
+            raise ValueError(f"weight={self.weight} rewards leaving the reference; give at least 0")
+        if self.target is not None and (self.weight == 0 or self.target <= 0 or self.horizon <= 0):
+            raise ValueError(
+                f"target={self.target} steers weight={self.weight} over horizon={self.horizon}; "
+                "all three must be more than 0"
+            )
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
     """How a rollout is turned into optimizer steps."""
 
-    advantage: str
     aggregation: str
     n_epochs: int = 1
     n_minibatches: int = 1
     """Optimizer steps per epoch over the rollout."""
     n_micro_batches: int = 1
     """Forward and backward passes per optimizer step: less memory, the same gradient."""
-    drop_uniform_groups: bool = False
-    needs_reference: bool = False
-
-
-@dataclass(frozen=True)
-class Experience:
-    """One iteration's rollout with everything that was found out about it, for callbacks to look at."""
-
-    iteration: int
-    problems: Sequence[Problem]
-    completions: Sequence[str]
-    rollout: Rollout
-    rewards: Rewards
-    advantages: Float[Tensor, "prompt group"]
-    old_logps: Float[Tensor, "batch seq"]
-    weights: Weights
-    group_size: int
+    mask_truncated: bool = False
+    """Responses that were cut off count nothing in the policy's loss."""
+    learner_parts: tuple[tuple[str, ...], ...] = (("policy",),)
+    """Roles that learn together from a micro-batch, which comes once for each part."""
 
 
 class RolloutDataModule(L.LightningDataModule):
     """Prompts, rollout, reward and credit, done once each time a loader is asked for.
 
-    Every draw comes from a stream named by seed and iteration, and the prompts from the source's cursor, so
-    these and the parameters are the whole state of training.
+    Every draw comes from a stream named by seed and iteration, and the prompts from the source's cursor.
+    These, the parameters, the KL's weight and the moments of the rewards are the whole state of training.
     """
 
     def __init__(
         self,
-        backbone: PreTrainedModel,
+        roles: Roles,
         tokenizer: PreTrainedTokenizerBase,
         task: Task,
         source: PromptSource,
         cache: CacheSpec,
         correction: Correction,
+        credit: CreditRule,
         sampling: SamplingConfig,
         update: UpdateConfig,
         seed: int,
+        kl: KLConfig | None = None,
+        reward: RewardConfig | None = None,
         on_rollout_end: Sequence[Callable[[Experience], None]] = (),
     ) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.roles = roles
         self.tokenizer = tokenizer
         self.task = task
         self.source = source
         self.cache = CacheSpec.dense() if correction.samples_dense else cache
         self.correction = correction
+        self.credit = credit.for_task(task)
         self.sampling = sampling
         self.update = update
         self.seed = seed
+        self.kl = kl or KLConfig()
+        self.kl_weight = self.kl.weight
+        self.reward = RewardRule(reward or RewardConfig())
         self.iteration = 0
         self.on_rollout_end = list(on_rollout_end)
 
@@ -112,12 +149,45 @@ class RolloutDataModule(L.LightningDataModule):
     @torch.no_grad()
     def collect(self) -> Experience:
         """Sample, score and judge one batch of responses."""
-        config, group_size = self.sampling, self.sampling.group_size
-        problems = [p for p in self.source.take(config.n_prompts) for _ in range(group_size)]
-        prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(self.backbone.device)
-        with acting_as(self.backbone, "policy"):
-            rollout = generate(
-                self.backbone,
+        group_size = self.sampling.group_size
+        problems = [p for p in self.source.take(self.sampling.n_prompts) for _ in range(group_size)]
+        rollout = self._sample(problems)
+        is_action, device = rollout.is_action, rollout.token_ids.device
+        scores = self._scores(rollout)
+        old_logps = scores.get("policy", rollout.sampler_logps)
+        ref_logps = scores.get("reference")
+        has_eos = ((rollout.token_ids == self.tokenizer.eos_token_id) & is_action).any(dim=1)
+        completions = decode_completions(self.tokenizer, rollout.token_ids, is_action)
+        components = {}
+        if self.task.is_verifiable:
+            verified = score(self.task.score, problems, completions)
+            components = {name: value.to(device) for name, value in verified.components.items()}
+        if "reward" in scores:
+            components["learned"] = scores["reward"]
+        kl_weight = self.kl_weight
+        self._steer_kl(old_logps, ref_logps, is_action)
+        return Experience(
+            iteration=self.iteration,
+            problems=problems,
+            completions=completions,
+            rollout=rollout,
+            rewards=self.reward(components, has_eos),
+            has_eos=has_eos,
+            old_logps=old_logps,
+            ref_logps=ref_logps,
+            kl_weight=kl_weight,
+            kl_penalty=self._kl_penalty(old_logps, ref_logps, is_action, kl_weight),
+            values=scores.get("value"),
+            weights=self.correction.weigh(old_logps - rollout.sampler_logps, is_action),
+            group_size=group_size,
+        )
+
+    def _sample(self, problems: Sequence[Problem]) -> Rollout:
+        config, device = self.sampling, self.roles.backbone("policy").device
+        prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(device)
+        with acting_as(self.roles, "policy") as backbone:
+            return generate(
+                backbone,
                 prompts.token_ids,
                 prompts.attention_mask,
                 cache=self.cache,
@@ -125,93 +195,114 @@ class RolloutDataModule(L.LightningDataModule):
                 eos_token_id=self.tokenizer.eos_token_id,
                 pad_token_id=self.tokenizer.pad_token_id,
                 temperature=config.temperature,
-                generator=stream(
-                    self.seed, "sample", self.iteration, self.source.rank, device=self.backbone.device
-                ),
+                generator=stream(self.seed, "sample", self.iteration, self.source.rank, device=device),
             )
-            old_logps = self._old_logps(rollout)
-        completions = decode_completions(self.tokenizer, rollout.token_ids, rollout.is_action)
-        rewards = score(self.task.score, problems, completions)
-        advantages = group.ESTIMATORS[self.update.advantage](rewards.total.view(-1, group_size))
-        return Experience(
-            iteration=self.iteration,
-            problems=problems,
-            completions=completions,
-            rollout=rollout,
-            rewards=rewards,
-            advantages=advantages,
-            old_logps=old_logps,
-            weights=self.correction.weigh(old_logps - rollout.sampler_logps, rollout.is_action),
-            group_size=group_size,
+
+    def _scores(self, rollout: Rollout) -> dict[str, Tensor]:
+        """What the roles say of the rollout. π_old is the sampler where their views are the same."""
+        sees_same = self.correction.replays or self.cache.is_dense
+        # Where nothing dies both views are one, and roles that ask for either may share a forward.
+        dense_view = self.correction.replays and self.cache.is_dense
+        views = {
+            "policy": False,
+            "reference": self.correction.replays,
+            "reward": dense_view,
+            "value": self.sampling.value_shadow,
+        }
+        wanted = {role for role in self.roles.needed if role != "policy" or not sees_same}
+        return score_rollout(
+            self.roles,
+            rollout,
+            {role: shadow for role, shadow in views.items() if role in wanted},
+            temperature=self.sampling.temperature,
+            rows_per_pass=self.sampling.rows_per_pass,
+            stacks_passes=self.sampling.stacks_passes,
         )
 
-    def _old_logps(self, rollout: Rollout) -> Float[Tensor, "batch seq"]:
-        """π_old under the learner's view; where the sampler's is the same, it has been computed already."""
-        if self.correction.replays or self.cache.is_dense:
-            return rollout.sampler_logps
-        return replay_logps(self.backbone, rollout, shadow=False, temperature=self.sampling.temperature)
+    def _kl_penalty(
+        self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float
+    ) -> Float[Tensor, "batch seq"]:
+        """β·KL of each action where the reward pays for it."""
+        if ref_logps is None or self.kl.place != "reward":
+            return torch.zeros_like(old_logps)
+        token_kl = ESTIMATORS[self.kl.estimator](old_logps, ref_logps)
+        return weight * token_kl.masked_fill(~is_action, 0.0)
+
+    def _steer_kl(self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor) -> None:
+        """Set the weight of the next iteration."""
+        if self.kl.target is None or ref_logps is None:
+            return
+        n = len(old_logps)
+        kl = float(masked_sum(k1(old_logps, ref_logps), is_action)) / n
+        self.kl_weight = adapted_weight(self.kl_weight, kl, n, target=self.kl.target, horizon=self.kl.horizon)
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """The optimizer steps of an iteration, each in its micro-batches."""
         rollout, update = experience.rollout, self.update
-        ref_logps = torch.zeros_like(rollout.sampler_logps)
-        if update.needs_reference:
-            with torch.no_grad(), acting_as(self.backbone, "reference"):
-                ref_logps = replay_logps(
-                    self.backbone,
-                    rollout,
-                    shadow=self.correction.replays,
-                    temperature=self.sampling.temperature,
-                )
-        advantages = experience.advantages.flatten().to(rollout.token_ids.device)
+        credit = self.credit.assign(experience)
+        ref_logps = experience.ref_logps
         whole = TrainBatch(
             rollout=rollout,
-            advantages=group.broadcast_to_actions(advantages, rollout.is_action),
+            advantages=credit.advantages,
             old_logps=experience.old_logps,
-            ref_logps=ref_logps,
+            ref_logps=torch.zeros_like(experience.old_logps) if ref_logps is None else ref_logps,
             correction=experience.weights.weight,
             loss_weight=torch.zeros_like(rollout.sampler_logps),
+            kl_weight=experience.kl_weight if self.kl.place == "loss" else 0.0,
             n_actions=0,
             is_fresh=True,
             ends_step=True,
+            old_values=experience.values,
+            returns=credit.returns,
         )
-        is_counted = self._is_counted(experience)
-        n_rows = len(rollout.token_ids)
+        is_counted = credit.is_counted
+        if update.mask_truncated:
+            is_counted = is_counted & experience.has_eos[:, None]
         for epoch in range(update.n_epochs):
             generator = stream(self.seed, "shuffle", experience.iteration, epoch)
-            order = torch.randperm(n_rows, generator=generator).to(rollout.token_ids.device)
-            for number, rows in enumerate(order.tensor_split(update.n_minibatches)):
+            order = torch.randperm(len(credit.units), generator=generator).to(credit.units.device)
+            for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
                 is_fresh = epoch == 0 and number == 0
-                yield from self._micro_batches(whole, rows, is_counted, is_fresh)
+                yield from self._micro_batches(whole, credit.units[chosen], is_counted, is_fresh)
 
     def _micro_batches(
-        self, whole: TrainBatch, rows: Tensor, is_counted: Bool[Tensor, "batch seq"], is_fresh: bool
+        self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"], is_fresh: bool
     ) -> Iterator[TrainBatch]:
         aggregate = AGGREGATIONS[self.update.aggregation]
+        rows = units.flatten()
         loss_weight = torch.zeros_like(whole.loss_weight)
         loss_weight[rows] = aggregate(is_counted[rows], self.sampling.max_new_tokens)
-        n_actions = int(whole.rollout.is_action[rows].sum())
-        parts = [part for part in rows.tensor_split(self.update.n_micro_batches) if len(part)]
+        step = replace(
+            whole,
+            loss_weight=loss_weight,
+            n_actions=int(whole.rollout.is_action[rows].sum()),
+            n_pairs=_n_pairs(whole.advantages, units),
+            is_fresh=is_fresh,
+        )
+        parts = [part.flatten() for part in units.tensor_split(self.update.n_micro_batches) if len(part)]
+        learner_parts = self.update.learner_parts
         for number, part in enumerate(parts):
-            yield replace(
-                replace(whole, loss_weight=loss_weight).rows(part),
-                n_actions=n_actions,
-                is_fresh=is_fresh,
-                ends_step=number == len(parts) - 1,
-            )
-
-    def _is_counted(self, experience: Experience) -> Bool[Tensor, "batch seq"]:
-        """Actions that the policy loss counts. The other rows stay in the batch, for distillation."""
-        is_counted = experience.weights.is_counted
-        if not self.update.drop_uniform_groups:
-            return is_counted
-        rewards = experience.rewards.total.view(-1, experience.group_size)
-        is_kept = group.is_informative(rewards).repeat_interleave(experience.group_size)
-        return is_counted & is_kept.to(is_counted.device)[:, None]
+            for learners in learner_parts:
+                is_last = number == len(parts) - 1 and learners == learner_parts[-1]
+                yield replace(step.rows(part), ends_step=is_last, learners=learners)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "source": self.source.state_dict()}
+        return {
+            "iteration": self.iteration,
+            "source": self.source.state_dict(),
+            "kl_weight": self.kl_weight,
+            "reward": self.reward.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.iteration = state_dict["iteration"]
         self.source.load_state_dict(state_dict["source"])
+        self.kl_weight = state_dict["kl_weight"]
+        self.reward.load_state_dict(state_dict["reward"])
+
+
+def _n_pairs(advantages: Float[Tensor, "batch seq"], units: Tensor) -> int:
+    """Pairs among the units that count; 0 where a unit is a single row."""
+    if units.shape[1] == 1:
+        return 0
+    return int((advantages[units[:, 0]] != 0).any(dim=1).sum())

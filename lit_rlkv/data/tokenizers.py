@@ -2,15 +2,17 @@
 
 import string
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import cast
 
 import torch
 from jaxtyping import Bool, Int
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lit_rlkv.types import PromptBatch
+from lit_rlkv.types import Message, Prompt, PromptBatch, prompt_text
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -71,18 +73,38 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return _plain_ids(tokenizer, text)
 
 
-def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """The prompt as one user message in the tokenizer's chat template, or as it is where there is none."""
+def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """The prompt in the tokenizer's chat template, up to where the assistant's answer begins.
+
+    A text is one user message, or stays as it is where there is no template.
+
+    Raises:
+        ValueError: a chat where there is no template, or one that the template does not take.
+    """
     if tokenizer.chat_template is None:
-        return prompt
-    message = [{"role": "user", "content": prompt}]
-    return cast(str, tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        if isinstance(prompt, str):
+            return prompt
+        raise ValueError(
+            f"the tokenizer has no chat template to write the chat {prompt_text(prompt)!r} with; use a model "
+            "that has one, or prompts that are text"
+        )
+    chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    messages = [asdict(message) for message in chat]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(
+            f"the tokenizer's chat template refuses {prompt_text(prompt)!r}: {error}; change the "
+            "messages, or use another model"
+        ) from error
+    return cast(str, text)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Token ids of a formatted prompt, with the model's opening tokens unless a chat template wrote them."""
-    check_encodable(tokenizer, prompt)
     text = format_prompt(tokenizer, prompt)
+    for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
+        check_encodable(tokenizer, content)
     token_ids = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
     if not token_ids:
         raise ValueError(
@@ -91,7 +113,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return token_ids
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> PromptBatch:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> PromptBatch:
     """The prompts, formatted with the chat template where there is one, left-padded to the longest."""
     if not prompts:
         raise ValueError("an empty list of prompts makes no batch; give at least one")

@@ -1,53 +1,294 @@
-"""Roles on one backbone: which LoRA adapter is on while the same weights are read."""
+"""Policy, reference, reward model and critic on one backbone, or on several where a layout asks for them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-ADAPTER_OF_ROLE: dict[str, str | None] = {"reference": None, "reward": None, "policy": "policy"}
+from lit_rlkv.models.backbone import text_config
+from lit_rlkv.models.heads import ScalarHead
+
+ROLES = ("policy", "reference", "reward", "value")
+TRAINED = ("policy", "value")
+CRITICS = ("reward", "value")
+"""Roles that read a scalar head; a separately trained reward model is the backbone of these."""
 
 
-def add_policy_adapter(
-    backbone: PreTrainedModel, *, rank: int, alpha: int, target_modules: Sequence[str] | str
-) -> PreTrainedModel:
-    """Freeze the backbone and inject the policy's LoRA; with B = 0 the policy starts as the reference.
+@dataclass(frozen=True)
+class Layout:
+    """Which backbone each role reads, and which adapter is on meanwhile."""
+
+    backbone: Mapping[str, str]
+    adapter: Mapping[str, str | None]
+    """None is the backbone as it is; a layout without any adapter trains whole backbones."""
+
+    @property
+    def trains_backbones(self) -> bool:
+        return self.adapter["policy"] is None
+
+    def shares_critic(self) -> bool:
+        """Whether one backbone serves the policy and the critics, so that their weights must be the same."""
+        return self.backbone["policy"] == self.backbone["reward"]
+
+
+_NO_ADAPTER = dict.fromkeys(ROLES)
+_TWO_ADAPTERS = _NO_ADAPTER | {"policy": "policy", "value": "value"}
+_ALONE = {role: role for role in ROLES}
+_SHARED = dict.fromkeys(ROLES, "shared")
+LAYOUTS = {
+    "ppo": Layout(_ALONE, _NO_ADAPTER),
+    "lora_ppo": Layout(_ALONE, _TWO_ADAPTERS),
+    "dynamic_lora": Layout(
+        {"policy": "actor", "reference": "actor", "reward": "critic", "value": "critic"}, _TWO_ADAPTERS
+    ),
+    "j_hydra": Layout(_SHARED, _NO_ADAPTER | {"policy": "joint", "value": "joint"}),
+    "hydra": Layout(_SHARED, _TWO_ADAPTERS),
+}
+"""The five variants of Hydra-RLHF (arXiv:2309.00754, Table 2)."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The adapters of the trained roles (arXiv:2106.09685)."""
+
+    rank: int
+    alpha: int
+    target_modules: Sequence[str] | str
+    """Module names, or "all-linear"."""
+
+
+class Roles(nn.Module):
+    """The backbones and heads of a layout, as far as the roles in `needed` ask for them.
+
+    Adapters start at zero and the value head at `value_head`, so at first every trained role computes what
+    its backbone does. Outside of `acting_as` all adapters are off.
+
+    Args:
+        load: a prepared backbone of its own for a role; called once for each backbone of the layout.
+        reward_head: trained weights of a `ScalarHead`; needed for the reward role.
+        value_head: weights that the value head starts from; None starts at zero.
+        checkpoints_layers: keep only layer inputs for the backward pass and recompute the rest.
 
     Raises:
-        ValueError: `target_modules` name no module of this backbone.
+        ValueError: an unknown layout or role, adapters that fit nowhere, a reward role without a head.
     """
-    backbone.requires_grad_(False)
-    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
-    inject_adapter_in_model(config, backbone, adapter_name="policy")
-    if isinstance(backbone.get_output_embeddings(), BaseTunerLayer):
+
+    def __init__(
+        self,
+        layout: str,
+        load: Callable[[str], PreTrainedModel],
+        *,
+        lora: LoraSpec,
+        needed: Collection[str] = ("policy", "reference"),
+        reward_head: Mapping[str, Tensor] | None = None,
+        value_head: Mapping[str, Tensor] | None = None,
+        checkpoints_layers: bool = False,
+    ) -> None:
+        super().__init__()
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
+        self.layout = LAYOUTS[layout]
+        self.needed = tuple(role for role in ROLES if role in {"policy", *needed})
+        if "reward" in self.needed and reward_head is None:
+            raise ValueError(
+                "the reward role needs a trained reward head, and this checkpoint has none; warm up with "
+                "preference pairs, or take the verifier as the reward"
+            )
+        self.backbones = nn.ModuleDict()
+        for role in self.needed:
+            if self.layout.backbone[role] not in self.backbones:
+                self.backbones[self.layout.backbone[role]] = load(role)
+        self._add_adapters(lora)
+        self.heads = nn.ModuleDict()
+        for role, start in (("reward", reward_head), ("value", value_head)):
+            if role in self.needed:
+                self.heads[role] = _make_head(self.backbone(role), start).requires_grad_(role in TRAINED)
+        self.checkpoints_layers = checkpoints_layers
+        if checkpoints_layers:
+            for name in self.backbones:
+                self._checkpoint_layers(name)
+
+    def backbone(self, role: str) -> PreTrainedModel:
+        """The backbone that a role reads, without switching anything.
+
+        Raises:
+            ValueError: the role is unknown, or was not asked for when these were built.
+        """
+        if role not in self.needed:
+            known = f"unknown role {role!r}" if role not in ROLES else f"role {role!r} was not built"
+            raise ValueError(f"{known}; choose one of {', '.join(self.needed)}")
+        return self.named_backbone(self.layout.backbone[role])
+
+    def named_backbone(self, name: str) -> PreTrainedModel:
+        """A backbone by its name in the layout."""
+        return cast(PreTrainedModel, self.backbones[name])
+
+    def head(self, role: str) -> ScalarHead:
+        """The scalar head of the reward or value role."""
+        return cast(ScalarHead, self.heads[role])
+
+    def _add_adapters(self, lora: LoraSpec) -> None:
+        for name in self.backbones:
+            backbone = self.named_backbone(name)
+            roles = [r for r in self.needed if r in TRAINED and self.layout.backbone[r] == name]
+            adapters = dict.fromkeys(a for r in roles if (a := self.layout.adapter[r]) is not None)
+            backbone.requires_grad_(self.layout.trains_backbones and bool(roles))
+            if roles == ["value"]:
+                freeze_output_head(backbone)
+            for adapter in adapters:
+                add_adapter(backbone, adapter, lora)
+
+    def _checkpoint_layers(self, name: str) -> None:
+        """Checkpoint the layers of a backbone, each recomputed in the role of its first forward.
+
+        peft's layers read their adapter when they run, so without this a layer that is recomputed after a
+        switch would silently use the other role's. The shadow mask is an argument of the layer, and so bound.
+        """
+        backbone = self.named_backbone(name)
+        layers = checkpointed_layers(backbone)
+        if not layers:
+            raise ValueError(
+                f"{type(backbone).__name__} has no layers that can be checkpointed; "
+                "use roles.gradient_checkpointing=false"
+            )
+
+        def in_first_role() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), switched(backbone, active_adapter(backbone))
+
+        function = partial(checkpoint, use_reentrant=False, context_fn=in_first_role)
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
+def _make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> ScalarHead:
+    head = ScalarHead(text_config(backbone).hidden_size)
+    if start is not None:
+        head.load_state_dict(dict(start))
+    return head.to(device=backbone.device, dtype=backbone.dtype)
+
+
+def freeze_output_head(backbone: PreTrainedModel) -> None:
+    """A critic reads no logits; an LM head that is not also the input embedding has nothing to learn."""
+    head = backbone.get_output_embeddings()
+    if head.weight is not backbone.get_input_embeddings().weight:
+        head.requires_grad_(False)
+
+
+def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
+    """Inject one more LoRA adapter, switched off; with B = 0 it changes nothing yet.
+
+    Raises:
+        ValueError: `target_modules` name no module of this backbone, or the output head.
+    """
+    # A second adapter goes where the first one went: "all-linear" would find the first one's own matrices.
+    present = [name for name, module in backbone.named_modules() if isinstance(module, LoraLayer)]
+    given = lora.target_modules
+    targets = present or (given if isinstance(given, str) else list(given))
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
+    inject_adapter_in_model(config, backbone, adapter_name=name)
+    if isinstance(backbone.get_output_embeddings(), LoraLayer):
         raise ValueError(
-            f"target_modules={targets!r} put an adapter on the output head, which all roles share; "
-            "leave it out"
+            f"target_modules={given!r} put an adapter on the output head, which all roles share; leave it out"
         )
-    return backbone
+    for layer in lora_layers(backbone):
+        layer._disable_adapters = True
+    for parameter_name, parameter in backbone.named_parameters():
+        if "lora_" in parameter_name:  # injecting one adapter freezes the others
+            parameter.requires_grad_(True)
+
+
+def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
+    return [module for module in backbone.modules() if isinstance(module, LoraLayer)]
+
+
+def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def active_adapter(backbone: PreTrainedModel) -> str | None:
+    """The adapter that is on now, None if all are off."""
+    for layer in lora_layers(backbone):
+        return None if layer._disable_adapters else layer.active_adapters[0]
+    return None
 
 
 @contextmanager
-def acting_as(backbone: PreTrainedModel, role: str) -> Iterator[PreTrainedModel]:
-    """Run the backbone in one role; the role before it is restored on leaving, also after an error.
+def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
+    """The backbone of a role with that role's adapter on; the role before is restored, also after an error.
 
-    Forward and backward of a role belong inside one such block. Which parameters train is not changed.
+    Blocks nest. Which parameters train is not changed. Layers that are recomputed later for the backward pass
+    use the role of this forward, whatever role is active then.
+
+    Raises:
+        ValueError: an unknown role, or layers checkpointed in a way that forgets the role.
     """
-    if role not in ADAPTER_OF_ROLE:
-        raise ValueError(f"unknown role {role!r}; choose one of {', '.join(ADAPTER_OF_ROLE)}")
-    is_off = ADAPTER_OF_ROLE[role] is None
-    layers = [module for module in backbone.modules() if isinstance(module, BaseTunerLayer)]
-    if not layers and not is_off:
-        raise ValueError(f"role {role!r} needs its adapter; call add_policy_adapter on the backbone first")
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        # peft's own switch, enable_adapters, also flips requires_grad, which a role must not change.
-        for layer in layers:
-            layer._disable_adapters = is_off
+    backbone = roles.backbone(role)
+    with ExitStack() as stack:
+        stack.enter_context(switched(backbone, roles.layout.adapter[role]))
+        stack.enter_context(_recomputing(backbone, roles.checkpoints_layers))
         yield backbone
+
+
+@contextmanager
+def switched(backbone: PreTrainedModel, adapter: str | None) -> Iterator[None]:
+    """One adapter on, or all off; what was on before is restored."""
+    layers = lora_layers(backbone)
+    before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
+    try:
+        # peft's own switches also flip requires_grad, which a role must not change.
+        for layer in layers:
+            layer._disable_adapters = adapter is None
+            layer._active_adapter = [adapter] if adapter is not None else layer._active_adapter
+        yield
     finally:
-        for layer, was_off in zip(layers, before, strict=True):
-            layer._disable_adapters = was_off
+        for layer, (was_off, was_active) in zip(layers, before, strict=True):
+            layer._disable_adapters, layer._active_adapter = was_off, was_active
+
+
+@contextmanager
+def _recomputing(backbone: PreTrainedModel, is_ours: bool) -> Iterator[None]:
+    """Checkpoint the layers while gradients flow, and never while sampling, whatever mode the model is in."""
+    layers = checkpointed_layers(backbone)
+    if not is_ours and any(layer.gradient_checkpointing for layer in layers):
+        raise ValueError(
+            "this backbone checkpoints its layers in transformers' own way, which recomputes them in "
+            "whatever role is active then; turn that off and use roles.gradient_checkpointing=true"
+        )
+    before = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.training = is_ours and torch.is_grad_enabled()
+        yield
+    finally:
+        for layer, was_training in zip(layers, before, strict=True):
+            layer.training = was_training
+
+
+@contextmanager
+def acting_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> Iterator[None]:
+    """One adapter for each row of the batch (None: off), so that several roles share one forward.
+
+    Without gradients only. Raises ValueError (peft's) from a layer that mixes up the rows of a batch.
+    """
+    names = ["__base__" if adapter is None else adapter for adapter in adapters]
+
+    def route(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs | {"adapter_names": names}
+
+    with ExitStack() as stack:
+        stack.enter_context(switched(backbone, next(a for a in adapters if a is not None)))
+        for layer in lora_layers(backbone):
+            stack.enter_context(cast(nn.Module, layer).register_forward_pre_hook(route, with_kwargs=True))
+        yield

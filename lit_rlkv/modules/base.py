@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
 
-from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.masking import masked_sum, weighted_sum
+from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import action_hidden, action_logps
+from lit_rlkv.objectives import kl
 from lit_rlkv.types import TrainBatch
 
 Terms = dict[str, Tensor]
@@ -42,29 +43,45 @@ class PolicyModule(L.LightningModule, ABC):
     """Base of the RL modules. A subclass says in `objective` what the loss of the policy is.
 
     Args:
-        backbone: prepared, with the policy's adapter.
+        roles: with the policy, and the reference where a KL to it is wanted.
         make_optimizer: from parameters to an optimizer.
         replays: whether the learner sees what the sampler saw.
         temperature: the sampler's.
         n_decay_steps: optimizer steps in which the learning rate falls linearly to 0; None keeps it.
+        kl_estimator: of the KL to the reference in the loss, whose weight comes with the batch.
     """
 
     def __init__(
         self,
-        backbone: PreTrainedModel,
+        roles: Roles,
         make_optimizer: MakeOptimizer,
         *,
         replays: bool,
         temperature: float,
         n_decay_steps: int | None = None,
+        kl_estimator: str = "k3",
     ) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.roles = roles
         self.make_optimizer = make_optimizer
         self.replays = replays
         self.temperature = temperature
         self.n_decay_steps = n_decay_steps
+        self.estimate_kl = kl.LOSSES[kl_estimator]
         self.loss_terms: Sequence[LossTerm] = ()
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """Refuse options that cannot work, before there is a model to train.
+
+        Raises:
+            ValueError: naming the option.
+        """
+
+    @property
+    def learner_parts(self) -> tuple[tuple[str, ...], ...]:
+        """Roles that learn together from a micro-batch; it comes once for each part."""
+        return (("policy",),)
 
     @abstractmethod
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
@@ -74,19 +91,40 @@ class PolicyModule(L.LightningModule, ABC):
         """`loss` with its gradient, and metrics that add up over the micro-batches of a step."""
         if not batch.ends_step and isinstance(self._trainer, L.Trainer):
             raise ValueError(
-                "lightning.Trainer steps the optimizer after every micro-batch; use n_micro_batches=1 with it"
+                "lightning.Trainer steps the optimizer after every micro-batch; use n_micro_batches=1 and, "
+                "for PPO, loss.separate_passes=false with it"
             )
-        with acting_as(self.backbone, "policy"):
-            hidden = action_hidden(self.backbone, batch.rollout, shadow=self.replays)
-            logps, entropy = action_logps(self.backbone, batch.rollout, hidden, self.temperature)
+        losses, metrics = self.step_terms(batch)
+        loss = torch.stack(list(losses.values())).sum()
+        return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
+
+    def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:
+        """Loss terms and metrics of the roles that learn from this micro-batch."""
+        _, losses, metrics = self.policy_terms(batch)
+        return losses, metrics
+
+    def policy_terms(self, batch: TrainBatch) -> tuple[StepOutputs, Terms, Terms]:
+        """One forward of the policy, and all that is learned from it: algorithm, KL, callbacks' terms."""
+        with acting_as(self.roles, "policy") as backbone:
+            hidden = action_hidden(backbone, batch.rollout, shadow=self.replays)
+            logps, entropy = action_logps(backbone, batch.rollout, hidden, self.temperature)
             outputs = StepOutputs(hidden, logps, entropy)
             losses, metrics = self.objective(batch, outputs)
-            for term in self.loss_terms:
+            for term in (PolicyModule._reference_kl, *self.loss_terms):
                 more_losses, more_metrics = term(self, batch, outputs)
                 losses, metrics = losses | more_losses, metrics | more_metrics
-        loss = torch.stack(list(losses.values())).sum()
         metrics["entropy"] = entropy.sum() / batch.n_actions
-        return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
+        if batch.is_fresh and self.replays:
+            gap = (logps - batch.rollout.sampler_logps).abs()
+            metrics["kv/replay_gap"] = torch.where(batch.rollout.is_action, gap, 0.0).max()
+        return outputs, losses, metrics
+
+    def _reference_kl(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+        if batch.kl_weight == 0:
+            return {}, {}
+        token_kl = self.estimate_kl(outputs.logps, batch.ref_logps)
+        mean_kl = masked_sum(token_kl, batch.rollout.is_action) / batch.n_actions
+        return {"kl_loss": batch.kl_weight * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])

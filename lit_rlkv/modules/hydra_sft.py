@@ -1,4 +1,4 @@
-"""Hydra-SFT: the LM head and the reward head trained together on one backbone (arXiv:2309.00754)."""
+"""Hydra-SFT: an LM head and a reward head on one backbone, trained together or apart (arXiv:2309.00754)."""
 
 import math
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,54 +14,87 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from lit_rlkv.data.demonstrations import WarmupBatch
-from lit_rlkv.data.pairs import DemonstrationBatch
+from lit_rlkv.data.pairs import DemonstrationBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
-from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token
-from lit_rlkv.models.replay import dense_death
 from lit_rlkv.objectives.preference import ranking_loss
 
 FINAL_LR_FRACTION = 0.02
 
 
 class HydraSFT(L.LightningModule):
-    """CE(chosen) + reward_weight · −log σ(r(chosen) − r(rejected)); learning rate warmed up, then cosine."""
+    """lm_weight · CE(chosen) + reward_weight · −log σ(r(chosen) − r(rejected)).
+
+    A head of weight 0 costs nothing: without the reward head no rejected side is read, and without the LM
+    head only the rows that have one. The learning rate is warmed up, then falls along a cosine.
+
+    Args:
+        backbone: prepared; all of it trains.
+        make_optimizer: from parameters to an optimizer.
+        n_steps: optimizer steps in all, of which `n_warmup_steps` warm the learning rate up.
+
+    Raises:
+        ValueError: both weights are 0.
+    """
 
     def __init__(
         self,
         backbone: PreTrainedModel,
         make_optimizer: Callable[[list[Tensor]], Optimizer],
         *,
-        reward_weight: float,
+        lm_weight: float | int = 1.0,
+        reward_weight: float | int,
         n_steps: int,
         n_warmup_steps: int,
     ) -> None:
         super().__init__()
+        if lm_weight == 0 and reward_weight == 0:
+            raise ValueError(
+                "lm_weight=0 and reward_weight=0 leave nothing to learn; give one of them a weight"
+            )
         self.backbone = backbone
-        self.reward_head = ScalarHead(text_config(backbone).hidden_size).to(backbone.device)
+        self.reward_head: ScalarHead | None = None
+        """None where its weight is 0."""
+        if reward_weight != 0:
+            self.reward_head = ScalarHead(text_config(backbone).hidden_size).to(backbone.device)
         self.make_optimizer = make_optimizer
+        self.lm_weight = lm_weight
         self.reward_weight = reward_weight
         self.n_steps = n_steps
         self.n_warmup_steps = n_warmup_steps
 
     def training_step(self, batch: WarmupBatch, batch_idx: int) -> dict[str, Tensor]:
-        hidden = self._hidden(batch.chosen)
-        lm_loss = self._lm_loss(batch.chosen, hidden)
-        n_pairs = len(batch.rejected.token_ids)
-        chosen = self.reward_head(last_token(hidden[:n_pairs], batch.chosen.is_token[:n_pairs]))
-        rejected = self.reward_head(last_token(self._hidden(batch.rejected), batch.rejected.is_token))
-        reward_loss = ranking_loss(chosen, rejected)
-        return {
-            "loss": lm_loss + self.reward_weight * reward_loss,
-            "lm_loss": lm_loss.detach(),
-            "reward_loss": reward_loss.detach(),
-            "pair_accuracy": (chosen > rejected).float().mean(),
-            "margin": (chosen - rejected).detach().mean(),
-        }
+        """`loss` with its gradient, and metrics of the heads that learn."""
+        chosen = batch.chosen
+        if self.lm_weight == 0:
+            chosen = chosen.rows(slice(len(self._rejected(batch).token_ids)))
+        hidden = dense_hidden(self.backbone, chosen)
+        losses: list[Tensor] = []
+        metrics: dict[str, Tensor] = {}
+        if self.lm_weight != 0:
+            lm_loss = self._lm_loss(chosen, hidden)
+            losses.append(self.lm_weight * lm_loss)
+            metrics["lm_loss"] = lm_loss.detach()
+        if self.reward_head is not None:
+            rejected = self._rejected(batch)
+            n_pairs = len(rejected.token_ids)
+            better = self.reward_head(last_token(hidden[:n_pairs], chosen.is_token[:n_pairs]))
+            worse = self.reward_head(last_token(dense_hidden(self.backbone, rejected), rejected.is_token))
+            reward_loss = ranking_loss(better, worse)
+            losses.append(self.reward_weight * reward_loss)
+            metrics["reward_loss"] = reward_loss.detach()
+            metrics["pair_accuracy"] = (better > worse).float().mean()  # neither a tie nor NaN is right
+            metrics["margin"] = (better - worse).detach().mean()
+        return {"loss": torch.stack(losses).sum(), **metrics}
 
-    def _hidden(self, batch: DemonstrationBatch) -> Float[Tensor, "batch seq dim"]:
-        positions = token_positions(batch.is_token)
-        return hidden_states(self.backbone, batch.token_ids, positions, death=dense_death(batch.is_token))
+    def _rejected(self, batch: WarmupBatch) -> DemonstrationBatch:
+        if batch.rejected is None:
+            raise ValueError(
+                f"reward_weight={self.reward_weight} ranks pairs, and this batch has none; give the data "
+                "n_pairs, or reward_weight=0"
+            )
+        return batch.rejected
 
     def _lm_loss(
         self, batch: DemonstrationBatch, hidden: Float[Tensor, "batch seq dim"]

@@ -1,12 +1,10 @@
 """Score a policy on held-out prompts, dense and at each budget."""
 
-from transformers import PreTrainedModel
-
 from lit_rlkv.callbacks.progress import track
 from lit_rlkv.data.evaluation import EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.hydra import Roles
 from lit_rlkv.stages.parts import Parts
 from lit_rlkv.types import EvalRow, Rollout
 
@@ -21,7 +19,7 @@ def evaluation_caches(parts: Parts) -> list[CacheSpec]:
     return [CacheSpec.dense(), *sparse]
 
 
-def evaluate_policy(parts: Parts, backbone: PreTrainedModel, role: str) -> tuple[list[EvalRow], Rollout]:
+def evaluate_policy(parts: Parts, roles: Roles) -> tuple[list[EvalRow], Rollout]:
     """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
     cfg = parts.cfg.evaluation
     source = PromptSource(parts.task, split="eval", seed=parts.cfg.seed)
@@ -34,10 +32,10 @@ def evaluate_policy(parts: Parts, backbone: PreTrainedModel, role: str) -> tuple
         batch_size=cfg.batch_size,
         seed=parts.cfg.seed,
     )
-    evaluator = Evaluator(backbone, parts.tokenizer, parts.task, problems, config)
+    evaluator = Evaluator(roles, parts.tokenizer, parts.task, problems, config)
     caches = evaluation_caches(parts)
     rows, pictured = [], None
-    with track("eval", len(caches)) as advance, acting_as(backbone, role), parts.fabric.autocast():
+    with track("eval", len(caches)) as advance, parts.fabric.autocast():
         for cache in caches:
             row, rollout = evaluator.score_cache(cache)
             rows.append(row)

@@ -1,47 +1,123 @@
 """RL: the policy's module, its data, and the loop."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from omegaconf import DictConfig
+from safetensors.torch import load_file
+from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
-from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.rollouts import RolloutDataModule, SamplingConfig, UpdateConfig
+from lit_rlkv.data.rewarding import RewardConfig
+from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
 from lit_rlkv.loop import train
-from lit_rlkv.models.hydra import add_policy_adapter
+from lit_rlkv.models.hydra import CRITICS, LAYOUTS, LoraSpec, Roles
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.stages.parts import Parts
+from lit_rlkv.stages.parts import Parts, load_backbone
+from lit_rlkv.stages.warmup import REWARD_HEAD
+
+REWARD_MODEL = "reward_model"
+"""Folder in a warm model for a reward model of its own weights."""
 
 
-def make_policy(parts: Parts, backbone: PreTrainedModel) -> PolicyModule:
-    """The RL module: the backbone frozen, the policy's LoRA on it."""
-    cfg = parts.cfg
-    torch.manual_seed(derive_seed(cfg.seed, "lora"))
-    targets = cfg.roles.target_modules
-    with as_config_errors("roles"):
-        add_policy_adapter(
-            backbone,
-            rank=cfg.roles.rank,
-            alpha=cfg.roles.alpha,
-            target_modules=targets if isinstance(targets, str) else list(targets),
+def critic_folder(start: str | Path) -> str | Path:
+    """Where the critics' backbone and reward head are: the warm model itself unless it has them apart."""
+    apart = Path(start) / REWARD_MODEL
+    return apart if apart.is_dir() else start
+
+
+def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
+    """The trained reward head beside a backbone, None where there is none."""
+    path = Path(folder) / REWARD_HEAD
+    return load_file(path) if path.is_file() else None
+
+
+def needed_roles(cfg: DictConfig) -> set[str]:
+    """The roles that the algorithm, its KL, the reward and the distillation ask for, beside the policy."""
+    needed = set(build(cfg.algorithm.credit).needs)
+    if cfg.reward.learned != 0:
+        needed.add("reward")
+    if cfg.algorithm.kl.weight > 0:
+        needed.add("reference")
+    if cfg.distillation is not None:
+        needed |= set(build(cfg.distillation).needs)
+    return needed
+
+
+def make_roles(parts: Parts, start: str | Path) -> Roles:
+    """The backbones, adapters and heads of the layout, all from one warm model.
+
+    Raises:
+        ConfigError: the warm model lacks what the layout and the algorithm need.
+    """
+    cfg, settings = parts.cfg, parts.cfg.roles
+    needed = needed_roles(cfg)
+    critic = critic_folder(start)
+    reward_head = load_reward_head(critic)
+    if critic != start and LAYOUTS[settings.layout].shares_critic() and needed & set(CRITICS):
+        raise ConfigError(
+            f"roles={settings.layout} has one backbone for policy and critics, but {start} holds a reward "
+            f"model with weights of its own; use roles=dynamic_lora, or warm up with sft.joint=true"
         )
-    algorithm = cfg.algorithm
+    if "value" in needed and settings.value_init == "reward" and reward_head is None:
+        raise ConfigError(
+            f"roles.value_init=reward starts the critic from the reward head, and {start} has none; use "
+            "roles.value_init=zero, or warm up with preference pairs (stages=[sft,...], sft.n_pairs)"
+        )
+    torch.manual_seed(derive_seed(cfg.seed, "lora"))
+    targets = settings.target_modules
+    with as_config_errors("roles"):
+        return Roles(
+            settings.layout,
+            lambda role: load_backbone(parts, critic if role in CRITICS else start),
+            lora=LoraSpec(
+                settings.rank, settings.alpha, targets if isinstance(targets, str) else list(targets)
+            ),
+            needed=needed,
+            reward_head=reward_head,
+            value_head=reward_head if settings.value_init == "reward" else None,
+            checkpoints_layers=settings.gradient_checkpointing,
+        )
+
+
+def make_policy(parts: Parts, start: str | Path) -> PolicyModule:
+    """The RL module of the algorithm."""
+    cfg, algorithm = parts.cfg, parts.cfg.algorithm
     n_steps = algorithm.n_iterations * algorithm.n_epochs * algorithm.n_minibatches
+    # Only a KL in the loss has an estimator there; one in the reward may be k1, which has no gradient.
+    in_loss = {"kl_estimator": algorithm.kl.estimator} if algorithm.kl.place == "loss" else {}
+    critic = {"value_shadow": value_shadow(parts)} if has_critic(cfg) else {}
+    roles = make_roles(parts, start)
     make_module = build(algorithm.loss)
     with as_config_errors("algorithm.loss"):
         module: PolicyModule = make_module(
-            backbone,
+            roles,
             build(cfg.optimizer),
             replays=cfg.correction.replays,
             temperature=cfg.rollout.temperature,
             n_decay_steps=n_steps if algorithm.lr_schedule == "linear" else None,
+            **in_loss,
+            **critic,
         )
     return module
+
+
+def has_critic(cfg: DictConfig) -> bool:
+    return "value" in build(cfg.algorithm.credit).needs
+
+
+def value_shadow(parts: Parts) -> bool:
+    """Whether the critic sees what the sampler saw; where nothing is evicted, it takes the policy's view."""
+    correction = parts.cfg.correction
+    if correction.samples_dense or parts.cache.is_dense:
+        return bool(correction.replays)
+    return bool(parts.cfg.roles.value_view == "shadow")
 
 
 def train_policy(
@@ -55,28 +131,33 @@ def train_policy(
     cfg = parts.cfg
     algorithm = cfg.algorithm
     datamodule = RolloutDataModule(
-        module.backbone,
+        module.roles,
         parts.tokenizer,
         parts.task,
         PromptSource(parts.task, split="train", seed=derive_seed(cfg.seed, "prompts", "rl")),
         parts.cache,
         build(cfg.correction),
+        build(algorithm.credit),
         SamplingConfig(
             n_prompts=cfg.rollout.n_prompts,
             group_size=algorithm.group_size,
             max_new_tokens=cfg.rollout.max_new_tokens,
             temperature=cfg.rollout.temperature,
+            rows_per_pass=cfg.rollout.rows_per_pass,
+            stacks_passes=cfg.roles.stack_passes,
+            value_shadow=value_shadow(parts),
         ),
         UpdateConfig(
-            advantage=algorithm.advantage,
             aggregation=algorithm.aggregation,
             n_epochs=algorithm.n_epochs,
             n_minibatches=algorithm.n_minibatches,
             n_micro_batches=algorithm.n_micro_batches,
-            drop_uniform_groups=algorithm.drop_uniform_groups,
-            needs_reference=algorithm.loss.get("kl_weight", 0.0) > 0,
+            mask_truncated=algorithm.mask_truncated,
+            learner_parts=module.learner_parts,
         ),
         seed=cfg.seed,
+        kl=KLConfig(**algorithm.kl),
+        reward=RewardConfig(**cfg.reward),
         on_rollout_end=[callback.on_rollout_end for callback in callbacks],
     )
     module.loss_terms = [callback.loss_terms for callback in callbacks]

@@ -1,29 +1,37 @@
-"""Hydra-SFT: the warm model that RL starts from, made once and kept for every later run."""
+"""The warm model that RL starts from, made by supervised fine-tuning once and kept for every later run."""
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from lightning import Callback
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.config import ConfigError, build, expanded
+from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.loop import train
+from lit_rlkv.models.backbone import check_length
+from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone
 
 WARM_FORMAT = 1
 """Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
 WARM_DONE = "warm.json"
 REWARD_HEAD = "reward_head.safetensors"
+REWARD_MODEL = "reward_model"
+"""Folder in a warm model for a reward model with weights of its own."""
 
 
 def warm_folder(cfg: DictConfig) -> Path:
@@ -66,44 +74,122 @@ def start_folder(cfg: DictConfig, run_dir: Path) -> str | Path | None:
     )
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One pass of training over all weights of the backbone."""
+
+    lm_weight: float | int
+    reward_weight: float | int
+    n_steps: int
+    batch_size: int
+    n_pairs: int
+    seed: int
+    """Of the problems and of what is wrong in rejected completions."""
+
+
+def training_passes(cfg: DictConfig) -> list[Pass]:
+    """What `sft` asks for: the LM head with or without the reward head; then perhaps a reward model alone."""
+    is_shared = cfg.joint and cfg.n_pairs > 0 and cfg.reward_weight > 0
+    first = Pass(
+        lm_weight=1.0,
+        reward_weight=cfg.reward_weight if is_shared else 0.0,
+        n_steps=cfg.n_steps,
+        batch_size=cfg.batch_size,
+        n_pairs=cfg.n_pairs if is_shared else 0,
+        seed=cfg.seed,
+    )
+    if cfg.joint:
+        return [first]
+    seed = derive_seed(cfg.seed, "prompts", "reward")
+    return [first, Pass(0.0, 1.0, cfg.reward_steps, cfg.n_pairs, cfg.n_pairs, seed)]
+
+
 def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
-    """Hydra-SFT on worked solutions; the result is kept for the next run with this config to start from."""
-    cfg = parts.cfg.sft
+    """Hydra-SFT on worked solutions; the result is kept for the next run with this config to start from.
+
+    The folder holds backbone and tokenizer, and `REWARD_HEAD` if that head was trained with the LM head. A
+    reward model trained apart, which starts as the finished LM, has backbone and head in `REWARD_MODEL`.
+
+    Raises:
+        ConfigError: the task's solutions or pairs cannot be learned from; said before any training.
+    """
+    check_hooks(callbacks)
     backbone = load_backbone(parts, expanded(parts.cfg.model.path))
+    passes = training_passes(parts.cfg.sft)
+    _check_data(parts, backbone, passes)
+    folder = warm_folder(parts.cfg)
+    n_done = 0
+    with _appearing_whole(folder) as partial:
+        # A reward model of its own goes on training in place, once the LM's weights are on the disk.
+        for stage, target in zip(passes, (partial, partial / REWARD_MODEL), strict=False):
+            n_done, head = _train(parts, backbone, stage, callbacks, n_done)
+            backbone.save_pretrained(target)
+            if head is not None:
+                save_file(head.state_dict(), target / REWARD_HEAD)
+        parts.tokenizer.save_pretrained(partial)
+        config = OmegaConf.to_container(parts.cfg.sft, resolve=True)
+        (partial / WARM_DONE).write_text(json.dumps({"config": config}))
+    return folder
+
+
+def _check_data(parts: Parts, backbone: PreTrainedModel, passes: Sequence[Pass]) -> None:
+    """Make a batch of each pass, so that what is wrong with the data is said before any work."""
+    with as_config_errors("task"):
+        for stage in passes:
+            batch = _data(parts, stage).next_batch()
+            sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
+            check_length(backbone, max(side.token_ids.shape[1] for side in sides))
+
+
+def _data(parts: Parts, stage: Pass) -> PreferenceDataModule:
+    return PreferenceDataModule(
+        parts.task,
+        PromptSource(parts.task, split="train", seed=stage.seed),
+        parts.tokenizer,
+        batch_size=stage.batch_size,
+        n_pairs=stage.n_pairs,
+        steps_per_loader=min(parts.cfg.sft.steps_per_iteration, stage.n_steps),
+        seed=stage.seed,
+    )
+
+
+def _train(
+    parts: Parts, backbone: PreTrainedModel, stage: Pass, callbacks: Sequence[Callback], n_done: int
+) -> tuple[int, ScalarHead | None]:
+    """Iterations done after this pass, counted on from those before it, and the reward head it trained."""
+    cfg = parts.cfg.sft
     module = HydraSFT(
         backbone,
         build(cfg.optimizer),
-        reward_weight=cfg.reward_weight,
-        n_steps=cfg.n_steps,
+        lm_weight=stage.lm_weight,
+        reward_weight=stage.reward_weight,
+        n_steps=stage.n_steps,
         n_warmup_steps=cfg.n_warmup_steps,
     )
-    datamodule = PreferenceDataModule(
-        parts.task,
-        PromptSource(parts.task, split="train", seed=cfg.seed),
-        parts.tokenizer,
-        batch_size=cfg.batch_size,
-        n_pairs=cfg.n_pairs,
-        steps_per_loader=min(cfg.steps_per_iteration, cfg.n_steps),
-        seed=cfg.seed,
-    )
-    check_hooks(callbacks)
+    datamodule = _data(parts, stage)
+    n_iterations = n_done + stage.n_steps // datamodule.steps_per_loader
     train(
         parts.fabric,
         module,
         datamodule,
         callbacks=callbacks,
-        n_iterations=cfg.n_steps // datamodule.steps_per_loader,
+        first_iteration=n_done,
+        n_iterations=n_iterations,
         max_grad_norm=cfg.max_grad_norm,
     )
-    folder = warm_folder(parts.cfg)
-    # Named by process: two runs may warm up the same model at once, and the first to finish stays.
+    return n_iterations, module.reward_head
+
+
+@contextmanager
+def _appearing_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write in, which takes its name when the block is done; nothing stays of it after an error.
+
+    It is named by process until then: two runs may write the same one, and the first to finish stays.
+    """
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    backbone.save_pretrained(partial)
-    parts.tokenizer.save_pretrained(partial)
-    save_file(module.reward_head.state_dict(), partial / REWARD_HEAD)
-    (partial / WARM_DONE).write_text(json.dumps({"config": OmegaConf.to_container(cfg, resolve=True)}))
-    if folder.exists():
-        shutil.rmtree(partial)
-    else:
-        os.replace(partial, folder)
-    return folder
+    try:
+        yield partial
+        if not folder.exists():
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

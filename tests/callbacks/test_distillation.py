@@ -5,25 +5,22 @@ from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import action_hidden, action_logps, dense_death, replay_death
 from lit_rlkv.modules.base import StepOutputs
-from tests.training import make_backbone, make_datamodule, make_module
+from tests.training import make_datamodule, make_module, make_roles, shift
 
 
 @pytest.fixture
 def run():
     torch.manual_seed(0)
-    backbone = make_backbone()
-    for name, parameter in backbone.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.1)
-    module = make_module(backbone)
-    batch = next(iter(make_datamodule(backbone).train_dataloader()))
+    roles = shift(make_roles(), std=0.1)
+    module = make_module(roles)
+    batch = next(iter(make_datamodule(roles).train_dataloader()))
     return module, batch
 
 
 def outputs_of(module, batch):
-    with acting_as(module.backbone, "policy"):
-        hidden = action_hidden(module.backbone, batch.rollout, shadow=module.replays)
-        return StepOutputs(hidden, *action_logps(module.backbone, batch.rollout, hidden, 1.0))
+    with acting_as(module.roles, "policy") as backbone:
+        hidden = action_hidden(backbone, batch.rollout, shadow=module.replays)
+        return StepOutputs(hidden, *action_logps(backbone, batch.rollout, hidden, 1.0))
 
 
 def full_log_softmax(module, batch, role, *, shadow):
@@ -31,8 +28,8 @@ def full_log_softmax(module, batch, role, *, shadow):
     rollout = batch.rollout
     death = replay_death(rollout) if shadow else dense_death(rollout.is_token)
     positions = (rollout.is_token.long().cumsum(1) - 1).clamp(min=0)
-    with acting_as(module.backbone, role):
-        logits = module.backbone(
+    with acting_as(module.roles, role) as backbone:
+        logits = backbone(
             input_ids=rollout.token_ids,
             position_ids=positions,
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),

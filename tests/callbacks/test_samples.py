@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.callbacks.samples import MAX_SHOWN_CHARACTERS, Sample, Samples, draw, render, thinned
-from lit_rlkv.data.rollouts import Experience
+from lit_rlkv.data.credit import Experience
 from lit_rlkv.objectives.corrections import Weights
 from lit_rlkv.types import Problem, Rewards, Rollout
 
@@ -23,8 +23,12 @@ def make_experience(iteration=0, n_prompts=3, group_size=2, completion="answer {
         completions=[completion.format(row=row, iteration=iteration) for row in range(n)],
         rollout=Rollout(zeros.long(), false, false, zeros, torch.zeros(n, 1, 1, 2).int(), 0),
         rewards=Rewards(torch.arange(n) / 4, {}),
-        advantages=torch.zeros(n_prompts, group_size),
+        has_eos=false.any(dim=1),
         old_logps=zeros,
+        ref_logps=None,
+        kl_weight=0.0,
+        kl_penalty=zeros,
+        values=None,
         weights=Weights(zeros, false),
         group_size=group_size,
     )

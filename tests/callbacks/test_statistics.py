@@ -5,7 +5,7 @@ import torch
 
 from lit_rlkv.callbacks.statistics import RolloutStatistics, rollout_correction, rollout_statistics
 from lit_rlkv.objectives.corrections import Correction, truncated, unweighted
-from tests.training import make_backbone, make_datamodule
+from tests.training import make_roles, make_datamodule
 
 
 def test_mismatch_matches_hand_arithmetic():
@@ -26,10 +26,10 @@ def test_mismatch_matches_hand_arithmetic():
 
 
 def test_statistics_describe_the_rollout():
-    backbone = make_backbone()
-    datamodule = make_datamodule(backbone)
+    roles = make_roles()
+    datamodule = make_datamodule(roles)
     experience = datamodule.collect()
-    found = rollout_statistics(experience, eos_token_id=1)
+    found = rollout_statistics(experience)
     rewards = experience.rewards.total.view(4, 4)
     n_uniform = sum(len(set(row)) == 1 for row in rewards.tolist())
     assert found["reward"] == pytest.approx(sum(rewards.flatten().tolist()) / 16)
@@ -41,18 +41,18 @@ def test_statistics_describe_the_rollout():
 
 def test_a_dense_learner_shows_its_mismatch():
     arm = Correction(samples_dense=False, replays=False, weigh=truncated)
-    experience = make_datamodule(make_backbone(), correction=arm).collect()
-    found = rollout_statistics(experience, eos_token_id=1)
+    experience = make_datamodule(make_roles(), correction=arm).collect()
+    found = rollout_statistics(experience)
     assert found["rollout_corr/k3_kl"] > 1e-3
     assert found["rollout_corr/rollout_is_eff_sample_size"] < 0.999
     dense = Correction(samples_dense=True, replays=False, weigh=unweighted)
-    experience = make_datamodule(make_backbone(), correction=dense).collect()
-    assert rollout_statistics(experience, eos_token_id=1)["rollout_corr/k3_kl"] == 0.0
+    experience = make_datamodule(make_roles(), correction=dense).collect()
+    assert rollout_statistics(experience)["rollout_corr/k3_kl"] == 0.0
 
 
 def test_statistics_join_the_metrics_of_their_iteration():
-    callback = RolloutStatistics(eos_token_id=1)
-    callback.on_rollout_end(make_datamodule(make_backbone()).collect())
+    callback = RolloutStatistics()
+    callback.on_rollout_end(make_datamodule(make_roles()).collect())
     metrics = {"time/data": 2.0}
     callback.on_iteration_end(1, 1, metrics)
     assert metrics["tokens_per_second"] == metrics["num_tokens"] / 2.0

@@ -8,7 +8,7 @@ from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, e
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.rollout import generate
-from tests.training import make_backbone
+from tests.training import make_roles
 
 SPARSE = CacheSpec(policy="snapkv", budget=7, interval=2, sink=1, window=2)
 
@@ -21,7 +21,7 @@ class Parity(ChainSum):
 
 
 def make_evaluator(**options):
-    backbone, tokenizer, task = make_backbone(), build_task_tokenizer(), Parity(n_terms=3)
+    roles, tokenizer, task = make_roles(), build_task_tokenizer(), Parity(n_terms=3)
     problems = PromptSource(task, split="eval", seed=0).take(24)
     config = {
         "max_new_tokens": 10,
@@ -31,7 +31,7 @@ def make_evaluator(**options):
         "batch_size": 10,
         "seed": 0,
     }
-    return Evaluator(backbone, tokenizer, task, problems, EvalConfig(**config | options))
+    return Evaluator(roles, tokenizer, task, problems, EvalConfig(**config | options))
 
 
 def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
@@ -41,7 +41,7 @@ def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
     for problem in evaluator.problems:
         prompt = encode_prompts(evaluator.tokenizer, [problem.prompt])
         rollout = generate(
-            evaluator.backbone,
+            evaluator.roles.backbone("policy"),
             prompt.token_ids,
             prompt.attention_mask,
             cache=SPARSE,
@@ -60,7 +60,7 @@ def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
 def test_mismatch_is_the_mean_log_ratio_of_sampler_and_dense_learner():
     evaluator = make_evaluator(sampling_temperature=0.7)
     row, sampled = evaluator.score_cache(SPARSE)
-    dense = replay_logps(evaluator.backbone, sampled, shadow=False, temperature=0.7)
+    dense = replay_logps(evaluator.roles.backbone("policy"), sampled, shadow=False, temperature=0.7)
     terms = [
         (sampled.sampler_logps[r, c] - dense[r, c]).item() for r, c in sampled.is_action.nonzero().tolist()
     ]

@@ -1,5 +1,6 @@
 """The stream of problems."""
 
+import hashlib
 import random
 from collections import Counter
 
@@ -7,13 +8,15 @@ import pytest
 
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.data.tasks import ChainSum, Sorting
-from lit_rlkv.types import Problem
+from lit_rlkv.types import Message, Problem
 
 TASK = ChainSum(n_terms=4)
 
 
 class Questions:
     """A finite task of numbered questions."""
+
+    is_verifiable = True
 
     def __init__(self, n):
         self.n = n
@@ -67,6 +70,25 @@ def test_about_one_prompt_in_ten_is_for_eval():
     # 10,000 prompts at one in ten: 1000 expected, standard deviation 30.
     counts = Counter(split_of(f"prompt {index}") for index in range(10_000))
     assert 850 < counts["eval"] < 1150
+
+
+def test_the_split_of_a_text_stays_what_it_always_was():
+    # Of these twenty the three whose BLAKE2b digest of 8 bytes, big-endian, is divisible by 10.
+    digests = {f"question {n}": hashlib.blake2b(f"question {n}".encode(), digest_size=8) for n in range(20)}
+    held_out = {text for text, digest in digests.items() if int(digest.hexdigest(), 16) % 10 == 0}
+    assert {text for text in digests if split_of(text) == "eval"} == held_out
+
+
+def test_a_chat_is_split_by_all_of_its_messages():
+    def is_held_out(role, first, last):
+        return split_of((Message(role, f"{first}"), Message("user", f"{last}"))) == "eval"
+
+    splits = [is_held_out("system", first, last) for first in range(40) for last in range(40)]
+    # 1600 chats at one in ten: 160 expected, standard deviation 12.
+    assert 100 < sum(splits) < 220
+    # No single message, and no role, decides: among 40 chats that share the rest there are both splits.
+    assert len(set(splits[:40])) == len(set(splits[::40])) == 2
+    assert splits != [is_held_out("assistant", first, last) for first in range(40) for last in range(40)]
 
 
 @pytest.mark.parametrize("task", [TASK, Questions(50)])

@@ -3,11 +3,11 @@ from dataclasses import fields
 import pytest
 import torch
 
-from tests.training import make_backbone, make_datamodule
+from tests.training import make_roles, make_datamodule
 
 
 def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():
-    data = make_datamodule(make_backbone())
+    data = make_datamodule(make_roles())
     first, second = data.collect(), None
     data.iteration += 1
     second = data.collect()
@@ -16,11 +16,11 @@ def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():
 
 
 def test_state_brings_back_the_same_iteration():
-    data = make_datamodule(make_backbone())
+    data = make_datamodule(make_roles())
     list(data.train_dataloader())
     state = data.state_dict()
     expected = next(iter(data.train_dataloader()))
-    again = make_datamodule(make_backbone())
+    again = make_datamodule(make_roles())
     again.load_state_dict(state)
     found = next(iter(again.train_dataloader()))
     assert torch.equal(found.rollout.token_ids, expected.rollout.token_ids)
@@ -32,7 +32,7 @@ def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
     n_minibatches, n_micro_batches, n_epochs
 ):
     data = make_datamodule(
-        make_backbone(), n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=n_epochs
+        make_roles(), n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=n_epochs
     )
     experience = data.collect()
     batches = list(data.minibatches(experience))
@@ -51,16 +51,18 @@ def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
 
 
 def test_advantages_of_a_group_sum_to_zero_and_stand_on_actions_only():
-    data = make_datamodule(make_backbone())
+    data = make_datamodule(make_roles())
     experience = data.collect()
-    assert experience.advantages.abs().max() > 0
-    torch.testing.assert_close(experience.advantages.sum(dim=1), torch.zeros(4), rtol=0, atol=1e-5)
+    first = data.credit.assign(experience).advantages
     (batch,) = data.minibatches(experience)
+    of_response = first.gather(1, experience.rollout.is_action.float().argmax(dim=1, keepdim=True))
+    assert of_response.abs().max() > 0
+    torch.testing.assert_close(of_response.view(4, 4).sum(dim=1), torch.zeros(4), rtol=0, atol=1e-5)
     assert (batch.advantages[~batch.rollout.is_action] == 0).all()
 
 
 def test_rows_and_devices_keep_every_field():
-    (batch,) = make_datamodule(make_backbone()).train_dataloader()
+    (batch,) = make_datamodule(make_roles()).train_dataloader()
     part = batch.rows(torch.tensor([3, 1])).to("cpu")
     for field in fields(batch.rollout):
         value, source = getattr(part.rollout, field.name), getattr(batch.rollout, field.name)

@@ -11,9 +11,17 @@ from lit_rlkv.data.tokenizers import (
     check_encodable,
     decode_completions,
     encode,
+    encode_prompt,
     encode_prompts,
     format_prompt,
     load_tokenizer,
+)
+from lit_rlkv.types import Message, prompt_text
+
+CHAT = (Message("user", "one"), Message("assistant", "two"), Message("user", "one two"))
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -75,6 +83,55 @@ def test_a_chat_template_wraps_the_prompt_once_and_adds_no_opening_token():
     tokenizer.chat_template = "<bos>{{ messages[0].content }}{% if add_generation_prompt %} two{% endif %}"
     assert format_prompt(tokenizer, "one") == "<bos>one two"
     assert encode_prompts(tokenizer, ["one"]).token_ids.tolist() == [[1, 4, 5]]
+
+
+def chat_tokenizer(template):
+    tokenizer = word_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_chat_goes_through_the_template_message_by_message():
+    assert format_prompt(chat_tokenizer(TEMPLATE), CHAT) == "<user>one<assistant>two<user>one two<assistant>"
+
+
+def test_a_text_is_a_chat_of_one_user_message():
+    tokenizer = chat_tokenizer(TEMPLATE)
+    assert format_prompt(tokenizer, "one") == format_prompt(tokenizer, (Message("user", "one"),))
+    assert format_prompt(tokenizer, "one") != format_prompt(tokenizer, (Message("system", "one"),))
+
+
+def test_chats_and_texts_make_one_batch_without_opening_tokens():
+    tokenizer = chat_tokenizer("<bos>{% for message in messages %} {{ message.content }}{% endfor %}")
+    prompts = encode_prompts(tokenizer, [CHAT, "two"])
+    assert prompts.token_ids.tolist() == [[1, 4, 5, 4, 5], [3, 3, 3, 1, 5]]
+
+
+def test_a_chat_without_a_template_to_write_it_with_is_refused():
+    says = (
+        "no chat template to write the chat 'user: one.* with; use a model that has one, or prompts .* text"
+    )
+    for tokenizer in (build_task_tokenizer(), word_tokenizer(pad_token="<pad>", eos_token="<eos>")):
+        with pytest.raises(ValueError, match=says):
+            encode_prompt(tokenizer, CHAT)
+
+
+def test_a_chat_that_the_template_refuses_is_shown_with_the_reason():
+    tokenizer = chat_tokenizer("{{ raise_exception('no system messages here') }}")
+    with pytest.raises(
+        ValueError, match="refuses 'system: one': no system messages here; change the messages"
+    ):
+        encode_prompt(tokenizer, (Message("system", "one"),))
+
+
+def test_an_unknown_word_is_named_wherever_in_a_chat_it_stands():
+    with pytest.raises(ValueError, match="no token for 'three' in 'two three'"):
+        encode_prompt(chat_tokenizer(TEMPLATE), (Message("system", "two three"), Message("user", "one")))
+
+
+def test_people_read_a_chat_as_roles_and_contents_and_a_text_as_it_is():
+    assert prompt_text(CHAT) == "user: one\nassistant: two\nuser: one two"
+    assert prompt_text("1+2=") == "1+2="
 
 
 def test_without_a_chat_template_the_prompt_stays_as_it_is():

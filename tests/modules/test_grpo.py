@@ -3,12 +3,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lit_rlkv.data.credit import GroupCredit
+from lit_rlkv.data.rollouts import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, truncated, unweighted
 from lit_rlkv.types import Rewards
-from tests.training import REPLAY, make_backbone, make_datamodule, make_module
+from tests.training import REPLAY, make_datamodule, make_module, make_roles, shift
 
 ARMS = {
     "dense": Correction(True, False, unweighted),
@@ -18,15 +20,6 @@ ARMS = {
     "sparse_rl": Correction(False, False, sparse_rl),
     "shadow": REPLAY,
 }
-
-
-def shifted_backbone():
-    """A policy that has moved away from the reference, so that ratios and KL are not trivial."""
-    backbone = make_backbone()
-    for name, parameter in backbone.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.05)
-    return backbone
 
 
 def weights_by_definition(arm, rho, is_action):
@@ -53,21 +46,21 @@ def weights_by_definition(arm, rho, is_action):
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @pytest.mark.parametrize("arm", list(ARMS))
 def test_loss_equals_its_definition(arm, aggregation):
-    backbone = shifted_backbone()
+    roles = shift(make_roles())
     correction = ARMS[arm]
-    module = make_module(backbone, replays=correction.replays)
-    data = make_datamodule(backbone, correction=correction, aggregation=aggregation)
+    module = make_module(roles, replays=correction.replays)
+    data = make_datamodule(roles, correction=correction, aggregation=aggregation)
     experience = data.collect()
     (batch,) = data.minibatches(experience)
     # a policy that has moved since the rollout: some ratios leave the clip range
-    for name, parameter in backbone.named_parameters():
+    for name, parameter in roles.named_parameters():
         if "lora_B" in name:
             parameter.data.mul_(2.0)
     loss = float(module.training_step(batch, 0)["policy_loss"])
 
     rollout = batch.rollout
     is_action = rollout.is_action
-    with torch.no_grad(), acting_as(backbone, "policy"):
+    with torch.no_grad(), acting_as(roles, "policy") as backbone:
         logps = replay_logps(backbone, rollout, shadow=correction.replays)
     old = batch.old_logps
     weight, is_counted = weights_by_definition(arm, (old - rollout.sampler_logps).exp(), is_action)
@@ -89,34 +82,34 @@ def test_loss_equals_its_definition(arm, aggregation):
 
 
 def test_arms_with_a_dense_learner_recompute_what_the_sampler_saw_differently():
-    backbone = shifted_backbone()
-    naive = make_datamodule(backbone, correction=ARMS["naive"]).collect()
+    roles = shift(make_roles())
+    naive = make_datamodule(roles, correction=ARMS["naive"]).collect()
     gap = (naive.old_logps - naive.rollout.sampler_logps)[naive.rollout.is_action].abs()
     assert float(gap.max()) > 0.05
-    shadow = make_datamodule(backbone).collect()
+    shadow = make_datamodule(roles).collect()
     assert torch.equal(shadow.old_logps, shadow.rollout.sampler_logps)
 
 
 def test_the_dense_arm_keeps_every_key():
-    rollout = make_datamodule(make_backbone(), correction=ARMS["dense"]).collect().rollout
+    rollout = make_datamodule(make_roles(), correction=ARMS["dense"]).collect().rollout
     born = rollout.is_token[:, None, None].expand_as(rollout.death)
     assert (rollout.death[born] > rollout.token_ids.shape[1]).all()
 
 
 def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
-    backbone = make_backbone()
-    module = make_module(backbone, kl_weight=0.5)
-    batch = next(iter(make_datamodule(backbone, needs_reference=True).train_dataloader()))
+    roles = make_roles()
+    module = make_module(roles)
+    batch = next(iter(make_datamodule(roles, kl=KLConfig(weight=0.5)).train_dataloader()))
     assert float(module.training_step(batch, 0)["kl"]) == pytest.approx(0.0, abs=1e-6)
 
-    backbone = shifted_backbone()
-    module = make_module(backbone, kl_weight=0.5)
-    batch = next(iter(make_datamodule(backbone, needs_reference=True).train_dataloader()))
+    roles = shift(make_roles())
+    module = make_module(roles)
+    batch = next(iter(make_datamodule(roles, kl=KLConfig(weight=0.5)).train_dataloader()))
     found = module.training_step(batch, 0)
     assert float(found["kl"]) > 1e-3
-    with torch.no_grad(), acting_as(backbone, "reference"):
+    with torch.no_grad(), acting_as(roles, "reference") as backbone:
         ref = replay_logps(backbone, batch.rollout)
-    with torch.no_grad(), acting_as(backbone, "policy"):
+    with torch.no_grad(), acting_as(roles, "policy") as backbone:
         log_ratio = ref - replay_logps(backbone, batch.rollout)
     k3 = (log_ratio.exp() - 1 - log_ratio) * batch.loss_weight
     expected = float(found["policy_loss"]) + 0.5 * float(k3.sum())
@@ -124,8 +117,8 @@ def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
 
 
 def test_dapo_learns_from_disagreeing_groups_only():
-    backbone = make_backbone()
-    data = make_datamodule(backbone, drop_uniform_groups=True)
+    roles = make_roles()
+    data = make_datamodule(roles, credit=GroupCredit("dapo", drop_uniform=True))
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
     experience = replace(experience, rewards=Rewards(total=total, components={}))
@@ -137,7 +130,10 @@ def test_dapo_learns_from_disagreeing_groups_only():
     assert len(batch.rollout.token_ids) == 16
 
 
-def test_a_kl_estimator_without_a_gradient_is_refused():
+def test_a_kl_estimator_without_a_gradient_is_refused_in_the_loss():
     for name in ("k4", "k1"):
-        with pytest.raises(ValueError, match=f"kl_estimator='{name}' makes no loss; choose one of k2, k3"):
-            make_module(make_backbone(), kl_estimator=name)
+        with pytest.raises(
+            ValueError, match=f"estimator='{name}' does not serve in the loss; choose one of k2"
+        ):
+            KLConfig(weight=0.1, estimator=name)
+    assert KLConfig(weight=0.1, place="reward", estimator="k1").estimator == "k1"

@@ -3,9 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_rlkv.objectives.kl import LOSSES, k1, k2, k3
-
-ESTIMATORS = {"k1": k1, **LOSSES}
+from lit_rlkv.objectives.kl import ESTIMATORS, LOSSES, adapted_weight, k1, k2, k3
 
 P = torch.tensor([0.5, 0.3, 0.2])
 REF = torch.tensor([0.2, 0.3, 0.5])
@@ -54,3 +52,47 @@ def test_k3_keeps_its_digits_for_policies_that_are_nearly_equal():
     # log ratio 1e-4: k3 = r²/2 to first order = 5e-9, which exp(r) − 1 − r in float32 would lose.
     value = k3(torch.tensor([0.0]), torch.tensor([1e-4]))
     assert value.item() == pytest.approx(5e-9, rel=0.05)
+
+
+def test_every_loss_is_an_estimator_and_only_k1_is_no_loss():
+    assert set(ESTIMATORS) - set(LOSSES) == {"k1"}
+    assert all(ESTIMATORS[name] is LOSSES[name] for name in LOSSES)
+
+
+def test_the_adapted_weight_matches_hand_arithmetic():
+    # 10 % above the target, 100 of 1000 responses: 0.5·(1 + 0.1·0.1); 10 % below: 0.5·(1 − 0.1·0.1).
+    assert adapted_weight(0.5, 6.6, 100, target=6.0, horizon=1000.0) == pytest.approx(0.505)
+    assert adapted_weight(0.5, 5.4, 100, target=6.0, horizon=1000.0) == pytest.approx(0.495)
+
+
+def test_a_kl_on_target_leaves_the_weight_as_it_is():
+    assert adapted_weight(0.3, 6.0, 100, target=6.0, horizon=1000.0) == 0.3
+    assert adapted_weight(0.3, 9.0, 0, target=6.0, horizon=1000.0) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"), [(7.2, 1.02), (7.3, 1.02), (600.0, 1.02), (0.0, 0.98), (-5.0, 0.98)]
+)
+def test_an_error_beyond_a_fifth_counts_as_a_fifth(kl: float, expected: float):
+    assert adapted_weight(1.0, kl, 100, target=6.0, horizon=1000.0) == pytest.approx(expected)
+    within = adapted_weight(1.0, 6.9, 100, target=6.0, horizon=1000.0)  # 15 % are not cut
+    assert within == pytest.approx(1.015)
+
+
+def test_the_weight_finds_the_one_that_holds_the_target():
+    # A policy whose KL is 1/weight holds the target of 4 at a weight of 1/4.
+    weight = 2.0
+    for _ in range(500):
+        weight = adapted_weight(weight, 1 / weight, 100, target=4.0, horizon=1000.0)
+    assert weight == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_kl_that_is_not_a_number_is_not_taken_for_a_small_one():
+    assert math.isnan(adapted_weight(1.0, math.nan, 100, target=6.0, horizon=1000.0))
+
+
+def test_a_target_or_a_horizon_that_steers_nowhere_is_refused():
+    with pytest.raises(ValueError, match=r"target=0\.0 is no KL to hold; give more than 0"):
+        adapted_weight(1.0, 1.0, 100, target=0.0, horizon=1000.0)
+    with pytest.raises(ValueError, match=r"horizon=20\.0 is so short .* 100 responses .* well above 20"):
+        adapted_weight(1.0, 1.0, 100, target=6.0, horizon=20.0)

@@ -4,6 +4,8 @@ from lit_rlkv.data.tasks.base import FiniteTask, Task
 from lit_rlkv.data.tasks.chain_sum import ChainSum
 from lit_rlkv.data.tasks.countdown import Countdown
 from lit_rlkv.data.tasks.jsonl import JsonlTask
+from lit_rlkv.data.tasks.preferences import Preferences, read_preferences
+from lit_rlkv.data.tasks.preferences_hf import load_preferences
 from lit_rlkv.data.tasks.reasoning_gym import ReasoningGym
 from lit_rlkv.data.tasks.recall import Recall
 from lit_rlkv.data.tasks.sorting import Sorting
@@ -14,9 +16,12 @@ __all__ = [
     "Countdown",
     "FiniteTask",
     "JsonlTask",
+    "Preferences",
     "ReasoningGym",
     "Recall",
     "Sorting",
     "Task",
     "Variables",
+    "load_preferences",
+    "read_preferences",
 ]

@@ -16,6 +16,11 @@ _SLIPS = (-10, -2, -1, 1, 2, 10)
 class Task(Protocol):
     """An endless supply of problems, with an exact verifier."""
 
+    @property
+    def is_verifiable(self) -> bool:
+        """Whether score says what is right, so that it can be a reward, and not only what was preferred."""
+        ...
+
     def sample(self, rng: random.Random) -> Problem:
         """A new problem, a function of nothing but the generator's state."""
         ...

@@ -15,6 +15,7 @@ _TOTALS = re.compile(r"([0-9]+,)*[0-9]+")
 class ChainSum:
     """`7+3+5=` is solved by `7,10,15`; only the last total is scored."""
 
+    is_verifiable = True
     n_terms: int = 5
     """Length: how many numbers are added."""
     max_operand: int = 9

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from lit_rlkv.types import Problem
+from lit_rlkv.types import Problem, prompt_text
 
 _STEP = re.compile(r"([0-9]+)([-+*])([0-9]+)=([0-9]+)")
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -17,6 +17,7 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 class Countdown:
     """`25,4,3>63:` is solved by `25-4=21,21*3=63`; any way counts that uses no number or result twice."""
 
+    is_verifiable = True
     n_numbers: int = 3
     """Length: how many numbers are given; the worked solution uses them all."""
     max_number: int = 9
@@ -46,7 +47,7 @@ class Countdown:
 
     def score(self, problem: Problem, completion: str) -> float:
         """1.0 if every step is true and uses numbers still on the table, and the last gives the target."""
-        table = Counter(problem.prompt.partition(">")[0].split(","))
+        table = Counter(prompt_text(problem.prompt).partition(">")[0].split(","))
         result = ""
         for step in completion.split(","):
             found = _STEP.fullmatch(step)

@@ -1,11 +1,11 @@
 """Problems from a file: one JSON object per line with a prompt, an answer and perhaps a worked solution."""
 
-import json
 import random
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lit_rlkv.data.tasks.base import corrupt_final_answer, final_answer, solve_with
+from lit_rlkv.data.tasks.lines import numbered_lines, parse_object, parse_rows
 from lit_rlkv.types import Problem
 
 _REQUIRED = ("prompt", "answer")
@@ -19,10 +19,12 @@ class JsonlTask:
     is the final answer, and a completion without it scores 0.0. By default it is the whole completion.
     """
 
+    is_verifiable = True
+
     def __init__(self, path: str | Path, *, answer_after: str | None = None) -> None:
         self.path = Path(path)
         self.answer_after = answer_after
-        self._problems = _read(self.path, answer_after)
+        self._problems = parse_rows(numbered_lines(self.path), partial(_parse, answer_after=answer_after))
 
     def __repr__(self) -> str:
         return f"JsonlTask({str(self.path)!r})"
@@ -47,41 +49,17 @@ class JsonlTask:
         return corrupt_final_answer(problem, rng)
 
 
-def _read(path: Path, answer_after: str | None) -> list[Problem]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file at {str(path)!r}; give the path of a file of JSON lines")
-    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
-    problems = [_parse(line, answer_after, f"{path}:{number}") for number, line in lines if line.strip()]
-    if not problems:
-        raise ValueError(
-            f"{str(path)!r} has no lines, so there are no problems; write one JSON object per line"
-        )
-    return problems
-
-
-def _parse(line: str, answer_after: str | None, where: str) -> Problem:
-    entry = _parse_object(line, where)
+def _parse(line: str, answer_after: str | None) -> Problem:
+    entry = parse_object(line)
+    missing = [key for key in _REQUIRED if key not in entry]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}; each line needs {' and '.join(_REQUIRED)}")
+    wrong = [key for key in (*_REQUIRED, *_OPTIONAL) if not isinstance(entry.get(key, ""), str)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} must be text; put it in quotes")
     answer = entry["answer"].strip()
     solution = entry.get("solution", solve_with(answer, answer_after)).rstrip()
     if not answer or final_answer(solution, answer_after) != answer:
         expected = "be the answer" if answer_after is None else f"end in {answer_after!r} and the answer"
-        raise ValueError(
-            f"{where}: the solution {solution!r} must {expected} {answer!r}, or it would score 0"
-        )
+        raise ValueError(f"the solution {solution!r} must {expected} {answer!r}, or it would score 0")
     return Problem(entry["prompt"], solution, answer)
-
-
-def _parse_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}); write one JSON object per line") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where}: got a {type(entry).__name__}; write one JSON object per line")
-    missing = [key for key in _REQUIRED if key not in entry]
-    if missing:
-        raise ValueError(f"{where}: missing {', '.join(missing)}; each line needs {' and '.join(_REQUIRED)}")
-    wrong = [key for key in (*_REQUIRED, *_OPTIONAL) if not isinstance(entry.get(key, ""), str)]
-    if wrong:
-        raise ValueError(f"{where}: {', '.join(wrong)} must be text; put it in quotes")
-    return entry

@@ -19,6 +19,8 @@ class ReasoningGym:
     farmed: choose datasets with one right answer.
     """
 
+    is_verifiable = True
+
     def __init__(self, dataset: str, *, answer_after: str | None = None, **options: Any) -> None:
         self.dataset = dataset
         self.answer_after = answer_after

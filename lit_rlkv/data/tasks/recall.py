@@ -4,13 +4,14 @@ import random
 from dataclasses import dataclass
 
 from lit_rlkv.data.tasks.base import names
-from lit_rlkv.types import Problem
+from lit_rlkv.types import Problem, prompt_text
 
 
 @dataclass(frozen=True)
 class Recall:
     """`a=4;k=7;c=1;k?a?` is solved by `k=7;a=4`: each pair asked for, in the order of the questions."""
 
+    is_verifiable = True
     n_pairs: int = 8
     """Length: how many pairs are listed."""
     n_queries: int = 2
@@ -42,7 +43,7 @@ class Recall:
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
         """The answer with one value taken from another pair listed, or invented if all pairs agree."""
-        listed = [entry.partition("=")[2] for entry in problem.prompt.split(";")[:-1]]
+        listed = [entry.partition("=")[2] for entry in prompt_text(problem.prompt).split(";")[:-1]]
         entries = problem.answer.split(";")
         place = rng.randrange(len(entries))
         key, _, value = entries[place].partition("=")

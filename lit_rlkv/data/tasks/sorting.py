@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lit_rlkv.types import Problem
+from lit_rlkv.types import Problem, prompt_text
 
 _LISTS = re.compile(r"([0-9]+(,[0-9]+)*;)*[0-9]+(,[0-9]+)*")
 
@@ -17,6 +17,7 @@ class Sorting:
     Only the last list is scored.
     """
 
+    is_verifiable = True
     n_items: int = 4
     """Length: how many numbers are sorted."""
     max_value: int = 9
@@ -44,7 +45,7 @@ class Sorting:
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
         """The selections with the largest number once taken for the smallest, where they differ."""
-        numbers = [int(number) for number in problem.prompt.removesuffix(">").split(",")]
+        numbers = [int(number) for number in prompt_text(problem.prompt).removesuffix(">").split(",")]
         ranked = sorted(numbers)
         places = [place for place in range(len(numbers) - 1) if ranked[place] != ranked[-1]]
         mistaken = rng.choice(places)

@@ -15,6 +15,7 @@ _ASSIGNMENTS = re.compile(r"([a-z]+=[0-9]+;)*[a-z]+=[0-9]+")
 class Variables:
     """`a=3;x=5;b=a;c=b+2;y=x+1;c?` is solved by `a=3;b=3;c=5`; only the last assignment is scored."""
 
+    is_verifiable = True
     n_steps: int = 3
     """Length: assignments in each chain."""
     n_chains: int = 2

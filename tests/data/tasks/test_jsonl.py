@@ -100,5 +100,5 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_an_empty_file_is_refused(write):
-    with pytest.raises(ValueError, match="no problems"):
+    with pytest.raises(ValueError, match="has no lines"):
         JsonlTask(write("", " "))

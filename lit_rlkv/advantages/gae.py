@@ -1,0 +1,88 @@
+"""Generalised advantage estimation: a value function judges each action of a response by itself.
+
+Columns are those of a rollout. The actions of a row stand in contiguous columns, and the value of a column is
+V of the state before its action. An episode ends with its last action: V after it is 0.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_rlkv.advantages.group import STD_FLOOR
+from lit_rlkv.masking import masked_mean, masked_sum
+
+
+def token_rewards(
+    total: Float[Tensor, " batch"],
+    is_action: Bool[Tensor, "batch seq"],
+    kl: Float[Tensor, "batch seq"],
+    kl_weight: float,
+) -> Float[Tensor, "batch seq"]:
+    """r_t = −kl_weight·KL_t, and at the last action of a response its total reward on top (arXiv:1909.08593).
+
+    `kl` is an estimate of KL(π ‖ reference) in nats at each action. 0 outside the actions.
+    """
+    is_last = is_action & ~F.pad(is_action[:, 1:], (0, 1))
+    return torch.where(is_last, total[:, None], 0.0) - kl_weight * kl.masked_fill(~is_action, 0.0)
+
+
+def gae(
+    rewards: Float[Tensor, "batch seq"],
+    values: Float[Tensor, "batch seq"],
+    is_action: Bool[Tensor, "batch seq"],
+    *,
+    gamma: float,
+    lam: float,
+) -> Float[Tensor, "batch seq"]:
+    """A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1506.02438); 0 outside the actions.
+
+    λ = 1 gives the discounted return less the value, λ = 0 the one-step error of the value.
+    """
+    rewards = rewards.masked_fill(~is_action, 0.0)
+    values = values.masked_fill(~is_action, 0.0)
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = values.new_zeros(len(values))
+    for column in reversed(range(values.shape[1])):
+        delta = rewards[:, column] + gamma * next_value - values[:, column]
+        # A prompt's last column sees the first action's value, but is no action itself.
+        next_advantage = torch.where(is_action[:, column], delta + gamma * lam * next_advantage, 0.0)
+        next_value = values[:, column]
+        advantages[:, column] = next_advantage
+    return advantages
+
+
+def returns(
+    advantages: Float[Tensor, "batch seq"],
+    values: Float[Tensor, "batch seq"],
+    is_action: Bool[Tensor, "batch seq"],
+) -> Float[Tensor, "batch seq"]:
+    """A + V, what the value function learns from (the λ-return); 0 outside the actions.
+
+    Takes the advantages as `gae` gives them, before they are whitened.
+    """
+    return torch.where(is_action, advantages + values, 0.0)
+
+
+def whiten(
+    advantages: Float[Tensor, "batch seq"], is_counted: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """(A − mean) / std over all counted actions, unbiased std; 0 elsewhere, and where all are equal."""
+    centred = (advantages - masked_mean(advantages, is_counted)).masked_fill(~is_counted, 0.0)
+    variance = masked_sum(centred.square(), is_counted) / (is_counted.sum() - 1).clamp(min=1)
+    return centred / (variance.sqrt() + STD_FLOOR)
+
+
+def explained_variance(
+    values: Float[Tensor, "batch seq"],
+    returns: Float[Tensor, "batch seq"],
+    is_action: Bool[Tensor, "batch seq"],
+) -> Float[Tensor, ""]:
+    """1 − Var(returns − values) / Var(returns) over the actions: 1 is perfect, 0 no better than a constant.
+
+    Negative for values that are worse than a constant; 0 where the returns do not vary.
+    """
+    target, error = returns[is_action], (returns - values)[is_action]
+    if (target == target[:1]).all():
+        return target.new_zeros(())
+    return 1 - error.var() / target.var()

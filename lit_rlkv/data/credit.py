@@ -1,0 +1,171 @@
+"""From rewards to what each action is worth: group baselines, a critic, or preference pairs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_rlkv.advantages import group
+from lit_rlkv.advantages.gae import gae, returns, token_rewards, whiten
+from lit_rlkv.data.tasks import Task
+from lit_rlkv.objectives.corrections import Weights
+from lit_rlkv.objectives.preference import best_and_worst
+from lit_rlkv.rewards.judges import tournament
+from lit_rlkv.types import Problem, Rewards, Rollout
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One iteration's rollout with everything that was found out about it, for callbacks to look at."""
+
+    iteration: int
+    problems: Sequence[Problem]
+    completions: Sequence[str]
+    rollout: Rollout
+    rewards: Rewards
+    has_eos: Bool[Tensor, " batch"]
+    """False where the response was cut off at the longest length allowed."""
+    old_logps: Float[Tensor, "batch seq"]
+    ref_logps: Float[Tensor, "batch seq"] | None
+    """None where no reference is wanted."""
+    kl_weight: float
+    """β of this iteration."""
+    kl_penalty: Float[Tensor, "batch seq"]
+    """β·KL of each action, where the reward pays for it; else 0."""
+    values: Float[Tensor, "batch seq"] | None
+    """None without a critic."""
+    weights: Weights
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What each action of a rollout is worth, and which rows must be learned from together."""
+
+    advantages: Float[Tensor, "batch seq"]
+    is_counted: Bool[Tensor, "batch seq"]
+    """Actions that the policy's loss counts. The other rows stay in the batch, for distillation."""
+    units: Int[Tensor, "unit member"]
+    """Rows that no minibatch may part: single ones, or a better and a worse response."""
+    returns: Float[Tensor, "batch seq"] | None = None
+
+
+class CreditRule(ABC):
+    """How an algorithm assigns credit."""
+
+    needs: tuple[str, ...] = ()
+    """Roles without which it cannot."""
+    min_group_size = 1
+
+    def for_task(self, task: Task) -> "CreditRule":
+        """The same rule where it may ask the task's verifier."""
+        return self
+
+    @abstractmethod
+    def assign(self, experience: Experience) -> Credit:
+        """Credit for every action of the rollout."""
+
+
+def _single_rows(rollout: Rollout) -> Int[Tensor, "batch 1"]:
+    return torch.arange(len(rollout.token_ids), device=rollout.token_ids.device)[:, None]
+
+
+class GroupCredit(CreditRule):
+    """Every action shares the advantage of its response over the others of its group.
+
+    Args:
+        estimator: one of `lit_rlkv.advantages.group.ESTIMATORS`.
+        drop_uniform: leave out groups that agree, as DAPO does (arXiv:2503.14476).
+    """
+
+    min_group_size = 2
+
+    def __init__(self, estimator: str, drop_uniform: bool = False) -> None:
+        if estimator not in group.ESTIMATORS:
+            raise ValueError(
+                f"estimator={estimator!r} is unknown; choose one of {', '.join(group.ESTIMATORS)}"
+            )
+        self.estimate = group.ESTIMATORS[estimator]
+        self.drop_uniform = drop_uniform
+
+    def assign(self, experience: Experience) -> Credit:
+        rollout, group_size = experience.rollout, experience.group_size
+        rewards = experience.rewards.total - experience.kl_penalty.sum(dim=1)
+        rewards = rewards.view(-1, group_size)
+        is_counted = experience.weights.is_counted
+        if self.drop_uniform:
+            is_kept = group.is_informative(rewards).repeat_interleave(group_size)
+            is_counted = is_counted & is_kept[:, None]
+        advantages = group.broadcast_to_actions(self.estimate(rewards).flatten(), rollout.is_action)
+        return Credit(advantages, is_counted, _single_rows(rollout))
+
+
+class CriticCredit(CreditRule):
+    """Generalised advantage estimation from the critic's values (arXiv:1506.02438)."""
+
+    needs = ("value",)
+
+    def __init__(self, gamma: float, lam: float, whitens: bool = True) -> None:
+        for name, value in {"gamma": gamma, "lam": lam}.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value} is no discount; give a number between 0 and 1")
+        self.gamma = gamma
+        self.lam = lam
+        self.whitens = whitens
+
+    def assign(self, experience: Experience) -> Credit:
+        rollout, values = experience.rollout, experience.values
+        assert values is not None
+        is_action = rollout.is_action
+        rewards = token_rewards(experience.rewards.total, is_action, experience.kl_penalty, 1.0)
+        advantages = gae(rewards, values, is_action, gamma=self.gamma, lam=self.lam)
+        is_counted = experience.weights.is_counted
+        return Credit(
+            advantages=whiten(advantages, is_counted) if self.whitens else advantages,
+            is_counted=is_counted,
+            units=_single_rows(rollout),
+            returns=returns(advantages, values, is_action),
+        )
+
+
+class PairCredit(CreditRule):
+    """The best and the worst response to each prompt, as a preference pair: advantage 1 and −1.
+
+    Args:
+        judge: compares two completions of a problem, asking the verifier; None ranks by the reward.
+        drop_ties: a pair whose sides score the same counts nothing; else its first one is preferred.
+    """
+
+    needs = ("reference",)
+    min_group_size = 2
+
+    def __init__(self, judge: Callable[..., float] | None = None, drop_ties: bool = True) -> None:
+        self.judge = judge
+        self.drop_ties = drop_ties
+
+    def for_task(self, task: Task) -> "PairCredit":
+        if self.judge is None:
+            return self
+        return PairCredit(partial(self.judge, verifier=task.score), self.drop_ties)
+
+    def assign(self, experience: Experience) -> Credit:
+        rollout, group_size = experience.rollout, experience.group_size
+        best, worst, is_tie = best_and_worst(self._scores(experience).view(-1, group_size))
+        first_row = torch.arange(len(best), device=best.device) * group_size
+        pairs = torch.stack([first_row + best, first_row + worst], dim=1)
+        side = torch.zeros(len(rollout.token_ids), device=best.device)
+        is_counted = ~is_tie if self.drop_ties else torch.ones_like(is_tie)
+        side[pairs[:, 0]] = is_counted.float()
+        side[pairs[:, 1]] = -is_counted.float()
+        advantages = group.broadcast_to_actions(side, rollout.is_action)
+        return Credit(advantages, experience.weights.is_counted & (advantages != 0), pairs)
+
+    def _scores(self, experience: Experience) -> Float[Tensor, " batch"]:
+        if self.judge is None:
+            return experience.rewards.total
+        scores = tournament(self.judge, experience.problems, experience.completions, experience.group_size)
+        return scores.to(experience.rollout.token_ids.device)

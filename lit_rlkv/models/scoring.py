@@ -1,0 +1,124 @@
+"""What the roles say of a finished rollout, in as few forwards as give the same numbers."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
+from lit_rlkv.models.heads import last_token
+from lit_rlkv.models.hydra import Roles, acting_by_row, switched
+from lit_rlkv.models.replay import action_logps, dense_death, replay_death
+from lit_rlkv.types import Rollout
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward of a backbone: everything that its hidden states depend on."""
+
+    backbone: str
+    adapter: str | None
+    shadow: bool
+
+
+def pass_of(roles: Roles, role: str, shadow: bool) -> Pass:
+    """Roles with equal passes share one forward; they differ in their heads only."""
+    return Pass(roles.layout.backbone[role], roles.layout.adapter[role], shadow)
+
+
+@torch.no_grad()
+def score_rollout(
+    roles: Roles,
+    rollout: Rollout,
+    views: Mapping[str, bool],
+    *,
+    temperature: float,
+    rows_per_pass: int | None = None,
+    stacks_passes: bool = False,
+) -> dict[str, Tensor]:
+    """What each role in `views` says: log-probs [batch, seq] of policy and reference, 0 outside the actions;
+    values [batch, seq] of the states before the actions, 0 elsewhere; the reward [batch] of each sequence.
+
+    Args:
+        views: role to whether it sees what the sampler saw; the others read the whole text.
+        rows_per_pass: most rows in one forward; None takes all at once.
+        stacks_passes: run the different passes of a backbone as one batch, with an adapter for each row.
+    """
+    check_length(roles.backbone("policy"), rollout.token_ids.shape[1])
+    n_rows = len(rollout.token_ids)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    for start in range(0, n_rows, rows_per_pass or n_rows):
+        rows = rollout.rows(slice(start, start + (rows_per_pass or n_rows)))
+        hidden = _hidden(roles, rows, {pass_of(roles, *view) for view in views.items()}, stacks_passes)
+        for role, shadow in views.items():
+            states = hidden[pass_of(roles, role, shadow)]
+            parts[role].append(_read(roles, role, rows, states, temperature))
+    return {role: torch.cat(values) for role, values in parts.items()}
+
+
+def _read(
+    roles: Roles, role: str, rollout: Rollout, hidden: Float[Tensor, "batch seq dim"], temperature: float
+) -> Tensor:
+    if role == "reward":
+        return roles.head(role)(last_token(hidden, rollout.is_token)).float()
+    predicts = hidden[:, :-1][rollout.is_action[:, 1:]]
+    if role == "value":
+        return on_actions(rollout, roles.head(role)(predicts))
+    return action_logps(roles.backbone(role), rollout, predicts, temperature)[0]
+
+
+def on_actions(rollout: Rollout, values: Float[Tensor, " action"]) -> Float[Tensor, "batch seq"]:
+    """Values of the actions, row by row, in the rollout's columns; 0 elsewhere."""
+    zeros = torch.zeros(rollout.token_ids.shape, dtype=torch.float32, device=values.device)
+    return zeros.masked_scatter(rollout.is_action, values.float())
+
+
+def _hidden(
+    roles: Roles, rollout: Rollout, passes: set[Pass], stacks_passes: bool
+) -> dict[Pass, Float[Tensor, "batch seq dim"]]:
+    by_backbone: dict[str, list[Pass]] = defaultdict(list)
+    for one in sorted(passes, key=repr):
+        by_backbone[one.backbone].append(one)
+    found: dict[Pass, Tensor] = {}
+    for name, mine in by_backbone.items():
+        backbone = roles.named_backbone(name)
+        if stacks_passes and len(mine) > 1:
+            found |= _stacked(backbone, rollout, mine)
+            continue
+        for one in mine:
+            with switched(backbone, one.adapter):
+                death = _death(rollout, one.shadow)
+                found[one] = _forward(backbone, rollout.token_ids, rollout.is_token, death)
+    return found
+
+
+def _stacked(
+    backbone: PreTrainedModel, rollout: Rollout, passes: list[Pass]
+) -> dict[Pass, Float[Tensor, "batch seq dim"]]:
+    n_rows = len(rollout.token_ids)
+    rows = torch.arange(n_rows, device=rollout.token_ids.device).repeat(len(passes))
+    shape = rollout.death.shape
+    death = torch.cat([_death(rollout, one.shadow).expand(shape) for one in passes])
+    adapters = [one.adapter for one in passes]
+    chosen = (
+        switched(backbone, adapters[0])
+        if len(set(adapters)) == 1
+        else acting_by_row(backbone, [adapter for adapter in adapters for _ in range(n_rows)])
+    )
+    with chosen:
+        hidden = _forward(backbone, rollout.token_ids[rows], rollout.is_token[rows], death)
+    return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
+
+
+def _death(rollout: Rollout, shadow: bool) -> Tensor:
+    return replay_death(rollout) if shadow else dense_death(rollout.is_token)
+
+
+def _forward(
+    backbone: PreTrainedModel, token_ids: Tensor, is_token: Tensor, death: Tensor
+) -> Float[Tensor, "batch seq dim"]:
+    return hidden_states(backbone, token_ids, token_positions(is_token), death=death)

@@ -1,0 +1,42 @@
+"""The clipped surrogate as PPO and GRPO take it from a batch, with TRL's metrics."""
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.masking import masked_sum, weighted_sum
+from lit_rlkv.modules.base import Terms
+from lit_rlkv.objectives import surrogate
+from lit_rlkv.objectives.kl import k3
+from lit_rlkv.types import TrainBatch
+
+
+def check_clips(**options: Any) -> None:
+    """Refuse bounds that are no bounds; None bounds nothing.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, value in options.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} leaves nothing to learn from; give more than 0")
+
+
+def clipped_terms(
+    batch: TrainBatch, logps: Float[Tensor, "batch seq"], clip_low: float, clip_high: float
+) -> tuple[Terms, Terms]:
+    """The policy's loss, and how often the clip was active; `approx_kl` is KL(π_old ‖ π) by k3."""
+    pieces = surrogate.clipped(logps, batch.old_logps, batch.advantages, clip_low, clip_high)
+    losses = {"policy_loss": -weighted_sum(batch.correction * pieces.gain, batch.loss_weight)}
+    is_action, n = batch.rollout.is_action, batch.n_actions
+    low = masked_sum(pieces.is_clipped_low.float(), is_action) / n
+    high = masked_sum(pieces.is_clipped_high.float(), is_action) / n
+    metrics = {
+        **losses,
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+        "approx_kl": masked_sum(k3(batch.old_logps, logps.detach()), is_action) / n,
+    }
+    return losses, metrics

@@ -1,0 +1,75 @@
+"""Online DPO: the policy's own samples, ranked, as preference pairs (arXiv:2402.04792)."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.objectives.preference import check_dpo, dpo_loss
+from lit_rlkv.types import TrainBatch
+
+
+class OnlineDPO(PolicyModule):
+    """Mean over pairs of −log σ(β[Δlog π − Δlog π_ref]) or of IPO's square, Δ = better − worse.
+
+    All four log-probs are under the mask of their own sequence. An arm that corrects for a mismatch weighs
+    the log-ratio of each action, so that its gradient is weighed as in a policy gradient.
+
+    Args:
+        beta: strength of the pull to the reference.
+        kind: sigmoid or ipo.
+        label_smoothing: chance that a preference is the wrong way round (sigmoid).
+        averages: log-probs per token instead of per response, as TRL does for ipo.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        beta: float,
+        kind: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        averages: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.check_options(beta=beta, kind=kind, label_smoothing=label_smoothing)
+        self.beta = beta
+        self.kind = kind
+        self.label_smoothing = label_smoothing
+        self.averages = averages
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        check_dpo(beta=options["beta"], kind=options["kind"], label_smoothing=options["label_smoothing"])
+
+    def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+        chosen, rejected = self._margins(batch, outputs.logps).view(-1, 2).unbind(1)
+        token_loss = dpo_loss(
+            chosen, rejected, beta=self.beta, kind=self.kind, label_smoothing=self.label_smoothing
+        )
+        is_counted = (batch.advantages[::2] != 0).any(dim=1)
+        n = max(batch.n_pairs, 1)
+
+        def mean(values: Tensor) -> Tensor:
+            return torch.where(is_counted, values, 0.0).sum() / n
+
+        losses = {"dpo_loss": mean(token_loss)}
+        rewards_chosen, rewards_rejected = mean(self.beta * chosen), mean(self.beta * rejected)
+        logps = outputs.logps.sum(dim=1)
+        return losses, {
+            **losses,
+            "rewards/chosen": rewards_chosen,
+            "rewards/rejected": rewards_rejected,
+            "rewards/margins": rewards_chosen - rewards_rejected,
+            "rewards/accuracies": mean((chosen > rejected).float()),
+            "logps/chosen": mean(logps[::2]),
+            "logps/rejected": mean(logps[1::2]),
+        }
+
+    def _margins(self, batch: TrainBatch, logps: Float[Tensor, "batch seq"]) -> Float[Tensor, " batch"]:
+        """Σ weight·(log π − log π_ref) of each response."""
+        is_action = batch.rollout.is_action
+        log_ratio = torch.where(is_action, batch.correction * (logps - batch.ref_logps), 0.0).sum(dim=1)
+        return log_ratio / is_action.sum(dim=1).clamp(min=1) if self.averages else log_ratio

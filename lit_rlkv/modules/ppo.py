@@ -1,0 +1,114 @@
+"""PPO: the clipped surrogate on GAE advantages, and a critic that learns the returns (arXiv:1707.06347)."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.masking import masked_sum
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import action_hidden
+from lit_rlkv.models.scoring import on_actions, pass_of
+from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.modules.clipped import check_clips, clipped_terms
+from lit_rlkv.objectives.value import clipped_value
+from lit_rlkv.types import TrainBatch
+
+
+class PPO(PolicyModule):
+    """Policy loss + value_weight · mean over actions of 0.5·max((V − R)², (V_clipped − R)²).
+
+    Where policy and critic are one forward (j_hydra, the same view), they learn from it together.
+
+    Args:
+        value_clip: how far a value may move from the old one and still be rewarded; None: freely.
+        value_shadow: whether the critic sees what the sampler saw, or the whole text.
+        target_kl: the rest of an iteration's updates is left out once KL(π_old ‖ π) of a step exceeds it.
+        separate_passes: critic and policy learn from a micro-batch one after the other, so that the
+            activations of one of them are held at a time.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        clip_low: float,
+        clip_high: float,
+        value_clip: float | None,
+        value_weight: float,
+        value_shadow: bool,
+        target_kl: float | None = None,
+        separate_passes: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.value_clip = value_clip
+        self.value_weight = value_weight
+        self.value_shadow = value_shadow
+        self.target_kl = target_kl
+        self.separate_passes = separate_passes
+        self._step_kl: list[Tensor] = []
+        self._last_kl: Tensor | None = None
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        names = ("clip_low", "clip_high", "value_clip", "target_kl")
+        check_clips(**{name: options[name] for name in names})
+
+    @property
+    def shares_forward(self) -> bool:
+        policy = pass_of(self.roles, "policy", self.replays)
+        return policy == pass_of(self.roles, "value", self.value_shadow)
+
+    @property
+    def learner_parts(self) -> tuple[tuple[str, ...], ...]:
+        if self.separate_passes and not self.shares_forward:
+            return (("policy",), ("value",))
+        return (("policy", "value"),)
+
+    def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:
+        losses: Terms = {}
+        metrics: Terms = {}
+        outputs = None
+        if "policy" in batch.learners:
+            outputs, losses, metrics = self.policy_terms(batch)
+            self._step_kl.append(metrics["approx_kl"].detach())
+        if "value" in batch.learners:
+            more_losses, more_metrics = self._value_terms(batch, self._values(batch, outputs))
+            losses, metrics = losses | more_losses, metrics | more_metrics
+        if batch.ends_step:
+            self._last_kl, self._step_kl = torch.stack(self._step_kl).sum(), []
+        return losses, metrics
+
+    def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+        return clipped_terms(batch, outputs.logps, self.clip_low, self.clip_high)
+
+    def _values(self, batch: TrainBatch, outputs: StepOutputs | None) -> Float[Tensor, "batch seq"]:
+        if outputs is not None and self.shares_forward:
+            hidden = outputs.hidden
+        else:
+            with acting_as(self.roles, "value") as backbone:
+                hidden = action_hidden(backbone, batch.rollout, shadow=self.value_shadow)
+        return on_actions(batch.rollout, self.roles.head("value")(hidden))
+
+    def _value_terms(self, batch: TrainBatch, values: Float[Tensor, "batch seq"]) -> tuple[Terms, Terms]:
+        assert batch.old_values is not None
+        assert batch.returns is not None
+        found = clipped_value(values, batch.old_values, batch.returns, self.value_clip)
+        is_action, n = batch.rollout.is_action, batch.n_actions
+        value_loss = masked_sum(found.loss, is_action) / n
+        metrics = {
+            "value_loss": value_loss,
+            "value/clip_ratio": masked_sum(found.is_clipped.float(), is_action) / n,
+            "value/mean": masked_sum(values, is_action) / n,
+        }
+        return {"value_loss": self.value_weight * value_loss}, metrics
+
+    def on_train_batch_start(self, batch: TrainBatch, batch_idx: int) -> int | None:
+        """−1 leaves out the rest of the iteration, Lightning's own protocol; asks the device once a step."""
+        kl, self._last_kl = self._last_kl, None
+        if self.target_kl is None or kl is None or batch.is_fresh:
+            return None
+        return -1 if float(kl) > self.target_kl else None

@@ -1,0 +1,33 @@
+"""Score a reward head on held-out preference pairs."""
+
+from random import Random
+
+from transformers import PreTrainedModel
+
+from lit_rlkv.callbacks.progress import track
+from lit_rlkv.config import as_config_errors
+from lit_rlkv.data.pairs import preference_pair
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.reward_evaluation import RewardReport, score_pairs
+from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.rng import derive_seed
+from lit_rlkv.stages.parts import Parts
+from lit_rlkv.types import PreferencePair
+
+
+def held_out_pairs(parts: Parts) -> list[PreferencePair]:
+    """Pairs of the eval split, `evaluation.n_prompts` of them or as many as it has."""
+    cfg = parts.cfg
+    source = PromptSource(parts.task, split="eval", seed=cfg.seed)
+    n_pairs = min(cfg.evaluation.n_prompts, source.size or cfg.evaluation.n_prompts)
+    rng = Random(derive_seed(cfg.seed, "corrupt", "eval"))
+    with as_config_errors("task"):
+        return [preference_pair(parts.task, problem, rng) for problem in source.take(n_pairs)]
+
+
+def evaluate_reward(parts: Parts, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:
+    """What the head makes of held-out pairs, on the backbone in whatever role it has now."""
+    pairs = held_out_pairs(parts)
+    batch_size = parts.cfg.evaluation.batch_size
+    with track("reward", len(pairs)) as advance, parts.fabric.autocast():
+        return score_pairs(backbone, head, parts.tokenizer, pairs, batch_size, on_scored=advance)

@@ -1,0 +1,132 @@
+"""Preferences from datasets of the optional package, all on this machine."""
+
+import json
+import sys
+
+import pytest
+
+from lit_rlkv.data.tasks import load_preferences
+from lit_rlkv.types import Message, Problem
+
+ROWS = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"} for n in range(4)]
+ASK = {"role": "user", "content": "Sky?"}
+CHATS = [
+    {"chosen": [ASK, {"role": "assistant", "content": "Blue."}]}
+    | {"rejected": [ASK, {"role": "assistant", "content": color}]}
+    for color in ("Green.", "Red.")
+]
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    """The package, with its cache beside the data and no progress bars."""
+    package = pytest.importorskip("datasets")
+    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    package.disable_progress_bars()
+    yield package
+    package.enable_progress_bars()
+
+
+def problems(task):
+    return [task.at(index) for index in range(len(task))]
+
+
+def expected(rows):
+    return [Problem(row["prompt"], row["chosen"], row["chosen"]) for row in rows]
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install lit_rlkv\[data\]"):
+        load_preferences("owner/name")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])
+def test_rows_become_problems_wherever_they_lie(datasets, tmp_path, kind):
+    rows, path = datasets.Dataset.from_list(ROWS), str(tmp_path / f"data.{kind}")
+    if kind in ("jsonl", "json"):
+        write_lines(tmp_path / f"data.{kind}", ROWS)
+    elif kind == "parquet":
+        rows.to_parquet(path)
+    elif kind == "folder":
+        write_lines(tmp_path / "data.folder" / "train.jsonl", ROWS)
+        write_lines(tmp_path / "data.folder" / "test.jsonl", ROWS[:1])
+    elif kind == "saved":
+        rows.save_to_disk(path)
+    else:
+        datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(path)
+    task = load_preferences(path)
+    assert problems(task) == expected(ROWS)
+    assert not task.is_verifiable
+    if kind in ("folder", "saved splits"):
+        assert problems(load_preferences(path, split="test")) == expected(ROWS[:1])
+
+
+def test_a_split_may_be_a_slice(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", ROWS)
+    assert problems(load_preferences(path, split="train[1:3]")) == expected(ROWS[1:3])
+
+
+def test_columns_may_have_other_names(datasets, tmp_path):
+    renamed = [{"q": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in ROWS]
+    path = write_lines(tmp_path / "data.jsonl", [row | {"prompt": 7} for row in renamed])
+    columns = {"prompt_column": "q", "chosen_column": "good", "rejected_column": "bad"}
+    assert problems(load_preferences(path, **columns)) == expected(ROWS)
+
+
+def test_conversations_hold_their_prompt(datasets, tmp_path):
+    datasets.Dataset.from_list(CHATS).save_to_disk(tmp_path / "chats")
+    task = load_preferences(str(tmp_path / "chats"), prompt_column=None)
+    assert problems(task) == [Problem((Message("user", "Sky?"),), "Blue.", "Blue.")] * 2
+
+
+def test_a_text_column_beside_conversations_does_not_get_in_the_way(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", [row | {"prompt": "Sky?"} for row in CHATS])
+    assert load_preferences(path).at(0).prompt == (Message("user", "Sky?"),)
+
+
+def test_a_missing_column_is_named_with_those_that_exist(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", CHATS)
+    message = "no column 'prompt', it has chosen, rejected; set prompt_column, .* with prompt_column=null"
+    with pytest.raises(ValueError, match=message):
+        load_preferences(path)
+
+
+def test_bad_rows_are_named_by_their_index(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", [*ROWS, ROWS[0] | {"rejected": "0"}])
+    with pytest.raises(ValueError, match=r"data.jsonl row 4: both sides are equal"):
+        load_preferences(path)
+
+
+def test_a_dataset_without_rows_is_refused(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", ROWS)
+    with pytest.raises(ValueError, match="holds no pairs"):
+        load_preferences(path, split="train[:0]")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "test"}, "cannot load split 'test' of .*data.jsonl'"),
+        ({"dataset": "saved", "split": "test"}, "cannot load split 'test' of .*it was saved with train;"),
+        ({"dataset": "folder", "name": "other"}, "cannot load split 'train' of .*other"),
+        ({"dataset": "broken.jsonl"}, "cannot load split 'train' of .*broken.jsonl"),
+        ({"dataset": "data.txt"}, "is no file that can be read; convert it to .parquet or .json or .jsonl"),
+        ({"dataset": "nowhere"}, "cannot load split 'train' of .*nowhere.*give a name on the hub, a folder"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_one_error(datasets, tmp_path, options, message):
+    write_lines(tmp_path / "data.jsonl", ROWS)
+    write_lines(tmp_path / "folder" / "train.jsonl", ROWS)
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "data.txt").write_text("?")
+    options = {"dataset": "data.jsonl"} | options
+    with pytest.raises(ValueError, match=message):
+        load_preferences(**options | {"dataset": str(tmp_path / options["dataset"])})
