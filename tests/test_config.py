@@ -18,13 +18,15 @@ OPTIONS = sorted(
 # Options that need something of the user's, or of the running program.
 EXTRAS = {
     "task=jsonl": ["task.path=tests/data/problems.jsonl"],
-    "task=preferences": ["task.path=tests/data/preferences.jsonl"],
-    "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl"],
+    "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
+    "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
     "logger=wandb": ["logger.save_dir=runs"],
     "logger=tensorboard": ["logger.save_dir=runs"],
     "correction=dense": ["distillation=none"],
 }
+PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}
+"""Of the extras `data` and `gym`."""
 STABLE_NAMES = (
     "task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window",
     "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size",
@@ -54,8 +56,8 @@ def refusal(*overrides: str) -> str:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_and_passes_the_checks(hydra_conf, option):
-    if option == "task=reasoning_gym":
-        pytest.importorskip("reasoning_gym")  # of the extra `gym`
+    if option in PACKAGES:
+        pytest.importorskip(PACKAGES[option])
     checked(option, *EXTRAS.get(option, []))
 
 

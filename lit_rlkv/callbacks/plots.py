@@ -13,6 +13,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 from torch import Tensor
 
+from lit_rlkv.data.reward_evaluation import N_BINS
 from lit_rlkv.types import NEVER, EvalRow, Rollout
 
 History = Sequence[Mapping[str, float | int]]
@@ -196,6 +197,30 @@ def key_lifetimes(rollout: Rollout, row: int, token_labels: Sequence[str] | None
         handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=_SMALL
     )
     _ink(legend.get_texts())
+    return figure
+
+
+def reliability(confidence: Sequence[float], accuracy: Sequence[float], counts: Sequence[int]) -> Figure:
+    """How often a reward head that is so sure is right, in each bin; on the diagonal it knows its own limits.
+
+    Args:
+        confidence: mean P(first is better) of each bin that holds any comparisons, in ascending order.
+        accuracy: how often the first was the better one.
+        counts: comparisons; the bars are their shares.
+    """
+    figure, axes = _single("Predicted: the first is better", "Observed")
+    if not counts:
+        return _nothing(figure, axes, "no pairs were scored")
+    share = np.array(counts) / np.sum(counts)
+    place = np.minimum(np.floor(np.array(confidence) * N_BINS), N_BINS - 1)
+    axes.bar((place + 0.5) / N_BINS, share, width=0.9 / N_BINS, color=SAND, label="share of comparisons")
+    axes.plot([0, 1], [0, 1], color=MUTED, lw=1.2, ls=(0, (5, 3)), label="calibrated")
+    axes.plot(confidence, accuracy, color=BLUE, marker="o", ms=5, lw=1.8, label="reward head")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlim(-0.03, 1.03)
+    axes.set_ylim(-0.03, 1.03)
+    _legend(axes)
     return figure
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torchmetrics.classification import BinaryAccuracy, BinaryCalibrationError
+from torchmetrics.classification import BinaryCalibrationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.data.pairs import DemonstrationBatch, dense_hidden, encode_completions
@@ -100,18 +100,17 @@ def report_margins(margins: Float[Tensor, " pair"]) -> RewardReport:
     n_pairs, n_broken = len(margins), int((~margins.isfinite()).sum())
     if n_broken:
         raise ValueError(
-            f"{n_broken} of {n_pairs} pairs have rewards that are not finite, so training diverged; lower its "
-            "learning rate and warm up again"
+            f"{n_broken} of {n_pairs} pairs have rewards that are not finite, so training diverged; lower "
+            "its learning rate and warm up again"
         )
     margins = margins.cpu().double()
     confidence = torch.cat([margins, -margins]).sigmoid().clamp(max=ALMOST_ONE)
     is_first_better = torch.arange(2 * n_pairs) < n_pairs
-    ranks_right = BinaryAccuracy()((margins > 0).long(), torch.ones(n_pairs, dtype=torch.long))
     calibration = BinaryCalibrationError(N_BINS, norm="l1")(confidence, is_first_better.long())
     bin_confidence, bin_accuracy, bin_counts = _bins(confidence, is_first_better.double())
     return RewardReport(
         n_pairs=n_pairs,
-        pair_accuracy=float(ranks_right),
+        pair_accuracy=float((margins > 0).double().mean()),
         margin_mean=float(margins.mean()),
         margin_std=float(margins.std(correction=0)),
         calibration_error=float(calibration),

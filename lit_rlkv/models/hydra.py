@@ -1,5 +1,6 @@
 """Policy, reference, reward model and critic on one backbone, or on several where a layout asks for them."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -195,7 +196,10 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
     given = lora.target_modules
     targets = present or (given if isinstance(given, str) else list(given))
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
-    inject_adapter_in_model(config, backbone, adapter_name=name)
+    with warnings.catch_warnings():
+        # Several adapters on one backbone are what this is for.
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        inject_adapter_in_model(config, backbone, adapter_name=name)
     if isinstance(backbone.get_output_embeddings(), LoraLayer):
         raise ValueError(
             f"target_modules={given!r} put an adapter on the output head, which all roles share; leave it out"

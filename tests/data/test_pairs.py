@@ -1,17 +1,25 @@
 """Worked solutions and preference pairs as batches of tokens."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lit_rlkv.data.pairs import encode_demonstrations, encode_pairs, preference_pair
+from lit_rlkv.data.pairs import (
+    dense_hidden,
+    encode_completions,
+    encode_demonstrations,
+    preference_pair,
+)
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions
-from lit_rlkv.types import PreferencePair, Problem
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.presets import tiny_qwen3
+from lit_rlkv.types import Message, Problem
 
 TOKENIZER = build_task_tokenizer()
-PAIRS = [PreferencePair("1+2=", "3", "14"), PreferencePair("9=", "9", "")]
+PROMPTS = ["1+2=", "9="]
 T, F = True, False
 
 
@@ -20,6 +28,24 @@ class Forgiving(ChainSum):
 
     def score(self, problem, completion):
         return 1.0
+
+
+class Taste:
+    """A task without a verifier: the last letter of the alphabet was preferred to what `worse` says."""
+
+    is_verifiable = False
+
+    def __init__(self, worse):
+        self.worse = worse
+
+    def sample(self, rng):
+        return Problem((Message("user", "a or z?"),), "z", "z")
+
+    def score(self, problem, completion):
+        return 0.5
+
+    def corrupt(self, problem, rng):
+        return self.worse
 
 
 def test_a_pair_sets_the_solution_against_a_corruption():
@@ -35,22 +61,27 @@ def test_a_pair_that_the_verifier_cannot_tell_apart_is_refused():
         preference_pair(Forgiving(), Problem("7+3=", "7,10", "10"), random.Random(0))
 
 
-def test_pairs_share_the_column_where_completions_start():
-    batch = encode_pairs(TOKENIZER, PAIRS)
+def test_without_a_verifier_the_sides_of_a_pair_need_only_differ():
+    rng = random.Random(0)
+    pair = preference_pair(Taste("a"), Taste("a").sample(rng), rng)
+    assert (pair.chosen, pair.rejected) == ("z", "a")
+    assert pair.prompt == (Message("user", "a or z?"),)
+    with pytest.raises(ValueError, match="Taste gives .* two equal sides"):
+        preference_pair(Taste("z"), Taste("z").sample(rng), rng)
+
+
+def test_completions_start_in_one_column():
+    batch = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
     # Ids: digit d is d + 2, pad 0, eos 1. Completions start at column 4, the longest is "14<eos>".
     plus, equals = TOKENIZER.convert_tokens_to_ids(["+", "="])
-    assert batch.chosen_ids.tolist() == [[3, plus, 4, equals, 5, 1, 0], [0, 0, 11, equals, 11, 1, 0]]
-    assert batch.rejected_ids.tolist() == [[3, plus, 4, equals, 3, 6, 1], [0, 0, 11, equals, 1, 0, 0]]
-    assert batch.chosen_is_token.tolist() == [[T, T, T, T, T, T, F], [F, F, T, T, T, T, F]]
-    assert batch.rejected_is_token.tolist() == [[T, T, T, T, T, T, T], [F, F, T, T, T, F, F]]
-    assert batch.chosen_is_target.tolist() == [[F, F, F, F, T, T, F], [F, F, F, F, T, T, F]]
-    assert batch.rejected_is_target.tolist() == [[F, F, F, F, T, T, T], [F, F, F, F, T, F, F]]
+    assert batch.token_ids.tolist() == [[3, plus, 4, equals, 3, 6, 1], [0, 0, 11, equals, 1, 0, 0]]
+    assert batch.is_token.tolist() == [[T, T, T, T, T, T, T], [F, F, T, T, T, F, F]]
+    assert batch.is_target.tolist() == [[F, F, F, F, T, T, T], [F, F, F, F, T, F, F]]
 
 
 def test_targets_decode_to_the_completions():
-    batch = encode_pairs(TOKENIZER, PAIRS)
-    assert decode_completions(TOKENIZER, batch.chosen_ids, batch.chosen_is_target) == ["3", "9"]
-    assert decode_completions(TOKENIZER, batch.rejected_ids, batch.rejected_is_target) == ["14", ""]
+    batch = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
+    assert decode_completions(TOKENIZER, batch.token_ids, batch.is_target) == ["14", ""]
 
 
 def test_demonstrations_are_the_worked_solutions_alone():
@@ -71,6 +102,20 @@ def test_the_end_of_sequence_is_a_target_even_where_it_is_also_the_padding():
 
 
 def test_a_batch_has_rows_like_every_other_batch():
-    batch = encode_pairs(TOKENIZER, PAIRS).rows(slice(1, 2))
-    assert batch.chosen_ids.shape == batch.rejected_is_target.shape == (1, 7)
-    assert torch.equal(batch.chosen_ids, encode_pairs(TOKENIZER, PAIRS).chosen_ids[1:])
+    whole = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
+    batch = whole.rows(slice(1, 2))
+    assert batch.token_ids.shape == batch.is_target.shape == (1, 7)
+    assert torch.equal(batch.token_ids, whole.token_ids[1:])
+
+
+def test_hidden_states_do_not_depend_on_the_padding():
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 32}
+    backbone = prepare_backbone(tiny_qwen3(51, 0, 1, **size))
+    with torch.no_grad():
+        batch = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
+        padded = dense_hidden(backbone, batch)[1, 2:5]
+        alone = dense_hidden(backbone, encode_completions(TOKENIZER, PROMPTS[1:], [""]))[0]
+        seen = replace(batch, is_token=torch.ones_like(batch.is_token))
+        assert torch.allclose(padded, alone, atol=1e-5)
+        assert not torch.allclose(dense_hidden(backbone, seen)[1, 2:5], alone, atol=1e-2)

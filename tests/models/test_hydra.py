@@ -1,31 +1,58 @@
+"""Roles: who reads which weights, and that no switch, nesting, error or recomputation mixes them up."""
+
 import copy
-from functools import cache
+import re
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.hydra import acting_as, add_policy_adapter
+from lit_rlkv.models.hydra import (
+    LAYOUTS,
+    LoraSpec,
+    Roles,
+    acting_as,
+    acting_by_row,
+    active_adapter,
+    checkpointed_layers,
+)
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models_zoo import PAD, ragged_prompts, tiny_model
 
+LORA = LoraSpec(rank=4, alpha=8, target_modules="all-linear")
+ALL = ("policy", "reference", "reward", "value")
 
-@cache
-def adapted() -> PreTrainedModel:
-    """A backbone with a policy adapter that has moved away from its start."""
-    model = add_policy_adapter(
-        copy.deepcopy(tiny_model()), rank=4, alpha=8, target_modules=["q_proj", "v_proj"]
-    )
+
+def head_for(model) -> dict[str, Tensor]:
+    size = model.config.hidden_size
+    return {"linear.weight": torch.linspace(-1, 1, size)[None], "linear.bias": torch.tensor([0.5])}
+
+
+def make(layout: str = "hydra", needed=ALL, lora: LoraSpec = LORA, **options) -> Roles:
+    torch.manual_seed(0)  # of the adapters' first matrices
+    head = head_for(tiny_model())
+    options = {"reward_head": head, "value_head": head} | options
+    return Roles(layout, lambda role: copy.deepcopy(tiny_model()), lora=lora, needed=needed, **options)
+
+
+def moved(roles: Roles) -> Roles:
+    """Every adapter away from zero, each in its own direction."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in roles.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.5, generator=generator)
-    return model
+    return roles
+
+
+@cache
+def shared() -> Roles:
+    return moved(make())
 
 
 @cache
@@ -36,86 +63,283 @@ def rollout() -> Rollout:
     )
 
 
-def logps(model: PreTrainedModel) -> Tensor:
+def logps_as(role: str, roles: Roles | None = None, *, shadow: bool = True) -> Tensor:
+    with torch.no_grad(), acting_as(roles or shared(), role) as backbone:
+        return replay_logps(backbone, rollout(), shadow=shadow)
+
+
+def base_logps(*, shadow: bool = True) -> Tensor:
     with torch.no_grad():
-        return replay_logps(model, rollout())
+        return replay_logps(tiny_model(), rollout(), shadow=shadow)
 
 
-def logps_as(role: str) -> Tensor:
-    with acting_as(adapted(), role):
-        return logps(adapted())
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("role", ALL)
+def test_at_first_every_role_is_bitwise_the_base_model(layout: str, role: str):
+    assert torch.equal(logps_as(role, make(layout)), base_logps())
 
 
-def test_a_fresh_policy_is_the_base_model():
-    fresh = add_policy_adapter(copy.deepcopy(tiny_model()), rank=4, alpha=8, target_modules="all-linear")
-    assert torch.equal(logps(fresh), logps(tiny_model()))
-
-
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("role", ["reference", "reward"])
-def test_a_role_without_adapter_is_bitwise_the_base_model(role: str):
-    assert torch.equal(logps_as(role), logps(tiny_model()))
+def test_roles_without_adapter_stay_bitwise_the_base_model(layout: str, role: str):
+    assert torch.equal(logps_as(role, moved(make(layout))), base_logps())
 
 
-def test_the_policy_is_not_the_reference():
-    assert (logps_as("policy") - logps_as("reference")).abs().max() > 0.1
+def test_policy_reference_and_critic_differ():
+    policy, reference, value = (logps_as(role) for role in ("policy", "reference", "value"))
+    for first, second in ((policy, reference), (policy, value), (value, reference)):
+        assert (first - second).abs().max() > 0.1
+
+
+def test_in_the_joint_layout_policy_and_critic_are_one():
+    joint = moved(make("j_hydra"))
+    assert torch.equal(logps_as("policy", joint), logps_as("value", joint))
+    assert (logps_as("policy", joint) - logps_as("reference", joint)).abs().max() > 0.1
+
+
+def test_outside_of_a_role_all_adapters_are_off():
+    backbone = shared().backbone("policy")
+    with torch.no_grad():
+        assert torch.equal(replay_logps(backbone, rollout()), base_logps())
 
 
 def test_switching_roles_and_back_is_bitwise_neutral():
-    before = logps_as("policy")
-    logps_as("reference")
-    assert torch.equal(logps_as("policy"), before)
+    before = {role: logps_as(role) for role in ALL}
+    for role in ("value", "reference", "policy", "reward", "policy"):
+        assert torch.equal(logps_as(role), before[role])
 
 
 def test_roles_nest():
-    policy, reference = logps_as("policy"), logps_as("reference")
-    with acting_as(adapted(), "reference"):
-        with acting_as(adapted(), "policy"):
-            assert torch.equal(logps(adapted()), policy)
-        assert torch.equal(logps(adapted()), reference)
+    expected = {role: logps_as(role) for role in ALL}
+    with torch.no_grad(), acting_as(shared(), "value") as backbone:
+        with acting_as(shared(), "reference"):
+            with acting_as(shared(), "policy"):
+                assert torch.equal(replay_logps(backbone, rollout()), expected["policy"])
+            assert torch.equal(replay_logps(backbone, rollout()), expected["reference"])
+        assert torch.equal(replay_logps(backbone, rollout()), expected["value"])
 
 
 def test_the_role_before_is_restored_after_an_error():
-    before = logps(adapted())
-    with pytest.raises(RuntimeError, match="in the middle"), acting_as(adapted(), "reference"):
-        raise RuntimeError("in the middle")
-    assert torch.equal(logps(adapted()), before)
+    backbone = shared().backbone("policy")
+    with acting_as(shared(), "policy"):
+        with pytest.raises(RuntimeError, match="in the middle"), acting_as(shared(), "reference"):
+            raise RuntimeError("in the middle")
+        assert active_adapter(backbone) == "policy"
+    assert active_adapter(backbone) is None
 
 
-def test_only_the_adapter_trains_and_no_role_changes_that():
-    trainable = {name for name, p in adapted().named_parameters() if p.requires_grad}
-    assert trainable
-    assert all("lora_" in name for name in trainable)
-    for role in ("reference", "policy", "reward"):
-        with acting_as(adapted(), role):
-            assert {name for name, p in adapted().named_parameters() if p.requires_grad} == trainable
-    assert {name for name, p in adapted().named_parameters() if p.requires_grad} == trainable
+def test_no_role_changes_what_trains():
+    roles = make()
+    trainable = {name for name, p in roles.named_parameters() if p.requires_grad}
+    assert {name for name in trainable if "lora_" not in name} == {
+        "heads.value.linear.weight",
+        "heads.value.linear.bias",
+    }
+    assert {name.split(".")[-2] for name in trainable if "lora_" in name} == {"policy", "value"}
+    for role in ALL:
+        with acting_as(roles, role):
+            assert {name for name, p in roles.named_parameters() if p.requires_grad} == trainable
 
 
-def test_the_policys_gradient_reaches_its_adapter_and_the_references_has_none():
-    parameters = [p for p in adapted().parameters() if p.requires_grad]
-    with acting_as(adapted(), "policy"):
-        gradients = torch.autograd.grad(replay_logps(adapted(), rollout()).sum(), parameters)
-    assert all(g.abs().max() > 0 for g in gradients)
-    with acting_as(adapted(), "reference"):
-        assert not replay_logps(adapted(), rollout()).requires_grad
+def test_a_layout_without_adapters_trains_its_actor_and_critic_whole():
+    roles = make("ppo")
+    trains = {
+        name: any(p.requires_grad for p in module.parameters()) for name, module in roles.backbones.items()
+    }
+    assert trains == {"policy": True, "reference": False, "reward": False, "value": True}
+    assert not any("lora_" in name for name, _ in roles.named_parameters())
+
+
+@pytest.mark.parametrize("role", ["policy", "value"])
+def test_gradients_reach_the_adapter_of_the_active_role_only(role: str):
+    roles = moved(make())
+    with acting_as(roles, role) as backbone:
+        replay_logps(backbone, rollout()).sum().backward()
+    touched = {name for name, p in roles.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert {name.split(".")[-2] for name in touched} == {role}
+    mine = {name for name, _ in roles.named_parameters() if "lora_" in name and f".{role}." in name}
+    assert touched == mine
+
+
+def test_the_reference_has_no_gradient():
+    with acting_as(shared(), "reference") as backbone:
+        assert not replay_logps(backbone, rollout()).requires_grad
+
+
+def gradients_after_a_switch(roles: Roles, *, shadow: bool = True) -> dict[str, Tensor]:
+    """The policy's gradients where its backward pass runs after three other forwards in other roles."""
+    roles.zero_grad()
+    with acting_as(roles, "policy") as backbone:
+        loss = replay_logps(backbone, rollout(), shadow=shadow).sum()
+    for role, other_view in (("reference", True), ("value", False), ("policy", not shadow)):
+        with torch.no_grad(), acting_as(roles, role) as backbone:
+            replay_logps(backbone, rollout(), shadow=other_view)
+    with acting_as(roles, "value"):
+        loss.backward()
+    return {name: p.grad.clone() for name, p in roles.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+@pytest.mark.parametrize("layout", ["hydra", "j_hydra", "dynamic_lora", "ppo"])
+def test_a_layer_recomputed_after_a_switch_uses_its_own_role_and_mask(layout: str, shadow: bool):
+    plain = gradients_after_a_switch(moved(make(layout)), shadow=shadow)
+    again = gradients_after_a_switch(moved(make(layout, checkpoints_layers=True)), shadow=shadow)
+    assert plain.keys() == again.keys()
+    assert max(float(g.abs().max()) for g in plain.values()) > 0.1
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_without_the_binding_a_recomputed_layer_would_take_the_other_role():
+    """The control of the test above: checkpointing that remembers no role, with our refusal left out."""
+    roles = moved(make(checkpoints_layers=True))
+    for layer in checkpointed_layers(roles.backbone("policy")):
+        layer._gradient_checkpointing_func = partial(
+            checkpoint, use_reentrant=False, determinism_check="none"
+        )
+    plain, again = gradients_after_a_switch(moved(make())), gradients_after_a_switch(roles)
+    worst = max(float((again.get(name, torch.zeros(())) - g).abs().max()) for name, g in plain.items())
+    assert worst > 0.1
+
+
+def test_checkpointing_really_recomputes_while_learning_and_never_while_sampling():
+    roles = make(checkpoints_layers=True)
+    roles.train()  # as lightning.Trainer does
+    calls = []
+    layer = checkpointed_layers(roles.backbone("policy"))[0]
+    layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    with acting_as(roles, "policy") as backbone:
+        replay_logps(backbone, rollout()).sum().backward()
+    assert len(calls) == 2
+    spec = CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3)
+    options = {"cache": spec, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": PAD}
+    with torch.no_grad(), acting_as(roles, "policy") as backbone:
+        generator = torch.Generator().manual_seed(0)
+        found = generate(backbone, *ragged_prompts(), **options, generator=generator)
+    expected = generate(tiny_model(), *ragged_prompts(), **options, generator=generator.manual_seed(0))
+    assert torch.equal(found.token_ids, expected.token_ids)
+
+
+def test_checkpointing_that_forgets_the_role_is_refused():
+    roles = make()
+    for layer in checkpointed_layers(roles.backbone("policy")):
+        layer.gradient_checkpointing = True
+    with (
+        pytest.raises(ValueError, match=r"use roles\.gradient_checkpointing=true"),
+        acting_as(roles, "policy"),
+    ):
+        pass
+
+
+def test_rows_may_have_roles_of_their_own():
+    adapters = ["policy", None, "value"]
+    rows = [rollout().rows(slice(0, 1))] * 3
+    whole = rollout().rows(torch.tensor([0, 0, 0]))
+    with torch.no_grad():
+        with acting_by_row(shared().backbone("policy"), adapters):
+            found = replay_logps(shared().backbone("policy"), whole)
+        for index, role in enumerate(("policy", "reference", "value")):
+            with acting_as(shared(), role) as backbone:
+                expected = replay_logps(backbone, rows[index])
+            torch.testing.assert_close(found[index : index + 1], expected, rtol=1e-5, atol=1e-5)
+    assert active_adapter(shared().backbone("policy")) is None
+    assert torch.equal(logps_as("policy"), logps_as("policy", shared()))
+
+
+def test_bfloat16_autocast_leaves_the_reference_the_base_model():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logps_as("reference"), base_logps())
+        assert (logps_as("policy") - logps_as("reference")).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_backbones"),
+    [("ppo", 4), ("lora_ppo", 4), ("dynamic_lora", 2), ("j_hydra", 1), ("hydra", 1)],
+)
+def test_a_layout_holds_its_number_of_backbones_and_no_copy(layout: str, n_backbones: int):
+    roles = make(layout)
+    one = sum({p.data_ptr(): p.numel() for p in tiny_model().parameters()}.values())
+    extras = [p for n, p in roles.named_parameters() if "lora_" in n or n.startswith("heads.")]
+    storages = {p.untyped_storage().data_ptr(): p.numel() for p in roles.parameters()}
+    assert sum(storages.values()) - sum(p.numel() for p in extras) == n_backbones * one
+
+
+def test_only_the_backbones_that_are_needed_are_loaded():
+    loaded = []
+
+    def load(role: str):
+        loaded.append(role)
+        return copy.deepcopy(tiny_model())
+
+    roles = Roles("ppo", load, lora=LORA, needed=("policy", "reference"))
+    assert loaded == ["policy", "reference"]
+    with pytest.raises(ValueError, match="role 'value' was not built; choose one of policy, reference"):
+        roles.backbone("value")
+
+
+def test_the_value_head_starts_as_a_copy_of_the_reward_head():
+    roles = make()
+    reward, value = roles.head("reward").linear.weight, roles.head("value").linear.weight
+    assert torch.equal(reward, value)
+    assert (reward.requires_grad, value.requires_grad) == (False, True)
+    assert reward.data_ptr() != value.data_ptr()
+    assert make(value_head=None).head("value").linear.weight.abs().max() == 0
+
+
+def test_adapters_stand_where_they_were_asked_for():
+    roles = make(lora=LoraSpec(rank=4, alpha=8, target_modules=["q_proj", "o_proj"]))
+    adapted = {
+        name.split(".lora_")[0].split(".")[-1] for name, _ in roles.named_parameters() if "lora_" in name
+    }
+    assert adapted == {"q_proj", "o_proj"}
+
+
+def test_both_adapters_of_a_backbone_stand_in_the_same_places():
+    names = [name for name, _ in make().named_parameters() if "lora_A" in name]
+    places = {
+        adapter: {n.replace(adapter, "*") for n in names if f".{adapter}." in n}
+        for adapter in ("policy", "value")
+    }
+    assert places["policy"] == places["value"] != set()
+
+
+def keys_of(roles: Roles, role: str) -> list[Tensor]:
+    """What each layer's k_proj gives in a role."""
+    found: list[Tensor] = []
+    with torch.no_grad(), acting_as(roles, role) as backbone:
+        hooks = [
+            layer.self_attn.k_proj.register_forward_hook(lambda module, args, output: found.append(output))
+            for layer in backbone.base_model.layers
+        ]
+        replay_logps(backbone, rollout())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_without_adapters_on_keys_policy_and_reference_share_those_of_the_first_layer_only():
+    """Which is why prompts cannot share their KV: deeper keys are made of states that the policy changed."""
+    roles = moved(make(lora=LoraSpec(rank=4, alpha=8, target_modules=["q_proj", "o_proj"])))
+    policy, reference = keys_of(roles, "policy"), keys_of(roles, "reference")
+    assert torch.equal(policy[0], reference[0])
+    assert (policy[1] - reference[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"layout": "hydro"}, "layout 'hydro' is unknown; choose one of ppo, lora_ppo"),
+        ({"lora": LoraSpec(4, 8, ["nowhere"])}, "nowhere"),
+        ({"lora": LoraSpec(4, 8, ["lm_head"])}, "put an adapter on the output head"),
+        ({"reward_head": None}, "the reward role needs a trained reward head"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(arguments, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make(**arguments)
 
 
 def test_an_unknown_role_is_refused_with_those_to_choose_from():
-    with (
-        pytest.raises(ValueError, match=r"unknown role 'critic'; choose one of reference, reward, policy"),
-        acting_as(adapted(), "critic"),
-    ):
+    says = "unknown role 'critic'; choose one of policy, reference, reward, value"
+    with pytest.raises(ValueError, match=says), acting_as(shared(), "critic"):
         pass
-
-
-def test_the_policy_role_needs_its_adapter():
-    with (
-        pytest.raises(ValueError, match="needs its adapter; call add_policy_adapter"),
-        acting_as(tiny_model(), "policy"),
-    ):
-        pass
-
-
-def test_targets_that_name_no_module_are_refused():
-    with pytest.raises(ValueError, match="nowhere"):
-        add_policy_adapter(copy.deepcopy(tiny_model()), rank=4, alpha=8, target_modules=["nowhere"])

@@ -21,7 +21,7 @@ class Rows(RLCallback):
         self.rows.append(dict(metrics))
 
 
-def make_run(n_steps=40, reward_weight=0.5, **data):
+def make_run(n_steps=40, lm_weight=1.0, reward_weight=0.5, **data):
     torch.manual_seed(0)
     size = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 64}
     backbone = prepare_backbone(tiny_qwen3(51, 0, 1, **size))
@@ -29,17 +29,17 @@ def make_run(n_steps=40, reward_weight=0.5, **data):
     def make_optimizer(parameters):
         return torch.optim.AdamW(parameters, lr=5e-3)
 
-    module = HydraSFT(
-        backbone, make_optimizer, reward_weight=reward_weight, n_steps=n_steps, n_warmup_steps=5
-    )
+    weights = {"lm_weight": lm_weight, "reward_weight": reward_weight}
+    module = HydraSFT(backbone, make_optimizer, **weights, n_steps=n_steps, n_warmup_steps=5)
     task = ChainSum(n_terms=2, max_operand=3)
     options = {"batch_size": 16, "n_pairs": 8, "steps_per_loader": 10, "seed": 0} | data
     source = PromptSource(task, split="train", seed=0)
     return module, PreferenceDataModule(task, source, build_task_tokenizer(), **options)
 
 
-def test_both_heads_learn_on_one_backbone():
-    module, datamodule = make_run(n_steps=120)
+def learn(**options):
+    """Metrics of 12 iterations of 10 steps each."""
+    module, datamodule = make_run(n_steps=120, **options)
     rows = Rows()
     train(
         Fabric(accelerator="cpu"),
@@ -49,9 +49,101 @@ def test_both_heads_learn_on_one_backbone():
         n_iterations=12,
         max_grad_norm=1.0,
     )
-    assert rows.rows[-1]["lm_loss"] < 0.5 * rows.rows[0]["lm_loss"]
-    assert rows.rows[-1]["pair_accuracy"] > 0.8
-    assert rows.rows[-1]["learning_rate"] < 0.1 * 5e-3
+    return rows.rows
+
+
+def forwards(module, batch):
+    """Shapes of the token ids that the backbone reads in one step."""
+    shapes = []
+
+    def note(backbone, args, kwargs):
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    with module.backbone.base_model.register_forward_pre_hook(note, with_kwargs=True):
+        module.training_step(batch, 0)
+    return shapes
+
+
+def test_both_heads_learn_on_one_backbone():
+    rows = learn()
+    assert rows[-1]["lm_loss"] < 0.5 * rows[0]["lm_loss"]
+    assert rows[-1]["pair_accuracy"] > 0.8
+    assert rows[-1]["learning_rate"] < 0.1 * 5e-3
+
+
+def test_the_reward_head_alone_learns_to_rank():
+    rows = learn(lm_weight=0.0, reward_weight=1.0, n_pairs=16)
+    assert rows[-1]["pair_accuracy"] > 0.8
+    assert rows[-1]["reward_loss"] < 0.5 * rows[0]["reward_loss"]
+    assert "lm_loss" not in rows[-1]
+
+
+def test_the_lm_head_alone_learns_without_a_word_on_rewards():
+    rows = learn(reward_weight=0.0)
+    assert rows[-1]["lm_loss"] < 0.5 * rows[0]["lm_loss"]
+    assert rows[-1]["loss"] == rows[-1]["lm_loss"]
+    assert {"reward_loss", "pair_accuracy", "margin"}.isdisjoint(rows[-1])
+
+
+def test_a_head_of_weight_0_costs_no_forward():
+    _, datamodule = make_run()
+    batch = datamodule.next_batch()
+    chosen, rejected = tuple(batch.chosen.token_ids.shape), tuple(batch.rejected.token_ids.shape)
+    assert (chosen[0], rejected[0]) == (16, 8)
+    assert forwards(make_run()[0], batch) == [chosen, rejected]
+    assert forwards(make_run(reward_weight=0.0)[0], batch) == [chosen]
+    assert forwards(make_run(lm_weight=0.0)[0], batch) == [(8, chosen[1]), rejected]
+
+
+def test_a_head_of_weight_0_leaves_the_other_loss_as_it_is():
+    batch = make_run()[1].next_batch()
+    both = make_run(lm_weight=2.0)[0]
+    both.reward_head.linear.weight.data.normal_()
+    ranking = make_run(lm_weight=0.0)[0]
+    ranking.reward_head.load_state_dict(both.reward_head.state_dict())
+    imitating = make_run(reward_weight=0.0)[0]
+    found = both.training_step(batch, 0)
+    reward_loss = ranking.training_step(batch, 0)["reward_loss"]
+    lm_loss = imitating.training_step(batch, 0)["loss"]
+    assert float(found["reward_loss"]) == pytest.approx(float(reward_loss), rel=1e-5)
+    assert torch.equal(found["lm_loss"], lm_loss)
+    # the weights are 2 and 0.5
+    expected = 2 * float(lm_loss) + 0.5 * float(reward_loss)
+    assert float(found["loss"]) == pytest.approx(expected, rel=1e-5)
+    assert expected != pytest.approx(float(lm_loss) + 0.5 * float(reward_loss), rel=1e-2)
+
+
+def test_there_is_a_reward_head_only_where_it_learns():
+    names = [name for name, _ in make_run(reward_weight=0)[0].named_parameters()]
+    assert make_run(reward_weight=0)[0].reward_head is None
+    assert not any("reward" in name for name in names)
+    assert any("reward" in name for name, _ in make_run()[0].named_parameters())
+
+
+@pytest.mark.parametrize("reward", [0.0, float("nan")])
+def test_neither_a_tie_nor_nan_is_a_pair_ranked_right(reward):
+    module, datamodule = make_run()
+    module.reward_head.linear.bias.data.fill_(reward)
+    assert float(module.training_step(datamodule.next_batch(), 0)["pair_accuracy"]) == 0.0
+
+
+def test_weights_that_leave_nothing_to_learn_are_refused():
+    with pytest.raises(ValueError, match="lm_weight=0 and reward_weight=0 leave nothing to learn"):
+        make_run(lm_weight=0.0, reward_weight=0)
+
+
+@pytest.mark.parametrize("lm_weight", [0.0, 1.0])
+def test_a_reward_head_without_pairs_is_refused(lm_weight):
+    module, datamodule = make_run(lm_weight=lm_weight, n_pairs=0)
+    with pytest.raises(ValueError, match=r"reward_weight=0\.5 ranks pairs, and this batch has none"):
+        module.training_step(datamodule.next_batch(), 0)
+
+
+def test_sequences_beyond_the_positions_of_the_backbone_are_refused():
+    module, datamodule = make_run()
+    module.backbone.config.max_position_embeddings = 5
+    with pytest.raises(ValueError, match="has positions for 5"):
+        module.training_step(datamodule.next_batch(), 0)
 
 
 def test_losses_equal_their_definition():
@@ -88,19 +180,3 @@ def test_losses_equal_their_definition():
     assert float(found["reward_loss"]) == pytest.approx(float(expected), rel=1e-4)
     total = float(found["lm_loss"]) + 0.5 * float(expected)
     assert float(found["loss"]) == pytest.approx(total, rel=1e-4)
-
-
-def test_pairs_share_their_prompt_and_loaders_go_on_where_the_last_ended():
-    _, datamodule = make_run()
-    first, second = datamodule.next_batch(), datamodule.next_batch()
-    assert not torch.equal(first.chosen.token_ids, second.chosen.token_ids)
-    n_prompt = int((~first.chosen.is_target[0] & first.chosen.is_token[0]).sum())
-    assert torch.equal(first.chosen.token_ids[:8, :n_prompt], first.rejected.token_ids[:, :n_prompt])
-    _, again = make_run()
-    again.load_state_dict({"n_batches": 1, "source": {"cursor": 16}})
-    assert torch.equal(again.next_batch().rejected.token_ids, second.rejected.token_ids)
-
-
-def test_more_pairs_than_rows_are_refused():
-    with pytest.raises(ValueError, match="n_pairs=32 must be between 1 and batch_size=16"):
-        make_run(n_pairs=32)

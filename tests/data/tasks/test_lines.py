@@ -45,5 +45,5 @@ def test_the_first_bad_rows_are_named_and_all_are_counted():
 
 
 def test_fewer_bad_rows_than_are_shown_are_all_named():
-    with pytest.raises(ValueError, match="2 of 3 rows cannot be used, the first 2 are\n  a: .*\n  c: "):
+    with pytest.raises(ValueError, match=r"2 of 3 rows cannot be used, the first 2 are\n  a: .*\n  c: "):
         parse_rows([("a", 0), ("b", 1), ("c", -1)], positive)

@@ -105,9 +105,9 @@ def test_bad_rows_are_named_by_their_index(datasets, tmp_path):
 
 
 def test_a_dataset_without_rows_is_refused(datasets, tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", ROWS)
-    with pytest.raises(ValueError, match="holds no pairs"):
-        load_preferences(path, split="train[:0]")
+    datasets.Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"cannot load split 'train' of .*none.parquet"):
+        load_preferences(str(tmp_path / "none.parquet"))
 
 
 @pytest.mark.parametrize(
