@@ -345,6 +345,13 @@ def _check_algorithm(cfg: DictConfig) -> None:
     )
     with as_config_errors("algorithm.kl"):
         kl = KLConfig(**algorithm.kl)
+    has_critic = "value" in credit.needs
+    _require(
+        0 <= algorithm.critic_warmup < algorithm.n_iterations
+        and (has_critic or algorithm.critic_warmup == 0),
+        f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
+        f"n_iterations={algorithm.n_iterations} with one",
+    )
     _require(
         kl.place == "loss" or not isinstance(credit, PairCredit),
         "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "

@@ -7,7 +7,13 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.rewards.shaping import RunningMoments, clip_rewards, missing_eos_penalty, normalise_batch
+from lit_rlkv.rewards.shaping import (
+    STD_FLOOR,
+    RunningMoments,
+    clip_rewards,
+    missing_eos_penalty,
+    normalise_batch,
+)
 from lit_rlkv.types import Rewards
 
 NORMALISATIONS = ("none", "batch", "running")
@@ -62,7 +68,7 @@ class RewardRule:
             total = normalise_batch(total)
         elif config.normalize == "running":
             self.moments.update(total)
-            total = self.moments.normalise(total)
+            total = (total - self.moments.mean) / (self.moments.std + STD_FLOOR)
         total = missing_eos_penalty(clip_rewards(total, config.clip), has_eos, config.missing_eos_penalty)
         return Rewards(total=total, components=dict(components))
 

@@ -95,6 +95,8 @@ class UpdateConfig:
     """Responses that were cut off count nothing in the policy's loss."""
     learner_parts: tuple[tuple[str, ...], ...] = (("policy",),)
     """Roles that learn together from a micro-batch, which comes once for each part."""
+    critic_warmup: int = 0
+    """First iterations, in which the critic alone learns: a policy would follow values that mean nothing."""
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -255,6 +257,9 @@ class RolloutDataModule(L.LightningDataModule):
             old_values=experience.values,
             returns=credit.returns,
         )
+        learner_parts = update.learner_parts
+        if experience.iteration < update.critic_warmup:
+            learner_parts = (("value",),)
         is_counted = credit.is_counted
         if update.mask_truncated:
             is_counted = is_counted & experience.has_eos[:, None]
@@ -263,24 +268,28 @@ class RolloutDataModule(L.LightningDataModule):
             order = torch.randperm(len(credit.units), generator=generator).to(credit.units.device)
             for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
                 is_fresh = epoch == 0 and number == 0
-                yield from self._micro_batches(whole, credit.units[chosen], is_counted, is_fresh)
+                step = self._step(whole, credit.units[chosen], is_counted)
+                yield from self._micro_batches(
+                    replace(step, is_fresh=is_fresh), credit.units[chosen], learner_parts
+                )
 
-    def _micro_batches(
-        self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"], is_fresh: bool
-    ) -> Iterator[TrainBatch]:
-        aggregate = AGGREGATIONS[self.update.aggregation]
+    def _step(self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"]) -> TrainBatch:
+        """The rollout with the denominators of the optimizer step that learns from these units."""
         rows = units.flatten()
         loss_weight = torch.zeros_like(whole.loss_weight)
+        aggregate = AGGREGATIONS[self.update.aggregation]
         loss_weight[rows] = aggregate(is_counted[rows], self.sampling.max_new_tokens)
-        step = replace(
+        return replace(
             whole,
             loss_weight=loss_weight,
             n_actions=int(whole.rollout.is_action[rows].sum()),
             n_pairs=_n_pairs(whole.advantages, units),
-            is_fresh=is_fresh,
         )
+
+    def _micro_batches(
+        self, step: TrainBatch, units: Tensor, learner_parts: tuple[tuple[str, ...], ...]
+    ) -> Iterator[TrainBatch]:
         parts = [part.flatten() for part in units.tensor_split(self.update.n_micro_batches) if len(part)]
-        learner_parts = self.update.learner_parts
         for number, part in enumerate(parts):
             for learners in learner_parts:
                 is_last = number == len(parts) - 1 and learners == learner_parts[-1]

@@ -78,7 +78,7 @@ class PPO(PolicyModule):
         if "value" in batch.learners:
             more_losses, more_metrics = self._value_terms(batch, self._values(batch, outputs))
             losses, metrics = losses | more_losses, metrics | more_metrics
-        if batch.ends_step:
+        if batch.ends_step and self._step_kl:  # none while the critic learns alone
             self._last_kl, self._step_kl = torch.stack(self._step_kl).sum(), []
         return losses, metrics
 

@@ -154,6 +154,7 @@ def train_policy(
             n_micro_batches=algorithm.n_micro_batches,
             mask_truncated=algorithm.mask_truncated,
             learner_parts=module.learner_parts,
+            critic_warmup=algorithm.critic_warmup,
         ),
         seed=cfg.seed,
         kl=KLConfig(**algorithm.kl),

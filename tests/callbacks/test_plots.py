@@ -214,6 +214,22 @@ def test_stages_are_bars_of_their_seconds():
     assert [text.get_text() for text in axes.get_yticklabels()] == ["sft", "rl"]
 
 
+def test_reliability_draws_what_was_observed_against_what_was_predicted():
+    axes = plots.reliability([0.04, 0.5, 0.97], [0.0, 0.25, 1.0], [6, 4, 10]).axes[0]
+    diagonal, head = axes.lines
+    assert list(head.get_xdata()) == [0.04, 0.5, 0.97]
+    assert list(head.get_ydata()) == [0.0, 0.25, 1.0]
+    assert list(diagonal.get_xdata()) == list(diagonal.get_ydata()) == [0, 1]
+    assert [bar.get_height() for bar in axes.patches] == [0.3, 0.2, 0.5]
+
+
+def test_reliability_bars_stand_in_their_bins():
+    # A mean confidence of 1 - 1e-17 is 1 in floating point, and still of the bin from 0.9 to 1.
+    bars = plots.reliability([0.09, 0.11, 1.0], [0.0, 0.5, 1.0], [1, 1, 1]).axes[0].patches
+    centres = [bar.get_x() + bar.get_width() / 2 for bar in bars]
+    assert centres == pytest.approx([0.05, 0.15, 0.95])
+
+
 NOTHING = make_rollout(torch.zeros(1, 1, 3), n_pad=3)
 
 
@@ -224,6 +240,7 @@ NOTHING = make_rollout(torch.zeros(1, 1, 3), n_pad=3)
         (lambda: plots.mismatch([{"iteration": 1, "reward": 0.5}]), "no mismatch was logged"),
         (lambda: plots.accuracy_against_budget([], []), "no evaluation was run"),
         (lambda: plots.time_per_stage({}), "no stage was timed"),
+        (lambda: plots.reliability([], [], []), "no pairs were scored"),
         (lambda: plots.cache_fill(NOTHING), "the rollout is empty"),
     ],
 )

@@ -66,7 +66,7 @@ def test_without_a_verifier_the_sides_of_a_pair_need_only_differ():
     pair = preference_pair(Taste("a"), Taste("a").sample(rng), rng)
     assert (pair.chosen, pair.rejected) == ("z", "a")
     assert pair.prompt == (Message("user", "a or z?"),)
-    with pytest.raises(ValueError, match="Taste gives .* two equal sides"):
+    with pytest.raises(ValueError, match=r"Taste gives .* two equal sides"):
         preference_pair(Taste("z"), Taste("z").sample(rng), rng)
 
 
