@@ -28,8 +28,10 @@ from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config, check_keys
+from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts
+from lit_rlkv.stages.reward import report_on_reward
 from lit_rlkv.stages.training import make_policy, train_policy
 from lit_rlkv.stages.warmup import WARM_DONE, start_folder, warm_up
 from lit_rlkv.types import EvalRow, Rollout
@@ -47,12 +49,14 @@ class Results:
     after: list[EvalRow] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     rollout: Rollout | None = None
+    reward_model: RewardReport | None = None
+    """What the reward head is worth on held-out pairs; None where there is none."""
 
     def save(self, run_dir: Path) -> None:
         rows = {"before": [asdict(row) for row in self.before], "after": [asdict(row) for row in self.after]}
-        write_atomically(
-            run_dir / EVALUATION, json.dumps({**rows, "stage_seconds": self.stage_seconds}, indent=1)
-        )
+        judged = None if self.reward_model is None else asdict(self.reward_model)
+        found = {**rows, "reward_model": judged, "stage_seconds": self.stage_seconds}
+        write_atomically(run_dir / EVALUATION, json.dumps(found, indent=1))
 
     @classmethod
     def load(cls, run_dir: Path) -> "Results":
@@ -63,6 +67,7 @@ class Results:
             before=[EvalRow(**row) for row in saved["before"]],
             after=[EvalRow(**row) for row in saved["after"]],
             stage_seconds=saved["stage_seconds"],
+            reward_model=None if saved["reward_model"] is None else RewardReport(**saved["reward_model"]),
         )
 
     @contextmanager
@@ -112,6 +117,9 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
     metrics = MetricsFile(run_dir / METRICS, resumed_at=0 if resume_from is None else resume_from.iteration)
     samples = Samples(run_dir, n=cfg.callbacks.n_samples, every_n_iterations=cfg.callbacks.samples_every)
     trains, evaluates = "rl" in cfg.stages, "eval" in cfg.stages
+    if evaluates and results.reward_model is None:
+        with results.timed("eval"):
+            results.reward_model = report_on_reward(parts, module.roles, start)
     if evaluates and trains and not results.before:
         console.print("[bold]eval[/] before training")
         with results.timed("eval"):
@@ -173,6 +181,7 @@ def make_report(
         token_labels={token: cast(str, parts.tokenizer.decode([token])) for token in seen},
         budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
         interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
+        reward_model=results.reward_model,
         stage_seconds=results.stage_seconds,
         samples=samples.samples,
         versions={"python": platform.python_version(), **{name: version(name) for name in packages}},
@@ -198,7 +207,7 @@ def main(cfg: DictConfig) -> None:
     except ConfigError as error:
         discard_if_empty(run_dir)
         sys.exit(f"error: {error}")
-    console.print(summary_table(results.before, results.after, results.stage_seconds))
+    console.print(summary_table(results.before, results.after, results.stage_seconds, results.reward_model))
     console.print(f"report: {run_dir / REPORT}")
 
 

@@ -4,6 +4,7 @@ The package itself is not imported here; whatever imports it must do so after ja
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +14,9 @@ os.environ["WANDB_MODE"] = "offline"
 import jaxtyping
 import pytest
 import torch
+
+CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read; gone when the tests end
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 HAS_CUDA = torch.cuda.is_available()
 

@@ -1,22 +1,41 @@
 """A toy run put together by hand, for tests of the loop, the modules and the callbacks."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
+from lightning.fabric import Fabric
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import CreditRule, GroupCredit
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.loop import train
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.hydra import LoraSpec, Roles
 from lit_rlkv.models.presets import tiny_qwen3
+from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.grpo import GRPO
-from lit_rlkv.objectives.corrections import Correction, unweighted
+from lit_rlkv.modules.online_dpo import OnlineDPO
+from lit_rlkv.modules.ppo import PPO
+from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, truncated, unweighted
+from lit_rlkv.types import TrainBatch
 
 SPEC = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
 REPLAY = Correction(samples_dense=False, replays=True, weigh=unweighted)
+ARMS = {
+    "dense": Correction(True, True, unweighted),
+    "naive": Correction(False, False, unweighted),
+    "tis": Correction(False, False, truncated),
+    "mis": Correction(False, False, masked),
+    "sparse_rl": Correction(False, False, sparse_rl),
+    "shadow": REPLAY,
+}
 LORA = LoraSpec(rank=4, alpha=8, target_modules="all-linear")
 TRAINED_HEAD = {"linear.weight": torch.linspace(-1, 1, 32)[None], "linear.bias": torch.tensor([0.3])}
 """A reward head that has an opinion."""
@@ -49,11 +68,13 @@ def make_roles(layout: str = "hydra", needed=("policy", "reference"), seed: int 
 
 
 def shift(roles: Roles, std: float = 0.05, seed: int = 1) -> Roles:
-    """Move the adapters away from zero, so that ratios and KL are not trivial."""
+    """Move the adapters away from zero, so that ratios and KL are not trivial; or the backbones that train."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in roles.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=std, generator=generator)
+        elif roles.layout.trains_backbones and parameter.requires_grad and name.startswith("backbones."):
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=std)
     return roles
 
 
@@ -64,6 +85,67 @@ def make_optimizer(parameters):
 def make_module(roles: Roles, replays: bool = True, **options) -> GRPO:
     options = {"clip_low": 0.2, "clip_high": 0.2} | options
     return GRPO(roles, make_optimizer, replays=replays, temperature=1.0, **options)
+
+
+def make_ppo(roles: Roles, replays: bool = True, **options) -> PPO:
+    options = {"clip_low": 0.2, "clip_high": 0.2, "value_clip": 0.2, "value_weight": 0.5} | options
+    options = {"value_shadow": replays} | options
+    return PPO(roles, make_optimizer, replays=replays, temperature=1.0, **options)
+
+
+def make_dpo(roles: Roles, replays: bool = True, **options) -> OnlineDPO:
+    options = {"beta": 0.5} | options
+    return OnlineDPO(roles, make_optimizer, replays=replays, temperature=1.0, **options)
+
+
+def gradients_of(module: PolicyModule, batches: Iterable[TrainBatch]) -> dict[str, Tensor]:
+    """What the micro-batches of a step leave in the parameters, by name; without those that get nothing."""
+    module.zero_grad()
+    for batch in batches:
+        module.training_step(batch, 0)["loss"].backward()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def counted_forwards(roles: Roles) -> Iterator[list[str]]:
+    """The names of the backbones that were run inside the block, one for each forward."""
+    forwards: list[str] = []
+    handles = [
+        roles.named_backbone(name).base_model.register_forward_hook(
+            lambda module, args, output, name=name: forwards.append(name)
+        )
+        for name in roles.backbones
+    ]
+    yield forwards
+    for handle in handles:
+        handle.remove()
+
+
+class MetricLog(RLCallback):
+    """The metrics of every iteration, and how many optimizer steps there were in all."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.n_steps = 0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        self.n_steps += 1
+
+    def on_iteration_end(self, iteration, n_iterations, metrics) -> None:
+        self.rows.append(dict(metrics))
+
+
+def train_here(module, datamodule, n_iterations: int) -> MetricLog:
+    log = MetricLog()
+    train(
+        Fabric(accelerator="cpu"),
+        module,
+        datamodule,
+        callbacks=[log],
+        n_iterations=n_iterations,
+        max_grad_norm=1.0,
+    )
+    return log
 
 
 def make_datamodule(

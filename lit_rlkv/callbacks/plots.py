@@ -68,6 +68,32 @@ def reward_curve(history: History) -> Figure:
     return figure
 
 
+def proxy_and_gold(history: History) -> Figure:
+    """The verifier's score of the rollouts on the left axis, what the reward model thinks on the right."""
+    figure, axes = _single("Iteration", "Verifier's score (gold)")
+    learned_at, learned = series(history, "rewards/learned")
+    gold_at, gold = series(history, "rewards/exact_match")
+    if len(learned) == 0:
+        return _nothing(figure, axes, "no reward model was asked")
+    right = axes.twinx()
+    right.set_ylabel("Learned reward (proxy)", color=VERMILLION, size=_NORMAL)
+    right.tick_params(colors=VERMILLION, labelsize=_SMALL, length=0)
+    right.spines[:].set_visible(False)
+    for at, value, side, color, name in (
+        (gold_at, gold, axes, BLUE, "gold, left axis"),
+        (learned_at, learned, right, VERMILLION, ""),
+    ):
+        if len(value):
+            side.plot(at, value, color=color, lw=0.8, alpha=0.4)
+            side.plot(at, _trailing_mean(value), color=color, lw=2, label=name or None)
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.plot([], [], color=VERMILLION, lw=2, label="proxy, right axis")  # for the legend
+    _legend(axes)
+    return figure
+
+
 def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Figure:
     """Accuracy at each cache budget; a dashed line is the same model with all its keys."""
     figure, axes = _single("Budget (keys per sequence, layer and KV head)", "Accuracy")

@@ -13,7 +13,14 @@ from matplotlib.figure import Figure
 
 from lit_rlkv.callbacks import plots
 from lit_rlkv.callbacks.samples import Sample
-from lit_rlkv.callbacks.summary import KL_MEANING, evaluation_cells, human_seconds
+from lit_rlkv.callbacks.summary import (
+    KL_MEANING,
+    evaluation_cells,
+    human_seconds,
+    learned_cells,
+    reward_sentence,
+)
+from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.types import EvalRow, Rollout
 
 PIXELS_PER_INCH = 200
@@ -37,6 +44,8 @@ class RunReport:
     stage_seconds: dict[str, float]
     samples: list[Sample]
     versions: dict[str, str]
+    reward_model: RewardReport | None = None
+    """What the reward head is worth on held-out pairs."""
     token_labels: Mapping[int, str] | None = None
     """What to write for each token id beside the key lifetimes."""
 
@@ -104,9 +113,10 @@ def _evaluation(report: RunReport) -> str:
         "model with all its keys. The replay gap is the largest difference between a recorded log-prob "
         "and its replay: 0 but for rounding, or replay is broken."
     )
-    return (
-        f"<h2>Evaluation</h2>{_table(*evaluation_cells(report.before, report.after))}<p class=note>{note}</p>"
-    )
+    headings, cells = learned_cells(report.before, report.after)
+    learned = _table(headings, cells) if cells else ""
+    accuracy = _table(*evaluation_cells(report.before, report.after))
+    return f"<h2>Evaluation</h2>{accuracy}<p class=note>{note}</p>{learned}"
 
 
 def _figures(report: RunReport) -> str:
@@ -124,6 +134,24 @@ def figures(report: RunReport) -> list[tuple[Figure, str, str]]:
                 "Reward",
                 "The thick line is the trend of what rollouts scored during training; the band is how far "
                 "responses to one prompt differ, and where it vanishes there is nothing left to learn from.",
+            )
+        )
+    if _logged(report.history, ["rewards/learned"]):
+        shown.append(
+            (
+                plots.proxy_and_gold(report.history),
+                "Proxy and gold",
+                "The policy climbs the reward model's opinion; where the verifier's score does not follow, "
+                "it has learned to please the reward model and no more.",
+            )
+        )
+    if report.reward_model is not None:
+        judged = report.reward_model
+        shown.append(
+            (
+                plots.reliability(judged.bin_confidence, judged.bin_accuracy, judged.bin_counts),
+                "How sure the reward model should be",
+                f"{reward_sentence(judged)}; below the diagonal on the right it is surer than it should be.",
             )
         )
     if report.before or report.after:

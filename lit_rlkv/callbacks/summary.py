@@ -7,6 +7,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.types import EvalRow
 
 KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats"
@@ -65,6 +66,21 @@ def evaluation_cells(
     return headings, [_cells(row, present) for row in compare(before, after)]
 
 
+def learned_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the reward model's mean score of the same responses; no rows without one."""
+    moments = {name: rows for name, rows in (("before", before), ("after", after)) if rows}
+    rows = [row for row in compare(before, after) if row.latest.learned_reward is not None]
+    cells = [
+        [row.cache, *(_learned(row.before if name == "before" else row.after) for name in moments)]
+        for row in rows
+    ]
+    return ["Cache", *(f"Learned reward {name}" for name in moments)], cells
+
+
+def _learned(row: EvalRow | None) -> str:
+    return ABSENT if row is None or row.learned_reward is None else f"{row.learned_reward:.2f}"
+
+
 def stage_cells(stage_seconds: Mapping[str, float | int]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the table of times; the last row is their sum."""
     rows = [[name, human_seconds(seconds)] for name, seconds in stage_seconds.items()]
@@ -72,15 +88,32 @@ def stage_cells(stage_seconds: Mapping[str, float | int]) -> tuple[list[str], li
 
 
 def summary_table(
-    before: Sequence[EvalRow], after: Sequence[EvalRow], stage_seconds: Mapping[str, float | int]
+    before: Sequence[EvalRow],
+    after: Sequence[EvalRow],
+    stage_seconds: Mapping[str, float | int],
+    reward_model: RewardReport | None = None,
 ) -> Group:
     """Both tables for a terminal; one that would be empty is left out."""
     tables: list[RenderableType] = []
     if before or after:
         tables += [_table(*evaluation_cells(before, after)), Text(KL_MEANING, style="dim")]
+    headings, cells = learned_cells(before, after)
+    if cells:
+        tables += [Text(), _table(headings, cells)]
+    if reward_model is not None:
+        tables += [Text(), Text(reward_sentence(reward_model))]
     if stage_seconds:
         tables += [Text(), _table(*stage_cells(stage_seconds))]
     return Group(*tables)
+
+
+def reward_sentence(report: RewardReport) -> str:
+    """What the reward model is worth, in one line."""
+    return (
+        f"Reward model on {report.n_pairs} held-out pairs: {report.pair_accuracy:.1%} ranked right, "
+        f"margin {report.margin_mean:.2f} ± {report.margin_std:.2f}, "
+        f"calibration error {report.calibration_error:.3f}"
+    )
 
 
 def human_bytes(n_bytes: int) -> str:

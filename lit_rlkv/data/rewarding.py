@@ -59,10 +59,20 @@ class RewardRule:
     def __call__(
         self, components: Mapping[str, Float[Tensor, " batch"]], has_eos: Bool[Tensor, " batch"]
     ) -> Rewards:
-        """The total from the components, which are kept as they are for the logs."""
+        """The total from the components, which are kept as they are for the logs.
+
+        Raises:
+            ValueError: a component that has a weight is not there.
+        """
         config = self.config
-        weights = {"exact_match": config.verifier, "learned": config.learned}
-        parts = [weights[name] * value for name, value in components.items() if weights[name] != 0]
+        weights = {"verifier": ("exact_match", config.verifier), "learned": ("learned", config.learned)}
+        for option, (name, weight) in weights.items():
+            if weight != 0 and name not in components:
+                raise ValueError(
+                    f"{option}={weight} weighs a score that this run does not have; give it weight 0, or a "
+                    "task with a verifier and a reward role"
+                )
+        parts = [weight * components[name] for name, weight in weights.values() if weight != 0]
         total = sum(parts[1:], start=parts[0])
         if config.normalize == "batch":
             total = normalise_batch(total)

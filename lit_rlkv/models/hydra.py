@@ -112,7 +112,7 @@ class Roles(nn.Module):
         self.heads = nn.ModuleDict()
         for role, start in (("reward", reward_head), ("value", value_head)):
             if role in self.needed:
-                self.heads[role] = _make_head(self.backbone(role), start).requires_grad_(role in TRAINED)
+                self.heads[role] = make_head(self.backbone(role), start).requires_grad_(role in TRAINED)
         self.checkpoints_layers = checkpoints_layers
         if checkpoints_layers:
             for name in self.backbones:
@@ -171,10 +171,21 @@ class Roles(nn.Module):
             layer._gradient_checkpointing_func = function  # type: ignore[assignment]
 
 
-def _make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> ScalarHead:
+def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> ScalarHead:
+    """A scalar head for this backbone with the weights given, or at zero.
+
+    Raises:
+        ValueError: the weights are of a head for another hidden size.
+    """
     head = ScalarHead(text_config(backbone).hidden_size)
     if start is not None:
-        head.load_state_dict(dict(start))
+        try:
+            head.load_state_dict(dict(start))
+        except RuntimeError as error:
+            raise ValueError(
+                f"the reward head does not fit a {type(backbone).__name__} with hidden size "
+                f"{head.linear.in_features}; it belongs to another checkpoint: {error}"
+            ) from error
     return head.to(device=backbone.device, dtype=backbone.dtype)
 
 

@@ -47,7 +47,14 @@ def score_rollout(
         views: role to whether it sees what the sampler saw; the others read the whole text.
         rows_per_pass: most rows in one forward; None takes all at once.
         stacks_passes: run the different passes of a backbone as one batch, with an adapter for each row.
+
+    Raises:
+        ValueError: passes of no rows, or a rollout longer than the model has positions for.
     """
+    if rows_per_pass is not None and rows_per_pass < 1:
+        raise ValueError(
+            f"rows_per_pass={rows_per_pass} scores nothing; give at least 1, or None for all rows at once"
+        )
     check_length(roles.backbone("policy"), rollout.token_ids.shape[1])
     n_rows = len(rollout.token_ids)
     parts: dict[str, list[Tensor]] = defaultdict(list)

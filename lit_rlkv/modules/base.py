@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
@@ -96,6 +97,10 @@ class PolicyModule(L.LightningModule, ABC):
             )
         losses, metrics = self.step_terms(batch)
         loss = torch.stack(list(losses.values())).sum()
+        if dist.is_available() and dist.is_initialized():
+            # A part of the roles learns from this micro-batch, but ranks exchange the gradients of all: DDP
+            # waits for every parameter, and would leave out what earlier parts have accumulated.
+            loss = loss + 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
         return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
 
     def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:

@@ -1,5 +1,6 @@
 """Score a reward head on held-out preference pairs."""
 
+from pathlib import Path
 from random import Random
 
 from transformers import PreTrainedModel
@@ -10,8 +11,10 @@ from lit_rlkv.data.pairs import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.reward_evaluation import RewardReport, score_pairs
 from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.models.hydra import Roles, acting_as, make_head
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.stages.parts import Parts
+from lit_rlkv.stages.parts import Parts, load_backbone
+from lit_rlkv.stages.warmup import critic_folder, load_reward_head
 from lit_rlkv.types import PreferencePair
 
 
@@ -23,6 +26,22 @@ def held_out_pairs(parts: Parts) -> list[PreferencePair]:
     rng = Random(derive_seed(cfg.seed, "corrupt", "eval"))
     with as_config_errors("task"):
         return [preference_pair(parts.task, problem, rng) for problem in source.take(n_pairs)]
+
+
+def report_on_reward(parts: Parts, roles: Roles, start: str | Path) -> RewardReport | None:
+    """What the reward head of a warm model is worth, whether or not this run asks for its opinion.
+
+    None where there is no such head.
+    """
+    folder = critic_folder(start)
+    weights = load_reward_head(folder)
+    if weights is None:
+        return None
+    if "reward" in roles.needed:
+        with acting_as(roles, "reward") as backbone:
+            return evaluate_reward(parts, backbone, roles.head("reward"))
+    backbone = load_backbone(parts, folder)
+    return evaluate_reward(parts, backbone, make_head(backbone, weights))
 
 
 def evaluate_reward(parts: Parts, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:

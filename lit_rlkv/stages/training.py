@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from safetensors.torch import load_file
-from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
@@ -20,22 +18,7 @@ from lit_rlkv.models.hydra import CRITICS, LAYOUTS, LoraSpec, Roles
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.parts import Parts, load_backbone
-from lit_rlkv.stages.warmup import REWARD_HEAD
-
-REWARD_MODEL = "reward_model"
-"""Folder in a warm model for a reward model of its own weights."""
-
-
-def critic_folder(start: str | Path) -> str | Path:
-    """Where the critics' backbone and reward head are: the warm model itself unless it has them apart."""
-    apart = Path(start) / REWARD_MODEL
-    return apart if apart.is_dir() else start
-
-
-def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
-    """The trained reward head beside a backbone, None where there is none."""
-    path = Path(folder) / REWARD_HEAD
-    return load_file(path) if path.is_file() else None
+from lit_rlkv.stages.warmup import critic_folder, load_reward_head
 
 
 def needed_roles(cfg: DictConfig) -> set[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from lightning import Callback
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
@@ -34,10 +35,23 @@ REWARD_MODEL = "reward_model"
 """Folder in a warm model for a reward model with weights of its own."""
 
 
+def critic_folder(start: str | Path) -> str | Path:
+    """Where the critics' backbone and reward head are: the warm model itself unless it has them apart."""
+    apart = Path(start) / REWARD_MODEL
+    return apart if apart.is_dir() else start
+
+
+def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
+    """The trained reward head beside a backbone, None where there is none."""
+    path = Path(folder) / REWARD_HEAD
+    return load_file(path) if path.is_file() else None
+
+
 def warm_folder(cfg: DictConfig) -> Path:
     """Where the warm model of this config is, or will be: named by everything that it depends on."""
     parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("task", "model", "sft")}
-    files = [_fingerprint(cfg[name].get("path")) for name in ("task", "model")]
+    sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
+    files = [_fingerprint(source) for source in sources]
     text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)
     return Path(cfg.runs_dir) / "warm" / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

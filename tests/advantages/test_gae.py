@@ -8,8 +8,9 @@ from lit_rlkv.advantages.gae import explained_variance, gae, returns, token_rewa
 
 # Two columns of prompt, then responses of four, two and one actions, then padding.
 LENGTHS = [4, 2, 1]
-COLUMNS = torch.arange(7)
-IS_ACTION = torch.stack([(COLUMNS >= 2) & (COLUMNS < 2 + length) for length in LENGTHS])
+PLACE = torch.arange(7).expand(3, 7) - 2
+"""Of a column in the response; negative in the prompt."""
+IS_ACTION = PLACE.ge(0) & PLACE.lt(torch.tensor(LENGTHS)[:, None])
 
 
 def draw(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

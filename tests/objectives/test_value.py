@@ -21,8 +21,9 @@ def test_without_a_clip_the_loss_is_half_the_squared_error():
 
 def test_clipped_losses_match_hand_arithmetic():
     found = clipped_value(VALUES, OLD, RETURNS, 0.5)
-    # within the bounds: (1.25 − 2.25)²/2; past its return, above the bound: the worse of (3 − 1)² and (1.5 − 1)²;
-    # on the way to its return: the worse of (3 − 4)² and (1.5 − 4)²; past its return, below: (0 − 1)², (0.5 − 1)²
+    # within the bounds: (1.25 − 2.25)²/2
+    # moved away from its return, up: the worse of (3 − 1)² and (1.5 − 1)², down: of (0 − 1)² and (0.5 − 1)²
+    # moved towards its return: the worse of (3 − 4)² and (1.5 − 4)²
     assert found.loss.tolist() == [[0.5, 2.0, 3.125, 0.5]]
     assert found.is_clipped.tolist() == [[False, False, True, False]]
 
@@ -48,12 +49,10 @@ def test_the_clip_never_lowers_the_loss():
 
 
 def test_inside_the_bounds_rounding_makes_no_clip():
-    # V_old + (V − V_old) is not V in float32 for most of these.
     draw = torch.Generator().manual_seed(0)
-    old = torch.randn(50, 20, generator=draw)
-    values = old + 0.1 * torch.randn(50, 20, generator=draw).clamp(-1.9, 1.9)
-    assert (old + (values - old) != values).any()
-    assert not clipped_value(values, old, torch.randn(50, 20, generator=draw), 0.2).is_clipped.any()
+    values, old, target = (torch.randn(50, 20, generator=draw) for _ in range(3))
+    assert (old + (values - old) != values).any()  # what a clamp of the difference would compare
+    assert not clipped_value(values, old, target, 100.0).is_clipped.any()
 
 
 def test_what_stands_outside_the_actions_does_not_matter_not_even_nan():

@@ -35,7 +35,7 @@ def test_among_equally_right_answers_the_shorter_one_wins():
 
 
 def test_a_tournament_counts_wins_less_losses_in_each_group():
-    completions = ["4", "5", "is 4", "is 5"] + ["9", "9", "8", "8"]
+    completions = ["4", "5", "is 4", "is 5", "9", "9", "8", "8"]
     problems = [SUM] * 4 + [PRODUCT] * 4
     # 4 > is 4 > 5 > is 5; two pairs of equals: two wins and a tie, two losses and a tie
     expected = [3.0, -1.0, 1.0, -3.0, 2.0, 2.0, -2.0, -2.0]

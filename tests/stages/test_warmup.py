@@ -13,7 +13,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.logs import MetricsFile
 from lit_rlkv.config import CONF_DIR, ConfigError, check_config
 from lit_rlkv.data.prompts import PromptSource, split_of
-from lit_rlkv.data.tasks import ChainSum
+from lit_rlkv.data.tasks import Sorting
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.stages.parts import build_parts, load_backbone
 from lit_rlkv.stages.reward import evaluate_reward, held_out_pairs
@@ -25,23 +25,23 @@ TINY = [
     "model.preset.num_hidden_layers=2",
     "model.preset.head_dim=8",
     "model.preset.intermediate_size=64",
-    "task.n_terms=2",
     "sft.n_steps=120",
     "sft.n_warmup_steps=5",
     "sft.optimizer.lr=5e-3",
     "evaluation.n_prompts=100",
 ]
+SORTING = ["task=sorting", "task.n_items=3"]
 APART, PLAIN, UNWEIGHTED = ["sft.joint=false"], ["sft.n_pairs=0"], ["sft.reward_weight=0"]
 
 
-class Forgiving(ChainSum):
+class Forgiving(Sorting):
     """A task whose verifier is broken: everything is right."""
 
     def score(self, problem, completion):
         return 1.0
 
 
-class LongWinded(ChainSum):
+class LongWinded(Sorting):
     """Wrong completions have no end."""
 
     def corrupt(self, problem, rng):
@@ -59,9 +59,13 @@ class Fails(RLCallback):
             raise KeyboardInterrupt
 
 
-def config(folder, *overrides):
+def composed(folder, *overrides):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
+        return compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
+
+
+def config(folder, *overrides):
+    cfg = composed(folder, *SORTING, *overrides)
     check_config(cfg)
     return cfg
 
@@ -107,14 +111,14 @@ def test_both_heads_learn_in_one_pass(warm):
     assert has_heads(folder) == [True, False]
     assert not (folder / REWARD_MODEL).exists()
     assert float(rows[-1]["lm_loss"]) < 0.5 * float(rows[0]["lm_loss"])
-    assert report_of(parts, folder).pair_accuracy > 0.8
+    assert report_of(parts, folder).pair_accuracy > 0.9
 
 
 def test_a_reward_model_of_its_own_learns_after_the_lm(warm):
     parts, folder, rows = warm(*APART)
     assert has_heads(folder) == [False, True]
     assert (folder / REWARD_MODEL / "config.json").is_file()
-    assert report_of(parts, folder / REWARD_MODEL).pair_accuracy > 0.8
+    assert report_of(parts, folder / REWARD_MODEL).pair_accuracy > 0.9
     # an iteration is 10 steps: 12 of the LM, then 12 of the reward model
     assert [float(row["iteration"]) for row in rows] == list(range(1, 25))
     assert [bool(row["lm_loss"]) for row in rows] == [True] * 12 + [False] * 12
@@ -233,11 +237,19 @@ def test_a_finite_task_is_not_asked_for_more_pairs_than_it_has(tmp_path):
     problems = [{"prompt": f"{n}+0=", "answer": f"{n}"} for n in range(40)]
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(map(json.dumps, problems)))
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        cfg = compose("config", overrides=["task=jsonl", f"task.path={path}"])
+    parts = build_parts(composed(tmp_path, "task=jsonl", f"task.path={path}"))
     n_held_out = sum(split_of(problem["prompt"]) == "eval" for problem in problems)
-    assert 0 < n_held_out < cfg.evaluation.n_prompts
-    assert len(held_out_pairs(build_parts(cfg))) == n_held_out
+    assert 0 < n_held_out < parts.cfg.evaluation.n_prompts
+    assert len(held_out_pairs(parts)) == n_held_out
+
+
+def test_preferences_without_a_verifier_train_a_reward_head_too(tmp_path):
+    # any two digits: the one with more straight lines, 1 4 7, was preferred
+    rows = [{"prompt": f"{n}?", "chosen": "147"[n % 3], "rejected": "03689"[n % 5]} for n in range(100)]
+    path = tmp_path / "preferences.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    parts = build_parts(composed(tmp_path, "task=preferences", f"task.path={path}"))
+    assert report_of(parts, warm_up(parts, [])).pair_accuracy == 1.0
 
 
 def test_progress_of_the_judgement_is_shown(warm, capfd):
