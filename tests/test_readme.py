@@ -20,7 +20,9 @@ def test_every_command_for_fit_composes_and_passes_the_checks(arguments):
     if "task=reasoning_gym" in arguments:
         pytest.importorskip("reasoning_gym")
     overrides = [
-        argument.strip("\"'") for argument in arguments if not argument.startswith(("--", "resume="))
+        argument.strip("\"'").replace("=pairs.jsonl", "=tests/data/preferences.jsonl")
+        for argument in arguments
+        if not argument.startswith(("--", "resume="))
     ]
     extra = ["logger.save_dir=runs"] if "logger=wandb" in overrides else []
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):

@@ -137,6 +137,16 @@ class Roles(nn.Module):
         """The scalar head of the reward or value role."""
         return cast(ScalarHead, self.heads[role])
 
+    def trained_parameters(self, role: str) -> list[nn.Parameter]:
+        """What learns when a role does; policy and critic have the same adapter in a joint layout."""
+        adapter = self.layout.adapter[role]
+        own = [
+            parameter
+            for name, parameter in self.backbone(role).named_parameters()
+            if parameter.requires_grad and (adapter is None or f".{adapter}." in name)
+        ]
+        return own + (list(self.heads[role].parameters()) if role in self.heads else [])
+
     def _add_adapters(self, lora: LoraSpec) -> None:
         for name in self.backbones:
             backbone = self.named_backbone(name)

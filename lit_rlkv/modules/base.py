@@ -34,7 +34,8 @@ class StepOutputs:
     entropy: Float[Tensor, "batch seq"]
 
 
-MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+"""From parameter groups to an optimizer."""
 
 LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Terms]]
 """From a step's outputs to loss terms (added to the loss) and metrics (only logged)."""
@@ -45,7 +46,7 @@ class PolicyModule(L.LightningModule, ABC):
 
     Args:
         roles: with the policy, and the reference where a KL to it is wanted.
-        make_optimizer: from parameters to an optimizer.
+        make_optimizer: from parameter groups to an optimizer.
         replays: whether the learner sees what the sampler saw.
         temperature: the sampler's.
         n_decay_steps: optimizer steps in which the learning rate falls linearly to 0; None keeps it.
@@ -131,8 +132,12 @@ class PolicyModule(L.LightningModule, ABC):
         mean_kl = masked_sum(token_kl, batch.rollout.is_action) / batch.n_actions
         return {"kl_loss": batch.kl_weight * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """All that trains; a group may have a learning rate of its own."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad]}]
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        optimizer = self.make_optimizer(self.parameter_groups())
         n_decay_steps = self.n_decay_steps
 
         def lr_fraction(step: int) -> float:

@@ -18,7 +18,7 @@ class GRPO(PolicyModule):
     @classmethod
     def check_options(cls, **options: Any) -> None:
         names = ("clip_low", "clip_high")
-        check_clips(**{name: options[name] for name in names})
+        check_clips(**{name: options.get(name) for name in names})
 
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         return clipped_terms(batch, outputs.logps, self.clip_low, self.clip_high)

@@ -24,6 +24,7 @@ class PPO(PolicyModule):
     Args:
         value_clip: how far a value may move from the old one and still be rewarded; None: freely.
         value_shadow: whether the critic sees what the sampler saw, or the whole text.
+        value_lr: learning rate of what only the critic learns; None takes the optimizer's.
         target_kl: the rest of an iteration's updates is left out once KL(π_old ‖ π) of a step exceeds it.
         separate_passes: critic and policy learn from a micro-batch one after the other, so that the
             activations of one of them are held at a time.
@@ -37,6 +38,7 @@ class PPO(PolicyModule):
         value_clip: float | None,
         value_weight: float,
         value_shadow: bool,
+        value_lr: float | None = None,
         target_kl: float | None = None,
         separate_passes: bool = True,
         **options: Any,
@@ -47,6 +49,7 @@ class PPO(PolicyModule):
         self.value_clip = value_clip
         self.value_weight = value_weight
         self.value_shadow = value_shadow
+        self.value_lr = value_lr
         self.target_kl = target_kl
         self.separate_passes = separate_passes
         self._step_kl: list[Tensor] = []
@@ -54,8 +57,14 @@ class PPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        names = ("clip_low", "clip_high", "value_clip", "target_kl")
-        check_clips(**{name: options[name] for name in names})
+        names = ("clip_low", "clip_high", "value_clip", "target_kl", "value_lr")
+        check_clips(**{name: options.get(name) for name in names})
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        policy, value = (self.roles.trained_parameters(role) for role in ("policy", "value"))
+        mine = {id(parameter) for parameter in policy}
+        critic: dict[str, Any] = {"params": [p for p in value if id(p) not in mine]}
+        return [{"params": policy}, critic if self.value_lr is None else critic | {"lr": self.value_lr}]
 
     @property
     def shares_forward(self) -> bool:
