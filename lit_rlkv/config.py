@@ -191,6 +191,8 @@ COUNTS = (
     "sft.n_steps",
     "sft.reward_steps",
     "sft.n_warmup_steps",
+    "algorithm.n_warmup_steps",
+    "algorithm.critic_warmup",
     "sft.batch_size",
     "sft.n_pairs",
     "sft.steps_per_iteration",
@@ -201,7 +203,7 @@ COUNTS = (
     "callbacks.samples_every",
     "callbacks.n_samples",
 )
-MAY_BE_ZERO = ("sft.n_warmup_steps", "sft.n_pairs")
+MAY_BE_ZERO = ("sft.n_warmup_steps", "sft.n_pairs", "algorithm.n_warmup_steps", "algorithm.critic_warmup")
 AMOUNTS = (
     "rollout.temperature",
     "algorithm.kl.weight",
@@ -368,10 +370,12 @@ def _check_reward(cfg: DictConfig) -> None:
         f"reward.verifier={reward.verifier}: {type(task).__name__} holds preferences, which say what is "
         "better and not what is right; use reward=learned",
     )
-    is_warm = "sft" in cfg.stages
+    sft = cfg.sft
+    trains_head = sft.n_pairs > 0 and (sft.reward_weight > 0 or not sft.joint)
     _require(
-        reward.learned == 0 or not is_warm or cfg.sft.n_pairs > 0,
-        f"reward.learned={reward.learned} needs a reward head, but sft.n_pairs=0 trains none; raise it",
+        reward.learned == 0 or "sft" not in cfg.stages or trains_head,
+        f"reward.learned={reward.learned} needs a reward head, but sft.n_pairs={sft.n_pairs} with "
+        f"sft.reward_weight={sft.reward_weight} trains none; raise them",
     )
 
 

@@ -50,6 +50,7 @@ class PolicyModule(L.LightningModule, ABC):
         replays: whether the learner sees what the sampler saw.
         temperature: the sampler's.
         n_decay_steps: optimizer steps in which the learning rate falls linearly to 0; None keeps it.
+        n_warmup_steps: first optimizer steps, in which it rises linearly.
         kl_estimator: of the KL to the reference in the loss, whose weight comes with the batch.
     """
 
@@ -61,6 +62,7 @@ class PolicyModule(L.LightningModule, ABC):
         replays: bool,
         temperature: float,
         n_decay_steps: int | None = None,
+        n_warmup_steps: int = 0,
         kl_estimator: str = "k3",
     ) -> None:
         super().__init__()
@@ -69,6 +71,7 @@ class PolicyModule(L.LightningModule, ABC):
         self.replays = replays
         self.temperature = temperature
         self.n_decay_steps = n_decay_steps
+        self.n_warmup_steps = n_warmup_steps
         self.estimate_kl = kl.LOSSES[kl_estimator]
         self.loss_terms: Sequence[LossTerm] = ()
 
@@ -138,10 +141,11 @@ class PolicyModule(L.LightningModule, ABC):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = self.make_optimizer(self.parameter_groups())
-        n_decay_steps = self.n_decay_steps
+        n_decay_steps, n_warmup_steps = self.n_decay_steps, self.n_warmup_steps
 
         def lr_fraction(step: int) -> float:
-            return 1.0 if n_decay_steps is None else max(1.0 - step / n_decay_steps, 0.0)
+            warm = min(1.0, (step + 1) / (n_warmup_steps + 1))
+            return warm if n_decay_steps is None else warm * max(1.0 - step / n_decay_steps, 0.0)
 
         scheduler = LambdaLR(optimizer, lr_fraction)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

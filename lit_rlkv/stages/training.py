@@ -84,6 +84,7 @@ def make_policy(parts: Parts, start: str | Path) -> PolicyModule:
             build(cfg.optimizer),
             replays=cfg.correction.replays,
             temperature=cfg.rollout.temperature,
+            n_warmup_steps=algorithm.n_warmup_steps,
             n_decay_steps=n_steps if algorithm.lr_schedule == "linear" else None,
             **in_loss,
             **critic,
