@@ -32,8 +32,8 @@ def gae(
     values: Float[Tensor, "batch seq"],
     is_action: Bool[Tensor, "batch seq"],
     *,
-    gamma: float,
-    lam: float,
+    gamma: float | int,
+    lam: float | int,
 ) -> Float[Tensor, "batch seq"]:
     """A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1506.02438); 0 outside the actions.
 

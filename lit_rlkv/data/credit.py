@@ -32,7 +32,7 @@ class Experience:
     old_logps: Float[Tensor, "batch seq"]
     ref_logps: Float[Tensor, "batch seq"] | None
     """None where no reference is wanted."""
-    kl_weight: float
+    kl_weight: float | int
     """β of this iteration."""
     kl_penalty: Float[Tensor, "batch seq"]
     """β·KL of each action, where the reward pays for it; else 0."""
@@ -109,7 +109,7 @@ class CriticCredit(CreditRule):
 
     needs = ("value",)
 
-    def __init__(self, gamma: float, lam: float, whitens: bool = True) -> None:
+    def __init__(self, gamma: float | int, lam: float | int, whitens: bool = True) -> None:
         for name, value in {"gamma": gamma, "lam": lam}.items():
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} is no discount; give a number between 0 and 1")

@@ -27,15 +27,15 @@ class RewardConfig:
         ValueError: a reward of nothing, or a normalisation that does not exist.
     """
 
-    verifier: float = 1.0
+    verifier: float | int = 1.0
     """Weight of the task's own score."""
-    learned: float = 0.0
+    learned: float | int = 0.0
     """Weight of the reward role's score; 0 leaves the role out."""
     normalize: str = "none"
     """`batch`: mean 0 and std 1 over the iteration; `running`: over all rewards so far."""
-    clip: float | None = None
+    clip: float | int | None = None
     """Bound on the size of the normalised reward."""
-    missing_eos_penalty: float = 0.0
+    missing_eos_penalty: float | int = 0.0
     """Taken off a response that was cut at the longest length allowed, after all else."""
 
     def __post_init__(self) -> None:

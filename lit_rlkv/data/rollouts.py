@@ -54,13 +54,13 @@ class KLConfig:
         ValueError: an estimator, a place or an adaptation that does not exist.
     """
 
-    weight: float = 0.0
+    weight: float | int = 0.0
     place: str = "loss"
     """`loss`: a term of its own, with a gradient; `reward`: the reward of each action pays for it."""
     estimator: str = "k3"
-    target: float | None = None
+    target: float | int | None = None
     """Nats per response (k1) that the weight is steered to (arXiv:1909.08593); None keeps the weight."""
-    horizon: float = 10_000.0
+    horizon: float | int = 10_000.0
     """Responses over which it is steered."""
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _kl_penalty(
-        self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float
+        self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int | int
     ) -> Float[Tensor, "batch seq"]:
         """β·KL of each action where the reward pays for it."""
         if ref_logps is None or self.kl.place != "reward":

@@ -30,7 +30,9 @@ MAX_ERROR = 0.2
 """Largest relative error of the KL that the weight answers to."""
 
 
-def adapted_weight(weight: float, kl: float, n_samples: int, *, target: float, horizon: float) -> float:
+def adapted_weight(
+    weight: float | int, kl: float, n_samples: int, *, target: float | int, horizon: float | int
+) -> float:
     """The KL weight for the next rollout: higher where the KL was above its target (arXiv:1909.08593).
 
     weight·(1 + error·n_samples / horizon), error = kl / target − 1 kept within ±0.2; as in the paper's code,

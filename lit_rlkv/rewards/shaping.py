@@ -9,7 +9,7 @@ STD_FLOOR = 1e-4
 
 
 def missing_eos_penalty(
-    rewards: Float[Tensor, " batch"], has_eos: Bool[Tensor, " batch"], penalty: float
+    rewards: Float[Tensor, " batch"], has_eos: Bool[Tensor, " batch"], penalty: float | int
 ) -> Float[Tensor, " batch"]:
     """`penalty` subtracted from responses that were cut off before they ended."""
     return torch.where(has_eos, rewards, rewards - penalty)
@@ -22,7 +22,7 @@ def normalise_batch(rewards: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]
     return centred / (variance.sqrt() + STD_FLOOR)
 
 
-def clip_rewards(rewards: Float[Tensor, " batch"], bound: float | None) -> Float[Tensor, " batch"]:
+def clip_rewards(rewards: Float[Tensor, " batch"], bound: float | int | None) -> Float[Tensor, " batch"]:
     """Rewards kept within ±`bound`; None bounds nothing."""
     return rewards if bound is None else rewards.clamp(-bound, bound)
 
