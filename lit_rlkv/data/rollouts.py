@@ -222,7 +222,7 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _kl_penalty(
-        self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int | int
+        self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int
     ) -> Float[Tensor, "batch seq"]:
         """β·KL of each action where the reward pays for it."""
         if ref_logps is None or self.kl.place != "reward":

@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from lit_rlkv.types import Problem
 
-_SLIPS = (-10, -2, -1, 1, 2, 10)
+SLIPS = (-10, -2, -1, 1, 2, 10)
+"""By how much wrong totals are off."""
 
 
 @runtime_checkable
@@ -45,11 +46,11 @@ class FiniteTask(Task, Protocol):
         ...
 
 
-def slip(totals: Sequence[int], rng: random.Random) -> list[int]:
+def slip(totals: Sequence[int], rng: random.Random, sizes: Sequence[int] = SLIPS) -> list[int]:
     """The totals with one mistake in arithmetic that is carried on to the last; none becomes negative."""
     start = rng.randrange(len(totals))
     smallest = min(totals[start:])
-    error = rng.choice([size for size in _SLIPS if smallest + size >= 0])
+    error = rng.choice([size for size in sizes if smallest + size >= 0])
     return [*totals[:start], *(total + error for total in totals[start:])]
 
 

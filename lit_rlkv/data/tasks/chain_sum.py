@@ -3,9 +3,10 @@
 import itertools
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_rlkv.data.tasks.base import slip
+from lit_rlkv.data.tasks.base import SLIPS, slip
 from lit_rlkv.types import Problem
 
 _TOTALS = re.compile(r"([0-9]+,)*[0-9]+")
@@ -20,12 +21,19 @@ class ChainSum:
     """Length: how many numbers are added."""
     max_operand: int = 9
     """Difficulty: operands are drawn from 1 to this."""
+    slips: Sequence[int] = SLIPS
+    """By how much a corrupted solution may be off."""
 
     def __post_init__(self) -> None:
         if self.n_terms < 2:
             raise ValueError(f"n_terms={self.n_terms} leaves nothing to add; give at least 2")
         if self.max_operand < 1:
             raise ValueError(f"max_operand={self.max_operand} is below the smallest operand; give at least 1")
+        if 0 in self.slips or not any(size > 0 for size in self.slips):
+            raise ValueError(
+                f"slips={list(self.slips)} make no wrong solution of every right one; give sizes other than 0, "
+                "at least one of them positive"
+            )
 
     def sample(self, rng: random.Random) -> Problem:
         """A new chain."""
@@ -41,4 +49,4 @@ class ChainSum:
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
         """The running totals with one slip of addition carried to the end."""
         totals = [int(total) for total in problem.solution.split(",")]
-        return ",".join(map(str, slip(totals, rng)))
+        return ",".join(map(str, slip(totals, rng, self.slips)))
