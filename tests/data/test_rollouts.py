@@ -3,7 +3,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from tests.training import make_roles, make_datamodule
+from tests.training import make_datamodule, make_roles
 
 
 def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():

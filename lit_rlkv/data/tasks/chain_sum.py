@@ -31,8 +31,8 @@ class ChainSum:
             raise ValueError(f"max_operand={self.max_operand} is below the smallest operand; give at least 1")
         if 0 in self.slips or not any(size > 0 for size in self.slips):
             raise ValueError(
-                f"slips={list(self.slips)} make no wrong solution of every right one; give sizes other than 0, "
-                "at least one of them positive"
+                f"slips={list(self.slips)} make no wrong solution of every right one; give sizes other than "
+                "0, at least one of them positive"
             )
 
     def sample(self, rng: random.Random) -> Problem:

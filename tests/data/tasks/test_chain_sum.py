@@ -51,3 +51,16 @@ def test_a_slip_is_carried_to_the_end():
 
 def test_a_slip_never_makes_a_total_negative():
     assert all(min(slip([0, 1, 1], random.Random(seed))) >= 0 for seed in range(100))
+
+
+def test_corrupted_solutions_are_off_by_the_slips_given():
+    task = ChainSum(n_terms=3, slips=[4, 7])
+    problem = Problem("7+3+5=", "7,10,15", "15")
+    totals = {task.corrupt(problem, random.Random(seed)).rpartition(",")[2] for seed in range(50)}
+    assert totals == {"19", "22"}
+
+
+@pytest.mark.parametrize("slips", [[0, 1], [-1, -2], []])
+def test_slips_that_leave_a_solution_right_are_refused(slips):
+    with pytest.raises(ValueError, match="make no wrong solution of every right one"):
+        ChainSum(slips=slips)
