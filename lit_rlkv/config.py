@@ -17,7 +17,7 @@ from lit_rlkv.data.credit import CreditRule, PairCredit
 from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.rollouts import KLConfig
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.hydra import LAYOUTS
+from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 
 PACKAGE_DIR = Path(__file__).parent

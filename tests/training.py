@@ -17,7 +17,8 @@ from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.loop import train
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.hydra import LoraSpec, Roles
+from lit_rlkv.models.adapters import LoraSpec
+from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.grpo import GRPO

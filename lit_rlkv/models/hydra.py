@@ -1,70 +1,20 @@
 """Policy, reference, reward model and critic on one backbone, or on several where a layout asks for them."""
 
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lit_rlkv.models.adapters import LoraSpec, active_adapter, add_adapter, switched
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
-
-ROLES = ("policy", "reference", "reward", "value")
-TRAINED = ("policy", "value")
-CRITICS = ("reward", "value")
-"""Roles that read a scalar head; a separately trained reward model is the backbone of these."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which backbone each role reads, and which adapter is on meanwhile."""
-
-    backbone: Mapping[str, str]
-    adapter: Mapping[str, str | None]
-    """None is the backbone as it is; a layout without any adapter trains whole backbones."""
-
-    @property
-    def trains_backbones(self) -> bool:
-        return self.adapter["policy"] is None
-
-    def shares_critic(self) -> bool:
-        """Whether one backbone serves the policy and the critics, so that their weights must be the same."""
-        return self.backbone["policy"] == self.backbone["reward"]
-
-
-_NO_ADAPTER = dict.fromkeys(ROLES)
-_TWO_ADAPTERS = _NO_ADAPTER | {"policy": "policy", "value": "value"}
-_ALONE = {role: role for role in ROLES}
-_SHARED = dict.fromkeys(ROLES, "shared")
-LAYOUTS = {
-    "ppo": Layout(_ALONE, _NO_ADAPTER),
-    "lora_ppo": Layout(_ALONE, _TWO_ADAPTERS),
-    "dynamic_lora": Layout(
-        {"policy": "actor", "reference": "actor", "reward": "critic", "value": "critic"}, _TWO_ADAPTERS
-    ),
-    "j_hydra": Layout(_SHARED, _NO_ADAPTER | {"policy": "joint", "value": "joint"}),
-    "hydra": Layout(_SHARED, _TWO_ADAPTERS),
-}
-"""The five variants of Hydra-RLHF (arXiv:2309.00754, Table 2)."""
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """The adapters of the trained roles (arXiv:2106.09685)."""
-
-    rank: int
-    alpha: int
-    target_modules: Sequence[str] | str
-    """Module names, or "all-linear"."""
+from lit_rlkv.models.layouts import LAYOUTS, ROLES, TRAINED
 
 
 class Roles(nn.Module):
@@ -206,45 +156,8 @@ def freeze_output_head(backbone: PreTrainedModel) -> None:
         head.requires_grad_(False)
 
 
-def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
-    """Inject one more LoRA adapter, switched off; with B = 0 it changes nothing yet.
-
-    Raises:
-        ValueError: `target_modules` name no module of this backbone, or the output head.
-    """
-    # A second adapter goes where the first one went: "all-linear" would find the first one's own matrices.
-    present = [name for name, module in backbone.named_modules() if isinstance(module, LoraLayer)]
-    given = lora.target_modules
-    targets = present or (given if isinstance(given, str) else list(given))
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
-    with warnings.catch_warnings():
-        # Several adapters on one backbone are what this is for.
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")
-        inject_adapter_in_model(config, backbone, adapter_name=name)
-    if isinstance(backbone.get_output_embeddings(), LoraLayer):
-        raise ValueError(
-            f"target_modules={given!r} put an adapter on the output head, which all roles share; leave it out"
-        )
-    for layer in lora_layers(backbone):
-        layer._disable_adapters = True
-    for parameter_name, parameter in backbone.named_parameters():
-        if "lora_" in parameter_name:  # injecting one adapter freezes the others
-            parameter.requires_grad_(True)
-
-
-def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
-    return [module for module in backbone.modules() if isinstance(module, LoraLayer)]
-
-
 def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def active_adapter(backbone: PreTrainedModel) -> str | None:
-    """The adapter that is on now, None if all are off."""
-    for layer in lora_layers(backbone):
-        return None if layer._disable_adapters else layer.active_adapters[0]
-    return None
 
 
 @contextmanager
@@ -265,22 +178,6 @@ def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def switched(backbone: PreTrainedModel, adapter: str | None) -> Iterator[None]:
-    """One adapter on, or all off; what was on before is restored."""
-    layers = lora_layers(backbone)
-    before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
-    try:
-        # peft's own switches also flip requires_grad, which a role must not change.
-        for layer in layers:
-            layer._disable_adapters = adapter is None
-            layer._active_adapter = [adapter] if adapter is not None else layer._active_adapter
-        yield
-    finally:
-        for layer, (was_off, was_active) in zip(layers, before, strict=True):
-            layer._disable_adapters, layer._active_adapter = was_off, was_active
-
-
-@contextmanager
 def _recomputing(backbone: PreTrainedModel, is_ours: bool) -> Iterator[None]:
     """Checkpoint the layers while gradients flow, and never while sampling, whatever mode the model is in."""
     layers = checkpointed_layers(backbone)
@@ -297,23 +194,3 @@ def _recomputing(backbone: PreTrainedModel, is_ours: bool) -> Iterator[None]:
     finally:
         for layer, was_training in zip(layers, before, strict=True):
             layer.training = was_training
-
-
-@contextmanager
-def acting_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> Iterator[None]:
-    """One adapter for each row of the batch (None: off), so that several roles share one forward.
-
-    Without gradients only. Raises ValueError (peft's) from a layer that mixes up the rows of a batch.
-    """
-    names = ["__base__" if adapter is None else adapter for adapter in adapters]
-
-    def route(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | {"adapter_names": names}
-
-    with ExitStack() as stack:
-        stack.enter_context(switched(backbone, next(a for a in adapters if a is not None)))
-        for layer in lora_layers(backbone):
-            stack.enter_context(cast(nn.Module, layer).register_forward_pre_hook(route, with_kwargs=True))
-        yield

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.models.adapters import acting_by_row, switched
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.heads import last_token
-from lit_rlkv.models.hydra import Roles, acting_by_row, switched
+from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.replay import action_logps, dense_death, replay_death
 from lit_rlkv.types import Rollout
 

@@ -14,7 +14,9 @@ from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
 from lit_rlkv.loop import train
-from lit_rlkv.models.hydra import CRITICS, LAYOUTS, LoraSpec, Roles
+from lit_rlkv.models.adapters import LoraSpec
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.parts import Parts, load_backbone

@@ -11,15 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.hydra import (
-    LAYOUTS,
-    LoraSpec,
-    Roles,
-    acting_as,
-    acting_by_row,
-    active_adapter,
-    checkpointed_layers,
-)
+from lit_rlkv.models.adapters import LoraSpec, acting_by_row, active_adapter
+from lit_rlkv.models.hydra import Roles, acting_as, checkpointed_layers
+from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models_zoo import PAD, ragged_prompts, tiny_model

@@ -1,0 +1,95 @@
+"""LoRA adapters on a backbone: injected by peft, switched here."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The adapters of the trained roles (arXiv:2106.09685)."""
+
+    rank: int
+    alpha: int
+    target_modules: Sequence[str] | str
+    """Module names, or "all-linear"."""
+
+
+def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
+    """Inject one more LoRA adapter, switched off; with B = 0 it changes nothing yet.
+
+    Raises:
+        ValueError: `target_modules` name no module of this backbone, or the output head.
+    """
+    # A second adapter goes where the first one went: "all-linear" would find the first one's own matrices.
+    present = [name for name, module in backbone.named_modules() if isinstance(module, LoraLayer)]
+    given = lora.target_modules
+    targets = present or (given if isinstance(given, str) else list(given))
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
+    with warnings.catch_warnings():
+        # Several adapters on one backbone are what this is for.
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        inject_adapter_in_model(config, backbone, adapter_name=name)
+    if isinstance(backbone.get_output_embeddings(), LoraLayer):
+        raise ValueError(
+            f"target_modules={given!r} put an adapter on the output head, which all roles share; leave it out"
+        )
+    for layer in lora_layers(backbone):
+        layer._disable_adapters = True
+    for parameter_name, parameter in backbone.named_parameters():
+        if "lora_" in parameter_name:  # injecting one adapter freezes the others
+            parameter.requires_grad_(True)
+
+
+def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
+    return [module for module in backbone.modules() if isinstance(module, LoraLayer)]
+
+
+def active_adapter(backbone: PreTrainedModel) -> str | None:
+    """The adapter that is on now, None if all are off."""
+    for layer in lora_layers(backbone):
+        return None if layer._disable_adapters else layer.active_adapters[0]
+    return None
+
+
+@contextmanager
+def switched(backbone: PreTrainedModel, adapter: str | None) -> Iterator[None]:
+    """One adapter on, or all off; what was on before is restored."""
+    layers = lora_layers(backbone)
+    before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
+    try:
+        # peft's own switches also flip requires_grad, which a role must not change.
+        for layer in layers:
+            layer._disable_adapters = adapter is None
+            layer._active_adapter = [adapter] if adapter is not None else layer._active_adapter
+        yield
+    finally:
+        for layer, (was_off, was_active) in zip(layers, before, strict=True):
+            layer._disable_adapters, layer._active_adapter = was_off, was_active
+
+
+@contextmanager
+def acting_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> Iterator[None]:
+    """One adapter for each row of the batch (None: off), so that several roles share one forward.
+
+    Without gradients only. Raises ValueError (peft's) from a layer that mixes up the rows of a batch.
+    """
+    names = ["__base__" if adapter is None else adapter for adapter in adapters]
+
+    def route(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs | {"adapter_names": names}
+
+    with ExitStack() as stack:
+        stack.enter_context(switched(backbone, next(a for a in adapters if a is not None)))
+        for layer in lora_layers(backbone):
+            stack.enter_context(cast(nn.Module, layer).register_forward_pre_hook(route, with_kwargs=True))
+        yield

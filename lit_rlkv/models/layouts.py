@@ -1,0 +1,42 @@
+"""Which weights each role reads: the five variants of Hydra-RLHF."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ROLES = ("policy", "reference", "reward", "value")
+TRAINED = ("policy", "value")
+CRITICS = ("reward", "value")
+"""Roles that read a scalar head; a separately trained reward model is the backbone of these."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which backbone each role reads, and which adapter is on meanwhile."""
+
+    backbone: Mapping[str, str]
+    adapter: Mapping[str, str | None]
+    """None is the backbone as it is; a layout without any adapter trains whole backbones."""
+
+    @property
+    def trains_backbones(self) -> bool:
+        return self.adapter["policy"] is None
+
+    def shares_critic(self) -> bool:
+        """Whether one backbone serves the policy and the critics, so that their weights must be the same."""
+        return self.backbone["policy"] == self.backbone["reward"]
+
+
+_NO_ADAPTER = dict.fromkeys(ROLES)
+_TWO_ADAPTERS = _NO_ADAPTER | {"policy": "policy", "value": "value"}
+_ALONE = {role: role for role in ROLES}
+_SHARED = dict.fromkeys(ROLES, "shared")
+LAYOUTS = {
+    "ppo": Layout(_ALONE, _NO_ADAPTER),
+    "lora_ppo": Layout(_ALONE, _TWO_ADAPTERS),
+    "dynamic_lora": Layout(
+        {"policy": "actor", "reference": "actor", "reward": "critic", "value": "critic"}, _TWO_ADAPTERS
+    ),
+    "j_hydra": Layout(_SHARED, _NO_ADAPTER | {"policy": "joint", "value": "joint"}),
+    "hydra": Layout(_SHARED, _TWO_ADAPTERS),
+}
+"""The five variants of Hydra-RLHF (arXiv:2309.00754, Table 2)."""
