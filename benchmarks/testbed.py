@@ -2,6 +2,7 @@
 
     python benchmarks/testbed.py [--arms smd shadow naive tis] [--seeds 0 1 2] [--jobs 2] [override ...]
 
+An arm is any experiment preset, hydra_ppo and rlhf among them.
 Runs `python -m lit_rlkv.fit experiment=ARM seed=SEED` for each pair, one thread each; runs that are already
 in benchmarks/results/testbed.jsonl with the same overrides are not repeated. Ends with the table of means ±
 standard deviations over seeds, before and after training. "recovered" is the part of the accuracy lost under
@@ -49,9 +50,10 @@ def fit(name: str, arguments: list[str], runs_dir: Path) -> Path:
     return folder
 
 
-def warm_up(seed: int, runs_dir: Path) -> None:
-    """Leave the warm model that all arms of this seed start from; quick where there is one."""
-    fit(f"testbed-warm-{seed}", [f"seed={seed}", "stages=[sft]"], runs_dir)
+def warm_up(arms: list[str], seed: int, runs_dir: Path) -> None:
+    """Leave the warm models that the arms of this seed start from; quick where there is one."""
+    for arm in arms:
+        fit(f"testbed-warm-{arm}-{seed}", [f"experiment={arm}", f"seed={seed}", "stages=[sft]"], runs_dir)
 
 
 def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
@@ -74,6 +76,9 @@ def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
         "kl_before": before[sparse]["kl"],
         "kl_after": after[sparse]["kl"],
         "replay_gap": max(row["replay_gap"] for row in before + after),
+        "learned_before": before[sparse]["learned_reward"],
+        "learned_after": after[sparse]["learned_reward"],
+        "reward_model": found["reward_model"],
         "n_problems": after[0]["n_problems"],
         "rl_seconds": found["stage_seconds"]["rl"],
     }
@@ -116,7 +121,7 @@ def main() -> None:
     done = {(row["arm"], row["seed"]): row for row in finished() if row["overrides"] == overrides}
     missing = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in done]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda seed: warm_up(seed, args.runs_dir), sorted({seed for _, seed in missing})))
+        list(pool.map(lambda seed: warm_up(args.arms, seed, args.runs_dir), sorted({seed for _, seed in missing})))
         for row in pool.map(lambda pair: run(*pair, overrides, args.runs_dir), missing):
             done[row["arm"], row["seed"]] = row
     wanted = [done[arm, seed] for arm in args.arms for seed in args.seeds]
