@@ -121,7 +121,8 @@ def main() -> None:
     done = {(row["arm"], row["seed"]): row for row in finished() if row["overrides"] == overrides}
     missing = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in done]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda seed: warm_up(args.arms, seed, args.runs_dir), sorted({seed for _, seed in missing})))
+        seeds = sorted({seed for _, seed in missing})
+        list(pool.map(lambda seed: warm_up(args.arms, seed, args.runs_dir), seeds))
         for row in pool.map(lambda pair: run(*pair, overrides, args.runs_dir), missing):
             done[row["arm"], row["seed"]] = row
     wanted = [done[arm, seed] for arm in args.arms for seed in args.seeds]

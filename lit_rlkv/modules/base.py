@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -135,20 +136,20 @@ class PolicyModule(L.LightningModule, ABC):
         mean_kl = masked_sum(token_kl, batch.rollout.is_action) / batch.n_actions
         return {"kl_loss": batch.kl_weight * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """All that trains; a group may have a learning rate of its own."""
-        return [{"params": [p for p in self.parameters() if p.requires_grad]}]
+    def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
+        """All that trains, and by how much the learning rate of each group is scaled."""
+        return [([p for p in self.parameters() if p.requires_grad], 1.0)]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = self.make_optimizer(self.parameter_groups())
-        n_decay_steps, n_warmup_steps = self.n_decay_steps, self.n_warmup_steps
-
-        def lr_fraction(step: int) -> float:
-            warm = min(1.0, (step + 1) / (n_warmup_steps + 1))
-            return warm if n_decay_steps is None else warm * max(1.0 - step / n_decay_steps, 0.0)
-
-        scheduler = LambdaLR(optimizer, lr_fraction)
+        groups = self.parameter_groups()
+        optimizer = self.make_optimizer([{"params": parameters} for parameters, _ in groups])
+        scheduler = LambdaLR(optimizer, [partial(self._lr_fraction, scale) for _, scale in groups])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _lr_fraction(self, scale: float | int, step: int) -> float:
+        warm = min(1.0, (step + 1) / (self.n_warmup_steps + 1))
+        left = 1.0 if self.n_decay_steps is None else max(1.0 - step / self.n_decay_steps, 0.0)
+        return scale * warm * left
 
     def trainable_state_dict(self) -> dict[str, Any]:
         """The parameters that training changes; the frozen backbone is saved once, elsewhere."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import acting_as
@@ -24,7 +24,7 @@ class PPO(PolicyModule):
     Args:
         value_clip: how far a value may move from the old one and still be rewarded; None: freely.
         value_shadow: whether the critic sees what the sampler saw, or the whole text.
-        value_lr: learning rate of what only the critic learns; None takes the optimizer's.
+        value_lr_scale: learning rate of what only the critic learns, in units of the policy's.
         target_kl: the rest of an iteration's updates is left out once KL(π_old ‖ π) of a step exceeds it.
         separate_passes: critic and policy learn from a micro-batch one after the other, so that the
             activations of one of them are held at a time.
@@ -38,7 +38,7 @@ class PPO(PolicyModule):
         value_clip: float | None,
         value_weight: float,
         value_shadow: bool,
-        value_lr: float | None = None,
+        value_lr_scale: float | int = 1.0,
         target_kl: float | None = None,
         separate_passes: bool = True,
         **options: Any,
@@ -49,7 +49,7 @@ class PPO(PolicyModule):
         self.value_clip = value_clip
         self.value_weight = value_weight
         self.value_shadow = value_shadow
-        self.value_lr = value_lr
+        self.value_lr_scale = value_lr_scale
         self.target_kl = target_kl
         self.separate_passes = separate_passes
         self._step_kl: list[Tensor] = []
@@ -57,14 +57,13 @@ class PPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        names = ("clip_low", "clip_high", "value_clip", "target_kl", "value_lr")
+        names = ("clip_low", "clip_high", "value_clip", "target_kl", "value_lr_scale")
         check_clips(**{name: options.get(name) for name in names})
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
+    def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
         policy, value = (self.roles.trained_parameters(role) for role in ("policy", "value"))
         mine = {id(parameter) for parameter in policy}
-        critic: dict[str, Any] = {"params": [p for p in value if id(p) not in mine]}
-        return [{"params": policy}, critic if self.value_lr is None else critic | {"lr": self.value_lr}]
+        return [(policy, 1.0), ([p for p in value if id(p) not in mine], self.value_lr_scale)]
 
     @property
     def shares_forward(self) -> bool:
