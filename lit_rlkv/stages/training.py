@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
@@ -55,12 +56,17 @@ def make_roles(parts: Parts, start: str | Path) -> Roles:
             f"roles.value_init=reward starts the critic from the reward head, and {start} has none; use "
             "roles.value_init=zero, or warm up with preference pairs (stages=[sft,...], sft.n_pairs)"
         )
-    torch.manual_seed(derive_seed(cfg.seed, "lora"))
+
+    def load(role: str) -> PreTrainedModel:
+        backbone = load_backbone(parts, critic if role in CRITICS else start)
+        torch.manual_seed(derive_seed(cfg.seed, "lora"))  # the adapters come next, whatever loading drew
+        return backbone
+
     targets = settings.target_modules
     with as_config_errors("roles"):
         return Roles(
             settings.layout,
-            lambda role: load_backbone(parts, critic if role in CRITICS else start),
+            load,
             lora=LoraSpec(
                 settings.rank, settings.alpha, targets if isinstance(targets, str) else list(targets)
             ),
