@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.data.credit import CreditRule, PairCredit
 from lit_rlkv.data.rewarding import RewardConfig
-from lit_rlkv.data.rollouts import KLConfig
+from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.objectives.aggregate import AGGREGATIONS

@@ -57,7 +57,7 @@ class PPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        names = ("clip_low", "clip_high", "value_clip", "target_kl", "value_lr_scale")
+        names = ("clip_low", "clip_high", "value_clip", "value_weight", "value_lr_scale", "target_kl")
         check_clips(**{name: options.get(name) for name in names})
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:

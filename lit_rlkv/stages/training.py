@@ -13,7 +13,8 @@ from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig
-from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
+from lit_rlkv.data.rollouts import RolloutDataModule
+from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.loop import train
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
