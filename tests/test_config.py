@@ -91,7 +91,7 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
         (["algorithm.lr_schedule=cosine"], "algorithm.lr_schedule='cosine' is unknown"),
         (["model.path='~/no-such-folder'"], "model.path=~/no-such-folder is not a checkpoint folder"),
         (["task._target_=lit_rlkv.checkpoint.torch.load"], "is no class or function of a trusted package"),
-        (["task._target_=lit_rlkv.config.Path"], "is no class or function of a trusted package"),
+        (["task._target_=lit_rlkv.config.building.Path"], "is no class or function of a trusted package"),
         (["cache.budget=4"], "sink=1 + window=3 leave no slot to choose in budget=4"),
         (["cache.budget=12.5"], "not an integer"),
         (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),

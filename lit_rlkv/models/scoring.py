@@ -46,7 +46,7 @@ def score_rollout(
 
     Args:
         views: role to whether it sees what the sampler saw; the others read the whole text.
-        rows_per_pass: most rows in one forward; None takes all at once.
+        rows_per_pass: most rows of the rollout in one forward; None takes all at once.
         stacks_passes: run the different passes of a backbone as one batch, with an adapter for each row.
 
     Raises:

@@ -1,18 +1,13 @@
-"""From YAML to objects: trusted targets, checked signatures, rules between fields, all before any work."""
+"""Rules that settings must satisfy, each and with one another, said before any work."""
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from difflib import get_close_matches
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
-from hydra import compose
-from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rlkv.config.building import ConfigError, as_config_errors, build, check_targets, is_local
 from lit_rlkv.data.credit import CreditRule, PairCredit
 from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.settings import KLConfig
@@ -20,12 +15,6 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 
-PACKAGE_DIR = Path(__file__).parent
-SHIPPED, CLONED = PACKAGE_DIR / "conf", PACKAGE_DIR.parent / "conf"
-CONF_DIR = SHIPPED if SHIPPED.is_dir() else CLONED
-"""The configs of the wheel, or those of the clone in an editable install."""
-
-TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
 STAGES = ("sft", "rl", "eval")
 WEIGHT_DTYPES = {
     "32-true": torch.float32,
@@ -35,120 +24,6 @@ WEIGHT_DTYPES = {
     "bf16-mixed": torch.float32,
 }
 """Fabric's precisions, and what weights are stored in under each."""
-
-
-class ConfigError(ValueError):
-    """A mistake in the configuration: what was given, why it is wrong, what to do."""
-
-
-@contextmanager
-def as_config_errors(where: str) -> Iterator[None]:
-    """What a constructor or a loader says against a user's settings, said as a mistake of the config."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except InstantiationException as error:
-        raise ConfigError(f"{where}: {error.__cause__ or error}") from error
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def build(node: DictConfig) -> Any:
-    """The object (or, under `_partial_`, the function) that a node with `_target_` describes.
-
-    Raises:
-        ConfigError: a target outside the trusted packages, or arguments that it does not take.
-    """
-    check_targets(node)
-    with as_config_errors(node._target_):
-        return instantiate(node)
-
-
-def check_targets(node: Any, path: str = "") -> None:
-    """Check every `_target_` below a node against the trusted packages and its signature; build nothing."""
-    if isinstance(node, DictConfig):
-        node = OmegaConf.to_container(node, resolve=True)
-    for where, target, arguments in _targets(node, path):
-        if not target.startswith(TRUSTED):
-            raise ConfigError(
-                f"{where}._target_={target!r} is not from a trusted package ({', '.join(TRUSTED)}); "
-                "a config must not name code of its own"
-            )
-        try:
-            found = get_object(target)
-        except Exception as error:
-            raise ConfigError(f"{where}._target_={target!r} cannot be imported: {error}") from error
-        # A trusted module also holds what it imports, torch.load among it; only what it defines is meant.
-        home = f"{getattr(found, '__module__', None)}."
-        if not (inspect.isclass(found) or inspect.isfunction(found)) or not home.startswith(TRUSTED):
-            raise ConfigError(f"{where}._target_={target!r} is no class or function of a trusted package")
-        takes, takes_any = _arguments_of(found)
-        for name in arguments:
-            if name not in takes and not takes_any:
-                raise ConfigError(f"{target}: unexpected {name!r}; it takes {', '.join(takes)}")
-
-
-def _arguments_of(target: Any) -> tuple[list[str], bool]:
-    """Names that a class or function takes, and whether it takes any other too.
-
-    A class that hands `**options` on to its base takes what the base takes.
-    """
-    bases = inspect.getmro(target) if inspect.isclass(target) else ()
-    functions = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [target]
-    names: list[str] = []
-    for function in functions:
-        parameters = inspect.signature(function).parameters.values()
-        names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return [name for name in names if name != "self"], False
-    return [name for name in names if name != "self"], True
-
-
-def _targets(node: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Every (path, target, argument names) in a plain config."""
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            yield path, node["_target_"], [name for name in node if not name.startswith("_")]
-        for key, value in node.items():
-            yield from _targets(value, f"{path}.{key}".lstrip("."))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _targets(value, f"{path}.{index}")
-
-
-def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str] = ()) -> None:
-    """Refuse keys that no config group declares: Hydra merges a misspelt key of an experiment file silently.
-
-    Args:
-        choices: the option chosen in each group, as Hydra's runtime reports them.
-        overrides: of the command line; what it adds with `+` is meant, and its target's signature judges it.
-
-    Raises:
-        ConfigError: naming the key and the closest one that exists.
-    """
-    for name, choice in choices.items():
-        if choice is not None and choice.startswith("_"):
-            raise ConfigError(f"{name}={choice} is what the options of {name} share; choose one of those")
-    presets = ("experiment", "debug")
-    groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
-    plain = [choice for choice in groups if choice.split("=")[0] not in presets]
-    declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in presets)])
-    known = set(_paths(OmegaConf.to_container(declared)))
-    added = tuple(override.lstrip("+").split("=")[0] for override in overrides if override.startswith("+"))
-    for path in _paths(OmegaConf.to_container(cfg)):
-        if path not in known and path not in added and not path.startswith(tuple(f"{key}." for key in added)):
-            close = get_close_matches(path, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see --cfg job for all keys"
-            raise ConfigError(f"unknown key {path!r} in the experiment or debug preset: {hint}")
-
-
-def _paths(node: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _paths(value, f"{prefix}{key}.")
-    else:
-        yield prefix.rstrip(".")
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -268,16 +143,6 @@ def _check_sft(sft: DictConfig) -> None:
         sft.n_pairs <= sft.batch_size,
         f"sft.n_pairs={sft.n_pairs} is more than sft.batch_size={sft.batch_size}; lower it",
     )
-
-
-def expanded(path: str | None) -> str | None:
-    """A model path with `~` replaced; names on the hub stay as they are."""
-    return str(Path(path).expanduser()) if path is not None and is_local(path) else path
-
-
-def is_local(path: str) -> bool:
-    """Whether a model path means a folder rather than a name on the hub, which is NAME or OWNER/NAME."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
 
 
 def _check_paths(cfg: DictConfig) -> None:

@@ -1,0 +1,24 @@
+"""From YAML to objects: trusted targets, checked signatures, rules between fields, all before any work."""
+
+from lit_rlkv.config.building import (
+    CONF_DIR,
+    ConfigError,
+    as_config_errors,
+    build,
+    check_keys,
+    check_targets,
+    expanded,
+)
+from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
+
+__all__ = [
+    "CONF_DIR",
+    "WEIGHT_DTYPES",
+    "ConfigError",
+    "as_config_errors",
+    "build",
+    "check_config",
+    "check_keys",
+    "check_targets",
+    "expanded",
+]
