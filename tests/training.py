@@ -69,7 +69,7 @@ def make_roles(layout: str = "hydra", needed=("policy", "reference"), seed: int 
 
 
 def shift(roles: Roles, std: float = 0.05, seed: int = 1) -> Roles:
-    """Move the adapters away from zero, so that ratios and KL are not trivial; or the backbones that train."""
+    """Move the adapters away from zero, or the backbones that train; ratios and KL are not trivial then."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in roles.named_parameters():
         if "lora_B" in name:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lit_rlkv.data.credit import CriticCredit, Experience
 from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule
-from lit_rlkv.models.hydra import ROLES, Roles, acting_as
+from lit_rlkv.models.hydra import LAYOUTS, ROLES, Roles, acting_as
 from lit_rlkv.models.replay import action_hidden, replay_logps
 from lit_rlkv.modules.ppo import PPO
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import Rollout, TrainBatch
 from tests.modules.test_grpo import weights_by_definition
 from tests.training import (
     ARMS,
@@ -109,7 +109,15 @@ def losses_by_definition(
             v_clip = min(max(v, v_old - 0.2), v_old + 0.2)
             worse = min if mistake == "better of both values" else max
             value_loss += 0.5 * worse((v - r) ** 2, (v_clip - r) ** 2) / int(rollout.is_action.sum())
-    return {"policy_loss": policy_loss, "value_loss": value_loss, "loss": policy_loss + 0.5 * value_loss}
+    log_ratio = (logps - old)[rollout.is_action].tolist()
+    approx_kl = sum(math.exp(x) - 1 - x for x in log_ratio) / len(log_ratio)  # KL(π_old ‖ π) by k3
+    losses = {"policy_loss": policy_loss, "value_loss": value_loss, "approx_kl": approx_kl}
+    return losses | {"loss": policy_loss + 0.5 * value_loss}
+
+
+def step(module: PPO, batch: TrainBatch) -> dict[str, float]:
+    """Loss and metrics of a micro-batch."""
+    return {name: float(value.detach()) for name, value in module.training_step(batch, 0).items()}
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -119,12 +127,12 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
     assert torch.equal(
         batch.rollout.token_ids.sort(dim=0).values, experience.rollout.token_ids.sort(dim=0).values
     )
-    found = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=True).training_step(batch, 0)
+    found = step(make_ppo(roles, replays=ARMS[arm].replays, value_shadow=True), batch)
     expected = losses_by_definition(roles, experience, arm)
-    assert float(found["value/clip_ratio"]) > 0.1
-    assert float(found["clip_ratio/region_mean"]) > 0.02
+    assert found["value/clip_ratio"] > 0.1
+    assert found["clip_ratio/region_mean"] > 0.02
     for name, value in expected.items():
-        assert float(found[name].detach()) == pytest.approx(value, rel=1e-6, abs=1e-6), name
+        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
     credit = data.credit.assign(experience)
     weights = weights_by_definition(
         arm, (experience.old_logps - experience.rollout.sampler_logps).exp(), experience.rollout.is_action
@@ -147,9 +155,9 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
 def test_the_comparison_catches(mistake: str, name: str):
     roles, data, experience = roll_out()
     (batch,) = data.minibatches(experience)
-    found = make_ppo(roles).training_step(batch, 0)
+    found = step(make_ppo(roles), batch)
     wrong = losses_by_definition(roles, experience, mistake=mistake)
-    assert abs(float(found[name]) - wrong[name]) > 1e-3
+    assert abs(found[name] - wrong[name]) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -164,13 +172,13 @@ def test_a_kl_in_the_loss_is_weighed_like_the_policy_loss(estimator, of_log_rati
     roles, data, experience = roll_out(kl=kl)
     assert (experience.kl_penalty == 0).all()
     (batch,) = data.minibatches(experience)
-    found = make_ppo(roles, kl_estimator=estimator).training_step(batch, 0)
+    found = step(make_ppo(roles, kl_estimator=estimator), batch)
     log_ratio = seen_by(roles, "policy", experience.rollout) - seen_by(roles, "reference", experience.rollout)
     each = [of_log_ratio(float(d)) for d in log_ratio[experience.rollout.is_action]]
-    assert float(found["kl"]) == pytest.approx(sum(each) / len(each), rel=1e-6)
-    assert float(found["kl"]) > 1e-2
-    rest = float(found["policy_loss"]) + 0.5 * float(found["value_loss"])
-    assert float(found["loss"]) == pytest.approx(rest + 0.7 * sum(each) / len(each), rel=1e-6)
+    assert found["kl"] == pytest.approx(sum(each) / len(each), rel=1e-6)
+    assert found["kl"] > 1e-2
+    rest = found["policy_loss"] + 0.5 * found["value_loss"]
+    assert found["loss"] == pytest.approx(rest + 0.7 * sum(each) / len(each), rel=1e-6)
     # no KL in the reward then: the returns are those of β = 0
     credit = data.credit.assign(experience)
     _, returns = credit_by_definition(experience, experience.rollout.is_action, kl_weight=0.0)
@@ -197,10 +205,8 @@ def test_micro_batches_and_separate_passes_do_not_change_the_gradient(layout: st
         batches = list(data.minibatches(experience))
         assert [batch.ends_step for batch in batches] == [False] * (3 * len(parts) - 1) + [True]
         assert worst_difference(gradients_of(module, batches), expected) < 1e-5
-        losses = [float(module.training_step(batch, 0)["loss"].detach()) for batch in batches]
-        assert sum(losses) == pytest.approx(
-            float(module.training_step(whole[0], 0)["loss"].detach()), rel=1e-6
-        )
+        losses = [step(module, batch)["loss"] for batch in batches]
+        assert sum(losses) == pytest.approx(step(module, whole[0])["loss"], rel=1e-6)
     # the control: denominators of their own for every micro-batch
     alone = [replace(batch, n_actions=int(batch.rollout.is_action.sum())) for batch in batches]
     assert worst_difference(gradients_of(module, alone), expected) > 1e-3
@@ -223,11 +229,11 @@ def test_policy_and_critic_share_a_forward_where_it_is_the_same(layout, arm, val
     assert len(module.learner_parts) == n_forwards
     (batch,) = data.minibatches(experience)
     with counted_forwards(roles) as forwards:
-        found = module.training_step(batch, 0)
+        found = step(module, batch)
     assert len(forwards) == n_forwards
     # shared or not, the values are those of the critic's own view
     expected = losses_by_definition(roles, experience, arm, value_shadow)
-    assert float(found["value_loss"].detach()) == pytest.approx(expected["value_loss"], rel=1e-5)
+    assert found["value_loss"] == pytest.approx(expected["value_loss"], rel=1e-5)
     other = losses_by_definition(roles, experience, arm, not value_shadow)
     assert abs(other["value_loss"] - expected["value_loss"]) > 1e-3
 
@@ -265,14 +271,12 @@ def test_gradients_reach_the_learner_alone(layout: str, by_policy: set[str], by_
     assert trained_by(layout, "policy", "value") == by_policy | by_critic
 
 
-def n_steps(target_kl: float | None) -> int:
-    """Optimizer steps in two iterations of three epochs with two minibatches each."""
+def n_steps(target_kl: float | None, n_epochs: int = 3) -> int:
+    """Optimizer steps in two iterations, with two minibatches an epoch."""
     roles = make_roles("hydra", ROLES)
     module = make_ppo(roles, target_kl=target_kl)
-    data = make_data(
-        roles, n_epochs=3, n_minibatches=2, n_micro_batches=2, learner_parts=module.learner_parts
-    )
-    return train_here(module, data, 2).n_steps
+    options = {"n_epochs": n_epochs, "n_minibatches": 2, "n_micro_batches": 2}
+    return train_here(module, make_data(roles, learner_parts=module.learner_parts, **options), 2).n_steps
 
 
 def test_an_iteration_ends_early_once_the_policy_has_moved_too_far():
@@ -281,6 +285,8 @@ def test_an_iteration_ends_early_once_the_policy_has_moved_too_far():
     assert n_steps(1e6) == 12
     # The first step of a rollout is at KL 0; the second finds more than 1e-6 and is the last.
     assert n_steps(1e-6) == 4
+    # What the last step of a rollout finds does not end the next rollout.
+    assert n_steps(1e-6, n_epochs=1) == 4
 
 
 def test_responses_that_were_cut_count_nothing_in_the_policy_loss():
@@ -340,7 +346,69 @@ def test_a_kl_in_the_loss_is_steered_too():
     assert weights == pytest.approx([0.3, 0.306, 0.306 * 1.02])
 
 
-@pytest.mark.parametrize("name", ["clip_low", "clip_high", "value_clip", "target_kl"])
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_role_reads_the_rollout_under_the_view_of_its_arm(arm: str):
+    roles = shift(make_roles("hydra", ROLES))
+    experience = make_data(roles, arm, sampling={"value_shadow": True}).collect()
+    replays = ARMS[arm].replays
+    found = {"policy": experience.old_logps, "reference": experience.ref_logps, "value": experience.values}
+    for role, shadow in {"policy": replays, "reference": replays, "value": True}.items():
+        expected, other = (seen_by(roles, role, experience.rollout, view) for view in (shadow, not shadow))
+        assert (found[role] - expected).abs().max() < 1e-4, role
+        # where nothing is evicted, both views are one
+        assert ((found[role] - other).abs().max() > 1e-2) == (arm != "dense"), role
+    dense = make_data(roles, arm, sampling={"value_shadow": False}).collect()
+    assert (dense.values - seen_by(roles, "value", dense.rollout, False)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["hydra", "lora_ppo", "ppo"])
+def test_the_critic_alone_learns_while_it_warms_up(layout: str):
+    roles = make_roles(layout, ROLES)
+    module = make_ppo(roles)
+    data = make_data(roles, n_minibatches=2, critic_warmup=2, learner_parts=module.learner_parts)
+    parameters = {role: roles.trained_parameters(role) for role in ("policy", "value")}
+
+    def moved_in(n_iterations: int) -> dict[str, bool]:
+        before = {role: [p.detach().clone() for p in mine] for role, mine in parameters.items()}
+        log = train_here(module, data, n_iterations)
+        assert log.n_steps == 2 * n_iterations
+        assert ("policy_loss" in log.rows[-1]) == (data.iteration > 2)
+        return {
+            role: not all(torch.equal(p, old) for p, old in zip(mine, before[role], strict=True))
+            for role, mine in parameters.items()
+        }
+
+    assert moved_in(2) == {"policy": False, "value": True}
+    assert moved_in(1) == {"policy": True, "value": True}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_optimizer_has_every_parameter_once_and_the_critic_a_rate_of_its_own(layout: str):
+    module = make_ppo(make_roles(layout, ROLES), value_lr_scale=3.0)
+    policy, critic = module.configure_optimizers()["optimizer"].param_groups
+    assert (policy["lr"], critic["lr"]) == pytest.approx((1e-2, 3e-2))
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    listed = [names[id(p)] for p in (*policy["params"], *critic["params"])]
+    assert sorted(listed) == sorted(names.values())
+    only_critic = {names[id(p)].split(".")[1] for p in critic["params"]}
+    assert only_critic == ({"heads"} if layout == "j_hydra" else {"heads", "backbones"})
+
+
+def test_both_learning_rates_rise_and_fall_together():
+    module = make_ppo(make_roles("hydra", ROLES), value_lr_scale=3.0, n_warmup_steps=3, n_decay_steps=8)
+    configured = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    # a quarter more at each of four steps, and an eighth less at each of eight
+    for fraction in (1 / 4, 2 / 4 * 7 / 8, 3 / 4 * 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0, 0.0):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([1e-2 * fraction, 3e-2 * fraction])
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "name", ["clip_low", "clip_high", "value_clip", "value_weight", "value_lr_scale", "target_kl"]
+)
 def test_bounds_that_leave_nothing_to_learn_are_refused(name: str):
     options = {"clip_low": 0.2, "clip_high": 0.2, "value_clip": None, "target_kl": None}
     PPO.check_options(**options)
