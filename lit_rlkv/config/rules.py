@@ -14,6 +14,7 @@ from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
+from lit_rlkv.objectives.kl import MAX_ERROR
 
 STAGES = ("sft", "rl", "eval")
 WEIGHT_DTYPES = {
@@ -63,6 +64,7 @@ COUNTS = (
     "algorithm.n_minibatches",
     "algorithm.n_micro_batches",
     "roles.rank",
+    "roles.alpha",
     "sft.n_steps",
     "sft.reward_steps",
     "sft.n_warmup_steps",
@@ -86,6 +88,9 @@ AMOUNTS = (
     "optimizer.lr",
     "sft.optimizer.lr",
     "sft.reward_weight",
+    "reward.missing_eos_penalty",
+    "reward.verifier",
+    "reward.learned",
 )
 
 
@@ -168,6 +173,11 @@ def _check_cache(cfg: DictConfig) -> None:
 
 def _check_sampling(cfg: DictConfig) -> None:
     rollout = cfg.rollout
+    rows = rollout.rows_per_pass
+    _require(
+        rows is None or (isinstance(rows, int) and rows >= 1),
+        f"rollout.rows_per_pass={rows} scores nothing; give a whole number of at least 1, or null for all",
+    )
     for name, off in {"top_p": 1.0, "top_k": None}.items():
         _require(
             rollout[name] == off,
@@ -199,9 +209,15 @@ def _check_algorithm(cfg: DictConfig) -> None:
             algorithm[name] in table,
             f"algorithm.{name}={algorithm[name]!r} is unknown; choose one of {', '.join(table)}",
         )
+    module = get_object(algorithm.loss._target_)
+    _require(
+        isinstance(credit, module.credit_rule),
+        f"algorithm.credit: {module.__name__} learns from {module.credit_rule.__name__}, not from "
+        f"{type(credit).__name__}; choose an algorithm and change its options",
+    )
     with as_config_errors(algorithm.loss._target_):
         options = {name: value for name, value in algorithm.loss.items() if not name.startswith("_")}
-        get_object(algorithm.loss._target_).check_options(**options)
+        module.check_options(**options)
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
     n_units = cfg.rollout.n_prompts if isinstance(credit, PairCredit) else n_rows
     n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
@@ -212,6 +228,11 @@ def _check_algorithm(cfg: DictConfig) -> None:
     )
     with as_config_errors("algorithm.kl"):
         kl = KLConfig(**algorithm.kl)
+    _require(
+        kl.target is None or kl.horizon > MAX_ERROR * n_rows,
+        f"algorithm.kl.horizon={kl.horizon} steers too fast for {n_rows} responses an iteration; give "
+        f"more than {MAX_ERROR * n_rows:.0f}",
+    )
     has_critic = "value" in credit.needs
     _require(
         0 <= algorithm.critic_warmup < algorithm.n_iterations

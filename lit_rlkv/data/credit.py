@@ -48,7 +48,7 @@ class Credit:
 
     advantages: Float[Tensor, "batch seq"]
     is_counted: Bool[Tensor, "batch seq"]
-    """Actions that the policy's loss counts. The other rows stay in the batch, for distillation."""
+    """Actions that the policy's loss counts. Rows in `units` without any stay in, for distillation."""
     units: Int[Tensor, "unit member"]
     """Rows that no minibatch may part: single ones, or a better and a worse response."""
     returns: Float[Tensor, "batch seq"] | None = None
@@ -94,11 +94,11 @@ class GroupCredit(CreditRule):
 
     def assign(self, experience: Experience) -> Credit:
         rollout, group_size = experience.rollout, experience.group_size
-        rewards = experience.rewards.total - experience.kl_penalty.sum(dim=1)
-        rewards = rewards.view(-1, group_size)
+        total = experience.rewards.total
+        rewards = (total - experience.kl_penalty.sum(dim=1)).view(-1, group_size)
         is_counted = experience.weights.is_counted
-        if self.drop_uniform:
-            is_kept = group.is_informative(rewards).repeat_interleave(group_size)
+        if self.drop_uniform:  # by what was earned: after a KL in the reward no group would agree
+            is_kept = group.is_informative(total.view(-1, group_size)).repeat_interleave(group_size)
             is_counted = is_counted & is_kept[:, None]
         advantages = group.broadcast_to_actions(self.estimate(rewards).flatten(), rollout.is_action)
         return Credit(advantages, is_counted, _single_rows(rollout))

@@ -163,7 +163,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _steer_kl(self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor) -> None:
         """Set the weight of the next iteration."""
-        if self.kl.target is None or ref_logps is None:
+        is_still = self.iteration < self.update.critic_warmup  # the policy cannot answer yet
+        if self.kl.target is None or ref_logps is None or is_still:
             return
         n = len(old_logps)
         kl = float(masked_sum(k1(old_logps, ref_logps), is_action)) / n
@@ -172,6 +173,9 @@ class RolloutDataModule(L.LightningDataModule):
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """The optimizer steps of an iteration, each in its micro-batches."""
         rollout, update = experience.rollout, self.update
+        if update.mask_truncated:
+            is_counted = experience.weights.is_counted & experience.has_eos[:, None]
+            experience = replace(experience, weights=replace(experience.weights, is_counted=is_counted))
         credit = self.credit.assign(experience)
         ref_logps = experience.ref_logps
         whole = TrainBatch(
@@ -190,16 +194,13 @@ class RolloutDataModule(L.LightningDataModule):
         )
         learner_parts = update.learner_parts
         if experience.iteration < update.critic_warmup:
-            learner_parts = (("value",),)
-        is_counted = credit.is_counted
-        if update.mask_truncated:
-            is_counted = is_counted & experience.has_eos[:, None]
+            learner_parts = (update.warmup_part,)
         for epoch in range(update.n_epochs):
             generator = stream(self.seed, "shuffle", experience.iteration, epoch)
             order = torch.randperm(len(credit.units), generator=generator).to(credit.units.device)
             for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
                 is_fresh = epoch == 0 and number == 0
-                step = self._step(whole, credit.units[chosen], is_counted)
+                step = self._step(whole, credit.units[chosen], credit.is_counted)
                 yield from self._micro_batches(
                     replace(step, is_fresh=is_fresh), credit.units[chosen], learner_parts
                 )
@@ -214,7 +215,7 @@ class RolloutDataModule(L.LightningDataModule):
             whole,
             loss_weight=loss_weight,
             n_actions=int(whole.rollout.is_action[rows].sum()),
-            n_pairs=_n_pairs(whole.advantages, units),
+            n_pairs=_n_pairs(loss_weight, units),
         )
 
     def _micro_batches(
@@ -241,8 +242,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward.load_state_dict(state_dict["reward"])
 
 
-def _n_pairs(advantages: Float[Tensor, "batch seq"], units: Tensor) -> int:
-    """Pairs among the units that count; 0 where a unit is a single row."""
+def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
+    """Pairs of which both sides count; 0 where a unit is a single row."""
     if units.shape[1] == 1:
         return 0
-    return int((advantages[units[:, 0]] != 0).any(dim=1).sum())
+    return int((loss_weight[units] != 0).any(dim=2).all(dim=1).sum())

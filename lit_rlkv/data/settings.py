@@ -73,3 +73,5 @@ class UpdateConfig:
     """Roles that learn together from a micro-batch, which comes once for each part."""
     critic_warmup: int = 0
     """First iterations, in which the critic alone learns: a policy would follow values that mean nothing."""
+    warmup_part: tuple[str, ...] = ("value",)
+    """What learns in those."""

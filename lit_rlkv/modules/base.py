@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lit_rlkv.data.credit import CreditRule, GroupCredit
 from lit_rlkv.masking import masked_sum, weighted_sum
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import action_hidden, action_logps
@@ -45,6 +46,8 @@ LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Term
 class PolicyModule(L.LightningModule, ABC):
     """Base of the RL modules. A subclass says in `objective` what the loss of the policy is.
 
+    `credit_rule` is the kind of credit that its objective can learn from.
+
     Args:
         roles: with the policy, and the reference where a KL to it is wanted.
         make_optimizer: from parameter groups to an optimizer.
@@ -54,6 +57,8 @@ class PolicyModule(L.LightningModule, ABC):
         n_warmup_steps: first optimizer steps, in which it rises linearly.
         kl_estimator: of the KL to the reference in the loss, whose weight comes with the batch.
     """
+
+    credit_rule: ClassVar[type[CreditRule]] = GroupCredit
 
     def __init__(
         self,
@@ -88,6 +93,11 @@ class PolicyModule(L.LightningModule, ABC):
     def learner_parts(self) -> tuple[tuple[str, ...], ...]:
         """Roles that learn together from a micro-batch; it comes once for each part."""
         return (("policy",),)
+
+    @property
+    def warmup_part(self) -> tuple[str, ...]:
+        """What learns while a critic warms up."""
+        return ("value",)
 
     @abstractmethod
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:

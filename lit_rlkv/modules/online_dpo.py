@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_rlkv.data.credit import PairCredit
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives.preference import check_dpo, dpo_loss
 from lit_rlkv.types import TrainBatch
@@ -23,6 +24,8 @@ class OnlineDPO(PolicyModule):
         label_smoothing: chance that a preference is the wrong way round (sigmoid).
         averages: log-probs per token instead of per response, as TRL does for ipo.
     """
+
+    credit_rule = PairCredit
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class OnlineDPO(PolicyModule):
         token_loss = dpo_loss(
             chosen, rejected, beta=self.beta, kind=self.kind, label_smoothing=self.label_smoothing
         )
-        is_counted = (batch.advantages[::2] != 0).any(dim=1)
+        is_counted = (batch.loss_weight != 0).any(dim=1).view(-1, 2).all(dim=1)
         n = max(batch.n_pairs, 1)
 
         def mean(values: Tensor) -> Tensor:

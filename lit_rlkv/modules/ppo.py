@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lit_rlkv.data.credit import CriticCredit
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import action_hidden
@@ -29,6 +30,8 @@ class PPO(PolicyModule):
         separate_passes: critic and policy learn from a micro-batch one after the other, so that the
             activations of one of them are held at a time.
     """
+
+    credit_rule = CriticCredit
 
     def __init__(
         self,
@@ -76,6 +79,14 @@ class PPO(PolicyModule):
             return (("policy",), ("value",))
         return (("policy", "value"),)
 
+    @property
+    def warmup_part(self) -> tuple[str, ...]:
+        """A critic that shares the policy's adapter warms up by its head, or the policy would move along."""
+        is_joint = self.roles.layout.adapter["policy"] is not None and (
+            self.roles.layout.adapter["policy"] == self.roles.layout.adapter["value"]
+        )
+        return ("value_head",) if is_joint else ("value",)
+
     def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:
         losses: Terms = {}
         metrics: Terms = {}
@@ -83,9 +94,14 @@ class PPO(PolicyModule):
         if "policy" in batch.learners:
             outputs, losses, metrics = self.policy_terms(batch)
             self._step_kl.append(metrics["approx_kl"].detach())
-        if "value" in batch.learners:
+        if "value" in batch.learners or "value_head" in batch.learners:
             more_losses, more_metrics = self._value_terms(batch, self._values(batch, outputs))
             losses, metrics = losses | more_losses, metrics | more_metrics
+        elif batch.ends_step:
+            raise ValueError(
+                f"learners={batch.learners} end a step without the critic; give the data module "
+                "UpdateConfig(learner_parts=module.learner_parts)"
+            )
         if batch.ends_step and self._step_kl:  # none while the critic learns alone
             self._last_kl, self._step_kl = torch.stack(self._step_kl).sum(), []
         return losses, metrics
@@ -99,6 +115,8 @@ class PPO(PolicyModule):
         else:
             with acting_as(self.roles, "value") as backbone:
                 hidden = action_hidden(backbone, batch.rollout, shadow=self.value_shadow)
+        if "value_head" in batch.learners:
+            hidden = hidden.detach()
         return on_actions(batch.rollout, self.roles.head("value")(hidden))
 
     def _value_terms(self, batch: TrainBatch, values: Float[Tensor, "batch seq"]) -> tuple[Terms, Terms]:

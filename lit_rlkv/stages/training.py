@@ -148,6 +148,7 @@ def train_policy(
             mask_truncated=algorithm.mask_truncated,
             learner_parts=module.learner_parts,
             critic_warmup=algorithm.critic_warmup,
+            warmup_part=module.warmup_part,
         ),
         seed=cfg.seed,
         kl=KLConfig(**algorithm.kl),

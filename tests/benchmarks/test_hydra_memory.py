@@ -1,4 +1,5 @@
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,9 +70,17 @@ def test_what_is_held_adds_up_to_each_peak():
         parts = parts_at_peak(held, phase)
         assert sum(parts.values()) == found.peak_bytes
         assert min(parts.values()) >= 0
-    # Between iterations there are no gradients; a peak in the update may come before the last of them.
+
+
+def test_gradients_count_in_a_peak_that_they_are_part_of():
+    # Few tokens: the peak is the optimizer's step, which needs every gradient.
+    held = measure_held(make_run("ppo", replace(SETTING, prompt_len=2, response_len=3)), 1)
+    assert held.phases["update"].gradient_bytes == held.gradients > 0
+    # Between iterations there are none.
     assert held.phases["sampling"].gradient_bytes == held.phases["scoring"].gradient_bytes == 0
-    assert 0 < held.phases["update"].gradient_bytes <= held.gradients
+    # Many tokens: the peak is the first backward pass, before any gradient is there.
+    held = measure_held(make_run("j_hydra", SETTING), 4)
+    assert held.phases["update"].gradient_bytes < held.gradients
 
 
 def test_more_rows_take_more_and_the_rest_stays():

@@ -54,7 +54,7 @@ def test_what_was_there_before_counts_from_the_start_and_once():
     # The control: not named beforehand, it counts only from the first view of it on.
     with LiveBytes() as meter:
         assert meter.live == 0
-        view = weight.t()
+        assert weight.t().shape == (N, N)
         assert meter.live == UNIT
 
 

@@ -5,7 +5,7 @@ import torch
 
 from lit_rlkv.callbacks.statistics import RolloutStatistics, rollout_correction, rollout_statistics
 from lit_rlkv.objectives.corrections import Correction, truncated, unweighted
-from tests.training import make_roles, make_datamodule
+from tests.training import make_datamodule, make_roles
 
 
 def test_mismatch_matches_hand_arithmetic():

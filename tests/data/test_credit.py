@@ -75,6 +75,12 @@ def test_groups_that_agree_are_left_out_where_that_is_asked_for():
     assert torch.equal(GroupCredit("dapo").assign(experience).is_counted, IS_ACTION)
 
 
+def test_a_kl_in_the_reward_does_not_make_a_group_disagree():
+    experience = make_experience([1.0, 2.0, 0.5, 0.5], kl_penalty=PENALTY)
+    kept = GroupCredit("dapo", drop_uniform=True).assign(experience).is_counted
+    assert kept.any(dim=1).tolist() == [True, True, False, False]
+
+
 def test_what_a_correction_does_not_count_stays_out():
     is_counted = IS_ACTION & (COLUMNS != 2)
     experience = counting(make_experience([1.0, 2.0, 0.5, 0.5], values=torch.zeros(4, 4)), is_counted)

@@ -8,18 +8,8 @@ from lit_rlkv.data.rollouts import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
-from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, truncated, unweighted
 from lit_rlkv.types import Rewards
-from tests.training import REPLAY, make_datamodule, make_module, make_roles, shift
-
-ARMS = {
-    "dense": Correction(True, False, unweighted),
-    "naive": Correction(False, False, unweighted),
-    "tis": Correction(False, False, truncated),
-    "mis": Correction(False, False, masked),
-    "sparse_rl": Correction(False, False, sparse_rl),
-    "shadow": REPLAY,
-}
+from tests.training import ARMS, make_datamodule, make_module, make_roles, shift
 
 
 def weights_by_definition(arm, rho, is_action):

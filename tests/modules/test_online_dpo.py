@@ -284,3 +284,18 @@ def test_options_that_make_no_loss_are_refused_when_the_module_is_built():
     ):
         with pytest.raises(ValueError, match=says):
             make_dpo(roles, **options)
+
+
+def test_pairs_with_a_response_that_was_cut_count_nothing_where_that_is_asked_for():
+    roles, data, experience = roll_out(mask_truncated=True)
+    # of the three pairs that do not tie, only the last has two sides that ended
+    has_eos = torch.ones(16, dtype=torch.bool)
+    has_eos[PAIRS[0][0]] = has_eos[PAIRS[1][1]] = False
+    (batch,) = data.minibatches(replace(experience, has_eos=has_eos))
+    assert batch.n_pairs == 1
+    found = gradients_of(make_dpo(roles), [batch])
+    only = with_rewards(experience, [*[0] * 12, *REWARDS[12:]])
+    data.update = replace(data.update, mask_truncated=False)
+    (alone,) = data.minibatches(only)
+    assert loss_of(make_dpo(roles), batch) == pytest.approx(loss_of(make_dpo(roles), alone), rel=1e-6)
+    assert difference(found, gradients_of(make_dpo(roles), [alone])) < 1e-5

@@ -361,11 +361,12 @@ def test_every_role_reads_the_rollout_under_the_view_of_its_arm(arm: str):
     assert (dense.values - seen_by(roles, "value", dense.rollout, False)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("layout", ["hydra", "lora_ppo", "ppo"])
+@pytest.mark.parametrize("layout", ["hydra", "j_hydra", "lora_ppo", "ppo"])
 def test_the_critic_alone_learns_while_it_warms_up(layout: str):
     roles = make_roles(layout, ROLES)
     module = make_ppo(roles)
-    data = make_data(roles, n_minibatches=2, critic_warmup=2, learner_parts=module.learner_parts)
+    parts = {"learner_parts": module.learner_parts, "warmup_part": module.warmup_part}
+    data = make_data(roles, n_minibatches=2, critic_warmup=2, **parts)
     parameters = {role: roles.trained_parameters(role) for role in ("policy", "value")}
 
     def moved_in(n_iterations: int) -> dict[str, bool]:
@@ -380,6 +381,13 @@ def test_the_critic_alone_learns_while_it_warms_up(layout: str):
 
     assert moved_in(2) == {"policy": False, "value": True}
     assert moved_in(1) == {"policy": True, "value": True}
+
+
+def test_a_critic_that_would_never_learn_is_refused():
+    module = make_ppo(make_roles("hydra", ROLES))
+    (batch,) = make_data(module.roles, learner_parts=(("policy",),)).train_dataloader()
+    with pytest.raises(ValueError, match=r"give the data module UpdateConfig\(learner_parts=module"):
+        module.training_step(batch, 0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
