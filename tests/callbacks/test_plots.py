@@ -178,6 +178,26 @@ def test_an_iteration_without_the_metric_is_left_out():
     assert list(value) == [0.1, 0.4]
 
 
+def test_proxy_and_gold_share_their_iterations_on_axes_of_their_own():
+    history = [
+        {"iteration": index + 1, "rewards/learned": float(index), "rewards/exact_match": 0.5}
+        for index in range(4)
+    ]
+    figure = plots.proxy_and_gold(history)
+    gold, proxy = figure.axes
+    assert list(gold.lines[0].get_ydata()) == [0.5] * 4
+    assert list(proxy.lines[0].get_ydata()) == [0.0, 1.0, 2.0, 3.0]
+    assert list(proxy.lines[1].get_ydata()) == [0.0, 0.5, 1.0, 1.5]  # the mean so far
+    assert list(proxy.lines[0].get_xdata()) == list(gold.lines[0].get_xdata()) == [1, 2, 3, 4]
+    assert labels(figure) == ["gold, left axis", "proxy, right axis"]
+
+
+def test_preferences_without_a_verifier_have_a_proxy_only():
+    figure = plots.proxy_and_gold([{"iteration": 1, "rewards/learned": 2.0}])
+    assert list(figure.axes[1].lines[0].get_ydata()) == [2.0]
+    assert labels(figure) == ["proxy, right axis"]
+
+
 def test_accuracy_is_drawn_in_the_order_of_budgets_and_dense_as_a_level():
     before = [eval_row("dense", None, 0.99), eval_row("random 16", 16, 0.46), eval_row("random 12", 12, 0.2)]
     after = [eval_row("dense", None, 0.98), eval_row("random 16", 16, 0.81)]
@@ -240,6 +260,7 @@ NOTHING = make_rollout(torch.zeros(1, 1, 3), n_pad=3)
         (lambda: plots.mismatch([{"iteration": 1, "reward": 0.5}]), "no mismatch was logged"),
         (lambda: plots.accuracy_against_budget([], []), "no evaluation was run"),
         (lambda: plots.time_per_stage({}), "no stage was timed"),
+        (lambda: plots.proxy_and_gold(rewards([0.5])), "no reward model was asked"),
         (lambda: plots.reliability([], [], []), "no pairs were scored"),
         (lambda: plots.cache_fill(NOTHING), "the rollout is empty"),
     ],

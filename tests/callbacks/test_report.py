@@ -10,6 +10,7 @@ import torch
 from lit_rlkv.callbacks import report as report_module
 from lit_rlkv.callbacks.report import RunReport, figures, headline, render, write_report
 from lit_rlkv.callbacks.samples import Sample
+from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.types import NEVER, EvalRow, Rollout
 
 EMPTY = RunReport("a run", "", [], [], [], None, None, None, {}, [], {})
@@ -149,6 +150,15 @@ def test_the_page_shows_every_part(full_page):
     assert full_page.count("<figcaption>") == 6
 
 
+def test_a_learned_reward_stands_beside_the_accuracy():
+    rows = [replace(row, learned_reward=value) for row, value in zip(FULL.after, (1.25, -0.5), strict=True)]
+    page = render(replace(FULL, before=[], after=rows))
+    assert "Learned reward after" in page
+    assert "1.25" in page
+    assert "-0.50" in page
+    assert "Learned reward" not in render(FULL)
+
+
 def test_a_run_that_did_nothing_has_a_page_without_empty_sections():
     page = render(EMPTY)
     parser = parsed(page)
@@ -162,6 +172,16 @@ def test_a_run_that_did_nothing_has_a_page_without_empty_sections():
         ({"history": []}, ["Accuracy against budget", "Cache fill", "Key lifetimes in one sequence"]),
         ({"rollout": None, "before": [], "after": []}, ["Reward", "Mismatch of sampler and learner"]),
         ({"rollout": None, "history": [{"iteration": 1, "loss": 0.5}]}, ["Accuracy against budget"]),
+        (
+            {
+                "rollout": None,
+                "before": [],
+                "after": [],
+                "history": [{"iteration": 1, "rewards/learned": 0.5}],
+                "reward_model": RewardReport(10, 0.9, 1.5, 0.5, 0.05, [0.2, 0.8], [0.1, 0.9], [10, 10]),
+            },
+            ["Proxy and gold", "How sure the reward model should be"],
+        ),
     ],
 )
 def test_there_is_a_figure_for_what_has_data(changes, names):

@@ -1,5 +1,7 @@
 """The closing table."""
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
@@ -11,6 +13,7 @@ from lit_rlkv.callbacks.summary import (
     stage_cells,
     summary_table,
 )
+from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.types import EvalRow
 
 
@@ -105,6 +108,17 @@ def test_the_terminal_shows_both_tables_in_eighty_columns():
     assert "0.810" in text
     assert "1:32" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_reward_model_is_summed_up_in_a_sentence_and_its_scores_in_a_table():
+    judged = RewardReport(512, 0.9375, 4.5, 2.25, 0.031, [0.5], [0.5], [1024])
+    after = [replace(row, learned_reward=1.5) for row in AFTER]
+    text = shown(summary_table(BEFORE, after, {}, judged))
+    assert "93.8% ranked right, margin 4.50 ± 2.25" in text
+    assert "calibration error 0.031" in " ".join(text.split())
+    assert text.count("1.50") == len(AFTER)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Learned" not in shown(summary_table(BEFORE, AFTER, {}))
 
 
 def test_names_in_brackets_are_no_markup():
