@@ -136,6 +136,9 @@ def test_headlines_say_no_where_it_is_no():
 def test_headlines_compare_seconds_at_the_largest_batches():
     both = [result_of("lora_ppo", 100, at_largest=2.0), result_of("hydra", 100, at_largest=1.0)]
     assert "50% (paper: 65%)" in headlines(both, limit=100)
+    assert "No larger batch fits" in headlines(both, limit=100)
+    more = [both[0], replace(both[1], largest_batch=9)]
+    assert "Batching saves where a step mostly reads weights" in headlines(more, limit=100)
     assert headlines([result_of("lora_ppo", 100), result_of("hydra", 100)], limit=100) == ""
 
 

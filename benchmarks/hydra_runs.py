@@ -1,0 +1,159 @@
+"""PPO on each role layout, and supervised fine-tuning of the same model, ready to be run on any batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra_setting import RandomWords, Setting, make_backbone, make_tokenizer
+from lightning.fabric import Fabric
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.config import build
+from lit_rlkv.data.demonstrations import WarmupBatch
+from lit_rlkv.data.pairs import DemonstrationBatch
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.rewarding import RewardConfig
+from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
+from lit_rlkv.loop import train
+from lit_rlkv.models.hydra import ROLES, LoraSpec, Roles, checkpointed_layers
+from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.types import Problem, Rollout
+
+CONF = Path(__file__).parent.parent / "conf"
+PPO = OmegaConf.merge(*(OmegaConf.load(CONF / "algorithm" / f"{name}.yaml") for name in ("_shared", "ppo")))
+CORRECTION = OmegaConf.load(CONF / "correction" / "shadow.yaml")
+OPTIMIZER = OmegaConf.load(CONF / "optimizer" / "adamw.yaml")
+PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-true"}
+SFT = "sft"
+
+
+def make_roles(layout: str, setting: Setting) -> Roles:
+    """All four roles, on backbones that start alike."""
+    torch.manual_seed(0)
+    head = {"linear.weight": torch.randn(1, setting.size.hidden_size), "linear.bias": torch.zeros(1)}
+    return Roles(
+        layout,
+        lambda role: make_backbone(setting),
+        lora=LoraSpec(setting.rank, 2 * setting.rank, "all-linear"),
+        needed=ROLES,
+        reward_head=head,
+        value_head=head,
+        checkpoints_layers=setting.checkpoints_layers,
+    )
+
+
+class PhaseCallback(RLCallback):
+    """A callback that is also told when a part of an iteration is over."""
+
+    def end_phase(self, name: str) -> None:
+        """After "sampling" and after "scoring"; the update is what is left."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant that can be trained for some iterations on batches of any size."""
+
+    module: L.LightningModule
+    setting: Setting
+    make_data: Callable[[int, PhaseCallback], L.LightningDataModule]
+    """From a batch size to data with one optimizer step per loader."""
+
+    def train(self, batch: int, n_iterations: int, callback: PhaseCallback) -> None:
+        """The package's own loop with a fresh optimizer."""
+        precision = PRECISIONS[self.setting.dtype]
+        train(
+            Fabric(accelerator=self.setting.device, devices=1, precision=precision),
+            self.module,
+            self.make_data(batch, callback),
+            callbacks=[callback],
+            n_iterations=n_iterations,
+            max_grad_norm=PPO.max_grad_norm,
+        )
+
+
+class PhasedRollouts(RolloutDataModule):
+    """Tells its listener when sampling and scoring are over."""
+
+    def __init__(self, *parts: Any, listener: PhaseCallback, **options: Any) -> None:
+        super().__init__(*parts, on_rollout_end=[listener.on_rollout_end], **options)
+        self.listener = listener
+
+    def _sample(self, problems: Sequence[Problem]) -> Rollout:
+        rollout = super()._sample(problems)
+        self.listener.end_phase("sampling")
+        return rollout
+
+    def _scores(self, rollout: Rollout) -> dict[str, Tensor]:
+        scores = super()._scores(rollout)
+        self.listener.end_phase("scoring")
+        return scores
+
+
+def ppo_run(layout: str, setting: Setting) -> Run:
+    """One PPO step on one rollout per iteration, with the options of conf/algorithm/ppo.yaml."""
+    roles = make_roles(layout, setting)
+    make_module = build(PPO.loss)
+    module = make_module(roles, build(OPTIMIZER), replays=True, temperature=1.0, value_shadow=True)
+    task = RandomWords(setting.prompt_len, setting.size.vocab_size)
+
+    def make_data(batch: int, listener: PhaseCallback) -> L.LightningDataModule:
+        return PhasedRollouts(
+            roles,
+            make_tokenizer(setting.size.vocab_size),
+            task,
+            PromptSource(task, split="train", seed=0),
+            setting.cache,
+            build(CORRECTION),
+            build(PPO.credit),
+            SamplingConfig(
+                n_prompts=batch, group_size=1, max_new_tokens=setting.response_len, temperature=1.0
+            ),
+            UpdateConfig(PPO.aggregation, learner_parts=module.learner_parts),
+            seed=0,
+            kl=KLConfig(**PPO.kl),
+            reward=RewardConfig(verifier=0.0, learned=1.0),
+            listener=listener,
+        )
+
+    return Run(module, setting, make_data)
+
+
+class Demonstrations(L.LightningDataModule):
+    """One batch of random tokens per loader, as long as the rollouts of PPO."""
+
+    def __init__(self, setting: Setting, batch: int) -> None:
+        super().__init__()
+        self.setting = setting
+        self.batch = batch
+
+    def train_dataloader(self) -> DataLoader[WarmupBatch]:
+        setting = self.setting
+        seq_len = setting.prompt_len + setting.response_len
+        token_ids = torch.randint(1, setting.size.vocab_size, (self.batch, seq_len))
+        is_target = (torch.arange(seq_len) >= setting.prompt_len).expand_as(token_ids)
+        demonstrations = DemonstrationBatch(token_ids, torch.ones_like(is_target), is_target)
+        return DataLoader([WarmupBatch(demonstrations, None)], batch_size=None)  # type: ignore[arg-type]
+
+
+def sft_run(setting: Setting) -> Run:
+    """All weights of one model learn to imitate; the LM loss alone."""
+    backbone = make_backbone(setting)
+    if setting.checkpoints_layers:
+        for layer in checkpointed_layers(backbone.train()):
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    module = HydraSFT(backbone, build(OPTIMIZER), reward_weight=0.0, n_steps=1000, n_warmup_steps=0)
+    return Run(module, setting, lambda batch, listener: Demonstrations(setting, batch))
+
+
+def make_run(variant: str, setting: Setting) -> Run:
+    """A layout by its name, or `SFT`."""
+    return sft_run(setting) if variant == SFT else ppo_run(variant, setting)

@@ -1,0 +1,194 @@
+"""What the measurements say, as text: the table of Hydra-RLHF (arXiv:2309.00754), its claims, its figures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_measure import Held
+from hydra_runs import SFT
+from hydra_timing import PassCost, Seconds
+from memory_model import LLAMA_7B, Job, saved_bytes_per_token, static_bytes, variant_of
+
+from lit_rlkv.models.hydra import LAYOUTS
+
+BASELINE, OURS = "lora_ppo", "hydra"
+MB, GB = 1e6, 1e9
+PAPER_GB = {"ppo": 220.0, "lora_ppo": 68.0, "j_hydra": 67.9, "hydra": 71.1}
+"""Llama-7B, that of ppo an estimate; at different batches."""
+PAPER_SECONDS = {"lora_ppo": 18.75, "j_hydra": 5.01, "hydra": 6.47}
+PAPER_RANK = 128
+ASSUMED_LEN = 1024
+"""Tokens per sequence of Llama-7B: our choice, on which what a token costs depends a little."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found out about a variant."""
+
+    variant: str
+    batch: int
+    held: Held
+    predicted: dict[str, int]
+    seconds: Seconds
+    largest_batch: int | None = None
+    """Under the limit, 0 if none fits; None where it was not looked for."""
+    peak_at_largest: int | None = None
+    seconds_at_largest: Seconds | None = None
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Of the predicted peak, and of its part that is not resident."""
+        peak, resident = self.held.peak, self.held.resident
+        predicted = max(self.predicted.values())
+        return predicted / peak - 1, (predicted - resident) / (peak - resident) - 1
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they must be; the first to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (headings, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def mb(n_bytes: float) -> str:
+    return f"{n_bytes / MB:,.1f}"
+
+
+def memory_table(results: Sequence[Result]) -> str:
+    headings = ["MB", "weights", "adapters", "heads", "Adam", "gradients", "KV"]
+    headings += ["sampling", "scoring", "update", "predicted", "error", "of the rest", "s/sample", "rollout"]
+    rows = []
+    for result in results:
+        held, seconds = result.held, result.seconds
+        kinds = (held.weights, held.adapters, held.heads, held.optimizer, held.gradients, held.kv)
+        phases = [held.phases.get(name) for name in ("sampling", "scoring", "update")]
+        rows.append(
+            [
+                result.variant,
+                *map(mb, kinds),
+                *("–" if phase is None else mb(phase.peak_bytes) for phase in phases),
+                mb(max(result.predicted.values())),
+                *(f"{error:+.1%}" for error in result.errors),
+                f"{seconds.total:.3f}",
+                f"{seconds.rollout:.3f}",
+            ]
+        )
+    return text_table(headings, rows)
+
+
+def equal_memory_table(results: Sequence[Result]) -> str:
+    rows = []
+    base = by_name(results).get(BASELINE)
+    for result in results:
+        if result.largest_batch is None:
+            continue
+        seconds = result.seconds_at_largest
+        cells = ["–"] * 5
+        if seconds is not None and result.peak_at_largest is not None:
+            times = (seconds.total, seconds.rollout, seconds.update)
+            cells = [mb(result.peak_at_largest), *(f"{value:.3f}" for value in times)]
+            against = base.seconds_at_largest if base else None
+            cells.append(f"{seconds.total / against.total - 1:+.0%}" if against else "–")
+        rows.append([result.variant, str(result.largest_batch or "does not fit"), *cells])
+    return text_table(["", "batch", "peak MB", "s/sample", "rollout", "update", f"to {BASELINE}"], rows)
+
+
+def by_name(results: Sequence[Result]) -> dict[str, Result]:
+    return {result.variant: result for result in results}
+
+
+def paper_table() -> str:
+    """Static bytes of Llama-7B by the formula, beside the paper's totals."""
+    headings = ["GB", "static", "with Adam in float32", "paper", "remains", "tokens", "paper's s/sample"]
+    rows = []
+    for name in (*LAYOUTS, SFT):
+        variant = variant_of(name)
+        jobs = [
+            Job(LLAMA_7B, PAPER_RANK, 1, 0, ASSUMED_LEN, 0, weight_bytes=2, moment_bytes=n_bytes)
+            for n_bytes in (2, 4)
+        ]
+        half, full = (sum(static_bytes(variant, job).values()) / GB for job in jobs)
+        cells = ["–"] * 3
+        if (paper := PAPER_GB.get(name)) is not None:
+            per_token = LLAMA_7B.n_layers * saved_bytes_per_token(variant, jobs[0]) / GB
+            cells = [f"{paper:.1f}", f"{paper - full:.1f}", f"{(paper - full) / per_token:,.0f}"]
+        seconds = PAPER_SECONDS.get(name)
+        rows.append(
+            [name, f"{half:.1f}", f"{full:.1f}", *cells, "–" if seconds is None else f"{seconds:.2f}"]
+        )
+    return text_table(headings, rows)
+
+
+PAPER_NOTE = f"""\
+Static is weights, adapters of rank {PAPER_RANK} on all linear layers, heads, gradients and Adam, in float16.
+What remains of the paper's total is not explained by the formula: activations, the KV cache, logits, the
+allocator's slack, and weights that mixed precision may keep twice. "tokens" is how many tokens of one
+forward and backward pass without checkpointing would fill it, at {ASSUMED_LEN} per sequence. The paper's
+totals are at different batches, chosen to fill one GPU: they compare in seconds and not in gigabytes."""
+
+
+def headlines(results: Sequence[Result], limit: int) -> str:
+    """The two claims of the paper, on this machine: PPO below SFT, and seconds saved at equal memory."""
+    found = by_name(results)
+    ours, base, sft = (found.get(name) for name in (OURS, BASELINE, SFT))
+    lines = []
+    if ours and sft:
+        lines.append(below_sft(ours, sft))
+    if ours and base and ours.seconds_at_largest and base.seconds_at_largest:
+        lines.append(saved_at_equal_memory(ours, base, limit))
+    return "\n".join(lines)
+
+
+def below_sft(ours: Result, sft: Result) -> str:
+    ratio = ours.held.peak / sft.held.peak
+    answer = "yes" if ratio < 1 else "no"
+    text = (
+        f"Is the peak of PPO on {OURS} below that of full SFT at batch {ours.batch}? {answer}: "
+        f"{mb(ours.held.peak)} MB against {mb(sft.held.peak)} MB ({ratio:.0%})."
+    )
+    if ratio >= 1:
+        rest = [result.held.peak - result.held.resident for result in (ours, sft)]
+        text += (
+            f" What it holds all the time is {mb(ours.held.resident)} against {mb(sft.held.resident)} MB; "
+            f"what comes and goes, {mb(rest[0])} against {mb(rest[1])} MB, grows with the batch."
+        )
+    return text
+
+
+def saved_at_equal_memory(ours: Result, base: Result, limit: int) -> str:
+    mine, theirs = ours.seconds_at_largest, base.seconds_at_largest
+    assert mine is not None
+    assert theirs is not None
+    saved = 1 - mine.total / theirs.total
+    paper = 1 - PAPER_SECONDS[OURS] / PAPER_SECONDS[BASELINE]
+    text = (
+        f"By how much are seconds per sample lower on {OURS} than on {BASELINE} at {mb(limit)} MB? "
+        f"{saved:.0%} (paper: {paper:.0%}), with batch {ours.largest_batch} against {base.largest_batch}: "
+        f"rollout {theirs.rollout:.3f} to {mine.rollout:.3f}, update {theirs.update:.3f} to "
+        f"{mine.update:.3f}. At batch {ours.batch} for both it is {ours.seconds.total:.3f} against "
+        f"{base.seconds.total:.3f}."
+    )
+    if ours.largest_batch == base.largest_batch:
+        text += " No larger batch fits: the backbones saved weigh less than the activations of one more row."
+    elif saved < paper:
+        text += (
+            " Batching saves where a step mostly reads weights, as decoding one row does; it saves little "
+            "where one row is work enough for the machine, as an update on few cores is."
+        )
+    return text
+
+
+def passes_table(rows: Sequence[tuple[str, int, dict[bool, PassCost]]]) -> str:
+    """Layout, batch and costs: stacked passes against one pass after the other."""
+    headings = ["scoring passes", "batch", "s apart", "s stacked", "stacked/apart", "MB apart", "MB stacked"]
+    cells = []
+    for layout, batch, costs in rows:
+        apart, stacked = costs[False], costs[True]
+        seconds = [f"{apart.seconds:.3f}", f"{stacked.seconds:.3f}", f"{stacked.seconds / apart.seconds:.2f}"]
+        cells.append([layout, str(batch), *seconds, mb(apart.peak_bytes), mb(stacked.peak_bytes)])
+    return text_table(headings, cells)
