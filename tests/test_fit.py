@@ -127,7 +127,7 @@ def test_every_arm_runs_and_is_another_training(warm, arm):
     [
         ["algorithm.n_minibatches=2", "algorithm.n_epochs=2"],
         ["algorithm.n_micro_batches=2"],
-        ["algorithm.loss.kl_weight=0.1"],
+        ["algorithm.kl.weight=0.1"],
         ["algorithm.lr_schedule=constant"],
         ["distillation=dense_student"],
         ["distillation.anchor_weight=0.1"],

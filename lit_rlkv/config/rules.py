@@ -72,6 +72,8 @@ COUNTS = (
     "algorithm.critic_warmup",
     "sft.batch_size",
     "sft.n_pairs",
+    "sft.mistakes.n_prompts",
+    "sft.mistakes.n_steps",
     "sft.steps_per_iteration",
     "evaluation.n_prompts",
     "evaluation.n_mismatch",
@@ -80,7 +82,13 @@ COUNTS = (
     "callbacks.samples_every",
     "callbacks.n_samples",
 )
-MAY_BE_ZERO = ("sft.n_warmup_steps", "sft.n_pairs", "algorithm.n_warmup_steps", "algorithm.critic_warmup")
+MAY_BE_ZERO = (
+    "sft.mistakes.n_prompts",
+    "sft.n_warmup_steps",
+    "sft.n_pairs",
+    "algorithm.n_warmup_steps",
+    "algorithm.critic_warmup",
+)
 AMOUNTS = (
     "rollout.temperature",
     "algorithm.kl.weight",
@@ -88,6 +96,7 @@ AMOUNTS = (
     "optimizer.lr",
     "sft.optimizer.lr",
     "sft.reward_weight",
+    "sft.mistakes.reward_weight",
     "reward.missing_eos_penalty",
     "reward.verifier",
     "reward.learned",
@@ -126,6 +135,11 @@ def _check_stages(cfg: DictConfig) -> None:
         f"fabric.devices={cfg.fabric.devices}: a run is one process; give 1",
     )
     _check_sft(cfg.sft)
+    _require(
+        cfg.sft.mistakes.n_prompts == 0 or build(cfg.task).is_verifiable,
+        f"sft.mistakes.n_prompts={cfg.sft.mistakes.n_prompts}: preferences do not say which answers of the "
+        "model are wrong; use 0",
+    )
 
 
 def _check_sft(sft: DictConfig) -> None:
@@ -133,10 +147,13 @@ def _check_sft(sft: DictConfig) -> None:
         isinstance(sft.joint, bool),
         f"sft.joint={sft.joint} is neither true nor false; give true for both heads on one backbone",
     )
-    for name in ("n_steps",) if sft.joint else ("n_steps", "reward_steps"):
+    names = ["n_steps", *([] if sft.joint else ["reward_steps"])]
+    names += ["mistakes.n_steps"] if sft.mistakes.n_prompts > 0 else []
+    for name in names:
+        n_steps = OmegaConf.select(sft, name)
         _require(
-            sft[name] % min(sft.steps_per_iteration, sft[name]) == 0,
-            f"sft.{name}={sft[name]} is no multiple of sft.steps_per_iteration={sft.steps_per_iteration}; "
+            n_steps % min(sft.steps_per_iteration, n_steps) == 0,
+            f"sft.{name}={n_steps} is no multiple of sft.steps_per_iteration={sft.steps_per_iteration}; "
             "make it one",
         )
     _require(
@@ -258,6 +275,7 @@ def _check_reward(cfg: DictConfig) -> None:
     )
     sft = cfg.sft
     trains_head = sft.n_pairs > 0 and (sft.reward_weight > 0 or not sft.joint)
+    trains_head = trains_head or (sft.mistakes.n_prompts > 0 and sft.mistakes.reward_weight > 0)
     _require(
         reward.learned == 0 or "sft" not in cfg.stages or trains_head,
         f"reward.learned={reward.learned} needs a reward head, but sft.n_pairs={sft.n_pairs} with "

@@ -32,6 +32,7 @@ class HydraSFT(L.LightningModule):
     Args:
         backbone: prepared; all of it trains.
         make_optimizer: from parameters to an optimizer.
+        reward_head: one that goes on learning; None starts at zero.
         n_steps: optimizer steps in all, of which `n_warmup_steps` warm the learning rate up.
 
     Raises:
@@ -47,6 +48,7 @@ class HydraSFT(L.LightningModule):
         reward_weight: float | int,
         n_steps: int,
         n_warmup_steps: int,
+        reward_head: ScalarHead | None = None,
     ) -> None:
         super().__init__()
         if lm_weight == 0 and reward_weight == 0:
@@ -57,7 +59,8 @@ class HydraSFT(L.LightningModule):
         self.reward_head: ScalarHead | None = None
         """None where its weight is 0."""
         if reward_weight != 0:
-            self.reward_head = ScalarHead(text_config(backbone).hidden_size).to(backbone.device)
+            fresh = ScalarHead(text_config(backbone).hidden_size)
+            self.reward_head = (reward_head or fresh).to(backbone.device)
         self.make_optimizer = make_optimizer
         self.lm_weight = lm_weight
         self.reward_weight = reward_weight

@@ -20,11 +20,13 @@ from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tasks import Task
 from lit_rlkv.loop import train
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.rng import derive_seed
+from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone
 
 WARM_FORMAT = 1
@@ -99,6 +101,10 @@ class Pass:
     n_pairs: int
     seed: int
     """Of the problems and of what is wrong in rejected completions."""
+    folder: str = "."
+    """Of the warm model, which what it trained is saved in."""
+    n_mistakes_of: int = 0
+    """Prompts that the model answers first; its wrong answers are the rejected sides. 0 takes the task's."""
 
 
 def training_passes(cfg: DictConfig) -> list[Pass]:
@@ -112,10 +118,24 @@ def training_passes(cfg: DictConfig) -> list[Pass]:
         n_pairs=cfg.n_pairs if is_shared else 0,
         seed=cfg.seed,
     )
-    if cfg.joint:
-        return [first]
-    seed = derive_seed(cfg.seed, "prompts", "reward")
-    return [first, Pass(0.0, 1.0, cfg.reward_steps, cfg.n_pairs, cfg.n_pairs, seed)]
+    passes = [first]
+    if not cfg.joint:
+        seed = derive_seed(cfg.seed, "prompts", "reward")
+        passes.append(Pass(0.0, 1.0, cfg.reward_steps, cfg.n_pairs, cfg.n_pairs, seed, REWARD_MODEL))
+    mistakes = cfg.mistakes
+    if mistakes.n_prompts > 0:
+        last = Pass(
+            lm_weight=1.0 if cfg.joint else 0.0,
+            reward_weight=mistakes.reward_weight,
+            n_steps=mistakes.n_steps,
+            batch_size=cfg.batch_size,
+            n_pairs=cfg.batch_size,
+            seed=derive_seed(cfg.seed, "prompts", "mistakes"),
+            folder="." if cfg.joint else REWARD_MODEL,
+            n_mistakes_of=mistakes.n_prompts,
+        )
+        passes.append(last)
+    return passes
 
 
 def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
@@ -132,14 +152,17 @@ def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
     passes = training_passes(parts.cfg.sft)
     _check_data(parts, backbone, passes)
     folder = warm_folder(parts.cfg)
-    n_done = 0
+    n_done, head = 0, None
     with _appearing_whole(folder) as partial:
         # A reward model of its own goes on training in place, once the LM's weights are on the disk.
-        for stage, target in zip(passes, (partial, partial / REWARD_MODEL), strict=False):
-            n_done, head = _train(parts, backbone, stage, callbacks, n_done)
-            backbone.save_pretrained(target)
+        for stage in passes:
+            task = parts.task
+            if stage.n_mistakes_of > 0:
+                task = own_mistakes(parts, backbone, stage.n_mistakes_of, stage.seed)
+            n_done, head = _train(parts, backbone, stage, task, callbacks, n_done, head)
+            backbone.save_pretrained(partial / stage.folder)
             if head is not None:
-                save_file(head.state_dict(), target / REWARD_HEAD)
+                save_file(head.state_dict(), partial / stage.folder / REWARD_HEAD)
         parts.tokenizer.save_pretrained(partial)
         config = OmegaConf.to_container(parts.cfg.sft, resolve=True)
         (partial / WARM_DONE).write_text(json.dumps({"config": config}))
@@ -150,15 +173,15 @@ def _check_data(parts: Parts, backbone: PreTrainedModel, passes: Sequence[Pass])
     """Make a batch of each pass, so that what is wrong with the data is said before any work."""
     with as_config_errors("task"):
         for stage in passes:
-            batch = _data(parts, stage).next_batch()
+            batch = _data(parts, stage, parts.task).next_batch()
             sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
             check_length(backbone, max(side.token_ids.shape[1] for side in sides))
 
 
-def _data(parts: Parts, stage: Pass) -> PreferenceDataModule:
+def _data(parts: Parts, stage: Pass, task: Task) -> PreferenceDataModule:
     return PreferenceDataModule(
-        parts.task,
-        PromptSource(parts.task, split="train", seed=stage.seed),
+        task,
+        PromptSource(task, split="train", seed=stage.seed),
         parts.tokenizer,
         batch_size=stage.batch_size,
         n_pairs=stage.n_pairs,
@@ -168,7 +191,13 @@ def _data(parts: Parts, stage: Pass) -> PreferenceDataModule:
 
 
 def _train(
-    parts: Parts, backbone: PreTrainedModel, stage: Pass, callbacks: Sequence[Callback], n_done: int
+    parts: Parts,
+    backbone: PreTrainedModel,
+    stage: Pass,
+    task: Task,
+    callbacks: Sequence[Callback],
+    n_done: int,
+    head: ScalarHead | None,
 ) -> tuple[int, ScalarHead | None]:
     """Iterations done after this pass, counted on from those before it, and the reward head it trained."""
     cfg = parts.cfg.sft
@@ -179,8 +208,9 @@ def _train(
         reward_weight=stage.reward_weight,
         n_steps=stage.n_steps,
         n_warmup_steps=cfg.n_warmup_steps,
+        reward_head=head,
     )
-    datamodule = _data(parts, stage)
+    datamodule = _data(parts, stage, task)
     n_iterations = n_done + stage.n_steps // datamodule.steps_per_loader
     train(
         parts.fabric,
