@@ -27,7 +27,7 @@ from lit_rlkv.callbacks.samples import Samples
 from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import CheckpointDir, load_trainable
-from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config, check_keys
+from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, build, check_config, check_keys
 from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts
@@ -67,7 +67,7 @@ class Results:
             before=[EvalRow(**row) for row in saved["before"]],
             after=[EvalRow(**row) for row in saved["after"]],
             stage_seconds=saved["stage_seconds"],
-            reward_model=None if saved["reward_model"] is None else RewardReport(**saved["reward_model"]),
+            reward_model=None if saved.get("reward_model") is None else RewardReport(**saved["reward_model"]),
         )
 
     @contextmanager
@@ -131,7 +131,8 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
             train_policy(parts, module, rl_callbacks(parts, metrics, samples), checkpoints, resume_from)
         results.save(run_dir)
     elif resume_from is not None:
-        load_trainable(module, resume_from.weights())
+        with as_config_errors(str(resume_from.path)):
+            load_trainable(module, resume_from.weights())
     if evaluates:
         console.print("[bold]eval[/]" + (" after training" if trains else ""))
         with results.timed("eval"):

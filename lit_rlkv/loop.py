@@ -71,6 +71,9 @@ def train(
                     if scheduler is not None:
                         scheduler.step()
                     sums.end_step(grad_norm=norm)
+            # Let go of this rollout before the next one is sampled.
+            batch = outputs = None
+            del loader
             # 5. report and save
             metrics = sums.means()
             metrics["learning_rate"] = optimizer.param_groups[0]["lr"]

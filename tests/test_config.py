@@ -27,6 +27,10 @@ EXTRAS = {
 }
 PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}
 """Of the extras `data` and `gym`."""
+JUDGED = [
+    "algorithm=online_dpo",
+    "algorithm.credit.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}",
+]
 STABLE_NAMES = (
     "task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window",
     "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size",
@@ -123,6 +127,33 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
             "unexpected 'judge'",
         ),
         (["algorithm.loss._target_=lit_rlkv.modules.online_dpo.OnlineDPO"], "unexpected 'clip_low'"),
+        (["algorithm=online_dpo", "algorithm.loss.beta=null"], "beta"),
+        (["algorithm=online_dpo", "~algorithm.loss.beta"], "algorithm.loss lacks beta; OnlineDPO needs"),
+        (["algorithm=ppo", "algorithm.loss.value_clip=none"], "value_clip=none leaves nothing to learn from"),
+        (["algorithm=ppo", "algorithm.loss.separate_passes=off"], "separate_passes=off is neither true nor"),
+        (["algorithm=ppo", "algorithm.credit.whitens=no"], "whitens=no is neither true nor false"),
+        (["roles.gradient_checkpointing=no"], "roles.gradient_checkpointing=no is neither true nor false"),
+        (["algorithm.max_grad_norm=abc"], "algorithm.max_grad_norm=abc is not a number"),
+        (["algorithm=online_dpo", "algorithm.credit.judge=right_then_short"], "is no function; give it as"),
+        (
+            [*JUDGED, "task=preferences", "task.path=tests/data/preferences.jsonl", "reward=learned"],
+            "the judge asks a verifier, and Preferences has none",
+        ),
+        ([*JUDGED, "reward.missing_eos_penalty=1"], "has no effect beside a judge"),
+        (["roles.target_modules=5"], "roles.target_modules=5 names no modules"),
+        (
+            ["algorithm=ppo", "roles.value_init=reward", "sft.n_pairs=0"],
+            "roles.value_init=reward starts the critic from the reward head, but sft trains none",
+        ),
+        (
+            [
+                "task=preferences",
+                "task.path=tests/data/preferences.jsonl",
+                "reward=learned",
+                "sft.mistakes.n_prompts=8",
+            ],
+            "preferences do not say which answers",
+        ),
         (["roles.layout=hydro"], "roles.layout='hydro' is unknown; choose one of ppo, lora_ppo"),
         (["roles.value_view=sparse"], "roles.value_view='sparse' is unknown"),
         (["algorithm=ppo", "sft.joint=false"], "roles.layout=hydra has one backbone for policy and critics"),

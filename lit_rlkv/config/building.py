@@ -67,32 +67,36 @@ def check_targets(node: Any, path: str = "") -> None:
         if not (inspect.isclass(found) or inspect.isfunction(found)) or not home.startswith(TRUSTED):
             raise ConfigError(f"{where}._target_={target!r} is no class or function of a trusted package")
         takes, takes_any = _arguments_of(found)
-        for name in arguments:
+        for name, value in arguments.items():
             if name not in takes and not takes_any:
                 raise ConfigError(f"{target}: unexpected {name!r}; it takes {', '.join(takes)}")
+            if name in takes and takes[name].annotation is bool and not isinstance(value, bool):
+                raise ConfigError(f"{where}.{name}={value} is neither true nor false; give one of them")
 
 
-def _arguments_of(target: Any) -> tuple[list[str], bool]:
-    """Names that a class or function takes, and whether it takes any other too.
+def _arguments_of(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
+    """What a class or function takes by name, and whether it takes anything else too.
 
     A class that hands `**options` on to its base takes what the base takes.
     """
     bases = inspect.getmro(target) if inspect.isclass(target) else ()
     functions = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [target]
-    names: list[str] = []
+    takes: dict[str, inspect.Parameter] = {}
     for function in functions:
-        parameters = inspect.signature(function).parameters.values()
-        names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        parameters = list(inspect.signature(function).parameters.values())
+        named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        takes = named | takes
+        takes.pop("self", None)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return [name for name in names if name != "self"], False
-    return [name for name in names if name != "self"], True
+            return takes, False
+    return takes, True
 
 
-def _targets(node: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Every (path, target, argument names) in a plain config."""
+def _targets(node: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every (path, target, arguments) in a plain config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
-            yield path, node["_target_"], [name for name in node if not name.startswith("_")]
+            yield path, node["_target_"], {k: v for k, v in node.items() if not k.startswith("_")}
         for key, value in node.items():
             yield from _targets(value, f"{path}.{key}".lstrip("."))
     elif isinstance(node, list):

@@ -92,6 +92,7 @@ MAY_BE_ZERO = (
 AMOUNTS = (
     "rollout.temperature",
     "algorithm.kl.weight",
+    "algorithm.max_grad_norm",
     "evaluation.temperature",
     "optimizer.lr",
     "sft.optimizer.lr",
@@ -103,7 +104,18 @@ AMOUNTS = (
 )
 
 
+SWITCHES = (
+    "roles.gradient_checkpointing",
+    "roles.stack_passes",
+    "algorithm.mask_truncated",
+    "sft.joint",
+)
+
+
 def _check_numbers(cfg: DictConfig) -> None:
+    for name in SWITCHES:
+        value = OmegaConf.select(cfg, name)
+        _require(isinstance(value, bool), f"{name}={value} is neither true nor false; give one of them")
     for name in COUNTS:
         value = OmegaConf.select(cfg, name)
         least = 0 if name in MAY_BE_ZERO else 1
@@ -143,10 +155,6 @@ def _check_stages(cfg: DictConfig) -> None:
 
 
 def _check_sft(sft: DictConfig) -> None:
-    _require(
-        isinstance(sft.joint, bool),
-        f"sft.joint={sft.joint} is neither true nor false; give true for both heads on one backbone",
-    )
     names = ["n_steps", *([] if sft.joint else ["reward_steps"])]
     names += ["mistakes.n_steps"] if sft.mistakes.n_prompts > 0 else []
     for name in names:
@@ -211,7 +219,14 @@ def _check_sampling(cfg: DictConfig) -> None:
 
 def _check_algorithm(cfg: DictConfig) -> None:
     algorithm = cfg.algorithm
-    credit: CreditRule = build(algorithm.credit)
+    with as_config_errors("algorithm.credit"):
+        credit: CreditRule = build(algorithm.credit).for_task(build(cfg.task))
+    has_judge = isinstance(credit, PairCredit) and credit.judge is not None
+    _require(
+        not has_judge or cfg.reward.missing_eos_penalty == 0,
+        f"reward.missing_eos_penalty={cfg.reward.missing_eos_penalty} has no effect beside a judge, who "
+        "ranks in place of the reward; use 0",
+    )
     _require(
         algorithm.group_size >= credit.min_group_size,
         f"algorithm.group_size={algorithm.group_size}: {type(credit).__name__} compares responses to one "
@@ -232,6 +247,8 @@ def _check_algorithm(cfg: DictConfig) -> None:
         f"algorithm.credit: {module.__name__} learns from {module.credit_rule.__name__}, not from "
         f"{type(credit).__name__}; choose an algorithm and change its options",
     )
+    missing = [name for name in module.required_options if name not in algorithm.loss]
+    _require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
     with as_config_errors(algorithm.loss._target_):
         options = {name: value for name, value in algorithm.loss.items() if not name.startswith("_")}
         module.check_options(**options)
@@ -274,13 +291,17 @@ def _check_reward(cfg: DictConfig) -> None:
         "better and not what is right; use reward=learned",
     )
     sft = cfg.sft
-    trains_head = sft.n_pairs > 0 and (sft.reward_weight > 0 or not sft.joint)
-    trains_head = trains_head or (sft.mistakes.n_prompts > 0 and sft.mistakes.reward_weight > 0)
     _require(
-        reward.learned == 0 or "sft" not in cfg.stages or trains_head,
+        reward.learned == 0 or "sft" not in cfg.stages or _trains_head(sft),
         f"reward.learned={reward.learned} needs a reward head, but sft.n_pairs={sft.n_pairs} with "
         f"sft.reward_weight={sft.reward_weight} trains none; raise them",
     )
+
+
+def _trains_head(sft: DictConfig) -> bool:
+    """Whether warm-up leaves a reward head."""
+    on_pairs = sft.n_pairs > 0 and (sft.reward_weight > 0 or not sft.joint)
+    return bool(on_pairs or (sft.mistakes.n_prompts > 0 and sft.mistakes.reward_weight > 0))
 
 
 def _check_roles(cfg: DictConfig) -> None:
@@ -295,8 +316,21 @@ def _check_roles(cfg: DictConfig) -> None:
             roles[name] in known,
             f"roles.{name}={roles[name]!r} is unknown; choose one of {', '.join(known)}",
         )
+    targets = roles.target_modules
+    is_list = OmegaConf.is_list(targets) and targets and all(isinstance(name, str) for name in targets)
+    _require(
+        isinstance(targets, str) or bool(is_list),
+        f"roles.target_modules={targets} names no modules; give all-linear, or a list such as "
+        "[q_proj,v_proj]",
+    )
+    has_critic = "value" in build(cfg.algorithm.credit).needs
+    _require(
+        not has_critic or roles.value_init == "zero" or "sft" not in cfg.stages or _trains_head(cfg.sft),
+        "roles.value_init=reward starts the critic from the reward head, but sft trains none; use "
+        "roles.value_init=zero, or raise sft.n_pairs and sft.reward_weight",
+    )
     is_apart = "sft" in cfg.stages and not cfg.sft.joint
-    uses_critic = cfg.reward.learned != 0 or "value" in build(cfg.algorithm.credit).needs
+    uses_critic = cfg.reward.learned != 0 or has_critic
     _require(
         not (is_apart and uses_critic and LAYOUTS[roles.layout].shares_critic()),
         f"roles.layout={roles.layout} has one backbone for policy and critics, but sft.joint=false trains a "

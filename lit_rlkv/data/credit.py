@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -136,7 +137,8 @@ class PairCredit(CreditRule):
     """The best and the worst response to each prompt, as a preference pair: advantage 1 and −1.
 
     Args:
-        judge: compares two completions of a problem, asking the verifier; None ranks by the reward.
+        judge: compares two completions of a problem, and may ask for the task's `verifier`; None ranks by
+            the reward.
         drop_ties: a pair whose sides score the same counts nothing; else its first one is preferred.
     """
 
@@ -144,12 +146,18 @@ class PairCredit(CreditRule):
     min_group_size = 2
 
     def __init__(self, judge: Callable[..., float] | None = None, drop_ties: bool = True) -> None:
+        if judge is not None and not callable(judge):
+            raise ValueError(f"judge={judge!r} is no function; give it as _target_ with _partial_: true")
         self.judge = judge
         self.drop_ties = drop_ties
 
     def for_task(self, task: Task) -> "PairCredit":
-        if self.judge is None:
+        if self.judge is None or "verifier" not in signature(self.judge).parameters:
             return self
+        if not task.is_verifiable:
+            raise ValueError(
+                f"the judge asks a verifier, and {type(task).__name__} has none; rank by reward=learned"
+            )
         return PairCredit(partial(self.judge, verifier=task.score), self.drop_ties)
 
     def assign(self, experience: Experience) -> Credit:

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.credit import CreditRule, Experience
@@ -75,9 +75,8 @@ class RolloutDataModule(L.LightningDataModule):
         experience = self.collect()
         for listener in self.on_rollout_end:
             listener(experience)
-        batches = list(self.minibatches(experience))
         self.iteration += 1
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(_Stream(self, experience), batch_size=None)
 
     @torch.no_grad()
     def collect(self) -> Experience:
@@ -223,9 +222,10 @@ class RolloutDataModule(L.LightningDataModule):
     ) -> Iterator[TrainBatch]:
         parts = [part.flatten() for part in units.tensor_split(self.update.n_micro_batches) if len(part)]
         for number, part in enumerate(parts):
+            rows = step.rows(part)
             for learners in learner_parts:
                 is_last = number == len(parts) - 1 and learners == learner_parts[-1]
-                yield replace(step.rows(part), ends_step=is_last, learners=learners)
+                yield replace(rows, ends_step=is_last, learners=learners)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -240,6 +240,17 @@ class RolloutDataModule(L.LightningDataModule):
         self.source.load_state_dict(state_dict["source"])
         self.kl_weight = state_dict["kl_weight"]
         self.reward.load_state_dict(state_dict["reward"])
+
+
+class _Stream(IterableDataset[TrainBatch]):
+    """Cuts each micro-batch when it is asked for, so that one of them is held beside the rollout."""
+
+    def __init__(self, module: RolloutDataModule, experience: Experience) -> None:
+        self.module = module
+        self.experience = experience
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        return self.module.minibatches(self.experience)
 
 
 def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:

@@ -3,10 +3,14 @@
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class ScalarHead(nn.Module):
-    """One number per hidden state; 0 for all before training."""
+    """One number per hidden state, in float32 or better; 0 for all before training.
+
+    In bfloat16 rewards near 10 would be 0.06 apart, and close responses would tie.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -15,7 +19,11 @@ class ScalarHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead"]:
-        return self.linear(hidden).squeeze(-1)
+        # Whatever the run's precision has made of the weights: Fabric converts and autocasts all it can.
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)
+            return F.linear(hidden.to(dtype), weight, bias).squeeze(-1)
 
 
 def last_token(

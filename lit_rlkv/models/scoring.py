@@ -72,7 +72,7 @@ def _read(
     roles: Roles, role: str, rollout: Rollout, hidden: Float[Tensor, "batch seq dim"], temperature: float
 ) -> Tensor:
     if role == "reward":
-        return roles.head(role)(last_token(hidden, rollout.is_token)).float()
+        return roles.head(role)(last_token(hidden, rollout.is_token))
     predicts = hidden[:, :-1][rollout.is_action[:, 1:]]
     if role == "value":
         return on_actions(rollout, roles.head(role)(predicts))
@@ -81,8 +81,8 @@ def _read(
 
 def on_actions(rollout: Rollout, values: Float[Tensor, " action"]) -> Float[Tensor, "batch seq"]:
     """Values of the actions, row by row, in the rollout's columns; 0 elsewhere."""
-    zeros = torch.zeros(rollout.token_ids.shape, dtype=torch.float32, device=values.device)
-    return zeros.masked_scatter(rollout.is_action, values.float())
+    zeros = values.new_zeros(rollout.token_ids.shape)
+    return zeros.masked_scatter(rollout.is_action, values)
 
 
 def _hidden(

@@ -59,6 +59,8 @@ class PolicyModule(L.LightningModule, ABC):
     """
 
     credit_rule: ClassVar[type[CreditRule]] = GroupCredit
+    required_options: ClassVar[tuple[str, ...]] = ()
+    """What a config must say of the objective."""
 
     def __init__(
         self,

@@ -19,8 +19,9 @@ def check_clips(**options: Any) -> None:
         ValueError: naming the option.
     """
     for name, value in options.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} leaves nothing to learn from; give more than 0")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and value > 0):
+            raise ValueError(f"{name}={value} leaves nothing to learn from; give a number above 0")
 
 
 def clipped_terms(

@@ -10,6 +10,8 @@ from lit_rlkv.types import TrainBatch
 class GRPO(PolicyModule):
     """−Σ weight·correction·min(ratio·A, clip(ratio)·A); A and the weights come with the batch."""
 
+    required_options = ("clip_low", "clip_high")
+
     def __init__(self, *args: Any, clip_low: float, clip_high: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self.clip_low = clip_low

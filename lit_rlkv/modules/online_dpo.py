@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lit_rlkv.data.credit import PairCredit
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.modules.clipped import check_clips
 from lit_rlkv.objectives.preference import check_dpo, dpo_loss
 from lit_rlkv.types import TrainBatch
 
@@ -26,6 +27,7 @@ class OnlineDPO(PolicyModule):
     """
 
     credit_rule = PairCredit
+    required_options = ("beta",)
 
     def __init__(
         self,
@@ -45,7 +47,13 @@ class OnlineDPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        check_dpo(beta=options["beta"], kind=options["kind"], label_smoothing=options["label_smoothing"])
+        if options["beta"] is None:
+            raise ValueError(
+                "beta=None pulls to no reference, without which pairs say nothing; give a number"
+            )
+        check_clips(beta=options["beta"])
+        kind, smoothing = options.get("kind", "sigmoid"), options.get("label_smoothing", 0.0)
+        check_dpo(beta=options["beta"], kind=kind, label_smoothing=smoothing)
 
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         chosen, rejected = self._margins(batch, outputs.logps).view(-1, 2).unbind(1)

@@ -32,6 +32,7 @@ class PPO(PolicyModule):
     """
 
     credit_rule = CriticCredit
+    required_options = ("clip_low", "clip_high", "value_clip", "value_weight")
 
     def __init__(
         self,

@@ -59,9 +59,11 @@ def _measured_prompt(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: 
     limit = cfg.rollout.max_new_tokens
     with as_config_errors("task"):
         problems = PromptSource(task, split="train", seed=cfg.seed).take(N_SEEN)
+        if "eval" in cfg.stages:
+            PromptSource(task, split="eval", seed=cfg.seed).take(1)
         longest = max(len(encode(tokenizer, problem.solution)) for problem in problems) + 1
         prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems])
-    if "sft" in cfg.stages and longest > limit:
+    if "sft" in cfg.stages and task.is_verifiable and longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens={limit} cuts worked solutions, which take up to {longest} tokens "
             f"with their end; raise it to at least {longest}"

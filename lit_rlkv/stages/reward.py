@@ -10,6 +10,7 @@ from lit_rlkv.config import as_config_errors
 from lit_rlkv.data.pairs import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.reward_evaluation import RewardReport, score_pairs
+from lit_rlkv.models.adapters import switched
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles, acting_as, make_head
 from lit_rlkv.rng import derive_seed
@@ -21,17 +22,17 @@ from lit_rlkv.types import PreferencePair
 def held_out_pairs(parts: Parts) -> list[PreferencePair]:
     """Pairs of the eval split, `evaluation.n_prompts` of them or as many as it has."""
     cfg = parts.cfg
-    source = PromptSource(parts.task, split="eval", seed=cfg.seed)
-    n_pairs = min(cfg.evaluation.n_prompts, source.size or cfg.evaluation.n_prompts)
     rng = Random(derive_seed(cfg.seed, "corrupt", "eval"))
     with as_config_errors("task"):
+        source = PromptSource(parts.task, split="eval", seed=cfg.seed)
+        n_pairs = min(cfg.evaluation.n_prompts, source.size or cfg.evaluation.n_prompts)
         return [preference_pair(parts.task, problem, rng) for problem in source.take(n_pairs)]
 
 
 def report_on_reward(parts: Parts, roles: Roles, start: str | Path) -> RewardReport | None:
     """What the reward head of a warm model is worth, whether or not this run asks for its opinion.
 
-    None where there is no such head.
+    None where there is no such head. To be asked before training.
     """
     folder = critic_folder(start)
     weights = load_reward_head(folder)
@@ -40,8 +41,10 @@ def report_on_reward(parts: Parts, roles: Roles, start: str | Path) -> RewardRep
     if "reward" in roles.needed:
         with acting_as(roles, "reward") as backbone:
             return evaluate_reward(parts, backbone, roles.head("reward"))
-    backbone = load_backbone(parts, folder)
-    return evaluate_reward(parts, backbone, make_head(backbone, weights))
+    # Before training the policy's backbone holds the warm weights, so that no copy of them is needed.
+    backbone = roles.backbone("policy") if folder == start else load_backbone(parts, folder)
+    with switched(backbone, None):
+        return evaluate_reward(parts, backbone, make_head(backbone, weights))
 
 
 def evaluate_reward(parts: Parts, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:

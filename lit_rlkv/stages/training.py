@@ -158,7 +158,8 @@ def train_policy(
     module.loss_terms = [callback.loss_terms for callback in callbacks]
     check_hooks(callbacks)
     if resume_from is not None:
-        load_trainable(module, resume_from.weights())
+        with as_config_errors(str(resume_from.path)):
+            load_trainable(module, resume_from.weights())
         datamodule.load_state_dict(resume_from.data_state)
 
     def save(iteration: int, optimizer_state: dict[str, Any]) -> None:

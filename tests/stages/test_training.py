@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from lit_rlkv.checkpoint import load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.stages import reward, training
 from lit_rlkv.stages.parts import build_parts
 from lit_rlkv.stages.training import make_policy, needed_roles
 from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, warm_up
@@ -138,3 +139,22 @@ def test_an_adapter_of_another_rank_or_layout_is_refused(runs, joint):
         load_trainable(policy(runs, joint, "roles.rank=4"), trained)
     with pytest.raises(ValueError, match="the checkpoint's parameters are not this model's"):
         load_trainable(policy(runs, joint, "roles=j_hydra"), trained)
+
+
+def test_a_run_holds_one_backbone_also_while_its_reward_head_is_judged(runs, joint, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(training, "load_backbone", counting(loaded, training.load_backbone))
+    monkeypatch.setattr(reward, "load_backbone", counting(loaded, reward.load_backbone))
+    cfg = config(runs, "stages=[eval]", f"model.path={joint}", "algorithm=ppo")
+    parts = build_parts(cfg)
+    module = make_policy(parts, joint)
+    assert reward.report_on_reward(parts, module.roles, joint).n_pairs == 16
+    assert len(loaded) == 1
+
+
+def counting(calls, function):
+    def counted(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return counted
