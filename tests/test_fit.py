@@ -44,6 +44,12 @@ def run(tmp_path, name, *overrides):
     return fit(cfg, tmp_path / name, Console(quiet=True))
 
 
+def scoring(folder):
+    """What the command line of evaluate asks for where nothing else is said."""
+    rest = dict.fromkeys(("budgets", "policy", "n_prompts", "temperature"))
+    return OmegaConf.create({"ckpt": str(folder), **rest})
+
+
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -142,17 +148,31 @@ def test_options_change_the_training(warm, options):
     assert [row["loss"] for row in changed] != [row["loss"] for row in default]
 
 
-@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce++"])
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce++", "ppo", "online_dpo"])
 def test_every_algorithm_runs(warm, algorithm):
     # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.
     run(warm, algorithm, f"algorithm={algorithm}", "stages=[rl]")
     assert len(rows_of(warm / algorithm / "metrics.csv")) == 2
 
 
+def test_rlhf_runs_from_its_own_mistakes_to_a_report_and_is_scored_again_alike(warm):
+    overrides = ["experiment=rlhf", "sft.mistakes.n_prompts=64", "roles.value_init=reward"]
+    results = run(warm, "rlhf", *overrides)
+    assert results.reward_model.n_pairs == 16
+    assert all(row.learned_reward is not None for row in results.before + results.after)
+    row = rows_of(warm / "rlhf" / "metrics.csv")[-1]
+    for name in ("rewards/learned", "rewards/exact_match", "value_loss", "value/explained_variance"):
+        assert row[name] != "", name
+    page = (warm / "rlhf" / "report.html").read_text()
+    assert "Proxy and gold" in page
+    assert "How sure the reward model should be" in page
+    _, scored, again = evaluate(scoring(warm / "rlhf"))
+    assert scored["iteration"] == 2
+    assert again == results.after
+
+
 def test_evaluate_scores_a_saved_run_as_the_run_itself_did(warm):
-    options = OmegaConf.create(
-        {"ckpt": str(warm / "first"), "budgets": None, "policy": None, "n_prompts": None, "temperature": None}
-    )
+    options = scoring(warm / "first")
     _, _, rows = evaluate(options)
     saved = json.loads((warm / "first" / "evaluation.json").read_text())["after"]
     assert [row.accuracy for row in rows] == [row["accuracy"] for row in saved]

@@ -180,3 +180,19 @@ def test_losses_equal_their_definition():
     assert float(found["reward_loss"]) == pytest.approx(float(expected), rel=1e-4)
     total = float(found["lm_loss"]) + 0.5 * float(expected)
     assert float(found["loss"]) == pytest.approx(total, rel=1e-4)
+
+
+def test_a_head_that_is_given_goes_on_learning():
+    module, datamodule = make_run()
+    head = module.reward_head
+    again = HydraSFT(
+        module.backbone,
+        module.make_optimizer,
+        reward_weight=1.0,
+        n_steps=2,
+        n_warmup_steps=0,
+        reward_head=head,
+    )
+    assert again.reward_head is head
+    again.training_step(datamodule.next_batch(), 0)["loss"].backward()
+    assert head.linear.weight.grad.abs().max() > 0

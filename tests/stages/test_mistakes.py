@@ -1,0 +1,85 @@
+"""Pairs against a model's own wrong answers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.data.prompts import split_of
+from lit_rlkv.data.tasks import ChainSum
+from lit_rlkv.stages.mistakes import own_mistakes
+from lit_rlkv.stages.parts import build_parts, load_backbone
+from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, training_passes, warm_up
+
+TINY = [
+    "debug=fast",
+    "experiment=none",
+    "model.preset.hidden_size=32",
+    "model.preset.num_hidden_layers=2",
+    "model.preset.head_dim=8",
+    "model.preset.intermediate_size=32",
+    "rollout.max_new_tokens=16",
+]
+
+
+class Generous(ChainSum):
+    """Nothing is wrong."""
+
+    def score(self, problem, completion):
+        return 1.0
+
+
+def config(folder, *overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
+    check_config(cfg)
+    return cfg
+
+
+def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path):
+    parts = build_parts(config(tmp_path))
+    backbone = load_backbone(parts, None)
+    found = own_mistakes(parts, backbone, 40, seed=0)
+    assert 20 < len(found) <= 40
+    for index in range(len(found)):
+        problem = found.at(index)
+        assert split_of(problem.prompt) == "train"
+        judged = replace(problem, answer=problem.solution.rpartition(",")[2])
+        assert parts.task.score(judged, problem.solution) == 1.0
+        rejected = found.corrupt(problem, None)
+        assert parts.task.score(judged, rejected) == 0.0
+        assert "<pad>" not in rejected
+    again = own_mistakes(parts, backbone, 40, seed=0)
+    assert [again.at(i) for i in range(len(again))] == [found.at(i) for i in range(len(found))]
+    other = own_mistakes(parts, backbone, 40, seed=1)
+    assert other.at(0) != found.at(0)
+
+
+def test_a_model_without_mistakes_is_refused(tmp_path):
+    parts = build_parts(config(tmp_path))
+    object.__setattr__(parts, "task", Generous())
+    with pytest.raises(ConfigError, match="answered all of them right"):
+        own_mistakes(parts, load_backbone(parts, None), 8, seed=0)
+
+
+def test_the_last_pass_moves_the_head_of_the_first(tmp_path):
+    without = warm_up(build_parts(config(tmp_path)), [])
+    cfg = config(tmp_path, "sft.mistakes.n_prompts=32")
+    first, last = training_passes(cfg.sft)
+    assert (last.lm_weight, last.reward_weight, last.n_pairs) == (1.0, 1.0, cfg.sft.batch_size)
+    folder = warm_up(build_parts(cfg), [])
+    before, after = (load_file(path / REWARD_HEAD)["linear.weight"] for path in (without, folder))
+    assert not torch.equal(before, after)
+    assert first.n_mistakes_of == 0
+
+
+def test_apart_the_reward_model_alone_learns_from_them(tmp_path):
+    plain = warm_up(build_parts(config(tmp_path, "sft.joint=false")), [])
+    folder = warm_up(build_parts(config(tmp_path, "sft.joint=false", "sft.mistakes.n_prompts=32")), [])
+    policy, critic = (load_file(folder / name / "model.safetensors") for name in (".", REWARD_MODEL))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(policy[name], load_file(plain / "model.safetensors")[name])
+    assert not torch.equal(critic[name], load_file(plain / REWARD_MODEL / "model.safetensors")[name])
