@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lit_rlkv.data.credit import PairCredit
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
-from lit_rlkv.modules.clipped import check_clips
 from lit_rlkv.objectives.preference import check_dpo, dpo_loss
 from lit_rlkv.types import TrainBatch
 
@@ -47,11 +46,8 @@ class OnlineDPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        if options["beta"] is None:
-            raise ValueError(
-                "beta=None pulls to no reference, without which pairs say nothing; give a number"
-            )
-        check_clips(beta=options["beta"])
+        if not isinstance(options["beta"], int | float):
+            raise ValueError(f"beta={options['beta']} pulls to no reference; give a number above 0")
         kind, smoothing = options.get("kind", "sigmoid"), options.get("label_smoothing", 0.0)
         check_dpo(beta=options["beta"], kind=kind, label_smoothing=smoothing)
 

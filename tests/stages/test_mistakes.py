@@ -1,6 +1,7 @@
 """Pairs against a model's own wrong answers."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
         assert split_of(problem.prompt) == "train"
         judged = replace(problem, answer=problem.solution.rpartition(",")[2])
         assert parts.task.score(judged, problem.solution) == 1.0
-        rejected = found.corrupt(problem, None)
+        rejected = found.corrupt(problem, Random(0))
         assert parts.task.score(judged, rejected) == 0.0
         assert "<pad>" not in rejected
     again = own_mistakes(parts, backbone, 40, seed=0)
