@@ -31,6 +31,8 @@ class EvalConfig:
     n_mismatch: int
     batch_size: int
     seed: int
+    rows_per_pass: int | None = None
+    """Most responses in one forward when the reward role scores them; None: all of a batch."""
 
 
 class Evaluator:
@@ -86,7 +88,11 @@ class Evaluator:
         """Sum over the responses; 0 where there is no reward role."""
         if "reward" not in self.roles.needed:
             return 0.0
-        return float(score_rollout(self.roles, rollout, {"reward": False}, temperature=1.0)["reward"].sum())
+        rows_per_pass = self.config.rows_per_pass
+        scores = score_rollout(
+            self.roles, rollout, {"reward": False}, temperature=1.0, rows_per_pass=rows_per_pass
+        )
+        return float(scores["reward"].sum())
 
     def _generate(
         self, problems: Sequence[Problem], cache: CacheSpec, temperature: float, start: int

@@ -31,6 +31,7 @@ def evaluate_policy(parts: Parts, roles: Roles) -> tuple[list[EvalRow], Rollout]
         n_mismatch=cfg.n_mismatch,
         batch_size=cfg.batch_size,
         seed=parts.cfg.seed,
+        rows_per_pass=parts.cfg.rollout.rows_per_pass,
     )
     evaluator = Evaluator(roles, parts.tokenizer, parts.task, problems, config)
     caches = evaluation_caches(parts)
