@@ -15,7 +15,7 @@ SLIPS = (-10, -2, -1, 1, 2, 10)
 
 @runtime_checkable
 class Task(Protocol):
-    """An endless supply of problems, with an exact verifier."""
+    """A supply of problems, most with an exact verifier: see `is_verifiable`."""
 
     @property
     def is_verifiable(self) -> bool:
