@@ -51,7 +51,9 @@ def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
 
 def warm_folder(cfg: DictConfig) -> Path:
     """Where the warm model of this config is, or will be: named by everything that it depends on."""
-    parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("task", "model", "sft")}
+    # The model's own mistakes are those that it makes under this cache.
+    names = ("task", "model", "sft", *(("cache", "rollout") if cfg.sft.mistakes.n_prompts > 0 else ()))
+    parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in names}
     sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
     files = [_fingerprint(source) for source in sources]
     text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)

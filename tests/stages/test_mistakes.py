@@ -13,7 +13,7 @@ from lit_rlkv.data.prompts import split_of
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import build_parts, load_backbone
-from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, training_passes, warm_up
+from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, training_passes, warm_folder, warm_up
 
 TINY = [
     "debug=fast",
@@ -57,6 +57,16 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
     assert [again.at(i) for i in range(len(again))] == [found.at(i) for i in range(len(found))]
     other = own_mistakes(parts, backbone, 40, seed=1)
     assert other.at(0) != found.at(0)
+
+
+def test_another_cache_makes_other_mistakes_and_so_another_warm_model(tmp_path):
+    def folder(*overrides):
+        return warm_folder(config(tmp_path, *overrides))
+
+    asked = "sft.mistakes.n_prompts=32"
+    assert folder(asked) != folder(asked, "cache.budget=12") != folder(asked, "rollout.temperature=0.5")
+    assert folder() == folder("cache.budget=12")
+    assert folder() != folder(asked)
 
 
 def test_a_model_without_mistakes_is_refused(tmp_path):
