@@ -332,7 +332,7 @@ def _check_roles(cfg: DictConfig) -> None:
     is_apart = "sft" in cfg.stages and not cfg.sft.joint
     uses_critic = cfg.reward.learned != 0 or has_critic
     _require(
-        not (is_apart and uses_critic and LAYOUTS[roles.layout].shares_critic()),
+        not (is_apart and uses_critic and LAYOUTS[roles.layout].shares_critic),
         f"roles.layout={roles.layout} has one backbone for policy and critics, but sft.joint=false trains a "
         "reward model with weights of its own; use sft.joint=true, or roles=dynamic_lora",
     )

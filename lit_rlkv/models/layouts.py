@@ -21,6 +21,7 @@ class Layout:
     def trains_backbones(self) -> bool:
         return self.adapter["policy"] is None
 
+    @property
     def shares_critic(self) -> bool:
         """Whether one backbone serves the policy and the critics, so that their weights must be the same."""
         return self.backbone["policy"] == self.backbone["reward"]

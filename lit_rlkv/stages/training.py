@@ -47,7 +47,7 @@ def make_roles(parts: Parts, start: str | Path) -> Roles:
     needed = needed_roles(cfg)
     critic = critic_folder(start)
     reward_head = load_reward_head(critic)
-    if critic != start and LAYOUTS[settings.layout].shares_critic() and needed & set(CRITICS):
+    if critic != start and LAYOUTS[settings.layout].shares_critic and needed & set(CRITICS):
         raise ConfigError(
             f"roles={settings.layout} has one backbone for policy and critics, but {start} holds a reward "
             f"model with weights of its own; use roles=dynamic_lora, or warm up with sft.joint=true"
