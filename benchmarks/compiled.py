@@ -1,0 +1,108 @@
+"""What the compiler makes of the Triton kernels for an NVIDIA GPU, on a machine that need not have one.
+
+    python benchmarks/compiled.py [--arch 90]
+
+Each operation is called as it would be on the GPU, on tensors without data; its kernels are compiled and not
+launched. Printed are registers a thread, bytes spilled a thread, shared memory of a program, and how many
+matrix and asynchronous-copy instructions there are.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What one kernel takes of a multiprocessor."""
+
+    name: str
+    registers: int
+    """Of each thread; 255 is the most there are."""
+    spilled_bytes: int
+    """Of each thread, to local memory."""
+    shared_bytes: int
+    """Of each program; a multiprocessor of Hopper has 233,472."""
+    n_warps: int
+    n_matrix: int
+    """Matrix instructions of any kind."""
+    n_wgmma: int
+    """Of these the ones that Hopper's tensor cores read from shared memory by themselves."""
+    n_async_copies: int
+
+
+class NoDevice:
+    """Stands in for Triton's driver: there is a target to compile for, and nothing to run on."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+@contextmanager
+def compiling_for(arch: int) -> Iterator[list[KernelReport]]:
+    """Within the block every launch of a kernel only compiles it; the list fills with the reports."""
+    reports: list[KernelReport] = []
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        reports.append(_report(compiled))
+        return compiled
+
+    driver.set_active(NoDevice(arch))
+    JITFunction.run = compile_only
+    try:
+        yield reports
+    finally:
+        JITFunction.run = launch
+
+
+def compile_call(call: Callable[[], object], arch: int = 90) -> list[KernelReport]:
+    """Reports of the kernels that a call on meta tensors would launch."""
+    with compiling_for(arch) as reports:
+        call()
+    return reports
+
+
+def _report(compiled: Any) -> KernelReport:
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    taken = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return KernelReport(
+        name=compiled.metadata.name,
+        registers=taken["REG"],
+        spilled_bytes=taken["STACK"] + taken["LOCAL"],
+        shared_bytes=compiled.metadata.shared,
+        n_warps=compiled.metadata.num_warps,
+        n_matrix=len(re.findall(r"\bw?g?mma(?:\.mma_async)?\.sync\.aligned\.m", ptx)),
+        n_wgmma=ptx.count("wgmma.mma_async"),
+        n_async_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)) + ptx.count("cp.async.bulk.tensor"),
+    )

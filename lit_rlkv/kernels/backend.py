@@ -1,0 +1,70 @@
+"""Which implementation of a hot operation runs: the plain definition or the Triton kernel."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+KERNELS = ("auto", "reference", "triton")
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_chosen = "auto"
+"""Of the whole process, not of a thread: a backward pass runs in threads of its own."""
+
+
+def set_kernels(kernels: str) -> None:
+    """Choose for all calls that do not choose themselves: `auto` is Triton on CUDA, the definition elsewhere.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    global _chosen
+    _chosen = _checked(kernels)
+
+
+@contextmanager
+def using(kernels: str) -> Iterator[None]:
+    """`set_kernels` for the length of a block."""
+    before = _chosen
+    set_kernels(kernels)
+    try:
+        yield
+    finally:
+        set_kernels(before)
+
+
+def uses_triton(tensor: Tensor, kernels: str | None = None) -> bool:
+    """Whether an operation on this tensor runs its Triton kernel; None leaves it to the process's choice.
+
+    Raises:
+        ValueError: Triton is asked for by name and cannot take the tensor.
+    """
+    choice = _chosen if kernels is None else _checked(kernels)
+    if choice == "reference":
+        return False
+    if choice == "auto":
+        return tensor.is_cuda and tensor.dtype in TRITON_DTYPES
+    if tensor.dtype not in TRITON_DTYPES:
+        raise ValueError(
+            f"kernels=triton takes float32, float16 and bfloat16, not {tensor.dtype}; use kernels=reference"
+        )
+    if not (tensor.is_cuda or is_interpreted()):
+        raise ValueError(
+            f"kernels=triton needs tensors on CUDA, and these are on {tensor.device.type}; use kernels=auto, or "
+            "set TRITON_INTERPRET=1 before the start to run the kernels, slowly, in Triton's interpreter"
+        )
+    return True
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in Python on the CPU, as tests have it do."""
+    import triton  # not at the top: it exists on Linux only
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _checked(kernels: str) -> str:
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels!r} is unknown; choose one of {', '.join(KERNELS)}")
+    return kernels

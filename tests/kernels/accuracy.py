@@ -1,0 +1,27 @@
+"""Errors measured against float64, in units of plain PyTorch's own error at that dtype."""
+
+import torch
+from torch import Tensor
+
+from lit_rlkv.kernels.backend import is_interpreted
+
+LENGTHS = (1, 17, 33, 63, 130)
+GROUPS = (1, 2, 4, 7)
+
+
+def excess_error(actual: Tensor, plain: Tensor, truth: Tensor) -> float:
+    """Largest error of `actual` over that of `plain`, which is at least one rounding of the largest value.
+
+    What was not written is NaN or infinite and counts as an infinite error.
+    """
+    if not actual.isfinite().all():
+        return float("inf")
+    rounding = torch.finfo(plain.dtype).eps * truth.abs().max()
+    own = torch.maximum((plain.double() - truth).abs().max(), rounding)
+    return float((actual.double() - truth).abs().max() / own)
+
+
+def bound(dtype: torch.dtype) -> float:
+    """What an error may be in units of plain PyTorch's own."""
+    # Triton's interpreter truncates on stores to bfloat16, which real devices round.
+    return 3.0 if dtype == torch.bfloat16 and is_interpreted() else 2.0
