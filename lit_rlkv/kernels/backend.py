@@ -51,8 +51,8 @@ def uses_triton(tensor: Tensor, kernels: str | None = None) -> bool:
         )
     if not (tensor.is_cuda or is_interpreted()):
         raise ValueError(
-            f"kernels=triton needs tensors on CUDA, and these are on {tensor.device.type}; use kernels=auto, or "
-            "set TRITON_INTERPRET=1 before the start to run the kernels, slowly, in Triton's interpreter"
+            f"kernels=triton needs tensors on CUDA, and these are on {tensor.device.type}; use kernels=auto, "
+            "or set TRITON_INTERPRET=1 before the start to run the kernels, slowly, in Triton's interpreter"
         )
     return True
 
