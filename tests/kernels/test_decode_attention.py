@@ -1,71 +1,330 @@
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.decode_attention import decode_attention
+from lit_rlkv.kernels.decode_attention import decode_attention, kernel, launch
+from tests.kernels.accuracy import bound, excess_error
 
-KV_HEADS, DIM, DIM_V, SCALING = 2, 16, 8, 0.25
-
-
-def make_inputs(n_slots: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(n_slots)
-    query = 3 * torch.randn(3, KV_HEADS, group, DIM, generator=generator)
-    keys = torch.randn(3, KV_HEADS, n_slots, DIM, generator=generator)
-    values = torch.randn(3, KV_HEADS, n_slots, DIM_V, generator=generator)
-    # Rows have filled all slots, about half of them, and one.
-    is_live = torch.arange(n_slots) < torch.tensor([n_slots, (n_slots + 1) // 2, 1])[:, None]
-    return query.to(dtype), keys.to(dtype), values.to(dtype), is_live
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALING = 0.25
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "triton": partial(kernel.decode_attention, n_splits=1),
+    "triton, 2 splits": partial(kernel.decode_attention, n_splits=2),
+    "triton, 3 splits": partial(kernel.decode_attention, n_splits=3),
+}
+IMPLEMENTATIONS = {"reference": partial(decode_attention, kernels="reference"), **KERNELS}
 
 
-def written_out(query: Tensor, keys: Tensor, values: Tensor, is_live: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.zeros(*query.shape[:3], DIM_V, dtype=query.dtype)
-    probs = torch.zeros(*query.shape[:3], keys.shape[2], dtype=query.dtype)
-    for b in range(query.shape[0]):
-        n = int(is_live[b].sum())
-        for h in range(KV_HEADS):
-            probs[b, h, :, :n] = (query[b, h] @ keys[b, h, :n].T * SCALING).softmax(-1)
-            out[b, h] = probs[b, h] @ values[b, h]
-    return out, probs
+class Shape(NamedTuple):
+    n_slots: int
+    group: int
+    batch: int = 3
+    kv_heads: int = 2
+    dim: int = 16
+    dim_v: int = 8
 
 
-def excess_errors(inputs: tuple[Tensor, Tensor, Tensor, Tensor], is_live: Tensor) -> list[float]:
-    """Largest errors of outputs and probabilities against float64, in units of plain PyTorch's own."""
-    query, keys, values, true_live = inputs
-    truths = written_out(query.double(), keys.double(), values.double(), true_live)
-    errors = []
-    for actual, own, truth in zip(
-        decode_attention(query, keys, values, is_live, SCALING), written_out(*inputs), truths, strict=True
-    ):
-        rounding = torch.finfo(query.dtype).eps * truth.abs().max()
-        errors.append(
-            float((actual - truth).abs().max() / torch.maximum((own - truth).abs().max(), rounding))
-        )
-    return errors
+class Inputs(NamedTuple):
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    n_live: Tensor
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("n_slots", [1, 17, 63])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_over_slots_is_as_accurate_as_plain_torch(n_slots: int, group: int, dtype: torch.dtype):
-    inputs = make_inputs(n_slots, group, dtype)
-    assert max(excess_errors(inputs, inputs[3])) <= 2.0
+TOY = Shape(63, 4)
+SHAPES = [
+    *(Shape(1, 4), Shape(17, 2), Shape(33, 7), TOY, Shape(130, 1)),
+    *(Shape(33, 20, batch=2, kv_heads=1), Shape(33, 2, dim=24, dim_v=40)),
+]
+REAL_SHAPES = [
+    Shape(2048, 4, batch=64, kv_heads=8, dim=128, dim_v=128),
+    Shape(8192, 4, batch=64, kv_heads=8, dim=128, dim_v=128),
+    Shape(8192, 5, batch=2, kv_heads=4, dim=128, dim_v=128),
+    *(Shape(1000, 7, batch=5, kv_heads=2, dim=dim, dim_v=dim) for dim in (64, 80, 96, 256)),
+]
 
 
-def test_the_comparison_catches_one_slot_too_many():
-    inputs = make_inputs(17, 2, torch.float32)
-    one_more = inputs[3].roll(1, dims=1) | inputs[3]
-    assert min(excess_errors(inputs, one_more)) > 10.0
+@pytest.fixture(autouse=True)
+def _poisoned_and_cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of `torch.empty` is NaN; toy shapes fill several blocks of slots, 16 or 32 each."""
+
+    def poisoned(*size: int | tuple[int, ...], **options) -> Tensor:
+        return torch.full(size[0] if isinstance(size[0], tuple) else size, torch.nan, **options)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "BLOCK_BYTES", 1024)
 
 
-def test_dead_slots_get_no_probability_whatever_they_hold():
-    query, keys, values, is_live = make_inputs(17, 2, torch.float32)
-    junk = torch.where(is_live[:, None, :, None], keys, 1e4)
-    out, probs = decode_attention(query, junk, values, is_live, SCALING)
-    assert (probs.masked_select(~is_live[:, None, None].expand_as(probs)) == 0).all()
-    torch.testing.assert_close(probs.sum(-1), torch.ones(3, KV_HEADS, 2))
-    assert torch.equal(out, decode_attention(query, keys, values, is_live, SCALING)[0])
+def make_inputs(shape: Shape, dtype: torch.dtype) -> Inputs:
+    """Rows have filled all slots, half of them, and one, in turn; dead slots hold NaN or are huge."""
+    generator = torch.Generator(DEVICE).manual_seed(shape.n_slots)
+    draw = partial(torch.randn, generator=generator, device=DEVICE)
+    pools = (shape.batch, shape.kv_heads, shape.n_slots)
+    query = 3 * draw(shape.batch, shape.kv_heads, shape.group, shape.dim)
+    keys, values = draw(*pools, shape.dim), draw(*pools, shape.dim_v)
+    n_live = torch.tensor([shape.n_slots, (shape.n_slots + 1) // 2, 1]).repeat(shape.batch)[: shape.batch]
+    n_live = n_live.int().to(DEVICE)
+    slot = torch.arange(shape.n_slots, device=DEVICE)
+    is_dead = (slot >= n_live[:, None])[:, None, :, None]
+    junk = torch.where(slot % 2 == 0, torch.nan, 1e4)[:, None]
+    keys, values = torch.where(is_dead, junk, keys), torch.where(is_dead, junk, values)
+    return Inputs(query.to(dtype), keys.to(dtype), values.to(dtype), n_live)
 
 
-def test_probabilities_are_float32_for_the_policies_also_when_the_cache_is_not():
-    out, probs = decode_attention(*make_inputs(17, 2, torch.bfloat16), SCALING)
-    assert (out.dtype, probs.dtype) == (torch.bfloat16, torch.float32)
+def written_out(inputs: Inputs, dtype: torch.dtype, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Output, and what slots received, in plain arithmetic of `dtype`, one row and KV head at a time."""
+    query, keys, values, n_live = inputs
+    out = torch.zeros(*query.shape[:3], values.shape[3], dtype=dtype, device=DEVICE)
+    received = torch.zeros(keys.shape[:3], dtype=dtype, device=DEVICE)
+    for b, n in enumerate(n_live.tolist()):
+        for h in range(keys.shape[1]):
+            logits = query[b, h].to(dtype) @ keys[b, h, :n].to(dtype).T * SCALING
+            if softcap is not None:
+                logits = softcap * (logits / softcap).tanh()
+            probs = logits.softmax(-1)
+            out[b, h] = probs @ values[b, h, :n].to(dtype)
+            received[b, h, :n] = probs.mean(dim=0)
+    return out, received
+
+
+def excess_errors(
+    attend: Callable[..., Tensor], inputs: Inputs, softcap: float | None = None
+) -> tuple[float, float]:
+    """Of the output and of what slots received, in units of plain PyTorch's own errors."""
+    received = torch.full(inputs.keys.shape[:3], torch.nan, device=DEVICE)
+    out = attend(*inputs, SCALING, softcap=softcap, received=received)
+    plain = written_out(inputs, inputs.query.dtype, softcap)
+    truth = written_out(inputs, torch.float64, softcap)
+    return excess_error(out, plain[0], truth[0]), excess_error(received, plain[1], truth[1])
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def attend(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    return IMPLEMENTATIONS[request.param]
+
+
+@pytest.fixture(params=KERNELS)
+def kernel_call(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    return KERNELS[request.param]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_output_and_received_are_as_accurate_as_plain_torch(attend, shape: Shape, dtype: torch.dtype):
+    assert max(excess_errors(attend, make_inputs(shape, dtype))) <= bound(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", REAL_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_real_sizes_are_as_accurate_as_plain_torch(shape: Shape, dtype: torch.dtype):
+    inputs = make_inputs(shape, dtype)
+    assert max(excess_errors(partial(decode_attention, kernels="triton"), inputs)) <= bound(dtype)
+
+
+def test_a_softcapped_call_is_as_accurate_as_plain_torch(attend):
+    assert max(excess_errors(attend, make_inputs(TOY, torch.float32), softcap=2.0)) <= 2.0
+
+
+def one_slot_more(query, keys, values, n_live, *args, **kwargs) -> Tensor:
+    keys, values = keys.nan_to_num(1.0), values.nan_to_num(1.0)
+    return decode_attention(query, keys, values, n_live + 1, *args, **kwargs)
+
+
+def one_slot_less(query, keys, values, n_live, *args, **kwargs) -> Tensor:
+    return decode_attention(query, keys, values, n_live - 1, *args, **kwargs)
+
+
+def swapped_kv_heads(query, *args, **kwargs) -> Tensor:
+    return decode_attention(query.flip(1), *args, **kwargs)
+
+
+def shifted_slots(query, keys, *args, received, **kwargs) -> Tensor:
+    out = decode_attention(query, keys, *args, received=received, **kwargs)
+    received.copy_(received.roll(1, dims=2))
+    return out.roll(1, dims=2)
+
+
+@pytest.mark.parametrize("wrong", [one_slot_more, one_slot_less, swapped_kv_heads, shifted_slots])
+def test_the_comparison_catches(wrong):
+    assert min(excess_errors(wrong, make_inputs(TOY, torch.float32))) > 10.0
+
+
+def test_the_comparison_catches_a_forgotten_softcap():
+    def forgets(*args, softcap, **kwargs) -> Tensor:
+        return decode_attention(*args, **kwargs)
+
+    assert min(excess_errors(forgets, make_inputs(TOY, torch.float32), softcap=2.0)) > 10.0
+
+
+def make_hand_example() -> tuple[Inputs, Tensor]:
+    """One row and KV head, two query heads, two live slots and a dead one; and a running score."""
+    query = torch.tensor([[0.0, math.log(3.0)], [5.0, 0.0]])[None, None]
+    keys = torch.tensor([[0.0, 1.0], [0.0, 2.0], [torch.nan, 9.0]])[None, None]
+    values = torch.tensor([[1.0], [5.0], [torch.nan]])[None, None]
+    tensors = (tensor.to(DEVICE) for tensor in (query, keys, values, torch.tensor([2])))
+    return Inputs(*tensors), torch.tensor([[[5.0, 7.0, 9.0]]], device=DEVICE)
+
+
+def test_received_matches_hand_arithmetic(attend):
+    # Logits are [ln 3, 2 ln 3] and [0, 0], probabilities [1/4, 3/4] and [1/2, 1/2], their mean [3/8, 5/8].
+    inputs, received = make_hand_example()
+    out = attend(*inputs, 1.0, received=received)
+    torch.testing.assert_close(received.cpu(), torch.tensor([[[3 / 8, 5 / 8, 0.0]]]))
+    # 1/4 + 15/4 and 1/2 + 5/2
+    torch.testing.assert_close(out.cpu(), torch.tensor([[[[4.0], [3.0]]]]))
+
+
+def test_accumulated_scores_match_hand_arithmetic(attend):
+    # Slot 0 goes on from 5. Slot 1 is the newest key's, and the 7 was another's. Slot 2 is dead.
+    inputs, received = make_hand_example()
+    attend(*inputs, 1.0, received=received, accumulates=True)
+    torch.testing.assert_close(received.cpu(), torch.tensor([[[5 + 3 / 8, 5 / 8, 9.0]]]))
+
+
+def test_softcap_matches_hand_arithmetic(attend):
+    # The first head's logits -1e4 and 1e4 saturate at -c and c; with c = ln(3)/2 they differ by ln 3.
+    (query, keys, values, n_live), received = make_hand_example()
+    keys[..., 0, 1], keys[..., 1, 1] = -1e4, 1e4
+    attend(query, keys, values, n_live, 1.0, softcap=math.log(3.0) / 2, received=received)
+    torch.testing.assert_close(received.cpu(), torch.tensor([[[3 / 8, 5 / 8, 0.0]]]))
+
+
+def running_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Scores so far, with NaN in the newest and the dead slots; and where slots are older than the newest."""
+    slot = torch.arange(inputs.keys.shape[2], device=DEVICE)
+    is_older = (slot < inputs.n_live[:, None] - 1)[:, None].expand(inputs.keys.shape[:3])
+    before = torch.rand(inputs.keys.shape[:3], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return before.masked_fill(~is_older, torch.nan), is_older
+
+
+def accumulation_error(attend: Callable[..., Tensor], inputs: Inputs) -> float:
+    """Over live slots, in units of plain PyTorch's own."""
+    scores, is_older = running_scores(inputs)
+    before = scores.masked_fill(~is_older, 0.0)
+    attend(*inputs, SCALING, received=scores, accumulates=True)
+    is_live = torch.arange(scores.shape[2], device=DEVICE) < inputs.n_live[:, None]
+    plain, truth = (
+        before.to(dtype) + written_out(inputs, dtype)[1] for dtype in (torch.float32, torch.float64)
+    )
+    chosen = is_live[:, None].expand_as(scores)
+    return excess_error(scores[chosen], plain[chosen], truth[chosen])
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1), TOY, Shape(130, 2)], ids=str)
+def test_accumulated_scores_start_afresh_for_the_newest_key(attend, shape: Shape):
+    assert accumulation_error(attend, make_inputs(shape, torch.float32)) <= 2.0
+
+
+def test_the_comparison_catches_scores_that_do_not_start_afresh():
+    def forgets(*args, received, accumulates) -> Tensor:
+        share = torch.zeros_like(received)
+        out = decode_attention(*args, received=share)
+        received.nan_to_num_(1.0).add_(share)
+        return out
+
+    assert accumulation_error(forgets, make_inputs(TOY, torch.float32)) > 10.0
+
+
+def test_accumulation_leaves_dead_slots_alone(attend):
+    inputs = make_inputs(TOY, torch.float32)
+    scores, _ = running_scores(inputs)
+    attend(*inputs, SCALING, received=scores, accumulates=True)
+    is_dead = torch.arange(TOY.n_slots, device=DEVICE) >= inputs.n_live[:, None]
+    assert torch.equal(scores.isnan(), is_dead[:, None].expand_as(scores))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_probabilities_sum_to_one_and_dead_slots_get_none(attend, dtype: torch.dtype):
+    inputs = make_inputs(TOY, dtype)
+    received = torch.full(inputs.keys.shape[:3], torch.nan, device=DEVICE)
+    attend(*inputs, SCALING, received=received)
+    assert (received.sum(-1, dtype=torch.float64) - 1).abs().max() < 8 * torch.finfo(torch.float32).eps
+    is_dead = torch.arange(TOY.n_slots, device=DEVICE) >= inputs.n_live[:, None]
+    assert (received.masked_select(is_dead[:, None]) == 0).all()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_row_without_a_live_slot_gives_zero(attend, accumulates: bool):
+    query, keys, values, _ = make_inputs(TOY, torch.float32)
+    n_live = torch.tensor([0, 5, 0], device=DEVICE)
+    received = torch.ones(keys.shape[:3], device=DEVICE)
+    out = attend(query, keys, values, n_live, SCALING, received=received, accumulates=accumulates)
+    assert (out[::2] == 0).all()
+    assert (received[::2] == (1.0 if accumulates else 0.0)).all()
+    assert (out[1] != 0).all()
+
+
+def test_the_output_has_the_same_bits_whether_or_not_scores_are_wanted_and_again(attend):
+    inputs = make_inputs(TOY, torch.float16)
+    buffers = [torch.ones(inputs.keys.shape[:3], device=DEVICE) for _ in range(3)]
+    alone = attend(*inputs, SCALING)
+    for received, accumulates in zip(buffers, (True, True, False), strict=True):
+        assert torch.equal(attend(*inputs, SCALING, received=received, accumulates=accumulates), alone)
+    assert torch.equal(buffers[0], buffers[1])
+
+
+def test_layout_in_memory_does_not_matter_to_the_kernel(kernel_call):
+    inputs, received = make_inputs(TOY, torch.float16), torch.ones(3, 2, 63, device=DEVICE)
+    expected = kernel_call(*inputs, SCALING, received=received)
+    query, keys, values = (misaligned(tensor.transpose(1, 2)).transpose(1, 2) for tensor in inputs[:3])
+    n_live = torch.stack([inputs.n_live.long(), torch.full((3,), 99, device=DEVICE)], dim=1)[:, 0]
+    wide = torch.full((2, 3, 80), torch.nan, device=DEVICE)
+    actual = kernel_call(query, keys, values, n_live, SCALING, received=wide[..., 1:64].transpose(0, 1))
+    assert torch.equal(actual, expected)
+    # On a GPU the order in which heads are averaged may depend on how the buffer lies.
+    torch.testing.assert_close(wide[..., 1:64].transpose(0, 1), received, rtol=1e-6, atol=0.0)
+    assert wide[..., :1].isnan().all()
+    assert wide[..., 64:].isnan().all()
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """The same numbers, one element past where an allocation begins."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def test_the_kernel_reads_tensors_right_whose_last_dimension_is_strided(kernel_call):
+    inputs = make_inputs(TOY, torch.float32)
+    strided = (tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in inputs[:3])
+    assert torch.equal(kernel_call(*strided, inputs.n_live, SCALING), kernel_call(*inputs, SCALING))
+
+
+def test_the_kernel_is_chosen_by_name():
+    inputs = make_inputs(TOY, torch.float16)
+    chosen = decode_attention(*inputs, SCALING, kernels="triton")
+    assert torch.equal(chosen, kernel.decode_attention(*inputs, SCALING))
+    assert not torch.equal(chosen, decode_attention(*inputs, SCALING, kernels="reference"))
+
+
+def test_slots_are_split_only_where_programs_are_few_and_slots_many():
+    # 64 rows of 8 KV heads are 512 programs, 3.9 for each of 132 multiprocessors.
+    assert launch.choose_n_splits(512, 8192, 132) == 1
+    # 32 programs; 4 x 132 = 528 wanted, so 17 splits of each.
+    assert launch.choose_n_splits(32, 8192, 132) == 17
+    # 2048 slots are 8 times 256, the fewest that a split is worth.
+    assert launch.choose_n_splits(32, 2048, 132) == 8
+    assert launch.choose_n_splits(1, 100, 132) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [REAL_SHAPES[0], REAL_SHAPES[2]], ids=str)
+def test_a_captured_call_follows_what_its_inputs_hold_at_replay(shape: Shape):
+    inputs = make_inputs(shape, torch.bfloat16)
+    scores = torch.zeros(inputs.keys.shape[:3], device=DEVICE)
+    call = partial(decode_attention, *inputs, SCALING, received=scores, accumulates=True, kernels="triton")
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    inputs.n_live.fill_(1)
+    scores.fill_(3.0)
+    graph.replay()
+    assert torch.equal(captured, call())
+    assert (scores[..., 0] == 1.0).all()
+    assert (scores[..., 1:] == 3.0).all()

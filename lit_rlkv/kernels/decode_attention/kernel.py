@@ -1,0 +1,260 @@
+"""Decode attention over the live slots, with the probabilities that eviction needs, in Triton.
+
+    out[h] = Σ_s p[h, s] v[s]
+    p[h, s] = exp(l[h, s] - peak[h]) / total[h],  where l = scaling q·k, softcapped or not
+    received[s] = mean over the heads h of the group of p[h, s]
+
+A program takes one row and KV head (a pair) with all query heads of the group as the rows of one tile, so
+that K and V are read once, and streams over the live slots with an online softmax in float32. Probabilities
+are known only when the last slot has been seen: where they are wanted, the program keeps its float32 logits
+in a scratch buffer, small beside K and V, and reads them back at the end.
+
+A small batch leaves multiprocessors idle; then several programs share the slots of a pair, each leaves its
+softmax-weighted mean, peak and total, and a second kernel merges them in the order of the slots. The number
+of splits depends on shapes and the device alone. No atomics: two calls give the same bits.
+
+Logits are in units of log 2, for exp2. Scratch: logits [pair, group, slot], outputs of the splits
+[pair, split, group, dim_v], peaks and totals [pair, split, group].
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from lit_rlkv.kernels.decode_attention.launch import padded, plan, power_of_2, shared_block
+from lit_rlkv.kernels.numerics import tanh
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+@no_type_check
+def _vectors(end):
+    """Up to the next multiple of 16, which the compiler knows for one and so moves logits as vectors."""
+    return tl.cdiv(end, 16) * 16
+
+
+@triton.jit
+@no_type_check
+def _write_received(
+    logits, received, received_step, peak, total, slots, n_slots, n_live, logit_step,
+    GROUP: tl.constexpr, ACCUMULATES: tl.constexpr,
+):  # fmt: skip
+    """Turn the logits of some slots into the mean of the group's probabilities; peak, total: [heads]."""
+    heads = tl.arange(0, peak.shape[0])
+    end = tl.minimum(n_live, n_slots)
+    is_live = slots < end
+    is_logit = (heads < GROUP)[:, None] & (slots < _vectors(end))[None, :]
+    tile = tl.load(logits + heads[:, None] * logit_step + slots[None, :], mask=is_logit, other=float("-inf"))
+    # No slot was live: the peak is -inf, and the difference of two infinities NaN.
+    peak = tl.where(total == 0.0, 0.0, peak)
+    inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+    share = tl.sum(tl.exp2(tile - peak[:, None]) * inverse[:, None], axis=0) / GROUP
+    place = received + slots * received_step
+    if ACCUMULATES:
+        is_older = is_live & (slots != n_live - 1)
+        tl.store(place, tl.load(place, mask=is_older, other=0.0) + share, mask=is_live)
+    else:
+        tl.store(place, share, mask=slots < n_slots)
+
+
+@triton.jit
+@no_type_check
+def _attend(
+    query, keys, values, n_live, out, logits, peaks, totals, received,
+    query_row, query_kv, query_head, key_row, key_kv, key_slot, value_row, value_kv, value_slot,
+    n_live_row, received_row, received_kv, received_slot, logit_step, n_slots, scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    HEADS: tl.constexpr, DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK: tl.constexpr,
+    N_SPLITS: tl.constexpr, ACCUMULATES: tl.constexpr, SHARED_HEADS: tl.constexpr,
+    SHARED_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Out, peak and total of one pair over the slots of one split; and what slots received if it is the only.
+
+    Capitals in the plural are sizes padded to what a tile can be.
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    row_live = tl.load(n_live + row * n_live_row).to(tl.int32)
+    end = tl.minimum(row_live, n_slots)
+    split_slots = tl.cdiv(tl.cdiv(end, BLOCK), N_SPLITS) * BLOCK
+    first = split * split_slots
+    end = tl.minimum(first + split_slots, end)
+
+    heads, dims, dims_v = tl.arange(0, HEADS), tl.arange(0, DIMS), tl.arange(0, DIMS_V)
+    block = tl.arange(0, BLOCK)
+    is_head, is_dim, is_dim_v = heads < GROUP, dims < DIM, dims_v < DIM_V
+    query += row * query_row + kv_head * query_kv
+    q = tl.load(
+        query + heads[:, None] * query_head + dims[None, :],
+        mask=is_head[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    keys += row * key_row + kv_head * key_kv + first.to(tl.int64) * key_slot
+    values += row * value_row + kv_head * value_kv + first.to(tl.int64) * value_slot
+    key_tile = block[:, None] * key_slot + dims[None, :]
+    value_tile = block[:, None] * value_slot + dims_v[None, :]
+    if logits is not None:
+        logits += pair * GROUP * logit_step
+
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS, BLOCK], tl.float32)  # summed over its columns only once, at the end
+    mean = tl.zeros([HEADS, DIMS_V], tl.float32)
+    for start in range(first, end, BLOCK):
+        slots = start + block
+        is_live = slots < end
+        k = tl.load(
+            keys + key_tile,
+            mask=is_live[:, None] & is_dim[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if softcap is not None:
+            s = softcap * tanh(s)
+        s = tl.where(is_live[None, :], s, float("-inf"))
+        if logits is not None:
+            place = logits + heads[:, None] * logit_step + slots[None, :]
+            tl.store(place, s, mask=is_head[:, None] & (slots < _vectors(end))[None, :])
+        new_peak = tl.maximum(peak, tl.max(s, axis=1))
+        decay = tl.exp2(peak - new_peak)
+        p = tl.exp2(s - new_peak[:, None])
+        total = total * decay[:, None] + p
+        v = tl.load(
+            values + value_tile,
+            mask=is_live[:, None] & is_dim_v[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        mean = tl.dot(p.to(v.dtype), v, mean * decay[:, None], input_precision=PRECISION)
+        peak = new_peak
+        keys += BLOCK * key_slot
+        values += BLOCK * value_slot
+
+    summed = tl.sum(total, axis=1)
+    mean = mean / tl.where(summed == 0.0, 1.0, summed)[:, None]
+    part = (pair * N_SPLITS + split) * GROUP
+    place = out + (part + heads[:, None]) * DIM_V + dims_v[None, :]
+    tl.store(place, mean, mask=is_head[:, None] & is_dim_v[None, :])
+    tl.store(peaks + part + heads, peak, mask=is_head)
+    tl.store(totals + part + heads, summed, mask=is_head)
+    if received is not None:
+        received += row * received_row + kv_head * received_kv
+        tl.debug_barrier()  # other threads of the program wrote what this one reads back
+        sharing = tl.arange(0, SHARED_HEADS)
+        peak = tl.load(peaks + part + sharing, mask=sharing < GROUP, other=0.0)
+        summed = tl.load(totals + part + sharing, mask=sharing < GROUP, other=0.0)
+        for start in range(0, n_slots, SHARED_BLOCK):
+            _write_received(
+                logits, received, received_slot, peak, summed, start + tl.arange(0, SHARED_BLOCK), n_slots,
+                row_live, logit_step, GROUP, ACCUMULATES,
+            )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _merge(
+    means, logits, peaks, totals, n_live, out, received,
+    n_live_row, received_row, received_kv, received_slot, logit_step, n_slots,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_V: tl.constexpr, DIMS_V: tl.constexpr,
+    N_SPLITS: tl.constexpr, SPLITS: tl.constexpr, ACCUMULATES: tl.constexpr, SHARED_HEADS: tl.constexpr,
+    SHARED_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program i of a pair merges the splits of query head i and writes what block i of the slots received."""
+    pair = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1)
+    splits, dims_v = tl.arange(0, SPLITS), tl.arange(0, DIMS_V)
+    is_split = splits < N_SPLITS
+    if i < GROUP:
+        part = (pair * N_SPLITS + splits) * GROUP + i
+        split_peaks = tl.load(peaks + part, mask=is_split, other=float("-inf"))
+        split_totals = tl.load(totals + part, mask=is_split, other=0.0)
+        peak = tl.max(split_peaks, axis=0)
+        weights = split_totals * tl.exp2(split_peaks - tl.where(peak == float("-inf"), 0.0, peak))
+        total = tl.sum(weights, axis=0)
+        weights = weights / tl.where(total == 0.0, 1.0, total)
+        is_mean = is_split[:, None] & (dims_v < DIM_V)[None, :]
+        mean = tl.load(means + part[:, None] * DIM_V + dims_v[None, :], mask=is_mean, other=0.0)
+        merged = tl.sum(mean * weights[:, None], axis=0)
+        tl.store(out + (pair * GROUP + i) * DIM_V + dims_v, merged, mask=dims_v < DIM_V)
+    if received is not None:
+        row, kv_head = pair // KV_HEADS, pair % KV_HEADS
+        sharing = tl.arange(0, SHARED_HEADS)
+        part = (pair * N_SPLITS + splits[:, None]) * GROUP + sharing[None, :]
+        is_stat = is_split[:, None] & (sharing < GROUP)[None, :]
+        split_peaks = tl.load(peaks + part, mask=is_stat, other=float("-inf"))
+        split_totals = tl.load(totals + part, mask=is_stat, other=0.0)
+        peak = tl.max(split_peaks, axis=0)
+        finite = tl.where(peak == float("-inf"), 0.0, peak)
+        total = tl.sum(split_totals * tl.exp2(split_peaks - finite[None, :]), axis=0)
+        row_live = tl.load(n_live + row * n_live_row).to(tl.int32)
+        _write_received(
+            logits + pair * GROUP * logit_step, received + row * received_row + kv_head * received_kv,
+            received_slot, peak, total, i * SHARED_BLOCK + tl.arange(0, SHARED_BLOCK), n_slots, row_live,
+            logit_step, GROUP, ACCUMULATES,
+        )  # fmt: skip
+
+
+def decode_attention(
+    query: Float[Tensor, "batch kv_head group dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    values: Float[Tensor, "batch kv_head slot dim_v"],
+    n_live: Int[Tensor, " batch"],
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    received: Float32[Tensor, "batch kv_head slot"] | None = None,
+    accumulates: bool = False,
+    n_splits: int | None = None,
+) -> Float[Tensor, "batch kv_head group dim_v"]:
+    """As `reference.py` defines it; `n_splits` overrides the choice of programs that share a pair's slots."""
+    query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
+    launch = plan(query, keys, values, n_splits)
+    is_split = launch.n_splits > 1
+    batch, n_kv_heads, group, dim = query.shape
+    n_pairs, n_slots, dim_v = batch * n_kv_heads, *values.shape[2:]
+
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=query.device)
+
+    out = torch.empty(batch, n_kv_heads, group, dim_v, dtype=values.dtype, device=query.device)
+    peaks, totals = scratch(n_pairs, launch.n_splits, group), scratch(n_pairs, launch.n_splits, group)
+    means = scratch(n_pairs, launch.n_splits, group, dim_v) if is_split else out
+    logit_step = triton.cdiv(n_slots, 16) * 16  # rows of logits begin where vector loads may
+    logits = None if received is None else scratch(n_pairs, group, logit_step)
+    received_strides = (0, 0, 0) if received is None else received.stride()
+    places = (n_live.stride(0), *received_strides, logit_step, n_slots)
+    sizes = {"KV_HEADS": n_kv_heads, "GROUP": group, "DIM_V": dim_v, "DIMS_V": padded(dim_v)}
+    sizes |= {"N_SPLITS": launch.n_splits, "SHARED_HEADS": power_of_2(group), "ACCUMULATES": accumulates}
+    _attend[n_pairs, launch.n_splits](
+        query, keys, values, n_live, means, logits, peaks, totals, None if is_split else received,
+        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *places,
+        scaling * LOG2_E if softcap is None else scaling / softcap,
+        None if softcap is None else softcap * LOG2_E,
+        DIM=dim, HEADS=padded(group), DIMS=padded(dim), BLOCK=launch.block,
+        SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision(query.dtype),
+        num_warps=launch.n_warps, num_stages=launch.n_stages, **sizes,
+    )  # fmt: skip
+    if is_split:
+        block = shared_block(4096, group, n_slots)
+        n_blocks = 0 if received is None else triton.cdiv(n_slots, block)
+        _merge[n_pairs, max(group, n_blocks)](
+            means, logits, peaks, totals, n_live, out, received, *places,
+            SPLITS=power_of_2(launch.n_splits), SHARED_BLOCK=block, num_warps=8, **sizes,
+        )  # fmt: skip
+    return out
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of products: float32 as float32, not in the tensor cores' shorter format."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def with_unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor, copied only if its last dimension is not contiguous."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
