@@ -1,26 +1,50 @@
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from lit_rlkv.kernels.backend import is_interpreted, using
 from lit_rlkv.kernels.token_logps import policy_kl, token_logps
+from tests.kernels.accuracy import excess_error
 
-N_POSITIONS, DIM, VOCAB = 23, 8, 12
+# numpy speaks of -inf - -inf, which the kernels meet and do not add up.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+N_POSITIONS, DIM, VOCAB = 13, 8, 12
+
+
+@pytest.fixture(autouse=True, params=["reference", "triton"])
+def _with_both_implementations(request: pytest.FixtureRequest) -> Iterator[None]:
+    is_on_cpu = request.node.get_closest_marker("gpu") is None
+    if request.param == "triton" and is_on_cpu and not is_interpreted():
+        pytest.skip("tensors on the CPU need Triton's interpreter, which is off where there is a GPU")
+    with using(request.param):
+        yield
 
 
 class CountingHead(nn.Module):
     """A linear head that remembers how many positions it was asked for at a time."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, is_frozen: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCAB, DIM, generator=torch.Generator().manual_seed(seed)))
+        weight = torch.randn(VOCAB, DIM, generator=torch.Generator().manual_seed(seed))
+        self.weight = nn.Parameter(weight, requires_grad=not is_frozen)
         self.sizes: list[int] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.sizes.append(len(hidden))
+        if len(hidden) > 0:
+            self.sizes.append(len(hidden))
         return F.linear(hidden, self.weight)
+
+
+def set_chunk(monkeypatch: pytest.MonkeyPatch, n_logits: int) -> None:
+    monkeypatch.setattr("lit_rlkv.kernels.token_logps.reference.MAX_CHUNK_LOGITS", n_logits)
+    monkeypatch.setattr("lit_rlkv.kernels.token_logps.chunks.TRITON_MAX_CHUNK_LOGITS", n_logits)
 
 
 def make_hidden(seed: int = 1) -> Tensor:
@@ -97,7 +121,7 @@ def run_with_gradients(head: CountingHead) -> list[Tensor]:
 
 def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch):
     whole = run_with_gradients(CountingHead())
-    monkeypatch.setattr("lit_rlkv.kernels.token_logps.reference.MAX_CHUNK_LOGITS", 5 * VOCAB)
+    set_chunk(monkeypatch, 5 * VOCAB)
     head = CountingHead()
     chunked = run_with_gradients(head)
     assert max(head.sizes) == 5
@@ -106,7 +130,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_vocabulary_larger_than_a_chunk_goes_one_position_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_rlkv.kernels.token_logps.reference.MAX_CHUNK_LOGITS", VOCAB - 1)
+    set_chunk(monkeypatch, VOCAB - 1)
     head = CountingHead()
     token_logps(make_hidden(), head, make_tokens(), 1.0, VOCAB)
     assert head.sizes == [1] * N_POSITIONS
@@ -131,3 +155,167 @@ def test_no_positions_are_no_error():
     logps, entropy = token_logps(nothing, CountingHead(), torch.zeros(0, dtype=torch.long), 1.0, VOCAB)
     kl = policy_kl(nothing, nothing, CountingHead(), CountingHead(), 1.0, VOCAB)
     assert logps.shape == entropy.shape == kl.shape == (0,)
+
+
+def frozen_with_gradients(head: CountingHead, *, is_linearised: bool) -> list[Tensor]:
+    """Log-probs, entropies, KL and the hidden states' gradients where no head needs one."""
+    p, q, weight = make_hidden(1), make_hidden(2), torch.linspace(-1, 1, N_POSITIONS)
+    logps, entropy = token_logps(p, head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
+    kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
+    return [logps, entropy, kl, *torch.autograd.grad((weight * (logps + kl)).sum(), [p, q])]
+
+
+def test_a_frozen_head_is_asked_once_and_gives_the_same(monkeypatch: pytest.MonkeyPatch):
+    set_chunk(monkeypatch, 5 * VOCAB)
+    plain, linearised = CountingHead(is_frozen=True), CountingHead(is_frozen=True)
+    expected = frozen_with_gradients(plain, is_linearised=False)
+    actual = frozen_with_gradients(linearised, is_linearised=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual[:3], expected[:3], strict=True))
+    for a, b in zip(actual[3:], expected[3:], strict=True):
+        torch.testing.assert_close(a, b)
+    assert sum(linearised.sizes) == 3 * N_POSITIONS  # of one policy, and of the two whose KL it is
+    assert sum(plain.sizes) == 2 * 3 * N_POSITIONS
+
+
+@pytest.mark.parametrize("is_linearised", [False, True])
+def test_a_frozen_head_in_16_bit_loses_no_more_than_torch_does(is_linearised: bool):
+    hidden, head, tokens = make_hidden(), CountingHead(is_frozen=True), make_tokens()
+    upstream = torch.linspace(-1, 1, N_POSITIONS)
+
+    def gradient(hidden: Tensor, head: CountingHead, function: Callable[..., Tensor]) -> Tensor:
+        hidden = hidden.detach().requires_grad_()
+        return torch.autograd.grad(function(hidden, head), [hidden], upstream.to(head.weight.dtype))[0]
+
+    def plain(hidden: Tensor, head: CountingHead) -> Tensor:
+        return -F.cross_entropy(head(hidden) / 0.7, tokens, reduction="none")
+
+    truth = gradient(hidden.half().double(), head.half().double(), plain)
+    hidden, head = hidden.half(), head.half()
+    own = gradient(hidden, head, plain)
+
+    def ours(hidden: Tensor, head: CountingHead, shift: int = 0) -> Tensor:
+        shifted = (tokens + shift) % VOCAB
+        return token_logps(hidden, head, shifted, 0.7, VOCAB, head_is_frozen=is_linearised)[0].half()
+
+    assert excess_error(gradient(hidden, head, ours), own, truth) <= 2
+    assert excess_error(gradient(hidden, head, lambda *args: ours(*args, shift=1)), own, truth) > 10
+
+
+def test_a_head_called_frozen_that_learns_is_refused():
+    p, q, frozen, trained = make_hidden(1), make_hidden(2), CountingHead(is_frozen=True), CountingHead()
+    with pytest.raises(ValueError, match="parameters that require a gradient"):
+        token_logps(p, trained, make_tokens(), 1.0, VOCAB, head_is_frozen=True)
+    for heads in ((frozen, trained), (trained, frozen)):
+        with pytest.raises(ValueError, match="parameters that require a gradient"):
+            policy_kl(p, q, *heads, 1.0, VOCAB, heads_are_frozen=True)
+    with torch.no_grad():
+        token_logps(p, trained, make_tokens(), 1.0, VOCAB, head_is_frozen=True)
+
+
+@pytest.mark.parametrize("trained", ["p", "q", "neither"])
+@pytest.mark.parametrize("is_linearised", [False, True])
+def test_a_side_of_the_kl_that_needs_no_gradient_gets_none(trained: str, is_linearised: bool):
+    def run(trained: str, *, is_linearised: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        p, q = make_hidden(1).detach(), make_hidden(2).detach()
+        p.requires_grad_(trained in ("p", "both"))
+        q.requires_grad_(trained in ("q", "both"))
+        head = CountingHead(is_frozen=True)
+        kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
+        if kl.requires_grad:
+            kl.sum().backward()
+        return kl.detach(), p.grad, q.grad
+
+    kl, p_gradient, q_gradient = run("both", is_linearised=False)
+    actual = run(trained, is_linearised=is_linearised)
+    assert torch.equal(actual[0], kl)
+    torch.testing.assert_close(actual[1], p_gradient if trained == "p" else None)
+    torch.testing.assert_close(actual[2], q_gradient if trained == "q" else None)
+
+
+def test_a_head_behind_a_stop_gradient_gives_its_side_none():
+    p, q, head = make_hidden(1), make_hidden(2), CountingHead(is_frozen=True)
+    kl = policy_kl(p, q, lambda x: head(x).detach(), head, 0.7, VOCAB, heads_are_frozen=True)
+    kl.sum().backward()
+    assert p.grad is None
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("is_linearised", [False, True])
+def test_activation_checkpointing_around_it_changes_nothing(is_linearised: bool):
+    head, tokens = CountingHead(is_frozen=True), make_tokens()
+
+    def run(hidden: Tensor) -> Tensor:
+        logps, _ = token_logps(2 * hidden, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
+        return logps.square()
+
+    plain, checkpointed = make_hidden(), make_hidden()
+    run(plain).sum().backward()
+    checkpoint(run, checkpointed, use_reentrant=False).sum().backward()
+    assert torch.equal(plain.grad, checkpointed.grad)
+
+
+@pytest.mark.parametrize("is_linearised", [False, True])
+def test_under_autocast_the_logits_are_16_bit_and_the_results_float32(is_linearised: bool):
+    head, hidden, dtypes = CountingHead(is_frozen=True), make_hidden(), []
+
+    def watched(hidden: Tensor) -> Tensor:
+        logits = head(hidden)
+        dtypes.append(logits.dtype)
+        return logits
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        logps, entropy = token_logps(hidden, watched, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
+    logps.sum().backward()
+    assert set(dtypes) == {torch.float16}
+    assert logps.dtype == entropy.dtype == hidden.grad.dtype == torch.float32
+    exact, _ = token_logps(again := make_hidden(), head, make_tokens(), 0.7, VOCAB)
+    exact.sum().backward()
+    torch.testing.assert_close(logps, exact, atol=0.02, rtol=0.002)
+    torch.testing.assert_close(hidden.grad, again.grad, atol=0.02, rtol=0.002)
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+@pytest.mark.parametrize("is_linearised", [False, True])
+def test_compiled_it_gives_the_same(is_linearised: bool):
+    head, tokens = nn.Linear(DIM, VOCAB, bias=False).requires_grad_(False), make_tokens()
+
+    def run(p: Tensor, q: Tensor) -> Tensor:
+        logps, _ = token_logps(p, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
+        return logps + policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
+
+    # Derivatives taken within the forward pass are run as they are, between two compiled graphs.
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=not is_linearised)
+    inputs = [make_hidden(1), make_hidden(2)]
+    expected, actual = run(*inputs), compiled(*inputs)
+    torch.testing.assert_close(actual, expected)
+    gradients = (torch.autograd.grad(x.square().sum(), inputs) for x in (actual, expected))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_linearised", [False, True])
+def test_real_sizes_are_as_accurate_as_torch(is_linearised: bool):
+    n_positions, dim, vocab = 2000, 512, 151_936  # two chunks
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(vocab, dim, generator=generator, device="cuda").bfloat16() / 8
+    p, q = torch.randn(2, n_positions, dim, generator=generator, device="cuda").bfloat16()
+    tokens = torch.randint(0, vocab, (n_positions,), generator=generator, device="cuda")
+    upstream = torch.randn(n_positions, generator=generator, device="cuda")
+
+    def results(dtype: torch.dtype, *, shift: int = 0, is_linearised: bool = False) -> list[Tensor]:
+        inputs = [x.to(dtype).detach().requires_grad_() for x in (p, q)]
+        head = partial(F.linear, weight=weight.to(dtype))
+        shifted = (tokens + shift) % vocab
+        logps, entropy = token_logps(inputs[0], head, shifted, 0.7, vocab, head_is_frozen=is_linearised)
+        kl = policy_kl(*inputs, head, head, 0.7, vocab, heads_are_frozen=is_linearised)
+        gradients = torch.autograd.grad(((logps + kl) * upstream).sum(), inputs)
+        return [logps.detach(), entropy, kl.detach(), *gradients]
+
+    def error(actual: list[Tensor]) -> float:
+        return max(excess_error(*each) for each in zip(actual, plain, truth, strict=True))
+
+    with using("reference"):
+        truth, plain = results(torch.float64), results(torch.bfloat16)
+    assert error(results(torch.bfloat16, is_linearised=is_linearised)) <= 2
+    assert error(results(torch.bfloat16, shift=1, is_linearised=is_linearised)) > 10

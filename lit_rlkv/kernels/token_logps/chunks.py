@@ -1,0 +1,91 @@
+"""A function of positions in chunks, so that the logits of a whole batch never exist at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+Head = Callable[[Tensor], Tensor]
+"""Hidden states [position, dim] to logits [position, vocab]."""
+
+TRITON_MAX_CHUNK_LOGITS = 2**28
+"""Most logits of one policy held at once where Triton's kernels read them: 512 MiB in 16 bit.
+
+Each chunk reads the head's weights and, where they train, adds to the whole of their gradient. That moves 8
+bytes for each weight in 16 bit, against 2 flops for each weight and position: on an H200 it takes as long as
+the product itself at some 700 positions a chunk. A vocabulary of 152,000 has 1766.
+"""
+
+OfChunk = Callable[..., tuple[Tensor, ...]]
+"""Tensors whose rows are positions to tensors of one number a position, of which the first has gradients."""
+
+
+def in_chunks(of_chunk: OfChunk, *tensors: Tensor, size: int, is_linearised: bool) -> tuple[Tensor, ...]:
+    """`of_chunk` of `size` positions at a time, whose logits no backward pass finds in memory.
+
+    Args:
+        is_linearised: take the derivatives in the forward pass, while the logits exist, rather than compute
+            the logits again in the backward pass. Right only where nothing but `tensors` needs a gradient.
+    """
+    run = _linearised if is_linearised else _recomputed
+    chunks = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
+    outputs = [run(of_chunk, *chunk) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+
+def check_frozen(head: Head, hidden: Tensor) -> None:
+    """Ask the head for the logits of no positions, to see whether they would need a gradient.
+
+    Raises:
+        ValueError: they would, so that a head called frozen is none.
+    """
+    with torch.enable_grad():
+        if head(hidden[:0].detach()).requires_grad:
+            raise ValueError(
+                "the head is called frozen, and it has parameters that require a gradient, which they would "
+                "not get; leave head_is_frozen (heads_are_frozen) False, or freeze the parameters"
+            )
+
+
+def _recomputed(of_chunk: OfChunk, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if not torch.is_grad_enabled():
+        return of_chunk(*tensors)
+    outputs: tuple[Tensor, ...] = checkpoint(of_chunk, *tensors, use_reentrant=False)
+    return outputs
+
+
+def _linearised(of_chunk: OfChunk, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if not torch.is_grad_enabled():
+        return of_chunk(*tensors)
+    inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    value, *statistics = of_chunk(*inputs)
+    trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    result = value.detach()
+    if value.requires_grad:
+        # A position's value depends on that position alone, so that the sum's gradient is each value's own.
+        slopes = torch.autograd.grad(value.sum(), [inputs[i] for i in trained], allow_unused=True)
+        for i, slope in zip(trained, slopes, strict=True):
+            if slope is not None:
+                result = _WithSlope.apply(result, tensors[i], slope)  # type: ignore[no-untyped-call]
+    return (result, *statistics)
+
+
+class _WithSlope(torch.autograd.Function):
+    """`value`, whose derivative with respect to the same row of `hidden` is the row of `slope`."""
+
+    @staticmethod
+    def forward(value: Tensor, hidden: Tensor, slope: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    @once_differentiable  # the slope is no function of anything any more
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        return upstream, (upstream[:, None] * slope).to(slope.dtype), None
