@@ -22,12 +22,15 @@ class SlotView:
     is_recent: Bool[Tensor, "batch kv_head slot"]
     """The protected window: kept whatever its score."""
     queries: Float[Tensor, "batch kv_head group window dim"] | None
-    """The latest queries, oldest first, grouped by the KV head they read; None unless the policy asks."""
+    """The latest queries, in any order, grouped by the KV head they read; None unless the policy asks."""
     query_columns: Int[Tensor, "batch window"] | None
+    """Column of the sequence that each query came from."""
     attention: Float[Tensor, "batch kv_head slot"] | None
     """Attention received, mean over the query group; None unless the policy asks for it."""
     scaling: float
     generator: torch.Generator | None
+    is_due: Bool[Tensor, " batch"] | None = None
+    """Rows whose scores will be read; None: all."""
 
 
 class Policy(ABC):
@@ -36,16 +39,9 @@ class Policy(ABC):
     tracks_attention: ClassVar[Literal["sum", "last"] | None]
     """Which attention the cache collects: summed over all queries since birth, or of the last query alone."""
     sees_queries: ClassVar[bool]
+    draws: ClassVar[bool] = False
+    """Whether scores are drawn, so that the samples of one prompt do not share them."""
 
     @abstractmethod
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         """Higher is kept. Ties go to the earlier key."""
-
-
-def window_logits(view: SlotView) -> Float[Tensor, "batch kv_head group window slot"]:
-    """Scaled query-key products of the latest queries, -inf where the key is dead or later than the query."""
-    assert view.queries is not None
-    assert view.query_columns is not None
-    logits = view.queries.float() @ view.keys.float().transpose(-1, -2).unsqueeze(2) * view.scaling
-    is_seen = view.columns[:, :, None, :] <= view.query_columns[:, None, :, None]
-    return logits.masked_fill(~(is_seen & view.is_live[:, :, None, :]).unsqueeze(2), -torch.inf)

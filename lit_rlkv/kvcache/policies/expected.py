@@ -3,6 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_rlkv.kernels.slot_scores import expected_attention
 from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
@@ -20,7 +21,6 @@ class Expected(Policy):
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         assert view.queries is not None
-        logits = view.queries.float() @ view.keys.float().transpose(-1, -2).unsqueeze(2) * view.scaling
-        exponent = logits.mean(dim=3) + logits.var(dim=3, unbiased=False) / 2
-        exponent = exponent.masked_fill(~view.is_live.unsqueeze(2), float("-inf"))
-        return exponent.softmax(-1).mean(dim=2) * view.values.float().norm(dim=-1)
+        return expected_attention(
+            view.queries, view.keys, view.values, view.is_live, view.scaling, view.is_due
+        )

@@ -2,8 +2,8 @@
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
+from lit_rlkv.kernels.slot_scores import key_direction_similarity
 from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
@@ -14,6 +14,4 @@ class KeyDiff(Policy):
     sees_queries = False
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
-        keys = view.keys.float()
-        direction = (F.normalize(keys, dim=-1) * view.is_live.unsqueeze(-1)).sum(dim=-2, keepdim=True)
-        return -F.cosine_similarity(keys, direction, dim=-1)
+        return -key_direction_similarity(view.keys, view.is_live, view.is_due)

@@ -3,6 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_rlkv.kernels.slot_scores import key_norm
 from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
@@ -13,4 +14,4 @@ class KNorm(Policy):
     sees_queries = False
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
-        return -view.keys.float().norm(dim=-1)
+        return -key_norm(view.keys, view.is_due)

@@ -12,6 +12,7 @@ class Random(Policy):
 
     tracks_attention = None
     sees_queries = False
+    draws = True
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         shape, device = view.columns.shape, view.columns.device

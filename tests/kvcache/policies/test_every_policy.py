@@ -47,22 +47,23 @@ class Journal:
         width = max(LENS)
         is_prompt = torch.arange(width) >= width - torch.tensor(LENS)[:, None]
         name = policy if isinstance(policy, str) else "streaming"
-        cache = SlotCache(CacheSpec(policy=name, **SPEC), 1, is_prompt, N_STEPS, generator)
+        spec, n_rows = CacheSpec(policy=name, **SPEC), len(LENS)
+        cache = SlotCache(spec, 1, n_rows, width + N_STEPS, torch.device("cpu"), generator)
         assert cache.policy is not None
         self.policy = Watched(cache.policy if isinstance(policy, str) else policy)
         cache.policy = self.policy
         self.layer, self.cache = cache.slot_layers[0], cache
         self.held: list[list[list[int]]] = []
         self.compactions: list[tuple[Tensor, Tensor]] = []
-        self.attend(width, generator)
-        self.record(cache.schedule.prompt_due, cache.schedule.prompt_fill)
-        for step in range(N_STEPS):
-            cache.advance(step)
+        with cache.prefill(range(n_rows), is_prompt):
+            self.attend(width, generator)
+        self.record(torch.tensor(LENS) > SPEC["budget"])
+        for _ in range(N_STEPS):
+            cache.advance()
             self.attend(1, generator)
-            assert cache.current is not None
-            fill = cache.current.slot + 1
-            due = cache.current.due
-            self.record(due, fill if due is None else fill.index_fill(0, due, SPEC["budget"]))
+            is_full = cache.n_live == cache.n_slots
+            cache.evict()
+            self.record(is_full)
 
     def attend(self, n_columns: int, generator: torch.Generator) -> None:
         batch = len(LENS)
@@ -71,11 +72,11 @@ class Journal:
         value = torch.randn(batch, KV_HEADS, n_columns, DIM, generator=generator)
         self.layer.attend(query, key, value, SCALING)
 
-    def record(self, due: Tensor | None, fill: Tensor) -> None:
-        self.held.append(
-            [row[:n].tolist() for row, n in zip(self.layer.columns[:, 0], fill.tolist(), strict=True)]
-        )
-        if due is not None:
+    def record(self, is_due: Tensor) -> None:
+        n_live = self.cache.n_live.tolist()
+        self.held.append([row[:n].tolist() for row, n in zip(self.layer.columns[:, 0], n_live, strict=True)])
+        due = is_due.nonzero().flatten()
+        if len(due) > 0:
             self.compactions.append((due, self.layer.columns[due][:, :, : SPEC["budget"]].clone()))
 
 

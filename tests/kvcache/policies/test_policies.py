@@ -1,14 +1,19 @@
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import using
 from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.kvcache.policies import Policy, SlotView
 from lit_rlkv.kvcache.policies.rkv import RKV, importance, redundancy
+from tests.kernels.accuracy import excess_error
 from tests.kvcache import published
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WITH_KERNELS = ("snapkv", "rkv", "knorm", "keydiff", "expected")
 KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 8, 4
 N_PADDING, N_KEYS, WINDOW = 3, 20, 4
 SCALING = DIM**-0.5
@@ -83,6 +88,35 @@ def test_the_comparison_with_the_published_scores_can_fail(name: str):
     expected = torch.tensor([s[: N_KEYS - WINDOW] for s in published.scores_of_layer(name, heads_of(view))])
     shifted = older_scores(POLICIES[name](), view).roll(1, dims=-1)
     assert not torch.allclose(shifted, expected, rtol=1e-2, atol=1e-4)
+
+
+def on_device(view: SlotView) -> SlotView:
+    tensors = {f.name: getattr(view, f.name) for f in fields(view)}
+    return SlotView(**{n: t.to(DEVICE) if isinstance(t, Tensor) else t for n, t in tensors.items()})
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_the_kernels_score_as_accurately_as_the_definitions(name: str):
+    view, policy = make_view(), POLICIES[name]()
+    truth = torch.tensor(
+        [s[: N_KEYS - WINDOW] for s in published.scores_of_layer(name, heads_of(view))], dtype=torch.float64
+    )
+    with using("reference"):
+        plain = older_scores(policy, view)
+    with using("triton"):
+        scores = older_scores(policy, on_device(view)).cpu()
+    assert excess_error(scores, plain, truth) <= 2.0
+    assert excess_error(scores.flip(0), plain, truth) > 10.0
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_a_row_that_is_not_due_is_not_scored(name: str, kernels: str):
+    view = on_device(make_view())
+    with using(kernels):
+        scores = POLICIES[name]().score(replace(view, is_due=torch.tensor([True], device=DEVICE)))
+        assert torch.equal(scores, POLICIES[name]().score(view))
+        assert (POLICIES[name]().score(replace(view, is_due=torch.tensor([False], device=DEVICE))) == 0).all()
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))

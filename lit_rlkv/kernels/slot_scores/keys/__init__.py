@@ -1,0 +1,1 @@
+"""Scores that need the keys alone: norm, direction, redundancy."""

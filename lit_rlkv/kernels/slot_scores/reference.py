@@ -1,0 +1,141 @@
+"""What eviction policies compute from keys and from a window of queries: the definitions."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_rlkv.kernels.evict.reference import due_rows
+
+NEAR_DUPLICATE = 0.5
+"""Cosine above which two keys say the same (arXiv:2505.24133)."""
+
+
+def key_norm(
+    keys: Float[Tensor, "batch kv_head slot dim"], is_due: Bool[Tensor, " batch"] | None = None
+) -> Float[Tensor, "batch kv_head slot"]:
+    """‖k‖₂."""
+    return _of_due_rows(lambda keys: keys.float().norm(dim=-1), is_due, keys)
+
+
+def key_direction_similarity(
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """cos(k, Σ over live keys of k/‖k‖)."""
+
+    def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
+        keys = keys.float()
+        direction = (F.normalize(keys, dim=-1) * is_live.unsqueeze(-1)).sum(dim=-2, keepdim=True)
+        return F.cosine_similarity(keys, direction, dim=-1)
+
+    return _of_due_rows(of_rows, is_due, keys, is_live)
+
+
+def redundancy(
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """softmax over live keys j of Σ_i cos(kᵢ, kⱼ) / n, without i = j and the i whose last duplicate is j."""
+
+    def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
+        keys = F.normalize(keys.float(), dim=-1) * is_live.unsqueeze(-1)
+        similarity = keys @ keys.transpose(-1, -2)
+        n_slots = similarity.shape[-1]
+        slot = torch.arange(n_slots, device=similarity.device)
+        similarity = similarity.masked_fill(slot[:, None] == slot[None, :], 0.0)
+        latest_duplicate = torch.where(similarity > NEAR_DUPLICATE, slot, -1).amax(-1, keepdim=True)
+        similarity = similarity.masked_fill(slot == latest_duplicate, 0.0)
+        n_live = is_live.sum(-1, keepdim=True)
+        mean_similarity = similarity.sum(dim=-2) / n_live
+        return mean_similarity.masked_fill(~is_live, -torch.inf).softmax(-1)
+
+    return _of_due_rows(of_rows, is_due, keys, is_live)
+
+
+def mean_window_attention(
+    queries: Float[Tensor, "batch kv_head group window dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    columns: Int[Tensor, "batch kv_head slot"],
+    query_columns: Int[Tensor, "batch window"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    scaling: float,
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """Mean over window and group of softmax over the keys seen of q·k·scaling."""
+
+    def of_rows(k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor) -> Tensor:
+        return _seen_logits(q, k, column, q_column, is_live, scaling).softmax(-1).mean(dim=(2, 3))
+
+    return _of_due_rows(of_rows, is_due, keys, queries, columns, query_columns, is_live)
+
+
+def peak_window_attention(
+    queries: Float[Tensor, "batch kv_head group window dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    columns: Int[Tensor, "batch kv_head slot"],
+    query_columns: Int[Tensor, "batch window"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    is_recent: Bool[Tensor, "batch kv_head slot"],
+    scaling: float,
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """Mean over window of softmax over the keys seen that are not recent of max over group of q·k·scaling."""
+
+    def of_rows(
+        k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor, is_recent: Tensor
+    ) -> Tensor:
+        logits = _seen_logits(q, k, column, q_column, is_live, scaling).amax(dim=2)
+        return logits.masked_fill(is_recent.unsqueeze(2), -torch.inf).softmax(-1).mean(dim=2)
+
+    return _of_due_rows(of_rows, is_due, keys, queries, columns, query_columns, is_live, is_recent)
+
+
+def expected_attention(
+    queries: Float[Tensor, "batch kv_head group window dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    values: Float[Tensor, "batch kv_head slot dim_v"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    scaling: float,
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """‖v‖ · mean over group of softmax over live keys of (mean + variance/2 over window of q·k·scaling)."""
+
+    def of_rows(keys: Tensor, queries: Tensor, values: Tensor, is_live: Tensor) -> Tensor:
+        logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
+        exponent = logits.mean(dim=3) + logits.var(dim=3, unbiased=False) / 2
+        exponent = exponent.masked_fill(~is_live.unsqueeze(2), float("-inf"))
+        return exponent.softmax(-1).mean(dim=2) * values.float().norm(dim=-1)
+
+    return _of_due_rows(of_rows, is_due, keys, queries, values, is_live)
+
+
+def _seen_logits(
+    queries: Float[Tensor, "batch kv_head group window dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    columns: Int[Tensor, "batch kv_head slot"],
+    query_columns: Int[Tensor, "batch window"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    scaling: float,
+) -> Float[Tensor, "batch kv_head group window slot"]:
+    """Scaled products of queries and keys, -inf where the key is dead or later than the query."""
+    logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
+    is_seen = columns[:, :, None, :] <= query_columns[:, None, :, None]
+    return logits.masked_fill(~(is_seen & is_live[:, :, None, :]).unsqueeze(2), -torch.inf)
+
+
+def _of_due_rows(
+    score: Callable[..., Tensor], is_due: Bool[Tensor, " batch"] | None, keys: Tensor, *others: Tensor
+) -> Float[Tensor, "batch kv_head slot"]:
+    """The scores of the due rows, computed for these alone, and 0 in all other rows."""
+    rows = slice(None) if is_due is None else due_rows(is_due)
+    if isinstance(rows, slice):
+        return score(keys, *others)
+    scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+    if len(rows) > 0:
+        scores[rows] = score(keys[rows], *(other[rows] for other in others))
+    return scores

@@ -1,0 +1,300 @@
+"""Scores that need a window of queries, without a [window, slot] tensor.
+
+    mean       1/(G·W) Σ_gw softmax_k(l_gwk)              l_gwk = q_gw·k·scaling, over the keys that q_gw sees
+    peak       1/W     Σ_w  softmax_k(max_g l_gwk)        over those of them that are not recent
+    expected   ‖v_k‖/G Σ_g  softmax_k(mean_w + var_w/2)   of l_gwk, over live keys
+
+One program a (row, KV head, block of slots): a step at which one row is due has many programs as well. Each
+softmax goes over all blocks, so a first visit of all blocks writes the largest logit and the sum of every
+softmax over its block, `_merge_blocks` adds these up, and a second visit computes the logits once more, now
+with the whole sum to divide by. The keys are read twice; logits kept in between would be G·W float32 a slot,
+more than the slot's key itself at any usual window, written once and read once.
+
+A block of keys stays on the chip while all queries that share it come by.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_rlkv.kernels.slot_scores.launch import dense_vectors, due_argument
+from lit_rlkv.kernels.slot_scores.tiles import is_row_due, load_flags, load_vectors
+
+MERGE_BLOCK = 64
+"""Softmaxes whose sums one program adds up."""
+MERGED_AT_ONCE = tl.constexpr(16)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+@no_type_check
+def _store_sums(sums, at, logits, is_counted, is_stored, axis: tl.constexpr):
+    """Of each softmax the largest logit that counts, -inf if none does, and Σ exp(logit - largest)."""
+    top = tl.max(tl.where(is_counted, logits, -INFINITY), axis=axis)
+    exps = tl.where(is_counted, tl.exp(logits - tl.expand_dims(top, axis)), 0.0)
+    tl.store(sums + 2 * at, top, mask=is_stored)
+    tl.store(sums + 2 * at + 1, tl.sum(exps, axis=axis), mask=is_stored)
+
+
+@triton.jit
+@no_type_check
+def _logits(queries, key, w, query_window, n_window, dim, scaling, DIM: tl.constexpr):
+    """Of the window's queries w of one head with a block of keys [BLOCK, DIM]: [BLOCK_W, BLOCK]."""
+    query = load_vectors(queries, w, w < n_window, query_window, dim, DIM)
+    return tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+
+
+@triton.jit
+@no_type_check
+def _exponents(
+    queries,
+    key,
+    query_window,
+    n_window,
+    dim,
+    scaling,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Mean and half the variance over the window of one head's logits: [BLOCK]."""
+    mean = tl.zeros([BLOCK], tl.float32)
+    spread = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n_window, BLOCK_W):
+        w = start + tl.arange(0, BLOCK_W)
+        logits = _logits(queries, key, w, query_window, n_window, dim, scaling, DIM)
+        # Squares add up around the mean of their block, and the distance between means is accounted for.
+        n_before = start * 1.0
+        n_new = tl.minimum(n_window - start, BLOCK_W) * 1.0
+        new_mean = tl.sum(logits, axis=0) / n_new
+        offset = tl.where((w < n_window)[:, None], logits - new_mean[None, :], 0.0)
+        gap = new_mean - mean
+        mean += gap * (n_new / (n_before + n_new))
+        spread += tl.sum(offset * offset, axis=0) + gap * gap * (n_before * n_new / (n_before + n_new))
+    return mean + spread / (2.0 * n_window)
+
+
+@triton.jit
+@no_type_check
+def _seen(columns, query_columns, is_wanted, slot, w, n_slots, n_window):
+    """Which keys of a block the window's queries w see: [BLOCK_W, BLOCK]."""
+    column = tl.load(columns + slot, mask=slot < n_slots, other=0)
+    query_column = tl.load(query_columns + w, mask=w < n_window, other=0)
+    is_earlier = column[None, :] <= query_column[:, None]
+    return is_earlier & is_wanted[None, :] & (w < n_window)[:, None]
+
+
+@triton.jit
+@no_type_check
+def _visit_blocks(
+    queries,  # [batch, kv_head, group, window, dim]
+    keys,  # [batch, kv_head, slot, dim]
+    values,  # [batch, kv_head, slot, dim_v]
+    columns,  # [batch, kv_head, slot], as are is_wanted and scores
+    query_columns,  # [batch, window]
+    is_wanted,
+    sums,  # [batch, kv_head, block, softmax, 2]
+    merged,  # [batch, kv_head, softmax, 2]
+    scores,
+    is_due,  # [batch]
+    scaling,
+    query_row,  # strides
+    query_head,
+    query_group,
+    query_window,
+    keys_row,
+    keys_head,
+    keys_slot,
+    values_row,
+    values_head,
+    values_slot,
+    n_heads,
+    n_slots,
+    dim,
+    dim_v,
+    group,
+    n_window,
+    n_softmax,
+    SCORES: tl.constexpr,  # False: the first visit writes sums; True: the second writes scores
+    KIND: tl.constexpr,
+    HAS_DUE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    pool = tl.program_id(0).to(tl.int64)
+    row, head = pool // n_heads, pool % n_heads
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    score = tl.zeros([BLOCK], tl.float32)
+    if is_row_due(is_due, row, HAS_DUE):
+        queries += row * query_row + head * query_head
+        columns += pool * n_slots
+        query_columns += row * n_window
+        sums += (pool * tl.num_programs(1) + tl.program_id(1)) * n_softmax * 2
+        merged += pool * n_softmax * 2
+        wanted = load_flags(is_wanted + pool * n_slots, slot, n_slots)
+        key = load_vectors(keys + row * keys_row + head * keys_head, slot, wanted, keys_slot, dim, DIM)
+        if KIND == "expected":
+            for g in range(group):
+                query = queries + g * query_group
+                exponent = _exponents(query, key, query_window, n_window, dim, scaling, DIM, BLOCK, BLOCK_W)
+                if SCORES:
+                    prob = tl.exp(exponent - tl.load(merged + 2 * g)) / tl.load(merged + 2 * g + 1)
+                    score += tl.where(wanted, prob, 0.0)
+                else:
+                    _store_sums(sums, g, exponent, wanted, True, 0)
+            if SCORES:
+                values += row * values_row + head * values_head
+                value = load_vectors(values, slot, wanted, values_slot, dim_v, DIM_V).to(tl.float32)
+                score *= tl.sqrt(tl.sum(value * value, axis=1))
+        else:
+            # Each head of the group has softmaxes of its own, or all of them share the largest logit.
+            n_own = 1 if KIND == "peak" else group
+            n_joined = group if KIND == "peak" else 1
+            for start in range(0, n_window, BLOCK_W):
+                w = start + tl.arange(0, BLOCK_W)
+                is_seen = _seen(columns, query_columns, wanted, slot, w, n_slots, n_window)
+                for own in range(n_own):
+                    logits = tl.full([BLOCK_W, BLOCK], -INFINITY, tl.float32)
+                    for joined in range(n_joined):
+                        query = queries + (own + joined) * query_group
+                        product = _logits(query, key, w, query_window, n_window, dim, scaling, DIM)
+                        logits = tl.maximum(logits, product)
+                    at = own * n_window + w
+                    if SCORES:
+                        top = tl.load(merged + 2 * at, mask=w < n_window, other=0.0)
+                        share = 1.0 / tl.load(merged + 2 * at + 1, mask=w < n_window, other=1.0)
+                        probs = tl.exp(logits - top[:, None]) * share[:, None]
+                        score += tl.sum(tl.where(is_seen, probs, 0.0), axis=0)
+                    else:
+                        _store_sums(sums, at, logits, is_seen, w < n_window, 1)
+    if SCORES:
+        tl.store(scores + pool * n_slots + slot, score / n_softmax, mask=slot < n_slots)
+
+
+@triton.jit
+@no_type_check
+def _merge_blocks(
+    sums,  # [batch, kv_head, block, softmax, 2]
+    merged,  # [batch, kv_head, softmax, 2]
+    is_due,  # [batch]
+    n_heads,
+    n_blocks,
+    n_softmax,
+    HAS_DUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pool = tl.program_id(0).to(tl.int64)
+    s = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if is_row_due(is_due, pool // n_heads, HAS_DUE):
+        sums += pool * n_blocks * n_softmax * 2
+        top = tl.full([BLOCK], -INFINITY, tl.float32)
+        for start in range(0, n_blocks, MERGED_AT_ONCE):
+            block = start + tl.arange(0, MERGED_AT_ONCE)
+            is_sum = (block < n_blocks)[:, None] & (s < n_softmax)[None, :]
+            at = 2 * (block[:, None] * n_softmax + s[None, :])
+            tops = tl.load(sums + at, mask=is_sum, other=-INFINITY)
+            top = tl.maximum(top, tl.max(tops, axis=0))
+        top = tl.where(top == -INFINITY, 0.0, top)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, n_blocks, MERGED_AT_ONCE):
+            block = start + tl.arange(0, MERGED_AT_ONCE)
+            is_sum = (block < n_blocks)[:, None] & (s < n_softmax)[None, :]
+            at = 2 * (block[:, None] * n_softmax + s[None, :])
+            tops = tl.load(sums + at, mask=is_sum, other=-INFINITY)
+            totals = tl.load(sums + at + 1, mask=is_sum, other=0.0)
+            total += tl.sum(tl.exp(tops - top[None, :]) * totals, axis=0)
+        merged += pool * n_softmax * 2
+        tl.store(merged + 2 * s, top, mask=s < n_softmax)
+        tl.store(merged + 2 * s + 1, total, mask=s < n_softmax)
+
+
+def mean_window_attention(
+    queries: Float[Tensor, "batch kv_head group window dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    columns: Int[Tensor, "batch kv_head slot"],
+    query_columns: Int[Tensor, "batch window"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    scaling: float,
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """See `lit_rlkv.kernels.slot_scores.mean_window_attention`."""
+    return _score("mean", queries, keys, keys, columns, query_columns, is_live, scaling, is_due)
+
+
+def peak_window_attention(
+    queries: Float[Tensor, "batch kv_head group window dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    columns: Int[Tensor, "batch kv_head slot"],
+    query_columns: Int[Tensor, "batch window"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    is_recent: Bool[Tensor, "batch kv_head slot"],
+    scaling: float,
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """See `lit_rlkv.kernels.slot_scores.peak_window_attention`."""
+    is_wanted = is_live & ~is_recent
+    return _score("peak", queries, keys, keys, columns, query_columns, is_wanted, scaling, is_due)
+
+
+def expected_attention(
+    queries: Float[Tensor, "batch kv_head group window dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    values: Float[Tensor, "batch kv_head slot dim_v"],
+    is_live: Bool[Tensor, "batch kv_head slot"],
+    scaling: float,
+    is_due: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch kv_head slot"]:
+    """See `lit_rlkv.kernels.slot_scores.expected_attention`."""
+    # Its softmax reads no columns; an argument has to be there.
+    return _score("expected", queries, keys, values, is_live, is_live, is_live, scaling, is_due)
+
+
+def _score(
+    kind: str,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    columns: Tensor,
+    query_columns: Tensor,
+    is_wanted: Tensor,
+    scaling: float,
+    is_due: Tensor | None,
+) -> Tensor:
+    queries, keys, values = (dense_vectors(pool) for pool in (queries, keys, values))
+    columns, query_columns, is_wanted = (t.contiguous() for t in (columns, query_columns, is_wanted))
+    due, has_due = due_argument(is_due, keys)
+    batch, n_heads, n_slots, dim = keys.shape
+    group, n_window = queries.shape[2:4]
+    n_softmax = {"mean": group * n_window, "peak": n_window, "expected": group}[kind]
+    sizes, options = _launch(keys, n_window)
+    grid = (batch * n_heads, triton.cdiv(n_slots, sizes["BLOCK"]))
+    sums = torch.empty(*grid, n_softmax, 2, dtype=torch.float32, device=keys.device)
+    merged = torch.empty(grid[0], n_softmax, 2, dtype=torch.float32, device=keys.device)
+    scores = torch.empty(batch, n_heads, n_slots, dtype=torch.float32, device=keys.device)
+    tensors = (queries, keys, values, columns, query_columns, is_wanted, sums, merged, scores, due)
+    strides = (*queries.stride()[:4], *keys.stride()[:3], *values.stride()[:3])
+    numbers = (n_heads, n_slots, dim, values.shape[-1], group, n_window, n_softmax)
+    shapes = {"KIND": kind, "DIM_V": triton.next_power_of_2(values.shape[-1]), **sizes, **options}
+    _visit_blocks[grid](*tensors, scaling, *strides, *numbers, SCORES=False, HAS_DUE=has_due, **shapes)
+    _merge_blocks[(grid[0], triton.cdiv(n_softmax, MERGE_BLOCK))](
+        *(sums, merged, due, n_heads, grid[1], n_softmax), HAS_DUE=has_due, BLOCK=MERGE_BLOCK, num_warps=4
+    )
+    _visit_blocks[grid](*tensors, scaling, *strides, *numbers, SCORES=True, HAS_DUE=has_due, **shapes)
+    return scores
+
+
+def _launch(keys: Tensor, n_window: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Tile sizes, warps and stages: 16 queries are the least that tensor cores take."""
+    width = max(triton.next_power_of_2(keys.shape[-1]), 16)
+    queries = min(max(triton.next_power_of_2(n_window), 16), 32)
+    if keys.element_size() == 4:
+        # No tensor core multiplies float32 exactly: plain multiplications, whose operands wait in registers.
+        return {"DIM": width, "BLOCK": 32, "BLOCK_W": queries}, {"num_warps": 4, "num_stages": 1}
+    block = 128 if width <= 128 else 64
+    return {"DIM": width, "BLOCK": block, "BLOCK_W": queries}, {"num_warps": 4, "num_stages": 2}

@@ -1,0 +1,376 @@
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kernels.evict import evict
+from lit_rlkv.types import NEVER
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = ["reference", "triton"]
+SINK, WINDOW = 2, 3
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All that eviction reads and writes."""
+
+    scores: Tensor
+    keys: Tensor
+    values: Tensor
+    columns: Tensor
+    attention: Tensor | None
+    death: Tensor
+    is_due: Tensor
+    now: Tensor
+    first: Tensor
+
+    def on(self, device: str) -> "Pool":
+        """A copy."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Pool(**{n: None if t is None else t.clone().to(device) for n, t in tensors.items()})
+
+    def same(self, other: "Pool") -> dict[str, bool]:
+        """Which tensors agree in every bit."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return {n: bits_equal(a, b) for n, (a, b) in pairs.items() if a is not None}
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    words = {2: torch.int16, 4: torch.int32}.get(a.element_size())
+    if a.is_floating_point() and words is not None:
+        a, b = a.contiguous().view(words), b.contiguous().view(words)
+    return torch.equal(a.cpu(), b.cpu())
+
+
+def make_pool(
+    n_slots: int,
+    dtype: torch.dtype = torch.float32,
+    column_dtype: torch.dtype = torch.int64,
+    batch: int = 3,
+    kv_heads: int = 2,
+    dim: int = 16,
+    dim_v: int = 8,
+    has_attention: bool = True,
+) -> Pool:
+    """Full rows of different padding and age, the middle one not due; scores repeat, so that some tie."""
+    generator = torch.Generator().manual_seed(n_slots)
+    first = torch.tensor([5, 0, 11] * batch)[:batch]
+    seq = 2 * n_slots + 20
+    newest = first + 2 * n_slots - torch.arange(batch) % 2
+    columns = torch.empty(batch, kv_heads, n_slots, dtype=torch.int64)
+    for b in range(batch):
+        for h in range(kv_heads):
+            # The newest column is always there; which of the older ones are differs between heads.
+            older = torch.randperm(int(newest[b] - first[b]), generator=generator)[: n_slots - 1]
+            columns[b, h] = torch.cat([older.sort().values + first[b], newest[b : b + 1]])
+    scores = torch.randint(0, max(n_slots // 3, 1), columns.shape, generator=generator) / 8 - 1.0
+    return Pool(
+        scores=scores,
+        keys=torch.randn(*columns.shape, dim, generator=generator).to(dtype),
+        values=torch.randn(*columns.shape, dim_v, generator=generator).to(dtype),
+        columns=columns.to(column_dtype),
+        attention=torch.rand(columns.shape, generator=generator) if has_attention else None,
+        death=torch.where(torch.arange(seq) < first[:, None, None], 0, NEVER).int().repeat(1, kv_heads, 1),
+        is_due=torch.arange(batch) != 1,
+        now=newest + 1,
+        first=first,
+    )
+
+
+def evict_pool(pool: Pool, budget: int, kernels: str, sink: int = SINK, window: int = WINDOW) -> None:
+    tensors = [getattr(pool, f.name) for f in fields(pool)]
+    evict(*tensors, budget=budget, sink=sink, window=window, kernels=kernels)
+
+
+def evicted(pool: Pool, budget: int, kernels: str, sink: int = SINK, window: int = WINDOW) -> Pool:
+    """The pool after an eviction; the one given stays as it was."""
+    pool = pool.on(DEVICE)
+    evict_pool(pool, budget, kernels, sink, window)
+    return pool
+
+
+def looped(pool: Pool, budget: int, sink: int = SINK, window: int = WINDOW) -> Pool:
+    """The same with loops over keys: what is kept is the first `budget` of a sorted list."""
+    before, after = pool.on("cpu"), pool.on("cpu")
+    for b in pool.is_due.nonzero().flatten().tolist():
+        first, now = int(pool.first[b]), int(pool.now[b])
+        for h in range(pool.columns.shape[1]):
+            columns, scores = pool.columns[b, h].tolist(), pool.scores[b, h].tolist()
+            places = []
+            for slot, column in enumerate(columns):
+                is_protected = column < first + sink or column >= now - window
+                places.append((not is_protected, -scores[slot] if not is_protected else 0.0, slot))
+            kept = sorted(slot for _, _, slot in sorted(places)[:budget])
+            for place, slot in enumerate(kept):
+                for name in ("keys", "values", "columns", "attention"):
+                    if getattr(after, name) is not None:
+                        getattr(after, name)[b, h, place] = getattr(before, name)[b, h, slot]
+            for slot in set(range(len(columns))) - set(kept):
+                after.death[b, h, columns[slot]] = now
+    return after
+
+
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks in a small pool, and scratch memory that is wrong until it is written."""
+    from lit_rlkv.kernels.evict import kernel
+
+    monkeypatch.setattr(kernel, "CHOOSE_BLOCK", 32)
+    monkeypatch.setattr(kernel, "MOVE_BLOCK", 16)
+    monkeypatch.setattr(kernel, "LINE_BYTES", 32)
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+
+
+def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def filled(*args: object, **kwargs: object) -> Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(NAN if tensor.is_floating_point() else 0)
+
+    return filled
+
+
+CASES = {
+    "odd sizes": ({"n_slots": 17, "kv_heads": 1}, 9),
+    "one key goes": ({"n_slots": 33, "dtype": torch.float16}, 32),
+    "one key is chosen": ({"n_slots": 33, "column_dtype": torch.int32}, SINK + WINDOW + 1),
+    "dims of no power of two": ({"n_slots": 63, "dim": 20, "dim_v": 12, "dtype": torch.bfloat16}, 40),
+    "several blocks": ({"n_slots": 130, "batch": 2, "dtype": torch.float16}, 64),
+    "no running score": ({"n_slots": 24, "kv_heads": 3, "has_attention": False}, 20),
+}
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_the_pool_and_the_deaths_are_those_of_a_loop_over_keys_in_every_bit(kernels: str, case: str):
+    shape, budget = CASES[case]
+    pool = make_pool(**shape)
+    expected = looped(pool, budget)
+    assert not any(expected.same(pool)[name] for name in ("columns", "death"))
+    same = evicted(pool, budget, kernels).same(expected)
+    assert all(same.values()), same
+
+
+@pytest.mark.parametrize(
+    ("shape", "budget", "window"),
+    [
+        pytest.param({"n_slots": 70, "dtype": torch.bfloat16, "dim": 40, "batch": 2}, 50, 5),
+        pytest.param(
+            {"n_slots": 1152, "dtype": torch.bfloat16, "batch": 64, "kv_heads": 8, "dim": 128, "dim_v": 128},
+            1024,
+            16,
+            marks=pytest.mark.gpu,
+        ),
+        pytest.param(
+            {"n_slots": 5001, "dtype": torch.float32, "batch": 3, "kv_heads": 3, "dim": 80, "dim_v": 96},
+            4096,
+            33,
+            marks=pytest.mark.gpu,
+        ),
+    ],
+)
+def test_the_kernel_moves_the_bits_that_the_definition_moves(shape: dict[str, int], budget: int, window: int):
+    pool = make_pool(**shape)
+    expected = evicted(pool, budget, "reference", window=window)
+    same = evicted(pool, budget, "triton", window=window).same(expected)
+    assert all(same.values()), same
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_evicts_whichever_rows_are_due_when_it_runs():
+    pool = make_pool(1152, torch.bfloat16, batch=8, kv_heads=8, dim=128, dim_v=128)
+    evicted(pool, 1024, "triton")  # compiles
+    captured = pool.on(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    captured.is_due.fill_(False)
+    with torch.cuda.graph(graph):
+        evict_pool(captured, 1024, "triton")
+    graph.replay()
+    assert captured.same(replace(pool, is_due=captured.is_due))["keys"]
+    captured.is_due.copy_(pool.is_due)
+    graph.replay()
+    same = captured.same(evicted(pool, 1024, "reference"))
+    assert all(same.values()), same
+
+
+def small_pool(scores: list[float]) -> Pool:
+    """One head of one row; columns 4, 5, 6, ..., all of them real, slot number i holding the number i."""
+    n, first = len(scores), 4
+    numbers = torch.arange(n, dtype=torch.float32).view(1, 1, n, 1)
+    return Pool(
+        scores=torch.tensor(scores)[None, None],
+        keys=numbers.repeat(1, 1, 1, 2),
+        values=-numbers,
+        columns=torch.arange(first, first + n)[None, None],
+        attention=None,
+        death=torch.full((1, 1, first + n + 3), NEVER, dtype=torch.int32),
+        is_due=torch.tensor([True]),
+        now=torch.tensor([first + n]),
+        first=torch.tensor([first]),
+    )
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_an_eviction_written_out_by_hand(kernels: str):
+    # Columns 4..11, now = 12. Sink 1 protects column 4, window 2 columns 10 and 11. Of the others, columns 5
+    # to 9 with scores 3, 1, 7, 3, 2, the two best are 7 at column 7 and the earlier 3 at column 5.
+    pool = small_pool([0.0, 3.0, 1.0, 7.0, 3.0, 2.0, 0.0, 0.0])
+    after = evicted(pool, 5, kernels, sink=1, window=2)
+    assert after.columns[0, 0].tolist() == [4, 5, 7, 10, 11, 9, 10, 11]
+    assert after.keys[0, 0, :, 0].tolist() == [0, 1, 3, 6, 7, 5, 6, 7]
+    assert after.values[0, 0, :, 0].tolist() == [0, -1, -3, -6, -7, -5, -6, -7]
+    died = dict.fromkeys((6, 8, 9), 12)
+    assert after.death[0, 0].tolist() == [died.get(column, NEVER) for column in range(15)]
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_equal_scores_keep_the_earlier_key_and_the_two_zeros_are_equal(kernels: str):
+    after = evicted(small_pool([-0.0, 0.0, -0.0, 0.0, -0.0, 0.0]), 4, kernels, sink=0, window=1)
+    assert after.columns[0, 0, :4].tolist() == [4, 5, 6, 9]
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_scores_order_as_numbers_do_from_minus_infinity_to_what_is_not_a_number(kernels: str):
+    tiny = 1e-45  # the smallest of all, which devices that round it to zero would tie with its neighbours
+    ascending = [-torch.inf, -3e38, -1.0, -tiny, 0.0, tiny, 1.0, 3e38, torch.inf, NAN]
+    shuffled = torch.randperm(len(ascending), generator=torch.Generator().manual_seed(1)).tolist()
+    pool = small_pool([ascending[rank] for rank in shuffled])
+    for budget in range(1, len(ascending)):
+        after = evicted(pool, budget, kernels, sink=0, window=0)
+        kept = [shuffled[column - 4] for column in after.columns[0, 0, :budget].tolist()]
+        assert sorted(kept) == list(range(len(ascending) - budget, len(ascending)))
+
+
+@pytest.mark.parametrize("score", [NAN, -NAN, torch.inf, -torch.inf, 2.0])
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_exactly_the_budget_survives_when_all_scores_are_equal_whatever_they_are(kernels: str, score: float):
+    pool = small_pool([score] * 9)
+    after = evicted(pool, 6, kernels, sink=0, window=0)
+    assert after.columns[0, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert (after.death[0, 0] == 13).nonzero().flatten().tolist() == [10, 11, 12]
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_padding_is_not_kept_and_gets_no_death(kernels: str):
+    # The first three of nine columns are padding of high score.
+    pool = small_pool([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    pool = replace(pool, first=pool.first + 3)
+    pool.death[..., :7] = 0
+    after = evicted(pool, 4, kernels, sink=1, window=2)
+    assert after.columns[0, 0, :4].tolist() == [7, 10, 11, 12]
+    died = dict.fromkeys((8, 9), 13)
+    assert after.death[0, 0].tolist() == [0 if c < 7 else died.get(c, NEVER) for c in range(16)]
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_rows_that_are_not_due_keep_every_bit_whatever_their_scores(kernels: str):
+    pool = make_pool(33)
+    pool.scores[1] = NAN
+    pool.keys[1, 0, 3] = NAN
+    after = evicted(pool, 20, kernels)
+    for name in ("keys", "values", "columns", "attention", "death"):
+        assert bits_equal(getattr(after, name)[1], getattr(pool, name)[1])
+        assert not bits_equal(getattr(after, name)[2], getattr(pool, name)[2])
+    none_due = replace(pool, is_due=torch.zeros(3, dtype=torch.bool))
+    assert all(evicted(none_due, 20, kernels).same(none_due).values())
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_all_rows_due_are_what_each_row_alone_is(kernels: str):
+    pool = make_pool(33)
+    pool = replace(pool, is_due=torch.ones(3, dtype=torch.bool))
+    together = evicted(pool, 20, kernels)
+    for row in range(3):
+        alone = evicted(replace(pool, is_due=torch.arange(3) == row), 20, kernels)
+        for name in ("keys", "values", "columns", "attention", "death"):
+            assert bits_equal(getattr(together, name)[row], getattr(alone, name)[row])
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_the_running_score_may_be_the_score_itself(kernels: str):
+    pool = make_pool(70, batch=2)
+    pool = replace(pool, attention=pool.scores)
+    expected = looped(pool, 40)
+    shared = pool.on(DEVICE)
+    shared = replace(shared, attention=shared.scores)
+    evict_pool(shared, 40, kernels)
+    same = shared.same(expected)
+    assert same.pop("scores") is False  # it is the running score, which moved
+    assert all(same.values()), same
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_parts_of_larger_tensors_are_evicted_in_place_and_their_surroundings_stay(kernels: str):
+    pool = make_pool(33, torch.float16).on(DEVICE)
+    kv_heads, seq = pool.death.shape[1:]
+    # Deaths of all layers in one table; keys and values interleaved, one number off every alignment; one
+    # score for all heads.
+    table = torch.full((3, 4, kv_heads, seq), -5, dtype=torch.int32, device=DEVICE)
+    both = torch.full((3, 33, kv_heads, 1 + 16 + 8), -5.0, dtype=torch.float16, device=DEVICE)
+    parts = replace(
+        pool,
+        scores=pool.scores[:, :1].expand(-1, kv_heads, -1),
+        death=table[:, 2],
+        keys=both[..., 1:17].transpose(1, 2),
+        values=both[..., 17:].transpose(1, 2),
+    )
+    parts.death.copy_(pool.death)
+    parts.keys.copy_(pool.keys)
+    parts.values.copy_(pool.values)
+    expected = looped(parts, 20)
+    evict_pool(parts, 20, kernels)
+    same = parts.same(expected)
+    assert all(same.values()), same
+    assert (both[..., 0] == -5).all()
+    assert (table[:, [0, 1, 3]] == -5).all()
+
+
+def test_two_evictions_of_the_same_pool_agree_in_every_bit():
+    pool = make_pool(63)
+    assert all(evicted(pool, 40, "triton").same(evicted(pool, 40, "triton")).values())
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_the_comparison_catches_a_window_or_a_sink_off_by_one(kernels: str):
+    pool = make_pool(33)
+    # The lowest scores where protection begins and ends, so that it decides.
+    pool.scores[:, :, :SINK] = -9.0
+    pool.scores[:, :, -WINDOW - 2 :] = -9.0
+    pool.columns[:, :, -WINDOW - 2 :] = pool.columns[:, :, -1:] - torch.arange(WINDOW + 1, -1, -1)
+    pool.columns[:, :, : SINK + 1] = pool.first[:, None, None] + torch.arange(SINK + 1)
+    pool.columns[:, :, SINK + 1 : -WINDOW - 2] = pool.first[:, None, None] + SINK + 2 + torch.arange(25)
+    expected = looped(pool, 20)
+    assert all(evicted(pool, 20, kernels).same(expected).values())
+    for wrong in ({"window": WINDOW + 1}, {"window": WINDOW - 1}, {"sink": SINK - 1}):
+        assert not evicted(pool, 20, kernels, **wrong).same(expected)["death"]
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_the_comparison_catches_late_ties_swapped_heads_and_times_off_by_one(kernels: str):
+    pool = make_pool(33)
+    expected = looped(pool, 20)
+    slot = torch.arange(33)
+    wrong = {
+        "later": replace(pool, scores=pool.scores + slot * 1e-4),
+        "heads": replace(pool, scores=pool.scores.flip(1)),
+        "now": replace(pool, now=pool.now + 1),
+        "first": replace(pool, first=pool.first - 1),
+    }
+    for change, tampered in wrong.items():
+        assert not evicted(tampered, 20, kernels).same(expected)["death"], change
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+def test_what_cannot_be_compacted_in_place_is_refused():
+    pool = make_pool(17)
+    with pytest.raises(ValueError, match=r"budget=18 exceeds the pool's 17 slots"):
+        evicted(pool, 18, "reference")
+    apart = pool.on(DEVICE)
+    apart = replace(apart, keys=apart.keys.repeat_interleave(2, dim=-1)[..., ::2])
+    with pytest.raises(ValueError, match=r"keys of shape .* has stride 2 in its last dimension"):
+        evict_pool(apart, 9, "triton")
