@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.shadow_attention import shadow_attention, visible
+from lit_rlkv.kernels.shadow_attention import shadow_attention, shadow_attention_with_lse, visible
 from lit_rlkv.types import NEVER
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -112,6 +112,41 @@ def test_gradients_are_those_of_finite_differences():
     )
     death = death[1:, :1]
     assert torch.autograd.gradcheck(lambda *qkv: shadow_attention(*qkv, death, scaling), inputs)
+    for softcap in (None, 2.0):
+        assert torch.autograd.gradcheck(
+            lambda *qkv, cap=softcap: finite(*shadow_attention_with_lse(*qkv, death, scaling, softcap=cap)),
+            inputs,
+        )
+
+
+def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """With 0 in place of the -inf of queries that see nothing, of which there is no finite difference."""
+    return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def test_log_sum_exp_matches_hand_arithmetic():
+    # One dimension, queries of 1: logits are the keys. Query 0 sees key 0, query 1 both, query 2 only key 2.
+    key = torch.tensor([0.0, math.log(3), 5.0]).view(1, 1, 3, 1)
+    death = torch.tensor([[[2, 2, NEVER]]]).int()
+    out, lse = shadow_attention_with_lse(torch.ones_like(key), key, key, death, 1.0)
+    assert lse.flatten().tolist() == pytest.approx([0.0, math.log(4), 5.0])
+    assert out.flatten().tolist() == pytest.approx([0.0, 0.75 * math.log(3), 5.0])
+
+
+def test_a_soft_cap_bounds_the_logits():
+    # A logit of 3 under a cap of 2 is 2 tanh(3 / 2).
+    one = torch.ones(1, 1, 1, 1)
+    death = torch.tensor([[[NEVER]]]).int()
+    _, lse = shadow_attention_with_lse(3 * one, one, one, death, 1.0, softcap=2.0)
+    assert lse.item() == pytest.approx(2 * math.tanh(1.5))
+
+
+def test_log_sum_exp_of_a_query_that_sees_nothing_is_minus_infinity():
+    query, key, value, death, scaling = make_inputs(17, 2, torch.float16)
+    lse = shadow_attention_with_lse(query, key, value, death, scaling)[1]
+    assert lse.dtype == torch.float32
+    assert (lse[1, :, 0] == -torch.inf).all()
+    assert lse[0].isfinite().all()
 
 
 def test_no_gradient_reaches_a_key_after_its_death():

@@ -1,5 +1,72 @@
 """Shadow attention: what the learner computes so that it sees what the sampler saw."""
 
-from lit_rlkv.kernels.shadow_attention.reference import shadow_attention, visible
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-__all__ = ["shadow_attention", "visible"]
+from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.shadow_attention import reference
+from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, plan_slots
+from lit_rlkv.kernels.shadow_attention.reference import visible
+
+__all__ = ["SlotPlan", "plan_slots", "shadow_attention", "shadow_attention_with_lse", "visible"]
+
+
+def shadow_attention(
+    query: Float[Tensor, "batch head seq dim"],
+    key: Float[Tensor, "batch kv_head seq dim"],
+    value: Float[Tensor, "batch kv_head seq dim_v"],
+    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    plan: SlotPlan | None = None,
+    kernels: str | None = None,
+) -> Float[Tensor, "batch head seq dim_v"]:
+    """softmax(q·kᵀ·scaling) v over keys with k <= q < death[k]; 0 for a query that sees nothing (padding).
+
+    Args:
+        softcap: logits become softcap·tanh(logits / softcap) before the softmax.
+        plan: of this layer's `death`; with it the Triton kernels do work in proportion to the living keys,
+            without it that of dense causal attention. Results are the same up to rounding.
+        kernels: auto, reference or triton; what the process has chosen unless told.
+    """
+    if not uses_triton(query, kernels):
+        return reference.shadow_attention(query, key, value, death, scaling, softcap=softcap)
+    return shadow_attention_with_lse(
+        query, key, value, death, scaling, softcap=softcap, plan=plan, kernels=kernels
+    )[0]
+
+
+def shadow_attention_with_lse(
+    query: Float[Tensor, "batch head seq dim"],
+    key: Float[Tensor, "batch kv_head seq dim"],
+    value: Float[Tensor, "batch kv_head seq dim_v"],
+    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    plan: SlotPlan | None = None,
+    kernels: str | None = None,
+) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
+    """`shadow_attention`, and log Σ exp(logit) over the visible keys: -inf for a query that sees nothing.
+
+    The latter is at least float32. Gradients flow through both.
+    """
+    device = query.device.type
+    query, key, value = _as_autocast(query, key, value)
+    with torch.autocast(device, enabled=False):
+        if not uses_triton(query, kernels):
+            return reference.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap)
+        from lit_rlkv.kernels.shadow_attention import ops  # Triton exists on Linux only
+
+        return ops.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap, plan=plan)
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What torch's own attention does under autocast: everything but float64 in the lower precision."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -1,0 +1,301 @@
+"""Shadow attention in Triton, forward and backward.
+
+    out[q] = Σ_k p[q, k] v[k],  p[q, k] = exp(s[q, k] - lse[q]),  s[q, k] = q·k scaling,  k <= q < death[k]
+    ds[q, k] = p[q, k] (d_out[q]·v[k] - delta[q]),  delta[q] = d_out[q]·out[q] - d_lse[q]
+    dq[q] = scaling Σ_k ds[q, k] k,  dk[k] = scaling Σ_q ds[q, k] q,  dv[k] = Σ_q p[q, k] d_out[q]
+
+Listed: `_table` writes down for every block of queries the keys that live in it, either densely in the order
+of position (`_forward` and `_query_gradients` gather tiles of keys by it) or each in its slot
+(`_key_gradients`: a program owns a tile of slots and goes through the blocks with the gradients of the slots'
+keys in registers; where a slot changes hands, the finished row goes out and the next starts from zero).
+Contiguous: the same without tables, in the order of position up to the diagonal. Either way every pair of
+query and key is tested, so that both are exact.
+
+An entry of a table is `key << 8 | left`, `left` being how many queries of the block come before the death of
+the key, at most all of them; 0 is an empty place.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from lit_rlkv.kernels.numerics import tanh
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+@no_type_check
+def _table(
+    death,
+    slot_of,
+    table,
+    n_listed,
+    seq,
+    n_slots,
+    BLOCK: tl.constexpr,
+    PLACED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = block * BLOCK
+    death += row * seq
+    table += (row * tl.num_programs(0) + block) * n_slots
+    count = 0
+    for start in range(0, tl.minimum(first + BLOCK, seq), CHUNK):
+        keys = start + tl.arange(0, CHUNK)
+        deaths = tl.load(death + keys, mask=keys < tl.minimum(first + BLOCK, seq), other=0)
+        is_living = deaths > tl.maximum(keys, first)
+        if PLACED:
+            place = tl.load(slot_of + row * seq + keys, mask=is_living, other=0)
+        else:
+            place = count + tl.cumsum(is_living.to(tl.int32), 0) - 1
+            count += tl.sum(is_living.to(tl.int32), 0)
+        entry = (keys << 8) | tl.minimum(deaths - first, BLOCK)
+        # A plan of another death table must not write elsewhere.
+        tl.store(table + place, entry, mask=is_living & (place < n_slots))
+    if not PLACED:
+        tl.store(n_listed + row * tl.num_programs(0) + block, tl.minimum(count, n_slots))
+
+
+@triton.jit
+@no_type_check
+def _rows(matrix, rows, is_row, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """[rows, WIDTH] of a matrix [.., DIM]; 0 beyond it."""
+    columns = tl.arange(0, WIDTH)
+    is_value = is_row[:, None]
+    if DIM < WIDTH:
+        is_value = is_value & (columns < DIM)[None, :]
+    return tl.load(matrix + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=is_value, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def _store_rows(matrix, rows, is_row, stride, values, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, WIDTH)
+    is_value = is_row[:, None]
+    if DIM < WIDTH:
+        is_value = is_value & (columns < DIM)[None, :]
+    place = matrix + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(place, values.to(matrix.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+@no_type_check
+def _tile_of_keys(table, death, places, n_places, first, LISTED: tl.constexpr):
+    """Keys at these places, their deaths, and whether there is one."""
+    if LISTED:
+        entry = tl.load(table + places, mask=places < n_places, other=0)
+        left = entry & 255
+        return entry >> 8, first + left, left > 0
+    is_key = places < n_places
+    return places, tl.load(death + places, mask=is_key, other=0), is_key
+
+
+@triton.jit
+@no_type_check
+def _base2(products, inner, outer, CAPPED: tl.constexpr):
+    """Logits in units of log 2."""
+    if CAPPED:
+        return outer * tanh(products * inner)
+    return outer * products
+
+
+@triton.jit
+@no_type_check
+def _list_of(
+    table, n_listed, row, first, seq, n_slots,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of the block that the query `first` is in are listed, and how many places to look at."""
+    if LISTED:
+        block = row * tl.cdiv(seq, BLOCK) + first // BLOCK
+        return table + block * n_slots, tl.load(n_listed + block)
+    return table, tl.minimum(first + QUERIES, seq)
+
+
+@triton.jit
+@no_type_check
+def _forward(
+    query, key, value, death, table, n_listed, out, lse,
+    query_b, query_h, query_s, key_b, key_h, key_s, value_b, value_h, value_s,
+    n_heads, n_tables, seq, n_slots, inner, outer,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
+    row = batch * n_tables + (head // GROUP) % n_tables
+    queries = first + tl.arange(0, QUERIES)
+    q = _rows(query + batch * query_b + head * query_h, queries, queries < seq, query_s, DIM, WIDTH)
+    key += batch * key_b + head // GROUP * key_h
+    value += batch * value_b + head // GROUP * value_h
+    table, n_places = _list_of(table, n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mean = tl.zeros([QUERIES, WIDTH_V], tl.float32)
+    for start in range(0, n_places, KEYS):
+        keys, deaths, is_key = _tile_of_keys(
+            table, death + row * seq, start + tl.arange(0, KEYS), n_places, first // BLOCK * BLOCK, LISTED
+        )
+        k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
+        logits = _base2(tl.dot(q, tl.trans(k), input_precision=PRECISION), inner, outer, CAPPED)
+        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < deaths[None, :])
+        logits = tl.where(is_visible, logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        # Nothing seen so far: any finite number in place of -inf leaves exp2(-inf) = 0.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(logits - level[:, None])
+        fading = tl.exp2(top - level)
+        total = total * fading + tl.sum(weights, 1)
+        v = _rows(value, keys, is_key, value_s, DIM_V, WIDTH_V)
+        mean = tl.dot(weights.to(v.dtype), v, mean * fading[:, None], input_precision=PRECISION)
+        top = higher
+    total = tl.where(total > 0, total, 1.0)
+    out += (batch * seq * n_heads + head) * DIM_V
+    _store_rows(out, queries, queries < seq, n_heads * DIM_V, mean / total[:, None], DIM_V, WIDTH_V)
+    tl.store(lse + (batch * n_heads + head) * seq + queries, top + tl.log2(total), mask=queries < seq)
+
+
+@triton.jit
+@no_type_check
+def _query_gradients(
+    query, key, value, d_out, lse, delta, death, table, n_listed, d_query,
+    query_b, query_h, query_s, key_b, key_h, key_s, value_b, value_h, value_s, d_out_b, d_out_h, d_out_s,
+    n_heads, n_tables, seq, n_slots, scaling, inner, outer,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
+    row = batch * n_tables + (head // GROUP) % n_tables
+    queries = first + tl.arange(0, QUERIES)
+    is_query = queries < seq
+    q = _rows(query + batch * query_b + head * query_h, queries, is_query, query_s, DIM, WIDTH)
+    d_o = _rows(d_out + batch * d_out_b + head * d_out_h, queries, is_query, d_out_s, DIM_V, WIDTH_V)
+    at = (batch * n_heads + head) * seq + queries
+    level = tl.load(lse + at, mask=is_query, other=float("inf"))
+    shift = tl.load(delta + at, mask=is_query, other=0.0)
+    key += batch * key_b + head // GROUP * key_h
+    value += batch * value_b + head // GROUP * value_h
+    table, n_places = _list_of(table, n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    d_q = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for start in range(0, n_places, KEYS):
+        keys, deaths, is_key = _tile_of_keys(
+            table, death + row * seq, start + tl.arange(0, KEYS), n_places, first // BLOCK * BLOCK, LISTED
+        )
+        k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
+        v = _rows(value, keys, is_key, value_s, DIM_V, WIDTH_V)
+        logits = _base2(tl.dot(q, tl.trans(k), input_precision=PRECISION), inner, outer, CAPPED)
+        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < deaths[None, :])
+        weights = tl.where(is_visible, tl.exp2(logits - level[:, None]), 0.0)
+        d_weights = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
+        d_logits = weights * (d_weights - shift[:, None])
+        if CAPPED:
+            d_logits = d_logits * (1.0 - (logits / outer) * (logits / outer))
+        d_q = tl.dot(d_logits.to(k.dtype), k, d_q, input_precision=PRECISION)
+    d_query += (batch * seq * n_heads + head) * DIM
+    _store_rows(d_query, queries, is_query, n_heads * DIM, d_q * scaling, DIM, WIDTH)
+
+
+@triton.jit
+@no_type_check
+def _key_gradients(
+    query, key, value, d_out, lse, delta, death, table, d_key, d_value,
+    query_b, query_h, query_s, key_b, key_h, key_s, value_b, value_h, value_s, d_out_b, d_out_h, d_out_s,
+    n_heads, n_tables, seq, n_slots, scaling, inner, outer,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n_kv_heads = n_heads // GROUP
+    split = tl.program_id(1)
+    batch, kv_head = (
+        (tl.program_id(2) // n_kv_heads).to(tl.int64),
+        (tl.program_id(2) % n_kv_heads).to(tl.int64),
+    )
+    row = batch * n_tables + kv_head % n_tables
+    head = kv_head * GROUP + split * HEADS
+    query += batch * query_b + head * query_h
+    d_out += batch * d_out_b + head * d_out_h
+    lse += (batch * n_heads + head) * seq
+    delta += (batch * n_heads + head) * seq
+    key += batch * key_b + kv_head * key_h
+    value += batch * value_b + kv_head * value_h
+    # Gradients are [split batch seq kv_head dim].
+    at = (split * tl.num_programs(2) // n_kv_heads + batch) * seq * n_kv_heads + kv_head
+    d_key += at * DIM
+    d_value += at * DIM_V
+    places = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    d_k = tl.zeros([KEYS, WIDTH], tl.float32)
+    d_v = tl.zeros([KEYS, WIDTH_V], tl.float32)
+    n_blocks = tl.cdiv(seq, BLOCK)
+    if LISTED:
+        table += row * n_blocks * n_slots
+        owners = tl.full([KEYS], -1, tl.int32)
+        n_spans = n_blocks
+    else:
+        owners = places
+        n_spans = 1
+    for span in range(0, n_spans):
+        if LISTED:
+            first = span * BLOCK
+            keys, deaths, is_key = _tile_of_keys(
+                table + span * n_slots, death, places, n_slots, first, LISTED
+            )
+            heirs = tl.where(is_key, keys, -1)
+            is_over = heirs != owners
+            _store_rows(d_key, owners, is_over & (owners >= 0), n_kv_heads * DIM, d_k * scaling, DIM, WIDTH)
+            _store_rows(d_value, owners, is_over & (owners >= 0), n_kv_heads * DIM_V, d_v, DIM_V, WIDTH_V)
+            d_k = tl.where(is_over[:, None], 0.0, d_k)
+            d_v = tl.where(is_over[:, None], 0.0, d_v)
+            owners = heirs
+            n_tiles = BLOCK // QUERIES
+            n_steps = tl.where(tl.max(is_key.to(tl.int32), 0) > 0, HEADS * n_tiles, 0)
+        else:
+            first = tl.program_id(0) * KEYS // QUERIES * QUERIES
+            keys, deaths, is_key = _tile_of_keys(table, death + row * seq, places, seq, first, LISTED)
+            n_tiles = tl.cdiv(seq - first, QUERIES)
+            n_steps = HEADS * n_tiles
+        k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
+        v = _rows(value, keys, is_key, value_s, DIM_V, WIDTH_V)
+        for step in range(0, n_steps):
+            member = (step // n_tiles).to(tl.int64)
+            queries = first + step % n_tiles * QUERIES + tl.arange(0, QUERIES)
+            is_query = queries < seq
+            q = _rows(query + member * query_h, queries, is_query, query_s, DIM, WIDTH)
+            level = tl.load(lse + member * seq + queries, mask=is_query, other=float("inf"))
+            logits = _base2(tl.dot(k, tl.trans(q), input_precision=PRECISION), inner, outer, CAPPED)
+            is_visible = (keys[:, None] <= queries[None, :]) & (queries[None, :] < deaths[:, None])
+            weights = tl.where(is_visible, tl.exp2(logits - level[None, :]), 0.0)
+            d_o = _rows(d_out + member * d_out_h, queries, is_query, d_out_s, DIM_V, WIDTH_V)
+            d_v = tl.dot(weights.to(d_o.dtype), d_o, d_v, input_precision=PRECISION)
+            shift = tl.load(delta + member * seq + queries, mask=is_query, other=0.0)
+            d_weights = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
+            d_logits = weights * (d_weights - shift[None, :])
+            if CAPPED:
+                d_logits = d_logits * (1.0 - (logits / outer) * (logits / outer))
+            d_k = tl.dot(d_logits.to(q.dtype), q, d_k, input_precision=PRECISION)
+    is_owned = (owners >= 0) & (owners < seq)
+    _store_rows(d_key, owners, is_owned, n_kv_heads * DIM, d_k * scaling, DIM, WIDTH)
+    _store_rows(d_value, owners, is_owned, n_kv_heads * DIM_V, d_v, DIM_V, WIDTH_V)
+
+
+@triton.jit
+@no_type_check
+def _delta(
+    out, d_out, d_lse, delta, out_b, out_h, out_s, d_out_b, d_out_h, d_out_s, n_heads, seq,
+    DIM_V: tl.constexpr, WIDTH_V: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
+    queries = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    is_query = queries < seq
+    o = _rows(out + batch * out_b + head * out_h, queries, is_query, out_s, DIM_V, WIDTH_V)
+    d_o = _rows(d_out + batch * d_out_b + head * d_out_h, queries, is_query, d_out_s, DIM_V, WIDTH_V)
+    at = (batch * n_heads + head) * seq + queries
+    # What is kept of the log-sum-exp is in units of log 2.
+    d_natural = tl.load(d_lse + at, mask=is_query, other=0.0) * LOG2E
+    tl.store(delta + at, tl.sum(o.to(tl.float32) * d_o.to(tl.float32), 1) - d_natural, mask=is_query)

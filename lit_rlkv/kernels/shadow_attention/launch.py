@@ -1,0 +1,240 @@
+"""Launching shadow attention's Triton kernels: what they are given, and the tiles they work in."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lit_rlkv.kernels.shadow_attention import kernel
+from lit_rlkv.kernels.shadow_attention.tiles import Tiles, TilesOfPasses, tiles_for
+
+LOG2E = 1.4426950408889634
+ENTRIES_AT_A_TIME = 1024
+MIN_PROGRAMS = 264
+"""With fewer, two for each multiprocessor of an H100, the heads of a group go to programs of their own.
+A constant, so that results do not depend on the device."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What forward and backward pass have in common; the last dimension of the tensors is contiguous."""
+
+    query: Float[Tensor, "batch head seq dim"]
+    key: Float[Tensor, "batch kv_head seq dim"]
+    value: Float[Tensor, "batch kv_head seq dim_v"]
+    death: Int[Tensor, "batch #kv_head seq"]  # noqa: F821 (ruff reads the shape as code)
+    scaling: float
+    softcap: float | None
+    block: int
+    n_slots: int
+    """Places in the list of a block; 0 is the contiguous mode, without lists."""
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def n_blocks(self) -> int:
+        return triton.cdiv(self.query.shape[2], self.block)
+
+    @property
+    def tiles(self) -> TilesOfPasses:
+        return tiles_for(self.query, max(_width(self.query.shape[-1]), _width(self.value.shape[-1])))
+
+    def arguments(self, tiles: Tiles) -> dict[str, Any]:
+        """What all passes take, by name: tensors, numbers, and what the kernels are compiled for."""
+        logits = {"inner": 0.0, "outer": self.scaling * LOG2E}
+        if self.softcap is not None:
+            logits = {"inner": self.scaling / self.softcap, "outer": self.softcap * LOG2E}
+        tensors = {"query": self.query, "key": self.key, "value": self.value}
+        return {
+            **tensors,
+            **_strides(**tensors),
+            **logits,
+            "death": self.death,
+            "n_heads": self.query.shape[1],
+            "n_tables": self.death.shape[1],
+            "seq": self.query.shape[2],
+            "n_slots": self.n_slots,
+            **self._constants(tiles),
+        }
+
+    def _constants(self, tiles: Tiles) -> dict[str, Any]:
+        dim, dim_v = self.query.shape[-1], self.value.shape[-1]
+        return {
+            "GROUP": self.group,
+            "DIM": dim,
+            "DIM_V": dim_v,
+            "WIDTH": _width(dim),
+            "WIDTH_V": _width(dim_v),
+            "BLOCK": self.block,
+            "QUERIES": min(tiles.queries, self.block) if self.n_slots else tiles.queries,
+            "KEYS": tiles.keys,
+            "LISTED": self.n_slots > 0,
+            "CAPPED": self.softcap is not None,
+            "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
+            "num_warps": tiles.n_warps,
+            "num_stages": tiles.n_stages,
+        }
+
+
+def forward(inputs: Inputs) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
+    """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp."""
+    batch, n_heads, seq, _ = inputs.query.shape
+    arguments = inputs.arguments(_ahead(inputs, inputs.tiles.forward))
+    table, n_listed = _live_keys(inputs)
+    out = by_position(inputs.value, n_heads)
+    lse = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
+    grid = (triton.cdiv(seq, arguments["QUERIES"]), batch * n_heads)
+    kernel._forward[grid](table=table, n_listed=n_listed, out=out, lse=lse, **arguments)
+    return out, lse
+
+
+def backward(
+    inputs: Inputs,
+    d_out: Float[Tensor, "batch head seq dim_v"],
+    d_lse: Float[Tensor, "batch head seq"],
+    out: Float[Tensor, "batch head seq dim_v"],
+    lse: Float[Tensor, "batch head seq"],
+    slot_of: Tensor | None,
+) -> tuple[
+    Float[Tensor, "batch head seq dim"],
+    Float[Tensor, "batch kv_head seq dim"],
+    Float[Tensor, "batch kv_head seq dim_v"],
+]:
+    """Gradients of query, key and value, each laid out as [batch seq head dim]."""
+    common = {
+        "d_out": d_out,
+        **_strides(d_out=d_out),
+        "lse": lse,
+        "delta": _deltas(out, d_out, d_lse),
+        "scaling": inputs.scaling,
+    }
+    return _query_gradients(inputs, common), *_key_gradients(inputs, common, slot_of)
+
+
+def _query_gradients(inputs: Inputs, common: dict[str, Any]) -> Float[Tensor, "batch head seq dim"]:
+    batch, n_heads, seq, _ = inputs.query.shape
+    arguments = common | inputs.arguments(_ahead(inputs, inputs.tiles.query_gradients))
+    table, n_listed = _live_keys(inputs)
+    d_query = by_position(inputs.query, n_heads)
+    grid = (triton.cdiv(seq, arguments["QUERIES"]), batch * n_heads)
+    kernel._query_gradients[grid](table=table, n_listed=n_listed, d_query=d_query, **arguments)
+    return d_query
+
+
+def _key_gradients(
+    inputs: Inputs, common: dict[str, Any], slot_of: Tensor | None
+) -> tuple[Float[Tensor, "batch kv_head seq dim"], Float[Tensor, "batch kv_head seq dim_v"]]:
+    batch, n_kv_heads, seq, _ = inputs.key.shape
+    arguments = common | inputs.arguments(inputs.tiles.key_gradients)
+    n_tiles = triton.cdiv(inputs.n_slots or seq, arguments["KEYS"])
+    n_splits = _splits(inputs.group, n_tiles * batch * n_kv_heads)
+    dtype = None if n_splits == 1 else torch.float32
+    d_key, d_value = (
+        by_position(like, n_kv_heads, n_splits, dtype=dtype) for like in (inputs.key, inputs.value)
+    )
+    kernel._key_gradients[n_tiles, n_splits, batch * n_kv_heads](
+        table=None if slot_of is None else _occupants(inputs, slot_of),
+        d_key=d_key,
+        d_value=d_value,
+        HEADS=inputs.group // n_splits,
+        **arguments,
+    )
+    # No program writes the rows of keys that never live.
+    never_lives = inputs.death <= torch.arange(seq, device=d_key.device)
+    return _summed(d_key, inputs.key, never_lives), _summed(d_value, inputs.value, never_lives)
+
+
+def _ahead(inputs: Inputs, tiles: Tiles) -> Tiles:
+    """With lists there are two loads in a row, of entries and then of keys, so that both start earlier."""
+    return replace(tiles, n_stages=2 * tiles.n_stages - 1) if inputs.n_slots else tiles
+
+
+def _splits(group: int, n_programs: int) -> int:
+    """Programs that share the heads of a group: the fewest that make programs enough."""
+    enough = [n for n in range(1, group + 1) if group % n == 0 and n * n_programs >= MIN_PROGRAMS]
+    return enough[0] if enough else group
+
+
+def _summed(parts: Tensor, like: Tensor, is_zero: Tensor) -> Tensor:
+    whole = parts[0]
+    if len(parts) > 1:
+        # Summed in the order of memory, which the sum then keeps.
+        whole = parts.transpose(-3, -2).sum(0).to(like.dtype).transpose(-3, -2)
+    return whole.masked_fill_(is_zero[..., None], 0.0)
+
+
+def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch head seq"]:
+    """d_out·out - d_lse of each query."""
+    batch, n_heads, seq, dim_v = out.shape
+    delta = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
+    kernel._delta[triton.cdiv(seq, 64), batch * n_heads](
+        **_strides(out=out, d_out=d_out),
+        out=out,
+        d_out=d_out,
+        d_lse=d_lse,
+        delta=delta,
+        n_heads=n_heads,
+        seq=seq,
+        DIM_V=dim_v,
+        WIDTH_V=_width(dim_v),
+        QUERIES=64,
+    )
+    return delta
+
+
+def _live_keys(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """The keys that live in each block of queries [batch head block slot], and how many they are."""
+    if not inputs.n_slots:
+        return None, None
+    shape = (*inputs.death.shape[:2], inputs.n_blocks)
+    table = torch.empty(*shape, inputs.n_slots, dtype=torch.int32, device=inputs.death.device)
+    n_listed = torch.empty(shape, dtype=torch.int32, device=inputs.death.device)
+    _write_table(inputs, None, table, n_listed)
+    return table, n_listed
+
+
+def _occupants(inputs: Inputs, slot_of: Tensor) -> Tensor:
+    """The key that lives in each slot during each block of queries [batch head block slot], or 0."""
+    table = inputs.death.new_zeros(*inputs.death.shape[:2], inputs.n_blocks, inputs.n_slots)
+    _write_table(inputs, slot_of, table, None)
+    return table
+
+
+def _write_table(inputs: Inputs, slot_of: Tensor | None, table: Tensor, n_listed: Tensor | None) -> None:
+    batch, n_tables, seq = inputs.death.shape
+    kernel._table[inputs.n_blocks, batch * n_tables](
+        death=inputs.death,
+        slot_of=slot_of,
+        table=table,
+        n_listed=n_listed,
+        seq=seq,
+        n_slots=inputs.n_slots,
+        BLOCK=inputs.block,
+        PLACED=slot_of is not None,
+        CHUNK=ENTRIES_AT_A_TIME,
+    )
+
+
+def by_position(like: Tensor, n_heads: int, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[*lead batch head seq dim], in memory [*lead batch seq head dim] as projections read and write it."""
+    batch, _, seq, dim = like.shape
+    shape = (*lead, batch, seq, n_heads, dim)
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device).transpose(-3, -2)
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    return {
+        f"{name}_{axis}": step
+        for name, tensor in tensors.items()
+        for axis, step in zip("bhs", tensor.stride()[:3], strict=True)
+    }
+
+
+def _width(dim: int) -> int:
+    """Columns of a tile: powers of two, and at least what a matrix instruction takes."""
+    return max(16, triton.next_power_of_2(dim))

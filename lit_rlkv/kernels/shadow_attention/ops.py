@@ -1,0 +1,161 @@
+"""Shadow attention by Triton as operations that autograd, checkpointing and torch.compile know."""
+
+import math
+from typing import Any, no_type_check
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lit_rlkv.kernels.shadow_attention import launch
+from lit_rlkv.kernels.shadow_attention.plan import BLOCK, SlotPlan
+from lit_rlkv.types import NEVER
+
+MIN_BLOCK = 16
+"""Rows of the smallest product that Triton has."""
+
+
+@torch.library.custom_op("lit_rlkv::shadow_attention_forward", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    death: Tensor,
+    scaling: float,
+    softcap: float | None,
+    block: int,
+    n_slots: int,
+) -> tuple[Tensor, Tensor]:
+    # Triton launches on the current device.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        return launch.forward(launch.Inputs(query, key, value, death, scaling, softcap, block, n_slots))
+
+
+@_forward.register_fake
+def _forward_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    death: Tensor,
+    scaling: float,
+    softcap: float | None,
+    block: int,
+    n_slots: int,
+) -> tuple[Tensor, Tensor]:
+    batch, n_heads, seq, _ = query.shape
+    lse = query.new_empty(batch, n_heads, seq, dtype=torch.float32)
+    return launch.by_position(value, n_heads), lse
+
+
+@torch.library.custom_op("lit_rlkv::shadow_attention_backward", mutates_args=())
+def _backward(
+    d_out: Tensor,
+    d_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    death: Tensor,
+    slot_of: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scaling: float,
+    softcap: float | None,
+    block: int,
+    n_slots: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = launch.Inputs(query, key, value, death, scaling, softcap, block, n_slots)
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        return launch.backward(inputs, _dense_rows(d_out), d_lse.contiguous(), out, lse, slot_of)
+
+
+@_backward.register_fake
+def _backward_fake(
+    d_out: Tensor,
+    d_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    death: Tensor,
+    slot_of: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scaling: float,
+    softcap: float | None,
+    block: int,
+    n_slots: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_query, d_key, d_value = (launch.by_position(like, like.shape[1]) for like in (query, key, value))
+    return d_query, d_key, d_value
+
+
+class _ShadowAttention(torch.autograd.Function):
+    # The compiler traces these two, and cannot follow the type checks of the test run.
+    @staticmethod
+    @no_type_check
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        death: Tensor,
+        slot_of: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        block: int,
+        n_slots: int,
+    ) -> tuple[Tensor, Tensor]:
+        return _forward(query, key, value, death, scaling, softcap, block, n_slots)
+
+    @staticmethod
+    @no_type_check
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, death, slot_of, *ctx.settings = inputs
+        ctx.save_for_backward(query, key, value, death, slot_of, *output)
+
+    @staticmethod
+    @no_type_check
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings)
+        return (*gradients, *(None,) * 6)
+
+
+def shadow_attention_with_lse(
+    query: Float[Tensor, "batch head seq dim"],
+    key: Float[Tensor, "batch kv_head seq dim"],
+    value: Float[Tensor, "batch kv_head seq dim_v"],
+    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    plan: SlotPlan | None = None,
+) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
+    """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp of the visible logits."""
+    if plan is not None and plan.slot_of.shape != death.shape:
+        raise ValueError(
+            f"the plan is for deaths of shape {tuple(plan.slot_of.shape)}, not {tuple(death.shape)}; "
+            "make it from the table that is replayed, and pass `plan.layer(i)`"
+        )
+    query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
+    death = death if death.dtype == torch.int32 else death.clamp(max=NEVER).int()
+    death = death.contiguous()
+    slot_of, block, n_slots = (None, BLOCK, 0) if plan is None else _places(plan)
+    settings = (scaling, softcap, block, n_slots)
+    out, lse = _ShadowAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, death, slot_of, *settings
+    )
+    return out, lse * math.log(2)  # the kernels count in powers of two
+
+
+def _places(plan: SlotPlan) -> tuple[Tensor, int, int]:
+    if plan.block < MIN_BLOCK:
+        raise ValueError(
+            f"block={plan.block} of the plan is fewer rows than matrix instructions take; "
+            f"plan with {MIN_BLOCK} or more"
+        )
+    # Rows of tables start at multiples of 64 bytes, so that reads of them can be wide.
+    return plan.slot_of.contiguous(), plan.block, -(-plan.n_slots // 16) * 16
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,241 @@
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kernels.shadow_attention import SlotPlan, launch, reference, shadow_attention_with_lse
+from lit_rlkv.types import NEVER
+from tests.kernels.accuracy import GROUPS, LENGTHS, bound
+from tests.kernels.shadow_cases import (
+    Case,
+    cache_deaths,
+    excess_errors,
+    layer_plan,
+    make_case,
+    random_deaths,
+    with_gradients,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ODD = (33, 2)
+SHORT = (17, 2)
+
+
+def triton(
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scaling: float, **settings: object
+) -> tuple[Tensor, Tensor]:
+    return shadow_attention_with_lse(query, key, value, death, scaling, kernels="triton", **settings)
+
+
+def errors(
+    case: Case, dtype: torch.dtype, block: int | None = None, plan: SlotPlan | None = None
+) -> list[float]:
+    """Of output, log-sum-exp and gradients; with a plan of this block size where one is given."""
+    case = case.to(DEVICE)
+    plan = layer_plan(case.death, block) if block else plan
+    return list(excess_errors(triton, case, dtype, plan=plan).values())
+
+
+@pytest.fixture
+def _outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.empty
+
+    def poisoned(*args: object, **settings: object) -> Tensor:
+        tensor = real(*args, **settings)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**30)
+
+    monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.launch.torch.empty", poisoned)
+
+
+# Every length and every group, with deaths of any kind and of a real schedule, not the whole cross of them.
+SHAPES = [
+    pytest.param(1, 1, None, id="one position"),
+    pytest.param(1, 2, 16, id="one position, listed"),
+    pytest.param(17, 4, 16, id="17, listed"),
+    pytest.param(33, 7, None, id="33"),
+    pytest.param(33, 2, 32, id="33, listed"),
+    pytest.param(63, 1, 16, id="63, listed"),
+    pytest.param(130, 1, None, id="130"),
+]
+
+
+@pytest.mark.usefixtures("_outputs_start_as_nan")
+@pytest.mark.parametrize(("seq", "group", "block"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_are_as_accurate_as_plain_torch(seq: int, group: int, block: int | None, dtype: torch.dtype):
+    assert seq in LENGTHS
+    assert group in GROUPS
+    assert max(errors(make_case(seq, group, random_deaths(seq)), dtype, block)) <= bound(dtype)
+
+
+@pytest.mark.usefixtures("_outputs_start_as_nan")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_slots_that_change_hands_many_times_give_every_key_its_own_gradient(dtype: torch.dtype):
+    death = cache_deaths(130)
+    plan = layer_plan(death, 16)
+    n_living = (death > torch.arange(130)).sum(-1)
+    assert (n_living > 2 * plan.n_slots).any()  # slots have more than two owners on average
+    assert max(errors(make_case(130, 2, death), dtype, 16)) <= bound(dtype)
+
+
+CHANGES = {
+    "one table for all KV heads": ({}, random_deaths(33, n_kv_heads=1)),
+    "heads of 80 dimensions with values of 24": ({"dim": 80, "dim_v": 24}, random_deaths(33)),
+    "heads of 96 dimensions": ({"dim": 96, "dim_v": 96}, random_deaths(33)),
+    "values wider than keys": ({"dim": 8, "dim_v": 40}, random_deaths(33)),
+    "soft-capped logits": ({"softcap": 3.0}, random_deaths(33)),
+    "a schedule with padding on both sides": ({}, cache_deaths(33).masked_fill(torch.arange(33) > 28, 0)),
+    "nothing dies": ({}, torch.full((1, 2, 33), NEVER, dtype=torch.int32)),
+    "64-bit deaths beyond 32 bits": (
+        {},
+        torch.where(random_deaths(33) == NEVER, 2**40, random_deaths(33).long()),
+    ),
+}
+
+
+@pytest.mark.usefixtures("_outputs_start_as_nan")
+@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
+@pytest.mark.parametrize(("shape", "death"), CHANGES.values(), ids=CHANGES)
+def test_kernels_take_whatever_models_and_caches_give(shape: dict, death: Tensor, block: int | None):
+    assert max(errors(make_case(33, 2, death, **shape), torch.float32, block)) <= bound(torch.float32)
+
+
+@pytest.mark.usefixtures("_outputs_start_as_nan")
+@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
+def test_queries_that_see_nothing_give_zeros_and_no_gradient(block: int | None):
+    death = random_deaths(33)
+    death[0, 0] = 0
+    case = make_case(33, 2, death).to(torch.float32).to(DEVICE)
+    plan = layer_plan(case.death, block) if block else None
+    out, lse = triton(case.query, case.key, case.value, case.death, case.scaling, plan=plan)
+    assert (out[0, :2] == 0).all()
+    assert (lse[0, :2] == -torch.inf).all()
+    gradients = with_gradients(triton, case, plan=plan)[2:]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    d_query, d_key, d_value = gradients
+    assert (d_query[0, :2] == 0).all()
+    assert (d_key[0, 0] == 0).all()
+    assert (d_value[0, 0] == 0).all()
+
+
+@pytest.mark.usefixtures("_outputs_start_as_nan")
+def test_a_group_split_over_programs_adds_up_to_the_same(monkeypatch: pytest.MonkeyPatch):
+    case = make_case(17, 4, random_deaths(17))
+    # 2 sequences of 2 KV heads and 1 tile are 4 programs at one per group, and 16 at one per query head.
+    for n_programs in (8, 16):
+        monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.launch.MIN_PROGRAMS", n_programs)
+        assert launch._splits(group=4, n_programs=4) == n_programs // 4
+        assert max(errors(case, torch.float32, 16)) <= bound(torch.float32)
+
+
+ONE_ROW = cache_deaths(33, prompt_lens=(6,))
+
+
+def shifted(by: int) -> Tensor:
+    death = ONE_ROW
+    return torch.where((death > 0) & (death < NEVER), death + by, death)
+
+
+WRONG = {
+    "deaths one later": shifted(1),
+    "deaths one earlier": shifted(-1),
+    "heads swapped": ONE_ROW.flip(1),
+    "one head's for all": ONE_ROW[:, :1],
+}
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
+@pytest.mark.parametrize("death", WRONG.values(), ids=WRONG)
+def test_the_comparison_catches_another_table(death: Tensor, block: int | None):
+    def wrong(query: Tensor, key: Tensor, value: Tensor, _: Tensor, scaling: float, **settings: object):
+        return triton(query, key, value, death.to(DEVICE), scaling, **settings)
+
+    plan = layer_plan(death.to(DEVICE), block) if block else None
+    case = make_case(33, 2, ONE_ROW).to(DEVICE)
+    assert min(excess_errors(wrong, case, torch.float32, plan=plan).values()) > 10.0
+
+
+def test_the_comparison_catches_the_plan_of_another_table():
+    stranger = layer_plan(cache_deaths(33, n_kv_heads=2, budget=6).to(DEVICE), 16)
+    assert max(errors(make_case(33, 2, cache_deaths(33)), torch.float32, plan=stranger)) > 10.0
+
+
+def test_the_comparison_catches_query_heads_in_another_order():
+    def swapped(query: Tensor, *inputs: object, **settings: object) -> tuple[Tensor, Tensor]:
+        out, lse = triton(query.roll(1, dims=1), *inputs, **settings)
+        return out.roll(-1, dims=1), lse.roll(-1, dims=1)
+
+    case = make_case(*ODD, random_deaths(33)).to(DEVICE)
+    assert min(excess_errors(swapped, case, torch.float32).values()) > 10.0
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
+def test_two_calls_agree_bit_for_bit(block: int | None):
+    case = make_case(*SHORT, random_deaths(17)).to(torch.float16).to(DEVICE)
+    plan = layer_plan(case.death, block) if block else None
+    first, second = (with_gradients(triton, case, plan=plan) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
+def test_the_layout_of_inputs_in_memory_does_not_matter(block: int | None):
+    case = make_case(*SHORT, random_deaths(17)).to(torch.float32).to(DEVICE)
+    plan = layer_plan(case.death, block) if block else None
+    by_position = with_gradients(triton, case, plan=plan)
+    for move in (misaligned, spread_out):
+        names = ("query", "key", "value", "out_weight")
+        moved = Case(**{**vars(case), **{name: move(getattr(case, name)) for name in names}})
+        for a, b in zip(with_gradients(triton, moved, plan=plan), by_position, strict=True):
+            assert torch.equal(a, b)
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """The same numbers, one element after an address that wide reads could start at."""
+    buffer = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+    return buffer.copy_(tensor)
+
+
+def spread_out(tensor: Tensor) -> Tensor:
+    """The same numbers, with others between neighbours."""
+    buffer = tensor.new_full((*tensor.shape, 2), torch.nan)
+    buffer[..., 0] = tensor
+    return buffer[..., 0]
+
+
+def test_the_output_is_laid_out_for_the_projection_that_reads_it():
+    case = make_case(*SHORT, random_deaths(17)).to(torch.float32).to(DEVICE)
+    out, lse = triton(case.query, case.key, case.value, case.death, case.scaling)
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [None, 64, 128], ids=["contiguous", "blocks of 64", "blocks of 128"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernels_are_as_accurate_as_plain_torch_at_real_sizes(
+    dtype: torch.dtype, dim: int, block: int | None
+):
+    death = cache_deaths(1537, prompt_lens=(300, 70), budget=256, interval=128)
+    assert max(errors(make_case(1537, 4, death, dim=dim, dim_v=dim), dtype, block)) <= bound(dtype)
+
+
+@pytest.mark.gpu
+def test_a_call_of_forward_and_backward_never_waits_for_the_device():
+    case = make_case(257, 2, cache_deaths(257)).to(torch.bfloat16).to("cuda")
+    plan = layer_plan(case.death, 128)
+    with_gradients(triton, case, plan=plan)
+    inputs = [t.detach().requires_grad_() for t in (case.query, case.key, case.value)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, lse = triton(*inputs, case.death, case.scaling, plan=plan)
+        torch.autograd.grad(out.sum() + lse.nan_to_num(neginf=0.0).sum(), inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_definition_without_log_sum_exp_is_the_same_function():
+    case = make_case(*SHORT, random_deaths(17)).to(torch.float32)
+    inputs = (case.query, case.key, case.value, case.death, case.scaling)
+    torch.testing.assert_close(
+        reference.shadow_attention(*inputs), reference.shadow_attention_with_lse(*inputs)[0]
+    )
