@@ -51,6 +51,8 @@ def evaluate(overrides: DictConfig) -> tuple[Path, dict[str, object], list[EvalR
     for key in ("budgets", "n_prompts", "temperature"):
         if overrides[key] is not None:
             cfg.evaluation[key] = overrides[key]
+    if overrides.kernels is not None:
+        cfg.kernels = overrides.kernels
     if overrides.policy is not None:
         cfg.cache.policy = overrides.policy
     cfg.distillation = None  # of no meaning here, and not to be checked against another cache

@@ -1,12 +1,13 @@
 """Tiny random models of every supported family, prepared and cached, and ragged prompts to run them on."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "phi3": Phi3Config,
     "gpt_neox": GPTNeoXConfig,
     "gpt2": GPT2Config,  # the one with learned positions, which a shift of a whole row does not leave alone
+    "gemma2": partial(Gemma2Config, attn_logit_softcapping=2.0),  # low enough to bend these models' logits
     "gemma3": Gemma3TextConfig,
 }
 
@@ -54,7 +56,7 @@ def tiny_config(family: str, n_kv_heads: int = 2, **changes: object) -> Pretrain
     }
     if family not in ("gpt_neox", "gpt2"):
         settings["num_key_value_heads"] = n_kv_heads
-    if family in ("qwen3", "gemma3"):
+    if family in ("qwen3", "gemma2", "gemma3"):
         settings["head_dim"] = HEAD_DIM
     return FAMILIES[family](**{**settings, **changes})
 

@@ -120,6 +120,9 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
         (["reward=learned", "sft.reward_weight=0"], "with sft.reward_weight=0 trains none"),
         (["reward.missing_eos_penalty=-1"], "reward.missing_eos_penalty=-1 is not a number of at least 0"),
         (["rollout.rows_per_pass=0"], "rollout.rows_per_pass=0 scores nothing"),
+        (["rollout.max_rows=7"], "rollout.max_rows=7 has no room for the 8 responses to one prompt"),
+        (["rollout.cuda_graph=yes_please"], "rollout.cuda_graph=yes_please is none of true, false and null"),
+        (["kernels=cuda"], "kernels='cuda' is unknown; choose one of auto, reference, triton"),
         (["roles.alpha=0"], "roles.alpha=0 is not a count"),
         (["algorithm.kl.weight=0.1", "algorithm.kl.target=6", "algorithm.kl.horizon=50"], "steers too fast"),
         (

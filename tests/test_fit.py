@@ -46,7 +46,7 @@ def run(tmp_path, name, *overrides):
 
 def scoring(folder):
     """What the command line of evaluate asks for where nothing else is said."""
-    rest = dict.fromkeys(("budgets", "policy", "n_prompts", "temperature"))
+    rest = dict.fromkeys(("budgets", "policy", "n_prompts", "temperature", "kernels"))
     return OmegaConf.create({"ckpt": str(folder), **rest})
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.kernels.token_logps import policy_kl
-from lit_rlkv.models.backbone import head_logits, text_config
+from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import action_hidden
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
@@ -101,10 +101,17 @@ class ShadowDistillation(RLCallback):
         def frozen_head(hidden: Tensor) -> Tensor:
             return head_logits(module.roles.backbone(role), hidden).detach()
 
-        if teacher_leads:
-            token_kl = policy_kl(teacher, student, frozen_head, head, module.temperature, vocab_size)
-        else:
-            token_kl = policy_kl(student, teacher, head, frozen_head, module.temperature, vocab_size)
+        sides = ((teacher, frozen_head), (student, head))
+        (hidden_p, head_p), (hidden_q, head_q) = sides if teacher_leads else reversed(sides)
+        token_kl = policy_kl(
+            hidden_p,
+            hidden_q,
+            head_p,
+            head_q,
+            module.temperature,
+            vocab_size,
+            heads_are_frozen=head_is_frozen(backbone),
+        )
         mean_kl = token_kl.sum() / batch.n_actions
         losses = {f"{name}/loss": weight * mean_kl}
         return losses, {**losses, f"{name}/kl": mean_kl.detach()}

@@ -11,6 +11,7 @@ from lit_rlkv.config.building import ConfigError, as_config_errors, build, check
 from lit_rlkv.data.credit import CreditRule, PairCredit
 from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.settings import KLConfig
+from lit_rlkv.kernels.backend import KERNELS
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
@@ -198,6 +199,19 @@ def _check_cache(cfg: DictConfig) -> None:
 
 def _check_sampling(cfg: DictConfig) -> None:
     rollout = cfg.rollout
+    _require(
+        cfg.kernels in KERNELS, f"kernels={cfg.kernels!r} is unknown; choose one of {', '.join(KERNELS)}"
+    )
+    _require(
+        rollout.cuda_graph in (None, True, False),
+        f"rollout.cuda_graph={rollout.cuda_graph} is none of true, false and null; null captures on CUDA",
+    )
+    group_size, rows = cfg.algorithm.group_size, rollout.max_rows
+    _require(
+        rows is None or (isinstance(rows, int) and rows >= group_size),
+        f"rollout.max_rows={rows} has no room for the {group_size} responses to one prompt "
+        f"(algorithm.group_size), which start together; give at least {group_size}, or null for all",
+    )
     rows = rollout.rows_per_pass
     _require(
         rows is None or (isinstance(rows, int) and rows >= 1),

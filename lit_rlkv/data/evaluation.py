@@ -33,6 +33,8 @@ class EvalConfig:
     seed: int
     rows_per_pass: int | None = None
     """Most responses in one forward when the reward role scores them; None: all of a batch."""
+    cuda_graph: bool | None = None
+    """Whether the decode step is captured; None: on CUDA."""
 
 
 class Evaluator:
@@ -111,4 +113,5 @@ class Evaluator:
                 pad_token_id=self.tokenizer.pad_token_id,
                 temperature=temperature,
                 generator=generator,
+                cuda_graph=self.config.cuda_graph,
             )

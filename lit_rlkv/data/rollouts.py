@@ -83,7 +83,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Sample, score and judge one batch of responses."""
         group_size = self.sampling.group_size
         problems = [p for p in self.source.take(self.sampling.n_prompts) for _ in range(group_size)]
-        rollout = self._sample(problems)
+        rollout = self._sample(problems[::group_size])
         is_action, device = rollout.is_action, rollout.token_ids.device
         scores = self._scores(rollout)
         old_logps = scores.get("policy", rollout.sampler_logps)
@@ -115,6 +115,7 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _sample(self, problems: Sequence[Problem]) -> Rollout:
+        """A group of responses to each problem, side by side."""
         config, device = self.sampling, self.roles.backbone("policy").device
         prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(device)
         with acting_as(self.roles, "policy") as backbone:
@@ -128,6 +129,9 @@ class RolloutDataModule(L.LightningDataModule):
                 pad_token_id=self.tokenizer.pad_token_id,
                 temperature=config.temperature,
                 generator=stream(self.seed, "sample", self.iteration, self.source.rank, device=device),
+                n_samples=config.group_size,
+                max_rows=config.max_rows,
+                cuda_graph=config.cuda_graph,
             )
 
     def _scores(self, rollout: Rollout) -> dict[str, Tensor]:

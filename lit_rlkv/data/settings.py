@@ -14,6 +14,10 @@ class SamplingConfig:
     group_size: int
     max_new_tokens: int
     temperature: float
+    max_rows: int | None = None
+    """Most responses under way at a time; None: all at once."""
+    cuda_graph: bool | None = None
+    """Whether the decode step is captured; None: on CUDA."""
     rows_per_pass: int | None = None
     """Most responses in one forward when the roles score them; None: all at once."""
     stacks_passes: bool = False

@@ -9,12 +9,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_rlkv.kernels.shadow_attention import shadow_attention
+from lit_rlkv.kernels.shadow_attention import SlotPlan, shadow_attention
 from lit_rlkv.kvcache import SlotCache
 
 ATTENTION_NAME = "lit_rlkv"
 
-NOT_REPLAYED = ("softcap", "s_aux", "position_bias", "head_mask")
+NOT_REPLAYED = ("s_aux", "position_bias", "head_mask")
 """Arguments by which some models change the softmax; what we do not compute we refuse."""
 
 
@@ -26,16 +26,21 @@ def attention_forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
     slot_cache: SlotCache | None = None,
     death: Int[Tensor, "batch layer #kv_head seq"] | None = None,
+    plan: SlotPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Attention of one layer, as transformers calls it; never with dropout.
 
     With `slot_cache` the keys go into that pool; with `death` the sampler's view of this layer is replayed (a
-    table of one layer or one KV head serves all of them); with neither it is transformers' own SDPA.
+    table of one layer or one KV head serves all of them); with neither it is transformers' own SDPA, but for
+    models that cap their logits, which SDPA does not.
     """
     if slot_cache is None and death is None:
+        if softcap is not None:
+            return _capped_attention(query, key, value, attention_mask, scaling, softcap), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for name in NOT_REPLAYED:
         if kwargs.get(name) is not None:
@@ -45,12 +50,36 @@ def attention_forward(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     if slot_cache is not None:
-        out = slot_cache.slot_layers[layer].attend(query, key, value, scaling)
+        out = slot_cache.slot_layers[layer].attend(query, key, value, scaling, softcap)
     else:
         assert death is not None
+        layer_plan = None if plan is None else plan.layer(layer)
         layer_death = death[:, layer if death.shape[1] > 1 else 0]
-        out = shadow_attention(query, key, value, layer_death, scaling)
+        out = shadow_attention(query, key, value, layer_death, scaling, softcap=softcap, plan=layer_plan)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _capped_attention(
+    query: Float[Tensor, "batch head seq dim"],
+    key: Float[Tensor, "batch kv_head slot dim"],
+    value: Float[Tensor, "batch kv_head slot dim_v"],
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> Float[Tensor, "batch seq head dim_v"]:
+    """Plain attention of a model that caps its logits, as its own code computes it: SDPA has no cap."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    logits = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    logits = (logits / softcap).tanh() * softcap
+    if attention_mask is None:  # transformers leaves a plain causal mask to SDPA
+        n_queries, n_keys = logits.shape[-2:]
+        attention_mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).tril(
+            n_keys - n_queries
+        )
+    logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    probs = logits.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return (probs @ value).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -7,6 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.attention import ATTENTION_NAME, no_mask
 from lit_rlkv.types import NEVER
@@ -102,10 +104,11 @@ def _decoded_logits(
     model: PreTrainedModel, token_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch 1 vocab"]:
     """Logits of the last column as the sampler computes them: the rest is prefilled, that token decoded."""
-    is_prompt = torch.ones_like(token_ids[:, :-1], dtype=torch.bool)
-    cache = SlotCache(CacheSpec.dense(), text_config(model).num_hidden_layers, is_prompt, n_steps=1)
-    hidden_states(model, token_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
-    cache.advance(0)
+    n_layers, (batch, seq_len) = text_config(model).num_hidden_layers, token_ids.shape
+    cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, token_ids.device)
+    with cache.prefill(range(batch), torch.ones_like(token_ids[:, :-1], dtype=torch.bool)):
+        hidden_states(model, token_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
+    cache.advance()
     return head_logits(model, hidden_states(model, token_ids[:, -1:], position_ids[:, -1:], slot_cache=cache))
 
 
@@ -188,6 +191,9 @@ def hidden_states(
             f"{type(model).__name__} computes {text_config(model)._attn_implementation!r} attention, which "
             "knows nothing of evicted keys; pass the model through prepare_backbone first"
         )
+    death = attention.get("death")
+    if death is not None and uses_triton(next(model.parameters())):
+        attention["plan"] = plan_slots(death)
     output = model.base_model(
         input_ids=token_ids,
         position_ids=position_ids,
@@ -198,6 +204,11 @@ def hidden_states(
     )
     hidden: Tensor = output.last_hidden_state
     return hidden
+
+
+def head_is_frozen(model: PreTrainedModel) -> bool:
+    """Whether training leaves the output head alone, as LoRA on the layers below it does."""
+    return not any(p.requires_grad for p in model.get_output_embeddings().parameters())
 
 
 def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead vocab"]:

@@ -8,7 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.token_logps import token_logps
-from lit_rlkv.models.backbone import check_length, head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.backbone import (
+    check_length,
+    head_is_frozen,
+    head_logits,
+    hidden_states,
+    text_config,
+    token_positions,
+)
 from lit_rlkv.types import NEVER, Rollout
 
 
@@ -18,8 +25,14 @@ def dense_death(is_token: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 s
 
 
 def replay_death(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
-    """The rollout's death table, with padding dead on both sides of the sequence."""
-    return rollout.death.masked_fill(~rollout.is_token[:, None, None], 0)
+    """The rollout's death table, with padding dead on both sides of the sequence, and all else at its end.
+
+    So the queries of padding see nothing, and what follows a row's last token costs nothing.
+    """
+    column = torch.arange(rollout.token_ids.shape[1], device=rollout.token_ids.device)
+    end = (column * rollout.is_token).amax(dim=1) + 1
+    death = torch.minimum(rollout.death, end[:, None, None, None].int())
+    return death.masked_fill(~rollout.is_token[:, None, None], 0)
 
 
 def action_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "action dim"]:
@@ -43,7 +56,12 @@ def action_logps(
         )
     tokens = rollout.token_ids[rollout.is_action]
     logps, entropy = token_logps(
-        hidden, partial(head_logits, model), tokens, temperature, text_config(model).vocab_size
+        hidden,
+        partial(head_logits, model),
+        tokens,
+        temperature,
+        text_config(model).vocab_size,
+        head_is_frozen=head_is_frozen(model),
     )
     zeros = logps.new_zeros(rollout.token_ids.shape)
     return zeros.masked_scatter(rollout.is_action, logps), zeros.masked_scatter(rollout.is_action, entropy)

@@ -1,19 +1,20 @@
-"""generate(): prefill, decode, evict, stop."""
+"""generate(): prompts in, rollouts out; rows of the cache that come free take the prompts that wait."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kvcache import CacheSpec, SlotCache
-from lit_rlkv.models.backbone import check_length, head_logits, hidden_states, text_config, token_positions
-from lit_rlkv.rollout.sampling import sample
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.backbone import check_length
+from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
 from lit_rlkv.types import NEVER, Rollout
 
 STOP_CHECK_EVERY = 16
-"""Steps between looks at whether all rows are done: on an accelerator each look waits for the device."""
+"""Steps between looks at which rows are done: on an accelerator each look waits for the device."""
 
 
 @torch.no_grad()
@@ -28,8 +29,11 @@ def generate(
     pad_token_id: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    n_samples: int = 1,
+    max_rows: int | None = None,
+    cuda_graph: bool | None = None,
 ) -> Rollout:
-    """Sample a response to each prompt from a cache of fixed size, and record what the sampler saw.
+    """Sample responses to each prompt from a cache of fixed size, and record what the sampler saw.
 
     Args:
         model: from `prepare_backbone`.
@@ -37,67 +41,94 @@ def generate(
         eos_token_id: token or tokens that end a response and belong to it; None to always write all tokens.
         temperature: of the softmax; 0 decodes greedily, and every log-prob is 0, that of a certain event.
         generator: on the model's device; the same state gives the same rollout.
+        n_samples: responses to each prompt, which is prefilled once for all of them. They stand side by side:
+            row `i * n_samples + j` of the rollout is response j to prompt i.
+        max_rows: most responses under way at a time, which bounds the cache; a prompt waits until all its
+            samples find a row. None runs them all at once.
+        cuda_graph: capture the decode step; None does on CUDA.
 
     Raises:
-        ValueError: prompts that are empty or not left-padded, or too long for the model.
+        ValueError: prompts that are empty or not left-padded, or too long for the model; no row for the
+            samples of a prompt; a step that cannot be captured.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, token_ids, is_prompt, max_new_tokens, temperature)
-    batch, n_prompt = token_ids.shape
-    device = token_ids.device
-    check_every = 1 if device.type == "cpu" else STOP_CHECK_EVERY
+    _check_rows(n_samples, max_rows, cuda_graph, token_ids.device)
     eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
-    eos_ids = torch.tensor(eos_list, dtype=torch.long, device=device)
-
-    kv = SlotCache(cache, text_config(model).num_hidden_layers, is_prompt, max_new_tokens, generator)
-    positions = token_positions(is_prompt)
-    next_position = positions[:, -1:] + 1
-    sequence = torch.full((batch, n_prompt + max_new_tokens), pad_token_id, device=device)
-    sequence[:, :n_prompt] = token_ids
-    logps = torch.zeros(sequence.shape, device=device, dtype=torch.float32)
-    is_action = torch.zeros(sequence.shape, dtype=torch.bool, device=device)
-    is_running = torch.ones(batch, dtype=torch.bool, device=device)
-
-    hidden = hidden_states(model, token_ids, positions, slot_cache=kv)
-    end = n_prompt + max_new_tokens
-    for column in range(n_prompt, end):
-        token, logp = sample(head_logits(model, hidden[:, -1]), temperature, generator)
-        sequence[:, column] = token.where(is_running, pad_token_id)
-        logps[:, column] = logp.where(is_running, 0.0)
-        is_action[:, column] = is_running
-        is_running &= ~torch.isin(token, eos_ids)
-        n_decoded = column - n_prompt
-        if column == end - 1 or (n_decoded % check_every == 0 and not is_running.any()):
-            end = column + 1
-            break
-        kv.advance(n_decoded)
-        newest = sequence[:, column : column + 1]
-        hidden = hidden_states(model, newest, next_position + n_decoded, slot_cache=kv)
-    return _trim(sequence, is_prompt, is_action, logps, kv, end)
+    n_rows = len(token_ids) * n_samples
+    if max_rows is not None:
+        n_rows = min(n_rows, max_rows // n_samples * n_samples)
+    decoder = Decoder(
+        model,
+        cache,
+        n_rows,
+        token_ids.shape[1],
+        Stopping(
+            max_new_tokens=max_new_tokens,
+            eos_ids=torch.tensor(eos_list, dtype=torch.long, device=token_ids.device),
+            pad_id=pad_token_id,
+            temperature=temperature,
+        ),
+        generator,
+        cuda_graph=token_ids.is_cuda if cuda_graph is None else cuda_graph,
+    )
+    rows = _decode_all(decoder, token_ids, is_prompt, n_samples)
+    return _trim(rows, is_prompt.repeat_interleave(n_samples, dim=0), decoder.kv.kv_bytes)
 
 
-def _trim(
-    token_ids: Tensor, is_prompt: Tensor, is_action: Tensor, logps: Tensor, kv: SlotCache, end: int
-) -> Rollout:
+def _decode_all(
+    decoder: Decoder,
+    token_ids: Int[Tensor, "batch prompt"],
+    is_prompt: Bool[Tensor, "batch prompt"],
+    n_samples: int,
+) -> Rows:
+    """All samples to their end, in the order of their prompts."""
+    check_every = STOP_CHECK_EVERY if token_ids.is_cuda else 1
+    waiting = deque(range(len(token_ids)))
+    free = deque(range(decoder.n_rows))
+    owner: dict[int, int] = {}
+    n_left: dict[int, int] = {}
+    ended: list[Rows] = []
+    order: list[int] = []
+    while waiting or owner:
+        prompts = [waiting.popleft() for _ in range(min(len(waiting), len(free) // n_samples))]
+        if prompts:
+            rows = [free.popleft() for _ in range(len(prompts) * n_samples)]
+            decoder.admit(rows, token_ids[prompts], is_prompt[prompts])
+            samples = [prompt * n_samples + j for prompt in prompts for j in range(n_samples)]
+            owner |= zip(rows, samples, strict=True)
+            n_left |= dict.fromkeys(rows, decoder.stopping.max_new_tokens - 1)
+        n_steps = min(check_every, max(n_left[row] for row in owner))
+        for _ in range(n_steps):
+            decoder.step()
+        n_left = {row: n - n_steps for row, n in n_left.items()}
+        is_running = decoder.is_running.tolist()
+        done = [row for row in owner if not is_running[row]]
+        if done and (waiting or len(done) == len(owner)):
+            ended.append(decoder.take(done))
+            order += [owner.pop(row) for row in done]
+            free.extend(done)
+    return Rows.join(ended).rows(torch.tensor(order, device=token_ids.device).argsort())
+
+
+def _trim(rows: Rows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:
     """Cut the unused columns, and forget deaths after the last query that predicted an action of the row."""
-    is_action = is_action[:, :end]
-    # Not every run of columns ends with an action: the stop check may come a few steps late.
-    end = int(is_action.any(dim=0).nonzero().max()) + 1
-    is_action = is_action[:, :end]
+    end = int(rows.is_action.any(dim=0).nonzero().max()) + 1
+    is_action = rows.is_action[:, :end]
     is_token = is_action.clone()
     is_token[:, : is_prompt.shape[1]] = is_prompt
-    column = torch.arange(end, device=token_ids.device)
+    column = torch.arange(end, device=is_prompt.device)
     last_action = (column * is_action).amax(dim=1)
-    death = kv.death[..., :end]
+    death = rows.death[..., :end]
     death = death.masked_fill(death > last_action[:, None, None, None] - 1, NEVER)
     death = death.masked_fill(~is_token[:, None, None], 0)
     return Rollout(
-        token_ids=token_ids[:, :end],
+        token_ids=rows.token_ids[:, :end],
         is_token=is_token,
         is_action=is_action,
-        sampler_logps=logps[:, :end],
+        sampler_logps=rows.logps[:, :end],
         death=death,
-        kv_bytes=kv.kv_bytes,
+        kv_bytes=kv_bytes,
     )
 
 
@@ -127,3 +158,18 @@ def _check_prompts(
             "reads 0...0 1...1"
         )
     check_length(model, token_ids.shape[1] + max_new_tokens)
+
+
+def _check_rows(n_samples: int, max_rows: int | None, cuda_graph: bool | None, device: torch.device) -> None:
+    if n_samples < 1:
+        raise ValueError(f"n_samples={n_samples} asks for no response; give at least 1")
+    if max_rows is not None and max_rows < n_samples:
+        raise ValueError(
+            f"max_rows={max_rows} has no room for the {n_samples} samples of one prompt, which start "
+            f"together; give at least {n_samples}"
+        )
+    if cuda_graph and device.type != "cuda":
+        raise ValueError(
+            f"cuda_graph=true needs a model on CUDA, and this one is on {device.type}; leave it at its "
+            "default, which captures where it can"
+        )

@@ -32,6 +32,7 @@ def evaluate_policy(parts: Parts, roles: Roles) -> tuple[list[EvalRow], Rollout]
         batch_size=cfg.batch_size,
         seed=parts.cfg.seed,
         rows_per_pass=parts.cfg.rollout.rows_per_pass,
+        cuda_graph=parts.cfg.rollout.cuda_graph,
     )
     evaluator = Evaluator(roles, parts.tokenizer, parts.task, problems, config)
     caches = evaluation_caches(parts)

@@ -55,6 +55,7 @@ def _wrong_answers(
             pad_token_id=parts.tokenizer.pad_token_id,
             temperature=parts.cfg.rollout.temperature,
             generator=generator,
+            cuda_graph=parts.cfg.rollout.cuda_graph,
         )
     answers = decode_completions(parts.tokenizer, rollout.token_ids, rollout.is_action)
     return [

@@ -13,6 +13,7 @@ from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, as_config_errors, build,
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import encode, encode_prompts, load_tokenizer
+from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import check_length
@@ -45,6 +46,7 @@ def build_parts(cfg: DictConfig) -> Parts:
     disable_progress_bar()  # transformers' own, of which every load shows one
     if cfg.fabric.n_threads is not None:
         torch.set_num_threads(cfg.fabric.n_threads)
+    set_kernels(cfg.kernels)
     fabric = Fabric(
         accelerator=cfg.fabric.accelerator, devices=cfg.fabric.devices, precision=cfg.fabric.precision
     )

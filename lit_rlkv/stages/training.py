@@ -136,6 +136,8 @@ def train_policy(
             group_size=algorithm.group_size,
             max_new_tokens=cfg.rollout.max_new_tokens,
             temperature=cfg.rollout.temperature,
+            max_rows=cfg.rollout.max_rows,
+            cuda_graph=cfg.rollout.cuda_graph,
             rows_per_pass=cfg.rollout.rows_per_pass,
             stacks_passes=cfg.roles.stack_passes,
             value_shadow=value_shadow(parts),

@@ -15,6 +15,25 @@ def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():
     assert first.problems[0] == first.problems[3] != first.problems[4]  # groups of four
 
 
+def test_fewer_rows_at_a_time_give_as_many_responses_from_a_smaller_cache():
+    whole = make_datamodule(make_roles()).collect().rollout
+    few = make_datamodule(make_roles(), sampling={"max_rows": 4}).collect().rollout
+    assert len(few.token_ids) == len(whole.token_ids) == 16
+    assert few.kv_bytes * 4 == whole.kv_bytes
+
+
+def test_a_prompt_is_prefilled_once_for_its_group():
+    roles = make_roles()
+    data, sizes = make_datamodule(roles), []
+    embedding = roles.backbone("policy").get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda *call: sizes.append(tuple(call[1][0].shape)))
+    data.collect()
+    hook.remove()
+    prefill, *steps = sizes[:3]
+    assert prefill[0] == 4
+    assert steps == [(16, 1)] * 2
+
+
 def test_state_brings_back_the_same_iteration():
     data = make_datamodule(make_roles())
     list(data.train_dataloader())

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.rollout import generate
@@ -52,13 +53,13 @@ def test_the_pools_stay_where_they_were_allocated(policy: str, monkeypatch: pyte
     seen: dict[int, set[tuple[Any, ...]]] = {}
     advance = SlotCache.advance
 
-    def watched(cache: SlotCache, n_decoded: int) -> None:
+    def watched(cache: SlotCache, is_running: Tensor) -> None:
         for i, layer in enumerate(cache.slot_layers):
             assert layer.keys is not None
             assert layer.values is not None
             pools = [layer.keys, layer.values, layer.columns]
             seen.setdefault(i, set()).add(tuple((p.data_ptr(), tuple(p.shape)) for p in pools))
-        advance(cache, n_decoded)
+        advance(cache, is_running)
 
     monkeypatch.setattr(SlotCache, "advance", watched)
     roll_out(spec_of(policy), 40)

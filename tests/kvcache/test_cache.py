@@ -29,17 +29,29 @@ def random_states() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_cache(spec: CacheSpec, lens: tuple[int, ...] = LENS) -> SlotCache:
-    is_prompt = torch.arange(WIDTH) >= WIDTH - torch.tensor(lens)[:, None]
-    return SlotCache(spec, LAYERS, is_prompt, N_STEPS, torch.Generator().manual_seed(0))
+    device = torch.device("cpu")
+    return SlotCache(spec, LAYERS, len(lens), WIDTH + N_STEPS, device, torch.Generator().manual_seed(0))
 
 
-def run_cache(kv: SlotCache, states: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def prompt_mask(lens: tuple[int, ...]) -> Tensor:
+    return torch.arange(WIDTH) >= WIDTH - torch.tensor(lens)[:, None]
+
+
+def run_cache(kv: SlotCache, states: tuple[Tensor, Tensor, Tensor], lens: tuple[int, ...] = LENS) -> Tensor:
     """Attention outputs of every column: [layer, batch, head, seq, dim]."""
-    outs = [attend_all(kv, states, slice(0, WIDTH))]
+    with kv.prefill(range(len(lens)), prompt_mask(lens)):
+        outs = [attend_all(kv, states, slice(0, WIDTH))]
     for step in range(N_STEPS):
-        kv.advance(step)
+        kv.advance()
         outs.append(attend_all(kv, states, slice(WIDTH + step, WIDTH + step + 1)))
+        if kv.levels.step():
+            kv.evict()
     return torch.cat(outs, dim=3)
+
+
+def prefill_all(kv: SlotCache) -> None:
+    with kv.prefill(range(len(LENS)), prompt_mask(LENS)):
+        attend_all(kv, random_states(), slice(0, WIDTH))
 
 
 def attend_all(kv: SlotCache, states: tuple[Tensor, Tensor, Tensor], columns: slice) -> Tensor:
@@ -127,10 +139,10 @@ def slow_table(policy: str, lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def test_deaths_and_outputs_are_those_of_a_slow_simulation(policy: str, lens: tuple[int, ...]):
     states = random_states()
     kv = make_cache(CacheSpec(policy=policy, **SPEC), lens)
-    outs = run_cache(kv, states)
+    outs = run_cache(kv, states, lens)
     expected_death, expected_outs = slow_table(policy, lens)
     assert (expected_death[expected_death > 0] < NEVER).float().mean() > 0.3
-    assert torch.equal(kv.death, expected_death)
+    assert torch.equal(kv.death(), expected_death)
     torch.testing.assert_close(outs, expected_outs, rtol=1e-4, atol=1e-5)
 
 
@@ -141,11 +153,11 @@ def test_the_simulation_tells_policies_apart():
 
 def test_padding_is_dead_at_birth_and_the_prompt_survivors_of_a_long_prompt_die_at_its_end():
     kv = make_cache(CacheSpec(policy="streaming", **SPEC))
-    attend_all(kv, random_states(), slice(0, WIDTH))
+    prefill_all(kv)
     # Row 0: 13 tokens, budget 8: the sink 0 and the last seven (6..12) stay, 1..5 die at column 13.
-    assert kv.death[0, 0, 0, :13].tolist() == [NEVER] + [13] * 5 + [NEVER] * 7
+    assert kv.death()[0, 0, 0, :13].tolist() == [NEVER] + [13] * 5 + [NEVER] * 7
     # Row 3: 3 tokens after ten columns of padding.
-    assert kv.death[3, 1, 1, :13].tolist() == [0] * 10 + [NEVER] * 3
+    assert kv.death()[3, 1, 1, :13].tolist() == [0] * 10 + [NEVER] * 3
 
 
 def test_a_dense_cache_evicts_nothing_and_attends_to_everything():
@@ -157,7 +169,7 @@ def test_a_dense_cache_evicts_nothing_and_attends_to_everything():
         query, key, value, is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(outs[:, 0], expected)
-    assert (kv.death[0] == NEVER).all()
+    assert (kv.death()[0] == NEVER).all()
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova"])
@@ -165,10 +177,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(policy: str):
     states = random_states()
     together = make_cache(CacheSpec(policy=policy, **SPEC))
     run_cache(together, states)
-    alone = SlotCache(CacheSpec(policy=policy, **SPEC), LAYERS, together.is_prompt[1:2], N_STEPS)
+    alone = make_cache(CacheSpec(policy=policy, **SPEC), LENS[1:2])
     query, key, value = (s[:, 1:2] for s in states)
-    run_cache(alone, (query, key, value))
-    assert torch.equal(alone.death[0], together.death[1])
+    run_cache(alone, (query, key, value), LENS[1:2])
+    assert torch.equal(alone.death()[0], together.death()[1])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "tova"])
@@ -180,21 +192,28 @@ def test_what_a_prompt_attends_to_does_not_depend_on_the_chunks_it_is_summed_in(
         make_cache(CacheSpec(policy=policy, **SPEC)),
     )
     run_cache(whole, random_states())
-    monkeypatch.setattr("lit_rlkv.kvcache.cache.PREFILL_CHUNK", 4)
+    # Four heads of four rows, 13 columns: four queries at a time.
+    monkeypatch.setattr("lit_rlkv.kvcache.layer.MAX_PROMPT_LOGITS", 4 * 4 * 4 * WIDTH)
     run_cache(chunked, random_states())
-    assert torch.equal(chunked.death, whole.death)
+    assert torch.equal(chunked.death(), whole.death())
 
 
 def test_a_layer_that_attends_twice_in_one_forward_is_refused():
     kv = make_cache(CacheSpec.dense())
-    attend_all(kv, random_states(), slice(0, WIDTH))
-    with pytest.raises(ValueError, match="attends twice in one forward"):
-        attend_all(kv, random_states(), slice(0, 1))
+    with kv.prefill(range(len(LENS)), prompt_mask(LENS)):
+        attend_all(kv, random_states(), slice(0, WIDTH))
+        with pytest.raises(ValueError, match="attends twice in one forward"):
+            attend_all(kv, random_states(), slice(0, WIDTH))
+
+
+def test_decoding_from_an_empty_cache_is_refused():
+    with pytest.raises(ValueError, match="the cache is empty"):
+        attend_all(make_cache(CacheSpec.dense()), random_states(), slice(0, 1))
 
 
 def test_the_pools_are_freed_with_the_cache_not_at_the_next_garbage_collection():
     kv = make_cache(CacheSpec(policy="snapkv", **SPEC))
-    attend_all(kv, random_states(), slice(0, WIDTH))
+    prefill_all(kv)
     pool = weakref.ref(kv.slot_layers[0].keys)
     gc.disable()
     try:

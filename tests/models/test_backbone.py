@@ -9,7 +9,6 @@ from transformers import (
     CohereConfig,
     DiffLlamaConfig,
     FalconMambaConfig,
-    Gemma2Config,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
@@ -65,7 +64,6 @@ def test_a_supported_family_is_returned_itself(family: str):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma2Config(**SIZE, head_dim=8), "passes 'softcap' to its attention"),
         (GptOssConfig(**SIZE, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "passes 's_aux'"),
         (DiffLlamaConfig(**SIZE), "a layer attends twice in one forward"),
         (
@@ -154,7 +152,7 @@ def test_dropout_is_switched_off():
 @pytest.mark.parametrize("is_training", [True, False])
 def test_the_mode_is_left_as_it_was(is_training: bool):
     assert prepare_backbone(build(tiny_config("llama")).train(is_training)).training is is_training
-    refused = build(Gemma2Config(**SIZE, head_dim=8)).train(is_training)
+    refused = build(DiffLlamaConfig(**SIZE)).train(is_training)
     with pytest.raises(ValueError, match="cannot be replayed"):
         prepare_backbone(refused)
     assert refused.training is is_training

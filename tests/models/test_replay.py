@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.kernels.shadow_attention import visible
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.replay import action_hidden, action_logps, dense_death, replay_death
@@ -135,13 +136,18 @@ def test_logits_of_all_positions_are_never_held_at_once(monkeypatch: pytest.Monk
     assert max(n_positions) == 5
 
 
-def test_padding_is_dead_on_both_sides():
+def test_padding_is_dead_on_both_sides_and_all_else_ends_with_its_row():
     rollout = sampled()
     assert (~rollout.is_token[:, -1]).any()  # some row ended early
     death = replay_death(rollout)
     padding = ~rollout.is_token[:, None, None].expand_as(death)
     assert (death[padding] == 0).all()
-    assert torch.equal(death[~padding], rollout.death[~padding])
+    for row in range(len(rollout.token_ids)):
+        end = int(rollout.is_token[row].nonzero().max()) + 1
+        of_tokens = rollout.is_token[row]
+        expected = rollout.death[row][..., of_tokens].clamp(max=end)
+        assert torch.equal(death[row][..., of_tokens], expected)
+        assert not (visible(death[row])[..., end:, :]).any()  # what follows sees nothing
 
 
 def test_a_dense_table_kills_padding_and_nothing_else():

@@ -127,7 +127,7 @@ def test_every_arm_weighs_the_log_ratio_of_an_action(arm: str):
     found = loss_of(make_dpo(roles, ARMS[arm].replays), batch)
     assert found == pytest.approx(loss_by_definition(roles, experience, arm), rel=1e-6, abs=1e-6)
     unweighted = loss_by_definition(roles, experience, arm, mistake="unweighted")
-    assert (abs(found - unweighted) > 1e-3) == (arm in ("tis", "mis", "sparse_rl"))
+    assert (abs(found - unweighted) > 1e-4) == (arm in ("tis", "mis", "sparse_rl"))
 
 
 def test_the_logged_rewards_are_those_of_the_pairs():
@@ -263,7 +263,8 @@ def test_a_judge_ranks_where_the_reward_ties():
 
 def test_a_penalty_for_cut_responses_changes_the_ranking():
     roles = make_roles()
-    plain, strict = make_data(roles), make_data(roles, reward=RewardConfig(missing_eos_penalty=10.0))
+    plain = make_data(roles, seed=1)
+    strict = make_data(roles, seed=1, reward=RewardConfig(missing_eos_penalty=10.0))
     free, paid = plain.collect(), strict.collect()
     assert torch.equal(free.rollout.token_ids, paid.rollout.token_ids)
     assert 0 < paid.has_eos.sum() < 16

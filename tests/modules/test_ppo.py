@@ -138,8 +138,8 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
         arm, (experience.old_logps - experience.rollout.sampler_logps).exp(), experience.rollout.is_action
     )
     advantages, returns = credit_by_definition(experience, weights[1])
-    torch.testing.assert_close(credit.advantages.double(), advantages, rtol=0, atol=1e-6)
-    torch.testing.assert_close(credit.returns.double(), returns, rtol=0, atol=1e-6)
+    torch.testing.assert_close(credit.advantages.double(), advantages, rtol=0, atol=4e-6)
+    torch.testing.assert_close(credit.returns.double(), returns, rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize(

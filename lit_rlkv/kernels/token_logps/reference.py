@@ -17,8 +17,8 @@ def chosen_logps(
     """
     logps = _log_softmax(logits, temperature)
     with torch.no_grad():
-        # What has no probability is -inf, and 0 · -inf would be NaN.
-        entropy = -(logps.exp() * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
+        # In place, for a chunk less at the peak. What has no probability is -inf, and 0 · -inf would be NaN.
+        entropy = -logps.exp().mul_(logps).masked_fill_(logps == -torch.inf, 0.0).sum(-1)
     return logps.gather(-1, tokens[:, None]).squeeze(-1), entropy
 
 
@@ -33,5 +33,6 @@ def kl_of_logits(
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """In float32, or in the logits' own precision if that is higher."""
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    return (logits.to(precision) / temperature).log_softmax(-1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The caller still holds the logits: dividing them by 1 would hold them twice.
+    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)

@@ -1,0 +1,329 @@
+"""One layer of the evicting cache: its pool of slots, and what policies need to know of attention."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.decode_attention import decode_attention
+from lit_rlkv.kernels.evict import choose_survivors, due_rows, evict, take_slots
+from lit_rlkv.kernels.shadow_attention import shadow_attention
+from lit_rlkv.kvcache.policies import SlotView
+from lit_rlkv.types import NEVER
+
+if TYPE_CHECKING:
+    from lit_rlkv.kvcache.cache import Prefill, SlotCache
+
+MAX_PROMPT_LOGITS = 2**26
+"""Most logits held at once when attention is summed over a prompt: 256 MiB in float32."""
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's pool: transformers hands it new keys by `update`, the attention function calls `attend`."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, cache: "SlotCache") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # A strong reference would close a cycle, and the pools would outlive the rollout until the next
+        # garbage collection.
+        self.cache: SlotCache = weakref.proxy(cache)
+        self.scaling = 1.0
+        self.filled_by: Prefill | None = None
+        self.death: Int[Tensor, "row kv_head seq"]
+        self.columns: Int[Tensor, "row kv_head slot"]
+        self.first_slot: Int[Tensor, "row kv_head"]
+        self.recent_queries: Float[Tensor, "row window kv_head group dim"] | None = None
+        self.attention: Float[Tensor, "row kv_head slot"] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: prefill allocates the pool."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Pass through: keys enter the pool in `attend`, where the queries are known too."""
+        return key_states, value_states
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of this layer's pool; 0 before the first prefill."""
+        return sum(pool.nbytes for pool in (self.keys, self.values) if pool is not None)
+
+    def get_seq_length(self) -> int:
+        """Columns of the prompts; a model that is given `position_ids` asks only whether there are any.
+
+        How far each row has come is known on the device.
+        """
+        return 0 if self.cache.incoming is not None or self.filled_by is None else self.filled_by.n_columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self.keys is None else self.cache.n_slots), 0
+
+    def attend(
+        self,
+        query: Float[Tensor, "batch head seq dim"],
+        key: Float[Tensor, "batch kv_head seq dim"],
+        value: Float[Tensor, "batch kv_head seq dim_v"],
+        scaling: float,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "batch head seq dim_v"]:
+        """Attention over what the cache holds, after or before the writes that follow from it."""
+        self.scaling = scaling
+        step = self._decode if self.cache.incoming is None else self._prefill
+        return step(query, key, value, scaling, softcap)
+
+    def _prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
+        """Dense attention over prompts, which then move into the pool: `budget` keys of a row at most."""
+        incoming, policy = self.cache.incoming, self.cache.policy
+        assert incoming is not None
+        if self.filled_by is incoming:
+            raise ValueError(
+                "a layer attends twice in one forward, but the cache has one set of keys per layer"
+            )
+        self.filled_by = incoming
+        alive = torch.where(incoming.is_prompt[:, None], NEVER, 0).int()
+        out = shadow_attention(query, key, value, alive, scaling, softcap=softcap)
+        packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
+        if self.keys is None:
+            self._allocate(packed, key, value)
+        self.death[incoming.rows] = NEVER
+        self.death[incoming.rows, :, : key.shape[2]] = alive.repeat_interleave(incoming.n_samples, dim=0)
+        attention = None
+        if policy is not None and policy.tracks_attention is not None:
+            attention = self._prompt_attention(packed, key, scaling, softcap)
+        if self.recent_queries is not None:
+            self._remember_prompt_queries(packed)
+        self._fill(key, value, attention)
+        return out
+
+    def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
+        """The pool and its records for all rows, zeroed because NaN in a slot that is not live might spread."""
+        cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
+        shape = (cache.n_rows, n_kv_heads, cache.n_slots)
+        self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
+        self.death = key.new_full((*shape[:2], cache.seq_len), NEVER, dtype=torch.int32)
+        self.columns = key.new_zeros(shape, dtype=torch.long)
+        pools = torch.arange(cache.n_rows * n_kv_heads, device=key.device).view(shape[:2])
+        self.first_slot = pools * cache.n_slots
+        if cache.policy is not None and cache.policy.sees_queries:
+            window = cache.spec.window
+            self.recent_queries = packed.new_zeros(cache.n_rows, window, n_kv_heads, packed.shape[2], dim)
+        if cache.policy is not None and cache.policy.tracks_attention is not None:
+            self.attention = key.new_zeros(shape, dtype=torch.float32)
+        self.is_initialized = True
+
+    def _fill(self, key: Tensor, value: Tensor, attention: Tensor | None) -> None:
+        """Copy what each prompt keeps into all of its rows."""
+        cache, incoming = self.cache, self.cache.incoming
+        assert incoming is not None
+        assert self.keys is not None
+        assert self.values is not None
+        n_columns = key.shape[2]
+        width = n_columns if cache.policy is None else min(n_columns, cache.spec.budget)
+        kept = incoming.n_padding[:, None] + torch.arange(width, device=key.device)
+        kept = kept.clamp(max=n_columns - 1)[:, None].repeat(1, key.shape[1], 1)
+        for sample in range(incoming.n_samples):
+            rows = incoming.rows[sample :: incoming.n_samples]
+            if incoming.due is not None and cache.policy is not None:
+                if sample == 0 or cache.policy.draws:
+                    kept[incoming.due] = self._prompt_survivors(key, value, attention)
+                self._record_prompt_deaths(rows[incoming.due], kept[incoming.due], n_columns)
+            self.keys[rows, :, :width] = take_slots(key, kept)
+            self.values[rows, :, :width] = take_slots(value, kept)
+            self.columns[rows, :, :width] = kept
+            if self.attention is not None and attention is not None:
+                self.attention[rows, :, :width] = attention.gather(2, kept)
+
+    def _prompt_survivors(
+        self, key: Tensor, value: Tensor, attention: Tensor | None
+    ) -> Int[Tensor, "due kv_head budget"]:
+        """The columns that the policy keeps of each prompt that is longer than the budget, in order."""
+        cache, incoming = self.cache, self.cache.incoming
+        assert incoming is not None
+        assert incoming.due is not None
+        assert cache.policy is not None
+        due, n_columns = incoming.due, key.shape[2]
+        newest, first = torch.full_like(due, n_columns - 1), incoming.n_padding[due]
+        view = self._view(
+            rows=incoming.rows[:: incoming.n_samples][due],
+            keys=key[due],
+            values=value[due],
+            columns=torch.arange(n_columns, device=key.device).expand(len(due), key.shape[1], -1),
+            attention=None if attention is None else attention[due],
+            newest=newest,
+            first=first,
+        )
+        return choose_survivors(
+            cache.policy.score(view),
+            view.columns,
+            newest + 1,
+            first,
+            budget=cache.spec.budget,
+            sink=cache.spec.sink,
+            window=cache.spec.window,
+        )
+
+    def _record_prompt_deaths(
+        self, rows: Int[Tensor, " due"], kept: Int[Tensor, "due kv_head budget"], n_columns: int
+    ) -> None:
+        """What a long prompt does not keep is last seen by its own last query."""
+        death = self.death[rows, :, :n_columns]
+        is_evicted = (death == NEVER).scatter(2, kept, False)
+        self.death[rows, :, :n_columns] = death.masked_fill(is_evicted, n_columns)
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
+        """Write one key per row, attend, and note what the policy will ask for."""
+        cache, policy = self.cache, self.cache.policy
+        if self.keys is None or self.values is None:
+            raise ValueError(
+                "the cache is empty; let the forward of a prompt run inside of cache.prefill first"
+            )
+        n_rows, n_kv_heads = key.shape[:2]
+        places = (self.first_slot + (cache.n_live - 1)[:, None]).flatten()
+        for pool, new in ((self.keys, key), (self.values, value)):
+            pool.view(-1, pool.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
+        packed = query.reshape(n_rows, n_kv_heads, -1, query.shape[-1])
+        if policy is not None:
+            columns = cache.column[:, None].expand(-1, n_kv_heads).flatten()
+            self.columns.view(-1).index_copy_(0, places, columns)
+        if self.recent_queries is not None:
+            ring = (
+                torch.arange(n_rows, device=key.device) * cache.spec.window + cache.column % cache.spec.window
+            )
+            self.recent_queries.flatten(0, 1).index_copy_(0, ring, packed)
+        out = decode_attention(
+            packed,
+            self.keys,
+            self.values,
+            cache.n_live,
+            scaling,
+            softcap=softcap,
+            received=self.attention,
+            accumulates=policy is not None and policy.tracks_attention == "sum",
+        )
+        return out.reshape(n_rows, -1, 1, value.shape[-1])
+
+    def compact(self, is_full: Bool[Tensor, " row"]) -> None:
+        """Keep the best `budget` keys of each full row, at the front of its pool and in the order of columns."""
+        cache = self.cache
+        assert cache.policy is not None
+        assert self.keys is not None
+        assert self.values is not None
+        if uses_triton(self.keys):
+            scores = cache.policy.score(self._rows_view(slice(None), is_full))
+        else:
+            if not is_full.any():
+                return
+            rows = due_rows(is_full)
+            scores = torch.zeros(self.columns.shape, dtype=torch.float32, device=self.columns.device)
+            scores[rows] = cache.policy.score(self._rows_view(rows, None))
+        evict(
+            scores,
+            self.keys,
+            self.values,
+            self.columns,
+            self.attention if cache.policy.tracks_attention == "sum" else None,
+            self.death,
+            is_full,
+            cache.column + 1,
+            cache.first,
+            budget=cache.spec.budget,
+            sink=cache.spec.sink,
+            window=cache.spec.window,
+        )
+
+    def _rows_view(self, rows: Int[Tensor, " due"] | slice, is_due: Tensor | None) -> SlotView:
+        assert self.keys is not None
+        assert self.values is not None
+        return self._view(
+            rows=rows,
+            keys=self.keys[rows],
+            values=self.values[rows],
+            columns=self.columns[rows],
+            attention=None if self.attention is None else self.attention[rows],
+            newest=self.cache.column[rows],
+            first=self.cache.first[rows],
+            is_due=is_due,
+        )
+
+    def _view(
+        self,
+        rows: Int[Tensor, " due"] | slice,
+        keys: Float[Tensor, "due kv_head slot dim"],
+        values: Float[Tensor, "due kv_head slot dim_v"],
+        columns: Int[Tensor, "due kv_head slot"],
+        attention: Float[Tensor, "due kv_head slot"] | None,
+        newest: Int[Tensor, " due"],
+        first: Int[Tensor, " due"],
+        is_due: Bool[Tensor, " due"] | None = None,
+    ) -> SlotView:
+        """What the policy is shown of these rows, the token at column `newest` having just been attended."""
+        window = self.cache.spec.window
+        queries = query_columns = None
+        if self.recent_queries is not None:
+            queries = self.recent_queries[rows].permute(0, 2, 3, 1, 4)
+            place = torch.arange(window, device=keys.device)
+            query_columns = newest[:, None] - (newest[:, None] - place) % window
+        return SlotView(
+            keys=keys,
+            values=values,
+            columns=columns,
+            is_live=columns >= first[:, None, None],
+            is_recent=columns > (newest - window)[:, None, None],
+            queries=queries,
+            query_columns=query_columns,
+            attention=attention,
+            scaling=self.scaling,
+            generator=self.cache.generator,
+            is_due=is_due,
+        )
+
+    def _remember_prompt_queries(self, query: Float[Tensor, "batch kv_head group prompt dim"]) -> None:
+        """Start the ring of recent queries: the query of column c stands at c % window."""
+        incoming, n_columns = self.cache.incoming, query.shape[3]
+        assert incoming is not None
+        assert self.recent_queries is not None
+        window = self.cache.spec.window
+        recent = torch.arange(max(n_columns - window, 0), n_columns, device=query.device)
+        latest = query[:, :, :, recent].permute(0, 3, 1, 2, 4)
+        rows = incoming.rows[:, None]
+        self.recent_queries[rows, recent % window] = latest.repeat_interleave(incoming.n_samples, dim=0)
+
+    def _prompt_attention(
+        self,
+        query: Float[Tensor, "batch kv_head group prompt dim"],
+        key: Float[Tensor, "batch kv_head prompt dim"],
+        scaling: float,
+        softcap: float | None,
+    ) -> Float[Tensor, "batch kv_head prompt"]:
+        """Attention that each key of the prompt received: from the last query, or summed over all of them."""
+        cache, incoming = self.cache, self.cache.incoming
+        assert incoming is not None
+        assert cache.policy is not None
+        n_columns = key.shape[2]
+        column = torch.arange(n_columns, device=key.device)
+        first = n_columns - 1 if cache.policy.tracks_attention == "last" else 0
+        received = torch.zeros(key.shape[:3], device=key.device, dtype=torch.float32)
+        n_queries = max(MAX_PROMPT_LOGITS // (query[:, :, :, 0, 0].numel() * n_columns), 1)
+        for block in torch.split(column[first:], n_queries):
+            logits = (query[:, :, :, block] @ key.transpose(-1, -2).unsqueeze(2)).float() * scaling
+            if softcap is not None:
+                logits = (logits / softcap).tanh() * softcap
+            is_seen = incoming.is_prompt[:, None] & (column <= block[:, None])
+            probs = logits.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1)
+            is_query = incoming.is_prompt[:, None, None, block][..., None]
+            received += probs.masked_fill(~is_query, 0.0).sum(dim=3).mean(dim=2)
+        return received

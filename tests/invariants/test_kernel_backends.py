@@ -1,0 +1,79 @@
+"""Invariant 4, of the kernels: Triton changes neither rollouts nor log-probs nor gradients."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kernels.backend import using
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.models import replay_logps
+from lit_rlkv.rollout import generate
+from lit_rlkv.types import NEVER, Rollout
+from tests.models_zoo import PAD, ragged_prompts, tiny_model
+
+LENS = (11, 4)
+SCORED = ("h2o", "tova", "snapkv", "rkv", "keydiff", "expected")
+"""Not knorm: in the first layer the keys of one token have equal norms, and rounding picks among them."""
+
+
+def roll_out(kernels: str, policy: str, family: str = "llama", **changes: Any) -> Rollout:
+    settings: dict[str, Any] = {
+        "cache": CacheSpec(policy=policy, budget=8, interval=3, sink=1, window=3),
+        "max_new_tokens": 8,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        "generator": torch.Generator().manual_seed(0),
+    }
+    with using(kernels):
+        return generate(tiny_model(family), *ragged_prompts(LENS), **{**settings, **changes})
+
+
+@cache
+def by_triton(policy: str, family: str = "llama") -> Rollout:
+    return roll_out("triton", policy, family)
+
+
+def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -> list[Tensor]:
+    """Log-probs under the shadow mask, and what the sum of their squares asks of every parameter."""
+    model = tiny_model(family)
+    with using(kernels):
+        logps = replay_logps(model, rollout)
+        gradients = torch.autograd.grad(logps.square().sum(), list(model.parameters()), allow_unused=True)
+    return [logps.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_a_greedy_rollout_and_its_deaths_are_those_of_the_definitions(policy: str):
+    fast, plain = (roll_out(kernels, policy, temperature=0.0) for kernels in ("triton", "reference"))
+    assert torch.equal(fast.token_ids, plain.token_ids)
+    assert torch.equal(fast.death, plain.death)
+    assert ((fast.death > 0) & (fast.death < NEVER)).any(dim=-1).all(dim=(1, 2)).any()
+
+
+@pytest.mark.parametrize(("policy", "family"), [*((p, "llama") for p in POLICIES), ("h2o", "gemma2")])
+def test_the_learner_sees_what_the_sampler_saw_when_both_run_kernels(policy: str, family: str):
+    rollout = by_triton(policy, family)
+    with using("triton"), torch.no_grad():
+        gap = (replay_logps(tiny_model(family), rollout) - rollout.sampler_logps).abs().max()
+        blind = (replay_logps(tiny_model(family), rollout, shadow=False) - rollout.sampler_logps).abs().max()
+    assert gap < 1e-4
+    assert blind > 100 * gap
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_log_probs_and_gradients_are_those_of_the_definitions(family: str):
+    rollout = by_triton("h2o", family)
+    fast, plain = (logps_and_gradients(kernels, rollout, family) for kernels in ("triton", "reference"))
+    for a, b in zip(fast, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+
+
+def test_the_comparison_catches_a_death_too_late():
+    rollout = by_triton("h2o")
+    late = torch.where(rollout.death < NEVER, rollout.death + (rollout.death > 0), rollout.death)
+    shifted = Rollout(**{**vars(rollout), "death": late})
+    fast, plain = logps_and_gradients("triton", shifted), logps_and_gradients("reference", rollout)
+    assert (fast[0] - plain[0]).abs().max() > 1e-2

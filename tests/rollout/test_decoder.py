@@ -1,0 +1,208 @@
+"""Rows that come and go: samples of one prompt, prompts that wait, steps that run without Python."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.models import replay_logps
+from lit_rlkv.rollout import generate
+from lit_rlkv.types import NEVER, Rollout
+from tests.models_zoo import LAYERS, PAD, ragged_prompts, tiny_model
+from tests.rollout.recorded import Recorded, Recording
+
+LENS = (14, 9, 4, 1, 11, 6)
+N_NEW = 24
+DETERMINISTIC = sorted({*POLICIES, "dense"} - {"random"})
+REPLAY_TOLERANCE = 1e-4
+
+
+def spec_of(policy: str) -> CacheSpec:
+    if policy == "dense":
+        return CacheSpec.dense()
+    return CacheSpec(policy=policy, budget=8, interval=3, sink=1, window=3)
+
+
+def run(policy: str = "snapkv", lens: tuple[int, ...] = LENS, **changes: Any) -> Rollout:
+    settings: dict[str, Any] = {
+        "cache": spec_of(policy),
+        "max_new_tokens": N_NEW,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        "generator": torch.Generator().manual_seed(0),
+    }
+    return generate(tiny_model(), *ragged_prompts(lens), **{**settings, **changes})
+
+
+def stops(rollout: Rollout) -> list[int]:
+    """Tokens that end the responses of a rollout at different lengths, some soon and some late."""
+    n_prompt = int((~rollout.is_action).all(dim=0).sum())
+    responses = rollout.token_ids[:, n_prompt:]
+    return [int(responses[row, 1 + 3 * row]) for row in range(0, len(responses), 2)]
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    names = ("token_ids", "is_token", "is_action", "sampler_logps", "death")
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def gap(rollout: Rollout) -> float:
+    with torch.no_grad():
+        return float((replay_logps(tiny_model(), rollout) - rollout.sampler_logps).abs().max())
+
+
+class Forwards:
+    """Sizes of the forwards of the model: (rows, columns)."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+
+    def __enter__(self) -> "Forwards":
+        embedding = tiny_model().get_input_embeddings()
+        self.hook = embedding.register_forward_hook(lambda *a: self.shapes.append(tuple(a[1][0].shape)))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.hook.remove()
+
+
+@pytest.mark.parametrize("policy", DETERMINISTIC)
+def test_greedy_samples_of_a_prompt_are_those_of_the_prompt_given_again(policy: str):
+    token_ids, is_prompt = ragged_prompts(LENS)
+    together = run(policy, temperature=0.0, n_samples=3)
+    settings = {"cache": spec_of(policy), "max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": PAD}
+    again = generate(
+        tiny_model(),
+        token_ids.repeat_interleave(3, dim=0),
+        is_prompt.repeat_interleave(3, dim=0),
+        temperature=0.0,
+        **settings,
+    )
+    assert same(together, again)
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples():
+    with Forwards() as forwards:
+        rollout = run(n_samples=4)
+    assert forwards.shapes[0] == (len(LENS), max(LENS))
+    assert set(forwards.shapes[1:]) == {(4 * len(LENS), 1)}
+    assert len(rollout.token_ids) == 4 * len(LENS)
+
+
+def test_samples_of_a_prompt_differ_and_under_random_eviction_keep_different_keys_of_it():
+    rollout = run("random", n_samples=2)
+    assert not torch.equal(rollout.token_ids[0], rollout.token_ids[1])
+    # Prompt 0 has 14 tokens and the budget is 8: six die at its end, in each sample others.
+    deaths = rollout.death[:2, ..., :14]
+    assert ((deaths == 14).sum(-1) == 6).all()
+    assert not torch.equal(deaths[0], deaths[1])
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova", "expected", "dense"])
+def test_samples_of_a_prompt_share_what_is_kept_of_it(policy: str):
+    rollout = run(policy, n_samples=2)
+    at_prefill = rollout.death[..., :14] == 14
+    assert torch.equal(at_prefill[0::2], at_prefill[1::2])
+    assert not torch.equal(rollout.token_ids[0], rollout.token_ids[1])
+
+
+@pytest.mark.parametrize("policy", DETERMINISTIC)
+@pytest.mark.parametrize("max_rows", [2, 5])
+def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: int):
+    settings = {"temperature": 0.0, "eos_token_id": stops(run(policy, temperature=0.0))}
+    everyone = run(policy, **settings)
+    lengths = everyone.is_action.sum(dim=1)
+    assert len(lengths.unique()) >= 3
+    waited = run(policy, **settings, max_rows=max_rows)
+    assert same(waited, everyone)
+    assert waited.kv_bytes * len(LENS) == everyone.kv_bytes * max_rows
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_rows_wrote_one_after_the_other_is_replayed_exactly(policy: str):
+    rollout = run(policy, eos_token_id=stops(run(policy)), n_samples=2, max_rows=4)
+    assert len(rollout.is_action.sum(dim=1).unique()) >= 3
+    assert ((rollout.death > 0) & (rollout.death < NEVER)).any(dim=-1).float().mean() > 0.3
+    assert gap(rollout) < REPLAY_TOLERANCE
+
+
+def test_a_row_that_comes_free_is_taken_before_the_others_have_ended():
+    settings = {"temperature": 0.0, "eos_token_id": stops(run(temperature=0.0))}
+    lengths = run(**settings).is_action.sum(dim=1).tolist()
+    with Forwards() as forwards:
+        run(**settings, max_rows=2)
+    n_steps = sum(shape == (2, 1) for shape in forwards.shapes)
+    # Two rows by hand: a prompt goes to the one that is free first; the first token comes from prefill.
+    busy_until = [0, 0]
+    for length in lengths:
+        busy_until[busy_until.index(min(busy_until))] += length - 1
+    assert n_steps == max(busy_until)
+    in_pairs = sum(max(pair) - 1 for pair in zip(lengths[0::2], lengths[1::2], strict=True))
+    assert n_steps < in_pairs
+
+
+def test_the_samples_of_a_prompt_wait_until_all_of_them_find_a_row():
+    with Forwards() as forwards:
+        run(n_samples=2, max_rows=5)
+    assert forwards.shapes[0] == (2, max(LENS))  # five rows hold two groups of two
+    assert forwards.shapes[1] == (4, 1)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "dense"])
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_a_step_replayed_without_its_python_gives_the_same_rollout(
+    policy: str, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    settings: dict[str, Any] = {"max_rows": max_rows, "eos_token_id": stops(run(policy))}
+    plain = run(policy, **settings)
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.Captured", Recorded)
+    before = Recorded.n_replays
+    assert same(run(policy, **settings), plain)
+    assert Recorded.n_replays > before + 5
+
+
+def test_a_recording_of_a_step_that_python_steers_does_not_replay():
+    count = 0
+    total = torch.zeros(())
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        total.add_(count)
+
+    with Recording() as recording:
+        step()
+    recording.replay()
+    assert float(total) == 2  # and not 1 + 2
+
+
+def test_a_recording_refuses_what_waits_for_the_device():
+    with pytest.raises(RuntimeError, match="waits for the device"), Recording():
+        torch.ones(3).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_samples": 0}, "n_samples=0 asks for no response; give at least 1"),
+        ({"n_samples": 3, "max_rows": 2}, "max_rows=2 has no room for the 3 samples of one prompt"),
+        ({"cuda_graph": True}, "cuda_graph=true needs a model on CUDA, and this one is on cpu"),
+    ],
+)
+def test_rows_and_graphs_that_cannot_be_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        run(**changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", [*POLICIES, "dense"])
+@pytest.mark.parametrize("max_rows", [None, 4])
+def test_a_captured_step_gives_the_same_greedy_rollout_on_a_gpu(policy: str, max_rows: int | None):
+    model = tiny_model("qwen3").to("cuda")
+    prompts = [t.cuda() for t in ragged_prompts(LENS)]
+    settings = {"cache": spec_of(policy), "max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": PAD}
+    plain = partial(generate, model, *prompts, temperature=0.0, generator=torch.Generator("cuda"), **settings)
+    assert same(plain(cuda_graph=True, max_rows=max_rows), plain(cuda_graph=False))
+    assert len(model.model.layers) == LAYERS
