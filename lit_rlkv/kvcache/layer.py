@@ -108,7 +108,7 @@ class SlotLayer(CacheLayerMixin):
         return out
 
     def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
-        """The pool and its records for all rows, zeroed because NaN in a slot that is not live might spread."""
+        """The pool and its records for all rows; zeroed, because NaN in a dead slot might spread."""
         cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
@@ -217,7 +217,7 @@ class SlotLayer(CacheLayerMixin):
         return out.reshape(n_rows, -1, 1, value.shape[-1])
 
     def compact(self, is_full: Bool[Tensor, " row"]) -> None:
-        """Keep the best `budget` keys of each full row, at the front of its pool and in the order of columns."""
+        """Keep the best `budget` keys of each full row, in the order of their columns."""
         cache = self.cache
         assert cache.policy is not None
         assert self.keys is not None

@@ -32,7 +32,7 @@ class FillLevels:
         self.level[list(rows)] = IDLE
 
     def step(self) -> bool:
-        """Count the key that each row has just written; whether some row may be full and want a compaction."""
+        """Count the key that each row has just written; whether some row may be full now."""
         self.level += 1
         is_full = self.level == self.full
         self.level[is_full] = self.budget
