@@ -29,7 +29,7 @@ from lit_rlkv.rollout import generate
 CONF = Path(__file__).parent.parent / "conf"
 ROLLOUT = OmegaConf.load(CONF / "rollout" / "default.yaml")
 CACHE = OmegaConf.load(CONF / "cache" / "default.yaml")
-BATCH = ROLLOUT.n_prompts * OmegaConf.load(CONF / "algorithm" / "grpo.yaml").group_size
+BATCH = ROLLOUT.n_prompts * OmegaConf.load(CONF / "algorithm" / "_shared.yaml").group_size
 NEW = ROLLOUT.max_new_tokens
 PROMPT, VOCAB = 10, 51
 """Those of the default task."""
@@ -47,12 +47,16 @@ def bare_transformers(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
 def bare_pool(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
     """Slots are reused in turn once the pool is full."""
     n_free = CACHE.budget + CACHE.interval - PROMPT
-    is_prompt = torch.ones_like(token_ids, dtype=torch.bool)
-    cache = SlotCache(CacheSpec.dense(), model.config.num_hidden_layers, is_prompt, n_free)
+    cache = SlotCache(
+        CacheSpec.dense(), model.config.num_hidden_layers, BATCH, PROMPT + n_free, token_ids.device
+    )
     positions = torch.arange(PROMPT).expand(BATCH, -1)
-    head_logits(model, hidden_states(model, token_ids, positions, slot_cache=cache)[:, -1])
+    with cache.prefill(range(BATCH), torch.ones_like(token_ids, dtype=torch.bool)):
+        head_logits(model, hidden_states(model, token_ids, positions, slot_cache=cache)[:, -1])
     for step in range(NEW - 1):
-        cache.advance(step % n_free)
+        if step % n_free == 0:
+            cache.n_live.fill_(PROMPT)
+        cache.advance()
         hidden = hidden_states(model, token_ids[:, :1], positions[:, -1:] + 1 + step, slot_cache=cache)
         head_logits(model, hidden[:, -1])
 

@@ -62,7 +62,7 @@ def _poisoned_and_cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype) -> Inputs:
-    """Rows have filled all slots, half of them, and one, in turn; dead slots hold NaN or are huge."""
+    """Rows have filled all slots, half of them, and one, in turn; dead keys are NaN or huge, dead values huge."""
     generator = torch.Generator(DEVICE).manual_seed(shape.n_slots)
     draw = partial(torch.randn, generator=generator, device=DEVICE)
     pools = (shape.batch, shape.kv_heads, shape.n_slots)
@@ -73,7 +73,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype) -> Inputs:
     slot = torch.arange(shape.n_slots, device=DEVICE)
     is_dead = (slot >= n_live[:, None])[:, None, :, None]
     junk = torch.where(slot % 2 == 0, torch.nan, 1e4)[:, None]
-    keys, values = torch.where(is_dead, junk, keys), torch.where(is_dead, junk, values)
+    keys, values = torch.where(is_dead, junk, keys), torch.where(is_dead, 1e4, values)
     return Inputs(query.to(dtype), keys.to(dtype), values.to(dtype), n_live)
 
 
@@ -128,6 +128,13 @@ def test_real_sizes_are_as_accurate_as_plain_torch(shape: Shape, dtype: torch.dt
     assert max(excess_errors(partial(decode_attention, kernels="triton"), inputs)) <= bound(dtype)
 
 
+def test_the_kernels_never_read_a_dead_value(kernel_call):
+    inputs = make_inputs(TOY, torch.float32)
+    dead = torch.arange(TOY.n_slots, device=DEVICE) >= inputs.n_live[:, None]
+    poisoned = inputs._replace(values=inputs.values.masked_fill(dead[:, None, :, None], torch.nan))
+    assert torch.equal(kernel_call(*poisoned, SCALING), kernel_call(*inputs, SCALING))
+
+
 def test_a_softcapped_call_is_as_accurate_as_plain_torch(attend):
     assert max(excess_errors(attend, make_inputs(TOY, torch.float32), softcap=2.0)) <= 2.0
 
@@ -167,7 +174,7 @@ def make_hand_example() -> tuple[Inputs, Tensor]:
     """One row and KV head, two query heads, two live slots and a dead one; and a running score."""
     query = torch.tensor([[0.0, math.log(3.0)], [5.0, 0.0]])[None, None]
     keys = torch.tensor([[0.0, 1.0], [0.0, 2.0], [torch.nan, 9.0]])[None, None]
-    values = torch.tensor([[1.0], [5.0], [torch.nan]])[None, None]
+    values = torch.tensor([[1.0], [5.0], [9.0]])[None, None]
     tensors = (tensor.to(DEVICE) for tensor in (query, keys, values, torch.tensor([2])))
     return Inputs(*tensors), torch.tensor([[[5.0, 7.0, 9.0]]], device=DEVICE)
 

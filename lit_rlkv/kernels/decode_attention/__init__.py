@@ -21,7 +21,7 @@ def decode_attention(
     accumulates: bool = False,
     kernels: str | None = None,
 ) -> Float[Tensor, "batch kv_head group dim_v"]:
-    """softmax(q·kᵀ·scaling) v over the live slots of each row: the first `n_live`, whatever the others hold.
+    """softmax(q·kᵀ·scaling) v over the live slots of each row: the first `n_live`; the others hold any finite numbers.
 
     Nothing waits for the device: a call can be captured in a CUDA graph. A row without a live slot gives 0.
 

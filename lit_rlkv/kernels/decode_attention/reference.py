@@ -32,5 +32,4 @@ def decode_attention(
             received.masked_fill_(is_newest, 0.0).add_(share)
         else:
             received.copy_(share)
-    # A dead slot may hold NaN, which a probability of 0 does not silence.
-    return probs.to(values.dtype) @ values.masked_fill(is_dead[..., None], 0.0)
+    return probs.to(values.dtype) @ values
