@@ -1,26 +1,45 @@
 """What the compiler makes of the Triton kernels for an NVIDIA GPU, on a machine that need not have one.
 
-    python benchmarks/compiled.py [--arch 90]
+    python benchmarks/compiled.py [--arch 90] [--head-dims 64 128 256] [--dtypes bfloat16] [--ops evict]
 
-Each operation is called as it would be on the GPU, on tensors without data; its kernels are compiled and not
-launched. Printed are registers a thread, bytes spilled a thread, shared memory of a program, and how many
-matrix and asynchronous-copy instructions there are.
+Each operation is called as it would be on the GPU, at real sizes and on tensors without data; its kernels are
+compiled and not launched. Printed are registers a thread, bytes spilled a thread, shared memory of a program,
+and how many matrix and asynchronous-copy instructions there are; a kernel with several lines was compiled in
+several variants. Rows go to benchmarks/results/compiled.jsonl, one for each operation, type and dimension.
 """
 
+import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+NAME = "compiled"
+OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HEADINGS = (
+    "operation",
+    "type",
+    "dim",
+    "kernel",
+    "registers",
+    "spilled B",
+    "shared B",
+    "warps",
+    "matrix",
+    "wgmma",
+    "async copies",
+)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -106,3 +125,58 @@ def _report(compiled: Any) -> KernelReport:
         n_wgmma=ptx.count("wgmma.mma_async"),
         n_async_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)) + ptx.count("cp.async.bulk.tensor"),
     )
+
+
+def compile_operation(op: str, dtype: torch.dtype, dim: int, arch: int) -> list[KernelReport]:
+    """Every variant of the kernels that the operation launches, each once."""
+    from kernel_calls import CALLS  # not at the top: this file is imported from elsewhere for compile_call
+
+    reports = compile_call(lambda: CALLS[op](dtype, dim), arch)
+    return list(dict.fromkeys(reports))
+
+
+def report(rows: Sequence[tuple[str, str, int, KernelReport]]) -> str:
+    """One line for each variant of a kernel."""
+    from text_table import text_table
+
+    cells = [[op, dtype, str(dim), *map(str, astuple(found))] for op, dtype, dim, found in rows]
+    return text_table(HEADINGS, cells, n_left=4)
+
+
+def main() -> None:
+    import record
+
+    args = parse_arguments()
+    rows: list[tuple[str, str, int, KernelReport]] = []
+    for op in args.ops:
+        for dtype in args.dtypes:
+            # Rows of logits have the vocabulary's width, whatever the heads'.
+            for dim in args.head_dims[:1] if op == "token_logps" else args.head_dims:
+                found = compile_operation(op, DTYPES[dtype], dim, args.arch)
+                rows.extend((op, dtype, dim, kernel) for kernel in found)
+                if args.record:
+                    described = {"arch": args.arch, "op": op, "dtype": dtype, "head_dim": dim}
+                    record.append(NAME, described | {"kernels": [asdict(kernel) for kernel in found]})
+                print(f"{op}, {dtype}, head_dim {dim}: {len(found)} kernels compiled", flush=True)
+    print(f"\nTriton {triton.__version__}, sm_{args.arch}\n{report(rows)}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--arch", type=int, default=90, help="compute capability times ten")
+    parser.add_argument(
+        "--record", action=argparse.BooleanOptionalAction, default=True, help="append to results/"
+    )
+    args = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set, under which nothing is compiled; unset it")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -3,18 +3,35 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "transformers", "peft", "lightning")
 
 
 def provenance() -> dict[str, str]:
-    """Where and with what a number was measured."""
+    """Where and with what a number was measured; packages that are not installed are left out."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+    versions = {name: _version(name) for name in PACKAGES}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "device": f"{device}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        **{name: found for name, found in versions.items() if found is not None},
+    }
+
+
+def _commit() -> str:
+    """The clone's commit; "unknown" outside of one, and where there is no git."""
+    if shutil.which("git") is None:
+        return "unknown"
     git = ["git", "-C", str(RESULTS.parent)]
     commit = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -22,14 +39,14 @@ def provenance() -> dict[str, str]:
     is_dirty = subprocess.run(
         [*git, "status", "--porcelain", "lit_rlkv"], capture_output=True, text=True, check=False
     )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() + ("+changes" if is_dirty.stdout.strip() else ""),
-        "device": f"{device}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "peft", "lightning")},
-    }
+    return (commit.stdout.strip() or "unknown") + ("+changes" if is_dirty.stdout.strip() else "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cpu_name() -> str:

@@ -1,0 +1,185 @@
+"""One operation at one size: ways to compute it, proven right and then timed in turns."""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from kernel_counts import Work
+from kernel_timing import Call, Ceilings, Spread, first_seconds, spread, taking_turns
+from live_bytes import CudaBytes, LiveBytes, Meter
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases of a run share."""
+
+    device: str
+    is_toy: bool
+    n_rounds: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Triton's interpreter multiplies bfloat16 wrongly, so on a CPU it is float32."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    @property
+    def timed_kernels(self) -> str:
+        """On a CPU the Triton kernels are interpreted: checked, not timed."""
+        return "triton" if self.device == "cuda" else "reference"
+
+    def random(self, *shape: int, seed: int, requires_grad: bool = False) -> Tensor:
+        """Normal numbers, the same for the same seed and device."""
+        draw = torch.Generator(self.device).manual_seed(seed)
+        values = torch.randn(shape, generator=draw, device=self.device, dtype=torch.float32)
+        return values.to(self.dtype).requires_grad_(requires_grad)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to compute."""
+
+    name: str
+    call: Call
+    work: Work | None = None
+    """None where no ceiling applies."""
+    may_fail: bool = False
+    """A comparison that memory, torch's version or the device may not allow."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation at one size."""
+
+    op: str
+    label: str
+    sizes: dict[str, int | str]
+    arms: tuple[Arm, ...]
+    """Ours first: the others are compared with it."""
+    check: Callable[[], float]
+    """Largest error of our kernel in units of plain PyTorch's own; raises WrongKernelError."""
+    bound: str = "copy"
+    """Which ceiling applies: `copy` or `matmul`."""
+    inputs: tuple[Tensor, ...] = ()
+    """What is in memory before any arm runs."""
+    prepare: Call | None = None
+    """Restores what a call changes."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Facts about the case for the record, by name."""
+
+
+Builder = Callable[[], Case]
+"""Makes a case when its turn comes, because all of them together do not fit into memory."""
+Builders = Iterator[tuple[str, Builder]]
+"""Labels, and what makes the case of that name."""
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What was measured of one arm."""
+
+    name: str
+    seconds: Spread
+    first_s: float
+    """Wall-clock of the first call, with compilation."""
+    peak_bytes: int
+    """Most memory above the inputs during one call."""
+    share_of_ceiling: float | None
+    over_ours: float
+    """Time over that of our kernel; above 1 is slower than ours."""
+    work: Work | None = None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What was measured of a case."""
+
+    op: str
+    label: str
+    sizes: dict[str, int | str]
+    bound: str
+    excess_error: float
+    arms: tuple[ArmResult, ...]
+    failed: dict[str, str]
+    """Arms that could not run, and why."""
+    figures: dict[str, float]
+
+    @property
+    def in_short(self) -> str:
+        """The medians alone, for whoever waits for the table."""
+        medians = ", ".join(f"{arm.name} {1e3 * arm.seconds.median:.3f}" for arm in self.arms)
+        return f"{self.label}, ms: {medians}"
+
+
+def measure(case: Case, setting: Setting, ceilings: Ceilings) -> CaseResult:
+    """First calls, then the proof, then times in turns, then memory.
+
+    Raises:
+        WrongKernelError: the kernel's result is not the definition's.
+    """
+    first_s, failed = _first_calls(case, setting)
+    error = case.check()
+    arms = [arm for arm in case.arms if arm.name not in failed]
+    times = taking_turns(
+        {arm.name: arm.call for arm in arms}, setting.device, setting.n_rounds, prepare=case.prepare
+    )
+    seconds = {name: spread(values) for name, values in times.items()}
+    ours = seconds[case.arms[0].name].median
+    results = tuple(
+        ArmResult(
+            name=arm.name,
+            seconds=seconds[arm.name],
+            first_s=first_s[arm.name],
+            peak_bytes=peak_bytes(arm.call, setting.device, case.inputs),
+            share_of_ceiling=_share(arm.work, case.bound, seconds[arm.name].median, ceilings),
+            over_ours=seconds[arm.name].median / ours,
+            work=arm.work,
+        )
+        for arm in arms
+    )
+    return CaseResult(case.op, case.label, case.sizes, case.bound, error, results, failed, case.figures)
+
+
+def _first_calls(case: Case, setting: Setting) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds by arm, and the arms that cannot run."""
+    seconds, failed = {}, {}
+    for arm in case.arms:
+        if case.prepare is not None:
+            case.prepare()
+        try:
+            seconds[arm.name] = first_seconds(arm.call, setting.device)
+        except Exception as error:  # whatever a backend raises: it is reported, and the others are measured
+            if not arm.may_fail:
+                raise
+            failed[arm.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        release(setting.device)
+    if case.prepare is not None:
+        case.prepare()
+    return seconds, failed
+
+
+def _share(work: Work | None, bound: str, seconds: float, ceilings: Ceilings) -> float | None:
+    if work is None:
+        return None
+    if bound == "copy":
+        return work.n_bytes / seconds / 1e9 / ceilings.copy_gb_per_s
+    return work.n_flops / seconds / 1e12 / ceilings.matmul_tflops
+
+
+def peak_bytes(call: Call, device: str, inputs: tuple[Tensor, ...]) -> int:
+    """Most bytes alive during a call, above its inputs."""
+    meter: Meter = CudaBytes(inputs) if device == "cuda" else LiveBytes(inputs)
+    with meter:
+        before = meter.peak_bytes()
+        result = call()
+        peak = meter.peak_bytes() - before
+        del result
+    return peak
+
+
+def release(device: str) -> None:
+    """Give back the memory of what nothing names any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

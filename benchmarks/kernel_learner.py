@@ -1,0 +1,208 @@
+"""The run behind learner.py: a model and rollouts, both kernels compared, then all views timed in turns."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import record
+import torch
+from kernel_accuracy import require_accurate
+from kernel_case import Arm, Case, CaseResult, Setting, measure, release
+from kernel_deaths import Schedule, simulate_deaths
+from kernel_table import mb
+from kernel_timing import Ceilings
+from text_table import text_table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.kernels.backend import using
+from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.models.presets import tiny_qwen3
+from lit_rlkv.models.replay import action_logps
+from lit_rlkv.types import Rollout
+
+NAME = "learner"
+CHECK_LEN = {"cpu": 96, "cuda": 2048}
+"""Longest sequence at which the two kernels are compared."""
+MAX_REFERENCE_LEN = 8192
+"""Longest sequence whose mask of [seq, seq] for each head the definition is timed with."""
+NO_CEILING = Ceilings(copy_gb_per_s=float("inf"), matmul_tflops=float("inf"))
+
+Logps = Callable[[PreTrainedModel, Rollout], Tensor]
+Values = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all steps of a run share."""
+
+    sizes: dict[str, int]
+    batch: int
+    interval: int
+    prompt: int
+    checkpoints_layers: bool
+
+
+def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
+    """Length by length, all budgets of a length in turns with the dense views."""
+    sizes = sizes | ({"num_hidden_layers": args.layers} if args.layers else {})
+    shape = Shape(sizes, args.batch, args.interval, args.prompt, args.checkpointing)
+    setting = Setting(args.device, args.device == "cpu", args.rounds)
+    model = make_model(setting, shape, max(args.lengths))
+    results = []
+    for length in args.lengths:
+        result = measure(make_case(setting, model, shape, length, args.budgets), setting, NO_CEILING)
+        release(setting.device)
+        if args.record:
+            record.append(NAME, record_row(result, setting))
+        results.append(result)
+        print(result.in_short, flush=True)
+    print("\n" + report(results, setting, shape))
+    if args.plot:
+        from kernel_plot import draw_learner  # matplotlib is there for --plot alone
+
+        draw_learner(results, setting).savefig(args.plot)
+    return results
+
+
+def make_model(setting: Setting, shape: Shape, max_len: int) -> PreTrainedModel:
+    """Random weights, the same at every call."""
+    sizes = dict(shape.sizes)
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        model = tiny_qwen3(sizes.pop("vocab_size"), 0, 1, max_position_embeddings=max_len, **sizes)
+    model = prepare_backbone(model.type(setting.dtype).train())
+    if shape.checkpoints_layers:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def make_rollout(setting: Setting, shape: Shape, length: int, budget: int) -> Rollout:
+    """Random tokens with the deaths of a simulated h2o; nothing is padding."""
+    lead = (shape.batch, shape.sizes["num_hidden_layers"], shape.sizes["num_key_value_heads"])
+    window = min(32, budget // 4)
+    schedule = Schedule(budget, shape.interval, window=window, prompt=shape.prompt)
+    draw = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(2, shape.sizes["vocab_size"], (shape.batch, length), generator=draw)
+    is_action = (torch.arange(length) >= shape.prompt).expand(shape.batch, -1)
+    rollout = Rollout(
+        token_ids=token_ids,
+        is_token=torch.ones_like(is_action),
+        is_action=is_action,
+        sampler_logps=torch.zeros(shape.batch, length),
+        death=simulate_deaths(lead, length, schedule),
+        kv_bytes=0,
+    )
+    return rollout.to(setting.device)
+
+
+def step(model: PreTrainedModel, logps: Logps, rollout: Rollout, kernels: str) -> Values:
+    """Log-probs of the actions and the gradients of their sum, which are left nowhere."""
+    with using(kernels):
+        out = logps(model, rollout)
+        return out, *torch.autograd.grad(out.sum(), list(model.parameters()))
+
+
+def torch_logps(model: PreTrainedModel, rollout: Rollout) -> Tensor:
+    """As a learner without us computes them: transformers' causal attention, by SDPA without a mask."""
+    hidden = model.base_model(input_ids=rollout.token_ids[:, :-1], use_cache=False).last_hidden_state
+    return action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], 1.0)[0]
+
+
+dense_logps = partial(replay_logps, shadow=False)
+shadow_logps = partial(replay_logps, shadow=True)
+
+
+def make_case(
+    setting: Setting, model: PreTrainedModel, shape: Shape, length: int, budgets: Sequence[int]
+) -> Case:
+    """All views of one length; ours is the shadow view of the smallest budget."""
+    timed = dict.fromkeys((setting.timed_kernels, "reference"))
+    rollouts = {budget: make_rollout(setting, shape, length, budget) for budget in sorted(budgets)}
+    first = next(iter(rollouts.values()))
+    views = [(f"shadow {budget}", shadow_logps, rollout) for budget, rollout in rollouts.items()]
+    views.append(("dense", dense_logps, first))
+    arms = [
+        Arm(f"{view}, {kernels}", partial(step, model, logps, rollout, kernels), may_fail=kernels != "triton")
+        for kernels in timed
+        for view, logps, rollout in views
+        if kernels == "triton" or length <= MAX_REFERENCE_LEN
+    ]
+    arms.append(Arm("torch dense", partial(step, model, torch_logps, first, setting.timed_kernels)))
+    return Case(
+        op="learner",
+        label=f"{length} tokens",
+        sizes={"seq": length, "batch": shape.batch, "interval": shape.interval, **shape.sizes},
+        arms=tuple(arms),
+        check=partial(check, setting, model, shape, min(length, CHECK_LEN[setting.device]), min(budgets)),
+        bound="none",
+        inputs=tuple(model.parameters()),
+    )
+
+
+def check(
+    setting: Setting,
+    model: PreTrainedModel,
+    shape: Shape,
+    length: int,
+    budget: int,
+    ours: Callable[..., Values] = step,
+) -> float:
+    """Errors of Triton's kernels over those of the definitions, both from the definitions one precision up.
+
+    At a length that these can take, under a budget that evicts there, in the dense and in the shadow view.
+    """
+    budget = min(budget, length // 3)
+    rollout = make_rollout(setting, shape, length, budget)
+    precise = deepcopy(model).to(torch.float32 if setting.dtype == torch.bfloat16 else torch.float64)
+    errors = []
+    for view, logps in (("shadow", shadow_logps), ("dense", dense_logps)):
+        actual = ours(model, logps, rollout, "triton")
+        plain = step(model, logps, rollout, "reference")
+        truth = step(precise, logps, rollout, "reference")
+        errors_of = [_relative_errors(values[1:], truth[1:]) for values in (actual, plain, truth)]
+        results = {
+            "log-probs": (actual[0], plain[0], truth[0]),
+            "relative error of the gradients": tuple(errors_of),
+        }
+        errors.append(require_accurate(f"learner, {view} view, {length} tokens", results))
+    return max(errors)
+
+
+def _relative_errors(gradients: Values, truth: Values) -> Tensor:
+    """‖g − truth‖ / ‖truth‖ of each parameter."""
+    pairs = zip(gradients, truth, strict=True)
+    return torch.stack([(g.double() - t.double()).norm() / t.double().norm() for g, t in pairs])
+
+
+def report(results: Sequence[CaseResult], setting: Setting, shape: Shape) -> str:
+    """A line for each view of each length."""
+    headings = ("tokens", "view", "s", "p10", "p90", "tokens/s", "/ torch dense", "first step s", "peak MB")
+    rows, notes = [], []
+    for result in results:
+        dense = next(arm for arm in result.arms if arm.name == "torch dense")
+        for number, arm in enumerate(result.arms):
+            s, n_tokens = arm.seconds, shape.batch * int(result.sizes["seq"])
+            cells = [f"{value:.4f}" for value in (s.median, s.p10, s.p90)]
+            ratio = s.median / dense.seconds.median
+            costs = [f"{n_tokens / s.median:,.0f}", f"{ratio:.2f}", f"{arm.first_s:.2f}", mb(arm.peak_bytes)]
+            rows.append([result.sizes["seq"] if number == 0 else "", arm.name, *cells, *costs])
+        notes.extend(f"  {result.label}: {name} cannot run: {why}" for name, why in result.failed.items())
+    worst = max(result.excess_error for result in results)
+    precision = str(setting.dtype).removeprefix("torch.")
+    lines = [
+        f"{record.provenance()['device']}, {precision}, {shape.sizes['num_hidden_layers']} layers, batch "
+        f"{shape.batch}; largest error of Triton's kernels {worst:.2f} times that of the definitions",
+    ]
+    if setting.timed_kernels != "triton":
+        lines.append("No GPU: Triton's kernels were interpreted, found right and not timed.")
+    table = text_table(headings, [[str(cell) for cell in row] for row in rows], n_left=2)
+    return "\n".join([*lines, table, *notes])
+
+
+def record_row(result: CaseResult, setting: Setting) -> dict:
+    """One line of the record."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    return {**asdict(result), "dtype": dtype, "n_rounds": setting.n_rounds}

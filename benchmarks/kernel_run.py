@@ -1,0 +1,86 @@
+"""The run behind kernels.py: ceilings, then every case of every operation, then tables and picture."""
+
+import argparse
+from collections.abc import Callable
+
+import kernel_decode
+import kernel_evict
+import kernel_scores
+import kernel_shadow
+import kernel_tokens
+import record
+from kernel_case import Builders, CaseResult, Setting, measure, release
+from kernel_table import case_table, record_row
+from kernel_timing import Ceilings, ceilings
+
+NAME = "kernels"
+CASES: dict[str, Callable[[Setting], Builders]] = {
+    "decode_attention": kernel_decode.cases,
+    "evict": kernel_evict.cases,
+    "slot_scores": kernel_scores.cases,
+    "shadow_attention": kernel_shadow.cases,
+    "token_logps": kernel_tokens.cases,
+}
+
+
+def run(args: argparse.Namespace) -> list[CaseResult]:
+    """Everything asked for; what was measured is kept case by case, and printed as tables at the end."""
+    setting = setting_of(args)
+    limits = ceilings(setting.device)
+    release(setting.device)
+    results = []
+    for op in args.ops:
+        for label, build in CASES[op](setting):
+            if args.only not in label:
+                continue
+            result = measure(build(), setting, limits)
+            release(setting.device)
+            if args.record:
+                record.append(NAME, record_row(result, setting, limits))
+            results.append(result)
+            print(f"{op}, {result.in_short}", flush=True)
+    print("\n" + report(results, setting, limits))
+    if args.plot and results:
+        from kernel_plot import draw  # matplotlib is there for --plot alone
+
+        draw(results, setting).savefig(args.plot)
+    return results
+
+
+def tune(args: argparse.Namespace) -> str:
+    """Other configurations at the first size of each operation that `--only` lets through."""
+    from kernel_tune import CANDIDATES
+    from kernel_tune import tune as tune_case
+
+    setting, tables = setting_of(args), []
+    for op in [op for op in args.ops if op in CANDIDATES]:
+        builders = [(label, build) for label, build in CASES[op](setting) if args.only in label]
+        if builders:
+            tables.append(tune_case(op, *builders[0], setting))
+            release(setting.device)
+            print(f"{op}: tuned", flush=True)
+    print("\n" + "\n\n".join(tables))
+    return "\n\n".join(tables)
+
+
+def report(results: list[CaseResult], setting: Setting, limits: Ceilings) -> str:
+    """Ceilings and a table for each operation."""
+    precision = str(setting.dtype).removeprefix("torch.")
+    parts = [
+        f"{record.provenance()['device']}, {precision}, {setting.n_rounds} rounds: copies reach "
+        f"{limits.copy_gb_per_s:,.1f} GB/s, products {limits.matmul_tflops:,.2f} TFLOP/s"
+    ]
+    if setting.timed_kernels != "triton":
+        parts.append(
+            "No GPU: the Triton kernels were interpreted and found right; TIMED IS THE PLAIN DEFINITION, "
+            "not the kernels."
+        )
+    for op in CASES:
+        of_op = [result for result in results if result.op == op]
+        if of_op:
+            parts.append(case_table(of_op))
+    return "\n\n".join(parts)
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    return Setting(args.device, args.size == "toy", args.rounds)

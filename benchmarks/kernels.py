@@ -1,0 +1,76 @@
+"""How fast the Triton kernels are, how near to what the machine gives, and beside what one would use instead.
+
+    python benchmarks/kernels.py [--plot kernels.png]
+    python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20
+    python benchmarks/kernels.py --ops decode_attention shadow_attention --tune
+
+Each case is first proven right against its definition, and refused if it is not; then it and its comparisons
+are timed in turns. Printed are the median and the 10th and 90th percentile in milliseconds, the time over
+that of the first way, which is ours, bytes and flops by formula (kernel_counts.py) as rates and as a share of
+what copies of large buffers and a product of 8192 x 8192 matrices in bfloat16 reach in the same run, the
+wall-clock of the first call with compilation, and the most memory above the inputs. On CUDA caches are
+flushed before each call. Rows go to benchmarks/results/kernels.jsonl.
+
+Without CUDA the sizes are toys and the Triton kernels run in Triton's interpreter, to be proven right only:
+what is timed is the plain definition, and rows are kept only with --record.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+# transformers asks a package of this name for its version, and from a script beside this file it finds this
+__version__ = "0"
+
+OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps")
+
+
+def main() -> None:
+    args = parse_arguments()
+    prepare_triton(args.device)
+    import kernel_run  # not at the top: Triton reads its environment when it is imported
+
+    if args.tune:
+        kernel_run.tune(args)
+    else:
+        kernel_run.run(args)
+
+
+def prepare_triton(device: str) -> None:
+    """Kernels are interpreted where there is no GPU, and compiled anew where there is one."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        for cache in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            os.environ[cache] = tempfile.mkdtemp()
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose label contains it")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--size", choices=("real", "toy"), help="default: real on CUDA, toy on a CPU")
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each way")
+    parser.add_argument("--plot", type=Path, metavar="PNG")
+    parser.add_argument("--tune", action="store_true", help="time other tiles, warps and stages instead")
+    parser.add_argument(
+        "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
+    )
+    args = parser.parse_args(arguments)
+    if args.device is None:
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.size = args.size or ("real" if args.device == "cuda" else "toy")
+    args.record = args.device == "cuda" if args.record is None else args.record
+    if args.tune and args.device == "cpu":
+        parser.error("--tune times compiled kernels, which needs --device cuda")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What a learner's step costs by budget and length: log-probs of a rollout as the sampler saw it, and back.
+
+    python benchmarks/learner.py [--plot learner.png]
+    python benchmarks/learner.py --preset 1.5b --layers 4 --lengths 4096 16384 --budgets 1024 2048 4096
+
+A decoder of random weights reads a synthetic rollout, whose deaths are those of a simulated h2o, forward and
+backward with respect to all its weights. The views: `torch dense` is the model's own causal attention by
+torch's SDPA, which knows no deaths; `dense` is replay_logps with every key alive; `shadow` is replay_logps
+under the deaths, which is what learning from an evicting sampler needs, at each budget. Kernels are the plain
+definitions or Triton's. Before anything is timed, log-probs and gradients of both kernels are compared at a
+length that the definitions can take. Printed are seconds of a step, tokens per second, the peak of memory
+above the weights, and the wall-clock of the first step. Rows go to benchmarks/results/learner.jsonl.
+
+Without CUDA the model is tiny, Triton's kernels are interpreted for the comparison and not timed, and rows
+are kept only with --record.
+"""
+
+import argparse
+from pathlib import Path
+
+from kernels import prepare_triton
+
+PRESETS = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+    },
+    "1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 8960,
+    },
+}
+"""Decoders as presets.tiny_qwen3 builds them; the larger one has the shape of Qwen2.5-1.5B."""
+DEFAULTS = {
+    "cpu": {"preset": "tiny", "lengths": [96, 192, 384], "budgets": [16, 48], "interval": 8, "prompt": 16},
+    "cuda": {
+        "preset": "1.5b",
+        "lengths": [4096, 8192, 16_384],
+        "budgets": [1024, 2048, 4096],
+        "interval": 128,
+        "prompt": 256,
+    },
+}
+
+
+def main() -> None:
+    args = parse_arguments()
+    prepare_triton(args.device)
+    import kernel_learner  # not at the top: Triton reads its environment when it is imported
+
+    kernel_learner.run(args, PRESETS[args.preset])
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--preset", choices=PRESETS, help="default: 1.5b on CUDA, tiny on a CPU")
+    parser.add_argument("--layers", type=int, help="fewer than the preset has")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence")
+    parser.add_argument("--budgets", type=int, nargs="+", help="keys that survive a compaction")
+    parser.add_argument("--interval", type=int, help="tokens between compactions")
+    parser.add_argument("--prompt", type=int, help="tokens of each sequence that are no actions")
+    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
+    parser.add_argument("--plot", type=Path, metavar="PNG")
+    parser.add_argument(
+        "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
+    )
+    args = parser.parse_args(arguments)
+    if args.device is None:
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.record = args.device == "cuda" if args.record is None else args.record
+    return args
+
+
+if __name__ == "__main__":
+    main()

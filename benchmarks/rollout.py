@@ -1,0 +1,186 @@
+"""The rollout against transformers.generate, and what to do with rows that finish: wait, shrink or refill.
+
+    python benchmarks/rollout.py [--device cuda] [--preset 1.5b|tiny] [--batch N] [--new N] [--budgets N ...]
+                                 [--schedules] [--plot FILE]
+
+Every run samples from random weights with no end of sequence, so all rows write `--new` tokens. Before
+anything is timed, a greedy rollout of the kernels under test must equal that of the plain definitions. Ours:
+tokens per second and allocated cache bytes at each budget; the first call apart, because it compiles. Theirs:
+transformers.generate with its own dense cache, at the largest batch that fits, found by halving.
+
+`--schedules` times responses of different lengths (each token ends one with a fixed chance) in three ways:
+batches that wait for their longest response, rows that the next prompt takes over (`max_rows`), and, from the
+measured time of a step at each width, a batch that shrinks to the next power of two as its rows end.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.rollout_schedules import print_schedules, time_schedules
+from benchmarks.rollout_setting import PAD, PRESETS, Setting
+from lit_rlkv.kernels.backend import using
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.types import Rollout
+
+LEAST_AGREEMENT = 0.5
+"""Of greedy tokens in 16 bits, where near ties of random weights fall either way and the texts part."""
+
+
+def check(setting: Setting, cache: CacheSpec) -> None:
+    """Refuse to time kernels or graphs that decode other tokens than the plain definitions."""
+    token_ids = setting.prompts(4)
+    settings = {"max_new_tokens": 2 * cache.interval + 3, "temperature": 0.0}
+    fast = setting.roll_out(token_ids, cache, **settings)
+    with using("reference"):
+        plain = setting.roll_out(token_ids, cache, **settings, cuda_graph=False)
+    agreement = float((fast.token_ids == plain.token_ids)[fast.is_action].float().mean())
+    if agreement < (1.0 if setting.shape.dtype == torch.float32 else LEAST_AGREEMENT):
+        raise RuntimeError(f"only {agreement:.0%} of greedy tokens equal those of the plain definitions")
+
+
+def time_ours(setting: Setting, budget: int) -> dict[str, Any]:
+    """Seconds of a short first call and of whole rollouts, tokens per second, bytes."""
+    token_ids, cache = setting.prompts(setting.batch), setting.cache(budget)
+    on_cuda = setting.device.type == "cuda"
+    n_short = 4 * cache.interval  # until the graphs are captured
+    first_s = setting.seconds(lambda: setting.roll_out(token_ids, cache, max_new_tokens=n_short))
+    check(setting, cache)
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    rollouts: list[Rollout] = []
+
+    def run() -> None:
+        rollouts[:] = [setting.roll_out(token_ids, cache)]
+
+    times = setting.timed(run)
+    return times | {
+        "budget": budget,
+        "cache": cache.label,
+        "batch": setting.batch,
+        "new": setting.new,
+        "first_s": first_s,
+        "tokens_per_s": setting.batch * setting.new / times["median_s"],
+        "kv_mib": rollouts[0].kv_bytes / 2**20,
+        "kv_of_dense": rollouts[0].kv_bytes / setting.dense_bytes,
+        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_cuda else None,
+    }
+
+
+@torch.no_grad()
+def time_theirs(setting: Setting) -> dict[str, Any]:
+    """transformers.generate at the largest batch that fits, halving from ours."""
+    model, batch = setting.plain_model(), setting.batch
+    while batch >= 1:
+        token_ids = setting.prompts(batch)
+        settings = {
+            "attention_mask": torch.ones_like(token_ids),
+            "max_new_tokens": setting.new,
+            "do_sample": True,
+            "top_k": 0,
+            "pad_token_id": PAD,
+            "eos_token_id": None,
+        }
+        try:
+            times = setting.timed(lambda: model.generate(token_ids, **settings))  # noqa: B023 (called at once)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            batch //= 2
+            continue
+        return times | {
+            "cache": "transformers dense",
+            "batch": batch,
+            "new": setting.new,
+            "tokens_per_s": batch * setting.new / times["median_s"],
+        }
+    raise RuntimeError("not even one row fits transformers.generate; give a smaller --new")
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Tokens per second against the budget, with transformers' as a line."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ours = [row for row in rows if "budget" in row]
+    figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    axis.plot([row["budget"] for row in ours], [row["tokens_per_s"] for row in ours], "o-", label="lit_rlkv")
+    for row in rows:
+        if row["cache"] == "transformers dense":
+            label = f"transformers.generate, dense, batch {row['batch']}"
+            axis.axhline(row["tokens_per_s"], linestyle="--", color="grey", label=label)
+    axis.set(
+        xlabel="budget, keys per layer and KV head",
+        ylabel="tokens per second",
+        ylim=(0, None),
+        title=f"batch {ours[0]['batch']}, {ours[0]['new']:,} new tokens",
+    )
+    axis.legend()
+    figure.savefig(file, dpi=150)
+
+
+def parse() -> tuple[argparse.Namespace, Setting]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    has_cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
+    parser.add_argument("--preset", choices=PRESETS, default="1.5b" if has_cuda else "tiny")
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--new", type=int)
+    parser.add_argument("--budgets", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--schedules", action="store_true")
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    preset = PRESETS[arguments.preset]
+    arguments.budgets = arguments.budgets or list(preset.budgets)
+    return arguments, Setting(
+        preset=arguments.preset,
+        policy=arguments.policy,
+        batch=arguments.batch or preset.batch,
+        new=arguments.new or preset.new,
+        rounds=arguments.rounds,
+        device=torch.device(arguments.device),
+    )
+
+
+def main() -> None:
+    arguments, setting = parse()
+    common = {"preset": setting.preset, "policy": setting.policy, "rounds": setting.rounds}
+    if arguments.schedules:
+        found = time_schedules(setting, setting.cache(arguments.budgets[0]))
+        record.append("rollout", common | {"schedules": found})
+        print_schedules(found)
+        return
+    rows = []
+    for budget in arguments.budgets:
+        rows.append(time_ours(setting, budget))
+        print_row(rows[-1])
+    rows.append(time_theirs(setting))
+    print_row(rows[-1])
+    for row in rows:
+        row["over_transformers"] = row["tokens_per_s"] / rows[-1]["tokens_per_s"]
+        record.append("rollout", common | row)
+    print(", ".join(f"{row['cache']}: {row['over_transformers']:.2f} x" for row in rows))
+    if arguments.plot:
+        plot(rows, arguments.plot)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    low, high = row["spread_s"]
+    line = f"{row['cache']:20} batch {row['batch']:4}: {row['tokens_per_s']:10,.0f} tokens/s "
+    line += f"(median {row['median_s']:.2f} s, {low:.2f} to {high:.2f})"
+    if "kv_mib" in row:
+        line += f", cache {row['kv_mib']:,.1f} MiB = {row['kv_of_dense']:.3f} of dense"
+        line += f", first call {row['first_s']:.2f} s"
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

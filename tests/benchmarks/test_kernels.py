@@ -1,0 +1,145 @@
+"""kernels.py as users run it, at toy size; its gates and formulas stand in tests of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_run
+import kernel_tune
+import kernels
+import pytest
+import record
+import torch
+from kernel_case import Arm, ArmResult, CaseResult, Setting
+from kernel_counts import Work
+from kernel_decode import cases as decode_cases
+from kernel_plot import draw
+from kernel_shadow import cases as shadow_cases
+from kernel_timing import Spread
+from matplotlib.figure import Figure
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NOT_LOADED = ("hydra", "omegaconf", "wandb", "peft", "lightning", "pytorch_lightning", "matplotlib")
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+
+
+def loaded_by(code: str) -> set[str]:
+    """Of the packages above, those that a fresh interpreter has loaded after this code."""
+    report = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); {code}; {report}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.split()) & set(NOT_LOADED)
+
+
+@pytest.mark.parametrize("script", ["kernels, kernel_run, kernel_tune", "learner, kernel_learner"])
+def test_the_scripts_need_neither_hydra_nor_wandb(script: str):
+    assert loaded_by(f"import {script}") == set()
+
+
+def test_what_must_not_be_loaded_would_be_seen():
+    assert loaded_by("import matplotlib, omegaconf") == {"matplotlib", "omegaconf"}
+
+
+@pytest.mark.slow
+def test_a_run_prints_records_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    picture = tmp_path / "kernels.png"
+    asked = f"--size toy --device {DEVICE} --ops token_logps --only 24 --rounds 1 --record --plot {picture}"
+    results = kernel_run.run(kernels.parse_arguments(asked.split()))
+    printed = capsys.readouterr().out
+    for result in results:
+        assert result.label in printed
+        assert all(arm.seconds.median > 0 for arm in result.arms)
+    assert ("TIMED IS THE PLAIN DEFINITION" in printed) is not HAS_CUDA
+    rows = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows] == [result.label for result in results]
+    assert rows[0]["timed"] == ("triton" if HAS_CUDA else "reference")
+    assert rows[0]["ceilings"]["copy_gb_per_s"] > 0
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme_runs():
+    asked = "benchmarks/kernels.py --device cpu --rounds 1 --ops shadow_attention evict --only"
+    command = [sys.executable, *asked.split(), "1"]  # budget 16; 1 row due
+    done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "96 tokens, budget 16: queries see" in done.stdout
+    assert "of the decode attention between two compactions" in done.stdout
+
+
+def test_nothing_is_recorded_by_default_where_kernels_are_interpreted():
+    assert not kernels.parse_arguments(["--device", "cpu"]).record
+    assert kernels.parse_arguments(["--device", "cuda"]).record
+    assert kernels.parse_arguments(["--device", "cpu"]).size == "toy"
+    assert kernels.parse_arguments(["--device", "cuda"]).size == "real"
+
+
+def test_tuning_needs_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        kernels.parse_arguments(["--device", "cpu", "--tune"])
+    assert "--tune times compiled kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("op", "cases", "kept"), [("decode_attention", decode_cases, 3), ("shadow_attention", shadow_cases, 2)]
+)
+def test_other_configurations_are_right_too_and_leave_no_trace(op, cases, kept, monkeypatch):
+    setting = Setting(DEVICE, is_toy=True, n_rounds=1)
+    candidates = list(kernel_tune.CANDIDATES[op]())[:: 14 // kept][:kept]
+    before = [{name: getattr(c.module, name) for name in c.values} for c in candidates]
+    monkeypatch.setitem(kernel_tune.CANDIDATES, op, lambda: candidates)
+    label, build = next(cases(setting))
+    table = kernel_tune.tune(op, label, build, setting)
+    for candidate in candidates:
+        assert candidate.name in table
+        assert f"  {candidate.name}: " not in table  # which would say why it is out
+    assert [{name: getattr(c.module, name) for name in c.values} for c in candidates] == before
+
+
+def test_a_wrong_configuration_is_out():
+    def wrong(*arguments):
+        raise RuntimeError("out of resource: shared memory")
+
+    setting = Setting(DEVICE, is_toy=True, n_rounds=1)
+    candidate = kernel_tune.Candidate("too large", kernel_tune.decode_kernel, {"plan": wrong})
+    _, build = next(decode_cases(setting))
+    assert "out of resource" in (kernel_tune.find_problem(build(), candidate, setting) or "")
+
+
+def lines_of(figure: Figure, panel: int) -> dict[str, list[tuple[float, float]]]:
+    return {
+        line.get_label(): list(zip(*line.get_data(), strict=True)) for line in figure.axes[panel].get_lines()
+    }
+
+
+def shadow_result(seq: int, budget: int, ms: float, dense_ms: float) -> CaseResult:
+    arms = tuple(
+        ArmResult(name, Spread(value / 1e3, 0.0, 0.0), 0.0, 0, None, value / ms, Work(1, 1))
+        for name, value in (("shadow", ms), ("dense flash", dense_ms))
+    )
+    sizes = {"seq": seq, "budget": budget}
+    return CaseResult("shadow_attention", "", sizes, "matmul", 1.0, arms, {}, {})
+
+
+def test_the_picture_has_time_against_budget_and_length_and_the_dense_line():
+    results = [shadow_result(8, 2, 1.0, 4.0), shadow_result(8, 4, 2.0, 4.5), shadow_result(16, 2, 2.0, 16.0)]
+    figure = draw(results, Setting("cuda", is_toy=False, n_rounds=1))
+    assert lines_of(figure, 0) == {"shadow": [(2, 1.0), (4, 2.0)], "dense flash": [(2, 4.0), (4, 4.5)]}
+    assert lines_of(figure, 1) == {
+        "shadow, budget 2": [(8, 1.0), (16, 2.0)],
+        "shadow, budget 4": [(8, 2.0)],
+        "dense flash": [(8, 4.0), (16, 16.0)],
+    }
+    assert [axes.get_xlabel() for axes in figure.axes] == ["budget (keys)", "length (tokens)"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["ms", "ms"]
+
+
+def test_an_arm_without_work_has_no_share():
+    assert Arm("plan", print).work is None
