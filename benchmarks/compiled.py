@@ -129,7 +129,9 @@ def _report(compiled: Any) -> KernelReport:
 
 def compile_operation(op: str, dtype: torch.dtype, dim: int, arch: int) -> list[KernelReport]:
     """Every variant of the kernels that the operation launches, each once."""
-    from kernel_calls import CALLS  # not at the top: this file is imported from elsewhere for compile_call
+    from kernel_parts.calls import (
+        CALLS,  # not at the top: this file is imported from elsewhere for compile_call
+    )
 
     reports = compile_call(lambda: CALLS[op](dtype, dim), arch)
     return list(dict.fromkeys(reports))

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import record
 import torch
-from hydra_measure import check_backbones, largest_fitting, measure_held
-from hydra_plot import draw
-from hydra_runs import PRECISIONS, SFT, Run, make_run
-from hydra_setting import PRESETS, Setting, job_of
-from hydra_tables import (
+from hydra_parts.measure import check_backbones, largest_fitting, measure_held
+from hydra_parts.plot import draw
+from hydra_parts.runs import PRECISIONS, SFT, Run, make_run
+from hydra_parts.setting import PRESETS, Setting, job_of
+from hydra_parts.tables import (
     BASELINE,
     MB,
     PAPER_NOTE,
@@ -37,7 +37,7 @@ from hydra_tables import (
     paper_table,
     passes_table,
 )
-from hydra_timing import PassCost, measure_passes, measure_seconds
+from hydra_parts.timing import PassCost, measure_passes, measure_seconds
 from memory_model import peak_bytes, variant_of
 
 from lit_rlkv.kvcache import CacheSpec

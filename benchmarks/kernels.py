@@ -6,10 +6,10 @@
 
 Each case is first proven right against its definition, and refused if it is not; then it and its comparisons
 are timed in turns. Printed are the median and the 10th and 90th percentile in milliseconds, the time over
-that of the first way, which is ours, bytes and flops by formula (kernel_counts.py) as rates and as a share of
-what copies of large buffers and a product of 8192 x 8192 matrices in bfloat16 reach in the same run, the
-wall-clock of the first call with compilation, and the most memory above the inputs. On CUDA caches are
-flushed before each call. Rows go to benchmarks/results/kernels.jsonl.
+that of the first way, which is ours, bytes and flops by formula (kernel_parts/counts.py) as rates and as a
+share of what copies of large buffers and a product of 8192 x 8192 matrices in bfloat16 reach in the same
+run, the wall-clock of the first call with compilation, and the most memory above the inputs. On CUDA caches
+are flushed before each call. Rows go to benchmarks/results/kernels.jsonl.
 
 Without CUDA the sizes are toys and the Triton kernels run in Triton's interpreter, to be proven right only:
 what is timed is the plain definition, and rows are kept only with --record.
@@ -29,7 +29,9 @@ OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_lo
 def main() -> None:
     args = parse_arguments()
     prepare_triton(args.device)
-    import kernel_run  # not at the top: Triton reads its environment when it is imported
+    from kernel_parts import (
+        run as kernel_run,  # not at the top: Triton reads its environment when it is imported
+    )
 
     if args.tune:
         kernel_run.tune(args)

@@ -56,7 +56,9 @@ DEFAULTS = {
 def main() -> None:
     args = parse_arguments()
     prepare_triton(args.device)
-    import kernel_learner  # not at the top: Triton reads its environment when it is imported
+    from kernel_parts import (
+        learner as kernel_learner,  # not at the top: Triton reads its environment when it is imported
+    )
 
     kernel_learner.run(args, PRESETS[args.preset])
 

@@ -17,11 +17,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
+from rollout_parts.schedules import print_schedules, time_schedules
+from rollout_parts.setting import PAD, PRESETS, Setting
 
-from benchmarks import record
-from benchmarks.rollout_schedules import print_schedules, time_schedules
-from benchmarks.rollout_setting import PAD, PRESETS, Setting
 from lit_rlkv.kernels.backend import using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.types import Rollout

@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra_measure import Held, Phase, check_backbones, largest_fitting, measure_held, n_backbones
 from hydra_memory import measure, row_of
-from hydra_plot import draw, parts_at_peak
-from hydra_runs import SFT, make_roles, make_run
-from hydra_setting import PAD, PRESETS, Setting, make_tokenizer
-from hydra_tables import Result, headlines
-from hydra_timing import Seconds, measure_passes
+from hydra_parts.measure import Held, Phase, check_backbones, largest_fitting, measure_held, n_backbones
+from hydra_parts.plot import draw, parts_at_peak
+from hydra_parts.runs import SFT, make_roles, make_run
+from hydra_parts.setting import PAD, PRESETS, Setting, make_tokenizer
+from hydra_parts.tables import Result, headlines
+from hydra_parts.timing import Seconds, measure_passes
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import LAYOUTS

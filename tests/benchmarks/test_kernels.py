@@ -5,18 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kernel_run
-import kernel_tune
 import kernels
 import pytest
 import record
 import torch
-from kernel_case import Arm, ArmResult, CaseResult, Setting
-from kernel_counts import Work
-from kernel_decode import cases as decode_cases
-from kernel_plot import draw
-from kernel_shadow import cases as shadow_cases
-from kernel_timing import Spread
+from kernel_parts import run as kernel_run
+from kernel_parts import tune as kernel_tune
+from kernel_parts.case import Arm, ArmResult, CaseResult, Setting
+from kernel_parts.counts import Work
+from kernel_parts.decode import cases as decode_cases
+from kernel_parts.plot import draw
+from kernel_parts.shadow import cases as shadow_cases
+from kernel_parts.timing import Spread
 from matplotlib.figure import Figure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -37,7 +37,9 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split()) & set(NOT_LOADED)
 
 
-@pytest.mark.parametrize("script", ["kernels, kernel_run, kernel_tune", "learner, kernel_learner"])
+@pytest.mark.parametrize(
+    "script", ["kernels, kernel_parts.run, kernel_parts.tune", "learner, kernel_parts.learner", "rollout"]
+)
 def test_the_scripts_need_neither_hydra_nor_wandb(script: str):
     assert loaded_by(f"import {script}") == set()
 

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from functools import partial
 
-import kernel_decode
-import kernel_evict
-import kernel_scores
-import kernel_shadow
-import kernel_tokens
 import pytest
 import torch
-from kernel_accuracy import LIMIT, WrongKernelError
-from kernel_case import Setting
-from kernel_pool import TOY, Pool, make_pool
+from kernel_parts import decode as kernel_decode
+from kernel_parts import evict as kernel_evict
+from kernel_parts import scores as kernel_scores
+from kernel_parts import shadow as kernel_shadow
+from kernel_parts import tokens as kernel_tokens
+from kernel_parts.accuracy import LIMIT, WrongKernelError
+from kernel_parts.case import Setting
+from kernel_parts.pool import TOY, Pool, make_pool
 from torch import Tensor
 
 from lit_rlkv.kernels.decode_attention import decode_attention

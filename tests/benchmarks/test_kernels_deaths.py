@@ -1,6 +1,6 @@
 import pytest
 import torch
-from kernel_deaths import NEVER, Schedule, n_visible, simulate_deaths
+from kernel_parts.deaths import NEVER, Schedule, n_visible, simulate_deaths
 from torch import Tensor
 
 from lit_rlkv.kernels.shadow_attention import visible

@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 import record
 import torch
-from kernel_accuracy import LIMIT, WrongKernelError, excess_error, require_accurate, require_equal
-from kernel_case import Arm, Case, Setting, measure
-from kernel_counts import Work, attention_work, decode_work, evict_work, head_work, score_work
-from kernel_table import record_row
-from kernel_timing import Ceilings, ceilings, seconds_of, spread, taking_turns
+from kernel_parts.accuracy import LIMIT, WrongKernelError, excess_error, require_accurate, require_equal
+from kernel_parts.case import Arm, Case, Setting, measure
+from kernel_parts.counts import Work, attention_work, decode_work, evict_work, head_work, score_work
+from kernel_parts.table import record_row
+from kernel_parts.timing import Ceilings, ceilings, seconds_of, spread, taking_turns
 
 SETTING = Setting("cpu", is_toy=True, n_rounds=3)
 LIMITS = Ceilings(copy_gb_per_s=100.0, matmul_tflops=1.0)

@@ -1,14 +1,14 @@
 import json
 from functools import partial
 
-import kernel_learner
 import learner
 import pytest
 import record
 import torch
-from kernel_accuracy import LIMIT, WrongKernelError
-from kernel_case import Setting
-from kernel_learner import Shape, check, make_model, make_rollout, shadow_logps, step, torch_logps
+from kernel_parts import learner as kernel_learner
+from kernel_parts.accuracy import LIMIT, WrongKernelError
+from kernel_parts.case import Setting
+from kernel_parts.learner import Shape, check, make_model, make_rollout, shadow_logps, step, torch_logps
 
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.replay import dense_death

@@ -3,9 +3,9 @@ from functools import cache
 
 import pytest
 import torch
-from hydra_measure import Held, measure_held
-from hydra_runs import SFT, PhaseCallback, Run, make_run
-from hydra_setting import PRESETS, Setting, job_of
+from hydra_parts.measure import Held, measure_held
+from hydra_parts.runs import SFT, PhaseCallback, Run, make_run
+from hydra_parts.setting import PRESETS, Setting, job_of
 from memory_model import (
     LLAMA_7B,
     Decoder,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from kernel_accuracy import LIMIT
-from kernel_case import ArmResult, CaseResult, Setting
-from kernel_timing import Ceilings
+from kernel_parts.accuracy import LIMIT
+from kernel_parts.case import ArmResult, CaseResult, Setting
+from kernel_parts.timing import Ceilings
 from text_table import text_table
 
 MB = 1e6

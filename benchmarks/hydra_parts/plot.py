@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from hydra_measure import Held
-from hydra_tables import MB, Result
+from hydra_parts.measure import Held
+from hydra_parts.tables import MB, Result
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import cycle
 
-from kernel_case import ArmResult, CaseResult, Setting
+from kernel_parts.case import ArmResult, CaseResult, Setting
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from hydra_runs import PhaseCallback, Run
+from hydra_parts.runs import PhaseCallback, Run
 from live_bytes import CudaBytes, LiveBytes, Meter, storage_bytes
 from torch import Tensor, nn
 

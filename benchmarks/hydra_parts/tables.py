@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydra_measure import Held
-from hydra_runs import SFT
-from hydra_timing import PassCost, Seconds
+from hydra_parts.measure import Held
+from hydra_parts.runs import SFT
+from hydra_parts.timing import PassCost, Seconds
 from memory_model import LLAMA_7B, Job, saved_bytes_per_token, static_bytes, variant_of
 
 from lit_rlkv.models.hydra import LAYOUTS

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-from hydra_measure import make_meter
-from hydra_runs import PhaseCallback, Run
-from hydra_setting import Setting
+from hydra_parts.measure import make_meter
+from hydra_parts.runs import PhaseCallback, Run
+from hydra_parts.setting import Setting
 
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.scoring import score_rollout

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
-from kernel_accuracy import require_accurate
-from kernel_case import Arm, Builders, Case, Setting
-from kernel_counts import Work, attention_work
-from kernel_deaths import Schedule, n_visible, simulate_deaths
+from kernel_parts.accuracy import require_accurate
+from kernel_parts.case import Arm, Builders, Case, Setting
+from kernel_parts.counts import Work, attention_work
+from kernel_parts.deaths import Schedule, n_visible, simulate_deaths
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from kernel_accuracy import require_accurate
-from kernel_case import Arm, Builders, Case, Setting
-from kernel_counts import head_work
+from kernel_parts.accuracy import require_accurate
+from kernel_parts.case import Arm, Builders, Case, Setting
+from kernel_parts.counts import head_work
 from torch import Tensor
 from torch.nn import functional as F
 

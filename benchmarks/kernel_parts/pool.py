@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from kernel_case import Arm, Setting
-from kernel_counts import decode_work
+from kernel_parts.case import Arm, Setting
+from kernel_parts.counts import decode_work
 from torch import Tensor
 
 from lit_rlkv.kernels.decode_attention import decode_attention

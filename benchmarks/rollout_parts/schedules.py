@@ -4,9 +4,9 @@ import math
 import statistics
 from typing import Any
 
+from rollout_parts.setting import Setting
 from torch import Tensor
 
-from benchmarks.rollout_setting import Setting
 from lit_rlkv.kvcache import CacheSpec
 
 RESPONSES_PER_ROW = 4

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from kernel_counts import Work
-from kernel_timing import Call, Ceilings, Spread, first_seconds, spread, taking_turns
+from kernel_parts.counts import Work
+from kernel_parts.timing import Call, Ceilings, Spread, first_seconds, spread, taking_turns
 from live_bytes import CudaBytes, LiveBytes, Meter
 from torch import Tensor
 

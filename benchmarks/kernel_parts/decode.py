@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from kernel_accuracy import require_accurate
-from kernel_case import Arm, Builders, Case, Setting
-from kernel_counts import decode_work
+from kernel_parts.accuracy import require_accurate
+from kernel_parts.case import Arm, Builders, Case, Setting
+from kernel_parts.counts import decode_work
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from kernel_accuracy import WrongKernelError
-from kernel_case import Builder, Case, Setting
-from kernel_timing import Spread, first_seconds, spread, taking_turns
+from kernel_parts.accuracy import WrongKernelError
+from kernel_parts.case import Builder, Case, Setting
+from kernel_parts.timing import Spread, first_seconds, spread, taking_turns
 from text_table import text_table
 from torch import Tensor
 

@@ -3,15 +3,15 @@
 import argparse
 from collections.abc import Callable
 
-import kernel_decode
-import kernel_evict
-import kernel_scores
-import kernel_shadow
-import kernel_tokens
 import record
-from kernel_case import Builders, CaseResult, Setting, measure, release
-from kernel_table import case_table, record_row
-from kernel_timing import Ceilings, ceilings
+from kernel_parts import decode as kernel_decode
+from kernel_parts import evict as kernel_evict
+from kernel_parts import scores as kernel_scores
+from kernel_parts import shadow as kernel_shadow
+from kernel_parts import tokens as kernel_tokens
+from kernel_parts.case import Builders, CaseResult, Setting, measure, release
+from kernel_parts.table import case_table, record_row
+from kernel_parts.timing import Ceilings, ceilings
 
 NAME = "kernels"
 CASES: dict[str, Callable[[Setting], Builders]] = {
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
             print(f"{op}, {result.in_short}", flush=True)
     print("\n" + report(results, setting, limits))
     if args.plot and results:
-        from kernel_plot import draw  # matplotlib is there for --plot alone
+        from kernel_parts.plot import draw  # matplotlib is there for --plot alone
 
         draw(results, setting).savefig(args.plot)
     return results
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
 
 def tune(args: argparse.Namespace) -> str:
     """Other configurations at the first size of each operation that `--only` lets through."""
-    from kernel_tune import CANDIDATES
-    from kernel_tune import tune as tune_case
+    from kernel_parts.tune import CANDIDATES
+    from kernel_parts.tune import tune as tune_case
 
     setting, tables = setting_of(args), []
     for op in [op for op in args.ops if op in CANDIDATES]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from kernel_accuracy import require_equal
-from kernel_case import Arm, Builders, Case, Setting
-from kernel_counts import Work, evict_work
-from kernel_deaths import NEVER
-from kernel_pool import REAL, TOY, Pool, decode_arm, due_counts, make_pool
+from kernel_parts.accuracy import require_equal
+from kernel_parts.case import Arm, Builders, Case, Setting
+from kernel_parts.counts import Work, evict_work
+from kernel_parts.deaths import NEVER
+from kernel_parts.pool import REAL, TOY, Pool, decode_arm, due_counts, make_pool
 from torch import Tensor
 
 from lit_rlkv.kernels.evict import choose_survivors, evict

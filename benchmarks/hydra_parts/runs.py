@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra_setting import RandomWords, Setting, make_backbone, make_tokenizer
+from hydra_parts.setting import RandomWords, Setting, make_backbone, make_tokenizer
 from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -27,7 +27,7 @@ from lit_rlkv.models.hydra import ROLES, LoraSpec, Roles, checkpointed_layers
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.types import Problem, Rollout
 
-CONF = Path(__file__).parent.parent / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 PPO = OmegaConf.merge(*(OmegaConf.load(CONF / "algorithm" / f"{name}.yaml") for name in ("_shared", "ppo")))
 CORRECTION = OmegaConf.load(CONF / "correction" / "shadow.yaml")
 OPTIMIZER = OmegaConf.load(CONF / "optimizer" / "adamw.yaml")

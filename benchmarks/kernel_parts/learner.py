@@ -8,11 +8,11 @@ from functools import partial
 
 import record
 import torch
-from kernel_accuracy import require_accurate
-from kernel_case import Arm, Case, CaseResult, Setting, measure, release
-from kernel_deaths import Schedule, simulate_deaths
-from kernel_table import mb
-from kernel_timing import Ceilings
+from kernel_parts.accuracy import require_accurate
+from kernel_parts.case import Arm, Case, CaseResult, Setting, measure, release
+from kernel_parts.deaths import Schedule, simulate_deaths
+from kernel_parts.table import mb
+from kernel_parts.timing import Ceilings
 from text_table import text_table
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
         print(result.in_short, flush=True)
     print("\n" + report(results, setting, shape))
     if args.plot:
-        from kernel_plot import draw_learner  # matplotlib is there for --plot alone
+        from kernel_parts.plot import draw_learner  # matplotlib is there for --plot alone
 
         draw_learner(results, setting).savefig(args.plot)
     return results

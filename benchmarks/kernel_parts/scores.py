@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from kernel_accuracy import require_accurate
-from kernel_case import Arm, Builders, Case, Setting
-from kernel_counts import score_work
-from kernel_pool import REAL, TOY, Pool, decode_arm, due_counts, make_pool
+from kernel_parts.accuracy import require_accurate
+from kernel_parts.case import Arm, Builders, Case, Setting
+from kernel_parts.counts import score_work
+from kernel_parts.pool import REAL, TOY, Pool, decode_arm, due_counts, make_pool
 from torch import Tensor
 
 from lit_rlkv.kernels import slot_scores
