@@ -41,8 +41,7 @@ def test_the_three_schedules_match_hand_arithmetic():
     assert found["wait"] == 7 * 1.5
     # shrink: 1 step of two and 3 of one, then 2 of two and 1 of one
     assert found["shrink"] == (1 * 1.5 + 3) + (2 * 1.5 + 1)
-    # refill: row 0 has 4 and then 3, row 1 has 1 and then 2: the third goes to row 1, free at 1, the fourth
-    # to it again, free at 3: 6 steps
+    # refill: row 0 writes 4; row 1 writes 1, then 2, and free at 3 before the other, 3 more
     assert found["refill"] == 6 * 1.5
 
 

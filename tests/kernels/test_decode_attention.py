@@ -62,7 +62,7 @@ def _poisoned_and_cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype) -> Inputs:
-    """Rows have filled all slots, half of them, and one, in turn; dead keys are NaN or huge, dead values huge."""
+    """Rows have filled all slots, half, and one, in turn; dead keys are NaN or huge, dead values huge."""
     generator = torch.Generator(DEVICE).manual_seed(shape.n_slots)
     draw = partial(torch.randn, generator=generator, device=DEVICE)
     pools = (shape.batch, shape.kv_heads, shape.n_slots)
