@@ -1,10 +1,15 @@
 """Which implementation of a hot operation runs: the plain definition or the Triton kernel."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+Given = ParamSpec("Given")
+Output = TypeVar("Output")
 
 KERNELS = ("auto", "reference", "triton")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,6 +60,27 @@ def uses_triton(tensor: Tensor, kernels: str | None = None) -> bool:
             "or set TRITON_INTERPRET=1 before the start to run the kernels, slowly, in Triton's interpreter"
         )
     return True
+
+
+def on_its_device(launch: Callable[Given, Output]) -> Callable[Given, Output]:
+    """Run what launches kernels on the device of its first tensor: Triton takes the current one."""
+
+    @wraps(launch)
+    def launched(*args: Given.args, **kwargs: Given.kwargs) -> Output:
+        tensor = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+            return launch(*args, **kwargs)
+
+    return launched
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What torch's own attention does under autocast: everything but float64 in the lower precision."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def is_interpreted() -> bool:

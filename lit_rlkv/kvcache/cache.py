@@ -109,8 +109,12 @@ class SlotCache(Cache):
 
     def death(self, rows: Int[Tensor, " row"] | None = None) -> Int[Tensor, "row layer kv_head seq"]:
         """First query column that no longer sees each key of these rows, so far; None: of all rows."""
-        chosen = slice(None) if rows is None else rows
-        return torch.stack([layer.death[chosen] for layer in self.slot_layers], dim=1)
+        tables = [layer.death for layer in self.slot_layers]
+        n_rows = self.n_rows if rows is None else len(rows)
+        found = tables[0].new_empty(n_rows, len(tables), *tables[0].shape[1:])
+        for number, table in enumerate(tables):  # a copy of one layer at a time: together they can be large
+            found[:, number] = table if rows is None else table[rows]
+        return found
 
     @property
     def kv_bytes(self) -> int:

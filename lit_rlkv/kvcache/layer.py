@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.backend import as_autocast, uses_triton
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import choose_survivors, due_rows, evict, take_slots
 from lit_rlkv.kernels.shadow_attention import shadow_attention
@@ -78,6 +78,8 @@ class SlotLayer(CacheLayerMixin):
     ) -> Float[Tensor, "batch head seq dim_v"]:
         """Attention over what the cache holds, after or before the writes that follow from it."""
         self.scaling = scaling
+        # As the learner's attention does: rotated keys are float32, and the cache must hold what it will see.
+        query, key, value = as_autocast(query, key, value)
         step = self._decode if self.cache.incoming is None else self._prefill
         return step(query, key, value, scaling, softcap)
 

@@ -1,5 +1,7 @@
 """Any transformers causal LM as a backbone: attention registered, or a refusal if replay is not exact."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
     was_training = model.training
     token_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _float32_products():
             model.set_attn_implementation("eager")
             expected = model.eval()(token_ids, use_cache=False).logits
             model.set_attn_implementation(ATTENTION_NAME)
@@ -56,6 +58,17 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
     finally:
         model.train(was_training)
     return model
+
+
+@contextmanager
+def _float32_products() -> Iterator[None]:
+    """Without TF32, in which the model's own attention would differ from kernels that do not use it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _prove_replayable(

@@ -76,10 +76,10 @@ class Decoder:
         self.newest = torch.full((n_rows,), stopping.pad_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
-        self._step = Captured(self._decode, generator, captures=cuda_graph)
+        self._step = Captured(generator, captures=cuda_graph)
         # Without the kernels, eviction asks which rows are full, and a graph cannot wait for the answer.
         evicts_on_device = cuda_graph and uses_triton(torch.empty(0, device=device, dtype=model.dtype))
-        self._evict = Captured(self.kv.evict, generator, captures=evicts_on_device)
+        self._evict = Captured(generator, captures=evicts_on_device)
 
     def admit(
         self,
@@ -102,9 +102,9 @@ class Decoder:
 
     def step(self) -> None:
         """One more token for every row that is running. Never waits for the device."""
-        self._step()
+        self._step(self._decode)
         if self.kv.levels.step():
-            self._evict()
+            self._evict(self.kv.evict)
 
     def take(self, rows: Sequence[int]) -> Rows:
         """The records of rows that have ended, which others may then use."""

@@ -72,8 +72,11 @@ def generate(
         generator,
         cuda_graph=token_ids.is_cuda if cuda_graph is None else cuda_graph,
     )
-    rows = _decode_all(decoder, token_ids, is_prompt, n_samples)
-    return _trim(rows, is_prompt.repeat_interleave(n_samples, dim=0), decoder.kv.kv_bytes)
+    with torch.cuda.device_of(token_ids):  # type: ignore[no-untyped-call]  # graphs are the current device's
+        rows = _decode_all(decoder, token_ids, is_prompt, n_samples)
+    kv_bytes = decoder.kv.kv_bytes
+    del decoder  # its cache makes room for what follows
+    return _trim(rows, is_prompt.repeat_interleave(n_samples, dim=0), kv_bytes)
 
 
 def _decode_all(
@@ -104,11 +107,15 @@ def _decode_all(
         n_left = {row: n - n_steps for row, n in n_left.items()}
         is_running = decoder.is_running.tolist()
         done = [row for row in owner if not is_running[row]]
+        assert done or n_steps > 0  # else it would go on for ever
         if done and (waiting or len(done) == len(owner)):
             ended.append(decoder.take(done))
             order += [owner.pop(row) for row in done]
             free.extend(done)
-    return Rows.join(ended).rows(torch.tensor(order, device=token_ids.device).argsort())
+    everyone = Rows.join(ended)
+    if order == sorted(order):
+        return everyone
+    return everyone.rows(torch.tensor(order, device=token_ids.device).argsort())
 
 
 def _trim(rows: Rows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:
@@ -119,9 +126,9 @@ def _trim(rows: Rows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) ->
     is_token[:, : is_prompt.shape[1]] = is_prompt
     column = torch.arange(end, device=is_prompt.device)
     last_action = (column * is_action).amax(dim=1)
-    death = rows.death[..., :end]
-    death = death.masked_fill(death > last_action[:, None, None, None] - 1, NEVER)
-    death = death.masked_fill(~is_token[:, None, None], 0)
+    death = rows.death[..., :end]  # ours alone, and large: changed in place
+    death.masked_fill_(death > last_action[:, None, None, None] - 1, NEVER)
+    death.masked_fill_(~is_token[:, None, None], 0)
     return Rollout(
         token_ids=rows.token_ids[:, :end],
         is_token=is_token,

@@ -221,3 +221,16 @@ def test_the_pools_are_freed_with_the_cache_not_at_the_next_garbage_collection()
         assert pool() is None
     finally:
         gc.enable()
+
+
+def test_under_autocast_the_cache_holds_what_the_learner_attends_to():
+    query, key, value = (s[0, :, :, :WIDTH] for s in random_states())
+    kv = make_cache(CacheSpec(policy="snapkv", **SPEC))
+    with kv.prefill(range(len(LENS)), prompt_mask(LENS)), torch.autocast("cpu", torch.bfloat16):
+        out = kv.slot_layers[0].attend(query, key, value, SCALING)
+    layer = kv.slot_layers[0]
+    assert layer.keys is not None
+    assert layer.values is not None
+    assert layer.recent_queries is not None
+    dtypes = {out.dtype, layer.keys.dtype, layer.values.dtype, layer.recent_queries.dtype}
+    assert dtypes == {torch.bfloat16}

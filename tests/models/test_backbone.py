@@ -263,3 +263,17 @@ def test_weights_that_overflow_are_named_as_such():
     broken.get_output_embeddings().weight.data.fill_(torch.inf)
     with pytest.raises(ValueError, match="logits that are not finite"):
         prepare_backbone(broken)
+
+
+def test_the_proof_computes_in_float32_whatever_the_process_has_chosen():
+    model, seen = build(tiny_config("llama")), []
+    hook = model.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        prepare_backbone(model)
+        assert set(seen) == {"highest"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+        hook.remove()

@@ -42,21 +42,18 @@ class Recorded:
 
     n_replays = 0
 
-    def __init__(
-        self, function: Callable[[], None], generator: torch.Generator | None, *, captures: bool
-    ) -> None:
-        self.function = function
+    def __init__(self, generator: torch.Generator | None, *, captures: bool) -> None:
         self.n_calls = 0
         self.recording = Recording()
-        self.is_step = function.__name__ == "_decode"
 
-    def __call__(self) -> None:
+    def __call__(self, function: Callable[[], None]) -> None:
         self.n_calls += 1
-        if self.is_step and self.n_calls > 3:
+        is_step = function.__name__ == "_decode"
+        if is_step and self.n_calls > 3:
             self.recording.replay()
             Recorded.n_replays += 1
-        elif self.is_step and self.n_calls == 3:
+        elif is_step and self.n_calls == 3:
             with self.recording:
-                self.function()
+                function()
         else:
-            self.function()
+            function()

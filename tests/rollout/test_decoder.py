@@ -1,12 +1,14 @@
 """Rows that come and go: samples of one prompt, prompts that wait, steps that run without Python."""
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
@@ -148,6 +150,25 @@ def test_the_samples_of_a_prompt_wait_until_all_of_them_find_a_row():
         run(n_samples=2, max_rows=5)
     assert forwards.shapes[0] == (2, max(LENS))  # five rows hold two groups of two
     assert forwards.shapes[1] == (4, 1)
+
+
+def test_the_cache_is_freed_with_the_rollout_not_at_the_next_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    pools, prefill = [], SlotCache.prefill
+
+    def watched(cache: SlotCache, *args: Any):
+        pools.append(weakref.ref(cache))
+        return prefill(cache, *args)
+
+    monkeypatch.setattr(SlotCache, "prefill", watched)
+    gc.disable()
+    try:
+        run(max_rows=2)
+        assert len(pools) == 3
+        assert all(pool() is None for pool in pools)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "dense"])

@@ -21,9 +21,10 @@ def decode_attention(
     accumulates: bool = False,
     kernels: str | None = None,
 ) -> Float[Tensor, "batch kv_head group dim_v"]:
-    """softmax(q·kᵀ·scaling) v over the live slots of each row: the first `n_live`; the others hold any finite numbers.
+    """softmax(q·kᵀ·scaling) v over the live slots of each row, which are the first `n_live`.
 
-    Nothing waits for the device: a call can be captured in a CUDA graph. A row without a live slot gives 0.
+    What the other slots hold is finite. Nothing waits for the device: a call can be captured in a CUDA graph.
+    A row without a live slot gives 0.
 
     Args:
         softcap: bounds the logits smoothly, softcap · tanh(logits / softcap), before the softmax.

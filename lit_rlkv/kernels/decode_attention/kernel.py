@@ -25,6 +25,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import on_its_device
 from lit_rlkv.kernels.decode_attention.launch import padded, plan, power_of_2, shared_block
 from lit_rlkv.kernels.numerics import tanh
 
@@ -200,6 +201,7 @@ def _merge(
         )  # fmt: skip
 
 
+@on_its_device
 def decode_attention(
     query: Float[Tensor, "batch kv_head group dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],

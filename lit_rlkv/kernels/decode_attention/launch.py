@@ -39,12 +39,15 @@ def plan(
     device = describe(query.device)
     if n_splits is None:
         n_splits = choose_n_splits(n_pairs, n_slots, device.n_multiprocessors)
+    is_wide, is_small = padded(group) >= 64, device.shared_bytes <= 110_000
+    is_crowded = is_wide and is_small  # many queries beside the blocks of keys and values
     return Launch(
         n_splits=n_splits,
-        block=max(16, BLOCK_BYTES // width),
-        n_stages=4 if padded(group) < 64 and device.shared_bytes > 110_000 else 3,
-        # Products in float32 are not made for tensor cores; with 4 warps their operands overflow registers.
-        n_warps=8 if query.dtype == torch.float32 else 4,
+        block=max(16, BLOCK_BYTES // width // (2 if is_crowded else 1)),
+        n_stages=2 if is_crowded else 3 if is_wide or is_small else 4,
+        # Products in float32 are not made for tensor cores; with 4 warps their operands overflow registers,
+        # as those of very many queries do.
+        n_warps=8 if query.dtype == torch.float32 or padded(group) > 64 else 4,
     )
 
 

@@ -25,6 +25,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import on_its_device
+
 CHOOSE_BLOCK = 1024
 """Slots counted at once."""
 MOVE_BLOCK = 128
@@ -196,6 +198,7 @@ def _move(
         _move_slice(values, survivors, values_slot, part - n_key_parts, dim_v, budget, DIMS, BLOCK)
 
 
+@on_its_device
 def evict(
     scores: Float[Tensor, "batch kv_head slot"],
     keys: Float[Tensor, "batch kv_head slot dim"],

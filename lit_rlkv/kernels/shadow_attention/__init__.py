@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.backend import as_autocast, uses_triton
 from lit_rlkv.kernels.shadow_attention import reference
 from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, plan_slots
 from lit_rlkv.kernels.shadow_attention.reference import visible
@@ -54,19 +54,10 @@ def shadow_attention_with_lse(
     The latter is at least float32. Gradients flow through both.
     """
     device = query.device.type
-    query, key, value = _as_autocast(query, key, value)
+    query, key, value = as_autocast(query, key, value)
     with torch.autocast(device, enabled=False):
         if not uses_triton(query, kernels):
             return reference.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap)
         from lit_rlkv.kernels.shadow_attention import ops  # Triton exists on Linux only
 
         return ops.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap, plan=plan)
-
-
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What torch's own attention does under autocast: everything but float64 in the lower precision."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -23,6 +23,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import on_its_device
+
 N_DEEP = 4
 N_LANES = 2048
 N_WARPS = 8
@@ -172,6 +174,7 @@ def _kl_backward(
         tl.store(q_gradient + row * vocab + column, slope.to(q_gradient.dtype.element_ty), mask=is_logit)
 
 
+@on_its_device
 def chosen_forward(
     logits: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"], temperature: float
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"], Float[Tensor, "2 position"]]:
@@ -187,6 +190,7 @@ def chosen_forward(
     return outputs
 
 
+@on_its_device
 def chosen_backward(
     upstream: Float[Tensor, " position"],
     logits: Float[Tensor, "position vocab"],
@@ -206,6 +210,7 @@ def chosen_backward(
     return gradient
 
 
+@on_its_device
 def kl_forward(
     p_logits: Float[Tensor, "position vocab"], q_logits: Float[Tensor, "position vocab"], temperature: float
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, "4 position"]]:
@@ -221,6 +226,7 @@ def kl_forward(
     return outputs
 
 
+@on_its_device
 def kl_backward(
     upstream: Float[Tensor, " position"],
     p_logits: Float[Tensor, "position vocab"],

@@ -25,6 +25,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import on_its_device
 from lit_rlkv.kernels.slot_scores.launch import dense_vectors, due_argument, layout
 from lit_rlkv.kernels.slot_scores.reference import NEAR_DUPLICATE
 from lit_rlkv.kernels.slot_scores.tiles import is_row_due, load_flags, load_vectors
@@ -225,6 +226,7 @@ def _spare_duplicates(
     tl.store(means + pool * n_slots + j, mean, mask=j < n_slots)
 
 
+@on_its_device
 def key_norm(
     keys: Float[Tensor, "batch kv_head slot dim"], is_due: Bool[Tensor, " batch"] | None = None
 ) -> Float[Tensor, "batch kv_head slot"]:
@@ -237,6 +239,7 @@ def key_norm(
     return norms
 
 
+@on_its_device
 def key_direction_similarity(
     keys: Float[Tensor, "batch kv_head slot dim"],
     is_live: Bool[Tensor, "batch kv_head slot"],
@@ -254,6 +257,7 @@ def key_direction_similarity(
     return similarity
 
 
+@on_its_device
 def redundancy(
     keys: Float[Tensor, "batch kv_head slot dim"],
     is_live: Bool[Tensor, "batch kv_head slot"],

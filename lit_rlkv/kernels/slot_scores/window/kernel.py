@@ -21,6 +21,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import on_its_device
 from lit_rlkv.kernels.slot_scores.launch import dense_vectors, due_argument
 from lit_rlkv.kernels.slot_scores.tiles import is_row_due, load_flags, load_vectors
 
@@ -214,6 +215,7 @@ def _merge_blocks(
         tl.store(merged + 2 * s + 1, total, mask=s < n_softmax)
 
 
+@on_its_device
 def mean_window_attention(
     queries: Float[Tensor, "batch kv_head group window dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],
@@ -227,6 +229,7 @@ def mean_window_attention(
     return _score("mean", queries, keys, keys, columns, query_columns, is_live, scaling, is_due)
 
 
+@on_its_device
 def peak_window_attention(
     queries: Float[Tensor, "batch kv_head group window dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],
@@ -242,6 +245,7 @@ def peak_window_attention(
     return _score("peak", queries, keys, keys, columns, query_columns, is_wanted, scaling, is_due)
 
 
+@on_its_device
 def expected_attention(
     queries: Float[Tensor, "batch kv_head group window dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],
