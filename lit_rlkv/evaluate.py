@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_config, expanded
 from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, build_parts
+from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, build_parts, load_config
 from lit_rlkv.stages.training import make_policy
 from lit_rlkv.types import EvalRow
 
@@ -46,8 +46,7 @@ def evaluate(overrides: DictConfig) -> tuple[Path, dict[str, object], list[EvalR
     What `overrides` leaves null is as the run had it. A run without a checkpoint is scored as it started.
     """
     run_dir, checkpoint = find_run(Path(overrides.ckpt))
-    cfg = OmegaConf.load(run_dir / CONFIG)
-    assert isinstance(cfg, DictConfig)
+    cfg = load_config(run_dir)
     for key in ("budgets", "n_prompts", "temperature"):
         if overrides[key] is not None:
             cfg.evaluation[key] = overrides[key]

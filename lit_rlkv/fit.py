@@ -30,7 +30,7 @@ from lit_rlkv.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, build, check_config, check_keys
 from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts
+from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts, load_config
 from lit_rlkv.stages.reward import report_on_reward
 from lit_rlkv.stages.training import make_policy, train_policy
 from lit_rlkv.stages.warmup import WARM_DONE, start_folder, warm_up
@@ -226,9 +226,7 @@ def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictC
         raise ConfigError(
             f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/"
         )
-    saved = OmegaConf.load(run_dir / CONFIG)
-    assert isinstance(saved, DictConfig)
-    return run_dir, saved
+    return run_dir, load_config(run_dir)
 
 
 def discard_if_empty(folder: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -15,6 +16,8 @@ from rich.console import Console
 from lit_rlkv.config import CONF_DIR, ConfigError, check_config
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit, resumed
+from lit_rlkv.kernels.backend import set_kernels
+from lit_rlkv.kvcache import POLICIES
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -146,6 +149,65 @@ def test_options_change_the_training(warm, options):
     run(warm, name, *options, "stages=[rl]")
     changed, default = (rows_of(warm / folder / "metrics.csv") for folder in (name, "first"))
     assert [row["loss"] for row in changed] != [row["loss"] for row in default]
+
+
+def test_fewer_rows_at_a_time_need_a_smaller_cache(warm):
+    run(warm, "few-rows", "rollout.max_rows=4", "stages=[rl]")
+    few, whole = (rows_of(warm / folder / "metrics.csv") for folder in ("few-rows", "first"))
+    # 8 prompts with 2 responses each
+    assert float(few[0]["kv/bytes"]) * 4 == float(whole[0]["kv/bytes"])
+    assert float(few[0]["kv/replay_gap"]) < 1e-4
+
+
+def test_a_run_computes_with_the_kernels_it_is_told(warm, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        "lit_rlkv.kernels.decode_attention.kernel.decode_attention", lambda *a, **k: called.append(a) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        run(warm, "by-triton", "kernels=triton", "stages=[eval]", f"model.path={warm / 'first' / 'backbone'}")
+    options = scoring(warm / "first")
+    options.kernels = "triton"
+    with pytest.raises(ZeroDivisionError):
+        evaluate(options)
+    set_kernels("auto")
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["rollout.cuda_graph=true"], "rollout.cuda_graph=true needs CUDA, and this run is on cpu"),
+        (["kernels=triton", "fabric.precision=64-true"], "kernels: kernels=triton takes float32, float16"),
+    ],
+)
+def test_what_the_device_cannot_do_is_refused_before_any_work(tmp_path, options, says):
+    with pytest.raises(ConfigError, match=says):
+        run(tmp_path, "run", *options)
+    set_kernels("auto")
+    assert not (tmp_path / "warm").exists()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_runs_in_mixed_precision(warm, policy):
+    run(
+        warm,
+        f"mixed-{policy}",
+        f"cache.policy={policy}",
+        "fabric.precision=bf16-mixed",
+        "stages=[rl]",
+        f"model.path={warm / 'first' / 'backbone'}",
+    )
+    assert len(rows_of(warm / f"mixed-{policy}" / "metrics.csv")) == 2
+
+
+def test_a_run_of_an_earlier_version_is_scored_and_goes_on(warm):
+    copytree(warm / "first", warm / "old")
+    saved = OmegaConf.load(warm / "old" / "config.yaml")
+    del saved.kernels, saved.rollout.max_rows, saved.rollout.cuda_graph
+    OmegaConf.save(saved, warm / "old" / "config.yaml")
+    assert evaluate(scoring(warm / "old"))[2] == evaluate(scoring(warm / "first"))[2]
+    assert resumed(OmegaConf.create({"resume": str(warm / "old"), "runs_dir": "runs"}))[1].kernels == "auto"
 
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce++", "ppo", "online_dpo"])

@@ -83,6 +83,9 @@ class Setting:
     new: int
     rounds: int
     device: torch.device
+    n_layers: int | None = None
+    """Of the model, where not the preset's."""
+    dtype: torch.dtype | None = None
 
     @property
     def shape(self) -> Preset:
@@ -97,8 +100,9 @@ class Setting:
         """As transformers has it, with random weights."""
         torch.manual_seed(0)
         config = Qwen2Config(**self.shape.shape, pad_token_id=PAD)
+        config.num_hidden_layers = self.n_layers or config.num_hidden_layers
         with self.device:
-            return Qwen2ForCausalLM(config).to(self.shape.dtype).eval()
+            return Qwen2ForCausalLM(config).to(self.dtype or self.shape.dtype).eval()
 
     def cache(self, budget: int) -> CacheSpec:
         return CacheSpec(

@@ -203,14 +203,15 @@ def _check_sampling(cfg: DictConfig) -> None:
         cfg.kernels in KERNELS, f"kernels={cfg.kernels!r} is unknown; choose one of {', '.join(KERNELS)}"
     )
     _require(
-        rollout.cuda_graph in (None, True, False),
+        rollout.cuda_graph is None or isinstance(rollout.cuda_graph, bool),
         f"rollout.cuda_graph={rollout.cuda_graph} is none of true, false and null; null captures on CUDA",
     )
     group_size, rows = cfg.algorithm.group_size, rollout.max_rows
     _require(
-        rows is None or (isinstance(rows, int) and rows >= group_size),
-        f"rollout.max_rows={rows} has no room for the {group_size} responses to one prompt "
-        f"(algorithm.group_size), which start together; give at least {group_size}, or null for all",
+        rows is None or (isinstance(rows, int) and not isinstance(rows, bool) and rows >= group_size),
+        f"rollout.max_rows={rows} is no number of rows for the {group_size} responses to one prompt "
+        f"(algorithm.group_size), which start together; give a whole number of at least {group_size}, or "
+        "null for all",
     )
     rows = rollout.rows_per_pass
     _require(

@@ -103,8 +103,9 @@ class SlotCache(Cache):
     def evict(self) -> None:
         """Compact every row that is full."""
         is_full = self.n_live == self.n_slots
-        for layer in self.slot_layers:
-            layer.compact(is_full)
+        with torch.autocast(is_full.device.type, enabled=False):  # scores are float32
+            for layer in self.slot_layers:
+                layer.compact(is_full)
         self.n_live.masked_fill_(is_full, self.spec.budget)
 
     def death(self, rows: Int[Tensor, " row"] | None = None) -> Int[Tensor, "row layer kv_head seq"]:

@@ -81,7 +81,8 @@ class SlotLayer(CacheLayerMixin):
         # As the learner's attention does: rotated keys are float32, and the cache must hold what it will see.
         query, key, value = as_autocast(query, key, value)
         step = self._decode if self.cache.incoming is None else self._prefill
-        return step(query, key, value, scaling, softcap)
+        with torch.autocast(query.device.type, enabled=False):
+            return step(query, key, value, scaling, softcap)
 
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None

@@ -108,7 +108,6 @@ class Decoder:
 
     def take(self, rows: Sequence[int]) -> Rows:
         """The records of rows that have ended, which others may then use."""
-        self.kv.levels.stop(rows)
         index = torch.tensor(rows, device=self.newest.device)
         return Rows(
             token_ids=self.token_ids[index, :-1],

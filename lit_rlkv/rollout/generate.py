@@ -108,6 +108,7 @@ def _decode_all(
         is_running = decoder.is_running.tolist()
         done = [row for row in owner if not is_running[row]]
         assert done or n_steps > 0  # else it would go on for ever
+        decoder.kv.levels.stop(done)
         if done and (waiting or len(done) == len(owner)):
             ended.append(decoder.take(done))
             order += [owner.pop(row) for row in done]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -13,7 +13,7 @@ from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, as_config_errors, build,
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import encode, encode_prompts, load_tokenizer
-from lit_rlkv.kernels.backend import set_kernels
+from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import check_length
@@ -21,6 +21,8 @@ from lit_rlkv.rng import derive_seed
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 """Where a run folder keeps them."""
+KEYS_SINCE = {"kernels": "auto", "rollout": {"max_rows": None, "cuda_graph": None}}
+"""Keys that runs of earlier versions lack, and what they did."""
 N_SEEN = 64
 """Problems looked at before work starts."""
 
@@ -41,6 +43,14 @@ class Parts:
         return CacheSpec(**self.cfg.cache)
 
 
+def load_config(run_dir: Path) -> DictConfig:
+    """The config of an earlier run, with what it meant by keys that have come since."""
+    saved = OmegaConf.load(run_dir / CONFIG)
+    merged = OmegaConf.merge(KEYS_SINCE, saved)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def build_parts(cfg: DictConfig) -> Parts:
     """Tokenizer, task and device of a run."""
     disable_progress_bar()  # transformers' own, of which every load shows one
@@ -50,10 +60,22 @@ def build_parts(cfg: DictConfig) -> Parts:
     fabric = Fabric(
         accelerator=cfg.fabric.accelerator, devices=cfg.fabric.devices, precision=cfg.fabric.precision
     )
+    _check_device(cfg, fabric.device)
     with as_config_errors("model"):
         tokenizer = load_tokenizer(expanded(cfg.model.path))
     task = build(cfg.task)
     return Parts(cfg, fabric, tokenizer, task, _measured_prompt(cfg, tokenizer, task))
+
+
+def _check_device(cfg: DictConfig, device: torch.device) -> None:
+    """Refuse what this device cannot do, before there is a model to try it on."""
+    with as_config_errors("kernels"):
+        uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
+    if cfg.rollout.cuda_graph and device.type != "cuda":
+        raise ConfigError(
+            f"rollout.cuda_graph=true needs CUDA, and this run is on {device.type}; use null, which captures "
+            "where it can"
+        )
 
 
 def _measured_prompt(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> int:

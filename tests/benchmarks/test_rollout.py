@@ -20,18 +20,18 @@ def test_a_toy_run_measures_ours_and_theirs(tmp_path: Path):
     assert (tmp_path / "rollout.png").stat().st_size > 10_000
 
 
-def test_a_kernel_that_decodes_other_tokens_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("budget", [16, 64])
+def test_deaths_that_the_sampler_did_not_see_are_not_timed(budget: int, monkeypatch: pytest.MonkeyPatch):
     plain = Setting.roll_out
 
     def wrong(setting: Setting, *args: object, **options: object):
         found = plain(setting, *args, **options)
-        is_fast = "cuda_graph" not in options
-        return replace(found, token_ids=found.token_ids.roll(1, dims=0)) if is_fast else found
+        return replace(found, death=found.death.roll(1, dims=2))
 
-    rollout.check(TOY, TOY.cache(16))
+    rollout.check(TOY, budget)
     monkeypatch.setattr(Setting, "roll_out", wrong)
-    with pytest.raises(RuntimeError, match="of greedy tokens equal those of the plain definitions"):
-        rollout.check(TOY, TOY.cache(16))
+    with pytest.raises(RuntimeError, match="replay other log-probs"):
+        rollout.check(TOY, budget)
 
 
 def test_the_three_schedules_match_hand_arithmetic():

@@ -31,8 +31,8 @@ def shadow_attention(
             without it that of dense causal attention. Results are the same up to rounding.
         kernels: auto, reference or triton; what the process has chosen unless told.
     """
-    if not uses_triton(query, kernels):
-        return reference.shadow_attention(query, key, value, death, scaling, softcap=softcap)
+    if softcap is None and not uses_triton(query, kernels):
+        return reference.shadow_attention(query, key, value, death, scaling)
     return shadow_attention_with_lse(
         query, key, value, death, scaling, softcap=softcap, plan=plan, kernels=kernels
     )[0]
