@@ -36,7 +36,8 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "phi3": Phi3Config,
     "gpt_neox": GPTNeoXConfig,
     "gpt2": GPT2Config,  # the one with learned positions, which a shift of a whole row does not leave alone
-    "gemma2": partial(Gemma2Config, attn_logit_softcapping=2.0),  # low enough to bend these models' logits
+    # The logits of this model reach 0.2, because a query_pre_attn_scalar of 256 divides them by 16.
+    "gemma2": partial(Gemma2Config, attn_logit_softcapping=0.05),
     "gemma3": Gemma3TextConfig,
 }
 

@@ -1,4 +1,6 @@
 import gc
+import itertools
+import math
 import weakref
 from functools import cache
 
@@ -17,12 +19,14 @@ EQUAL = (10, 10, 10, 10)
 WIDTH, N_STEPS = max(LENS), 14
 SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 SCALING = DIM**-0.5
+SOFTCAP = 1.0
+"""Logits here have a standard deviation of 2, so it bends most of them."""
 DETERMINISTIC = sorted(set(POLICIES) - {"random"})
 
 
-def random_states() -> tuple[Tensor, Tensor, Tensor]:
+def random_states(seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the whole sequences: [layer, batch, head, seq, dim]."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     shape = (LAYERS, len(LENS), KV_HEADS, WIDTH + N_STEPS, DIM)
     query = 2 * torch.randn(LAYERS, len(LENS), KV_HEADS * GROUP, *shape[3:], generator=generator)
     return query, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -37,26 +41,39 @@ def prompt_mask(lens: tuple[int, ...]) -> Tensor:
     return torch.arange(WIDTH) >= WIDTH - torch.tensor(lens)[:, None]
 
 
-def run_cache(kv: SlotCache, states: tuple[Tensor, Tensor, Tensor], lens: tuple[int, ...] = LENS) -> Tensor:
-    """Attention outputs of every column: [layer, batch, head, seq, dim]."""
-    with kv.prefill(range(len(lens)), prompt_mask(lens)):
-        outs = [attend_all(kv, states, slice(0, WIDTH))]
+def run_cache(
+    kv: SlotCache,
+    states: tuple[Tensor, Tensor, Tensor],
+    lens: tuple[int, ...] = LENS,
+    rows: list[int] | None = None,
+) -> Tensor:
+    """Attention outputs of every column: [layer, row, head, seq, dim]; other rows than these stand still."""
+    rows = list(range(len(lens))) if rows is None else rows
+    is_running = torch.zeros(len(lens), dtype=torch.bool)
+    is_running[rows] = True
+    query, key, value = (s[:, rows] for s in states)
+    with kv.prefill(rows, prompt_mask(lens)[rows]):
+        outs = [attend_all(kv, (query, key, value), slice(0, WIDTH))]
     for step in range(N_STEPS):
-        kv.advance()
-        outs.append(attend_all(kv, states, slice(WIDTH + step, WIDTH + step + 1)))
+        kv.advance(is_running)
+        outs.append(attend_all(kv, states, slice(WIDTH + step, WIDTH + step + 1))[:, rows])
         if kv.levels.step():
             kv.evict()
     return torch.cat(outs, dim=3)
 
 
-def prefill_all(kv: SlotCache) -> None:
+def prefill_all(kv: SlotCache, softcap: float | None = None) -> None:
     with kv.prefill(range(len(LENS)), prompt_mask(LENS)):
-        attend_all(kv, random_states(), slice(0, WIDTH))
+        attend_all(kv, random_states(), slice(0, WIDTH), softcap)
 
 
-def attend_all(kv: SlotCache, states: tuple[Tensor, Tensor, Tensor], columns: slice) -> Tensor:
+def attend_all(
+    kv: SlotCache, states: tuple[Tensor, Tensor, Tensor], columns: slice, softcap: float | None = None
+) -> Tensor:
     layers = zip(kv.slot_layers, *states, strict=True)
-    return torch.stack([layer.attend(*(s[:, :, columns] for s in qkv), SCALING) for layer, *qkv in layers])
+    return torch.stack(
+        [layer.attend(*(s[:, :, columns] for s in qkv), SCALING, softcap) for layer, *qkv in layers]
+    )
 
 
 class SlowSequence:
@@ -181,6 +198,57 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(policy: str):
     query, key, value = (s[:, 1:2] for s in states)
     run_cache(alone, (query, key, value), LENS[1:2])
     assert torch.equal(alone.death()[0], together.death()[1])
+
+
+def received_by_prompt(policy: str, layer: int, row: int, kv_head: int, softcap: float | None) -> list[float]:
+    """Attention that each column of the prompt received, in a plain loop over queries and heads."""
+    queries, keys, _ = (s[layer, row] for s in random_states())
+    first = WIDTH - LENS[row]
+    received = [0.0] * WIDTH
+    for column in range(WIDTH - 1 if policy == "tova" else first, WIDTH):
+        for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+            seen = range(first, column + 1)
+            logits = [published.dot(queries[head, column], keys[kv_head, k]) * SCALING for k in seen]
+            if softcap is not None:
+                logits = [softcap * math.tanh(logit / softcap) for logit in logits]
+            for k, prob in zip(seen, published.softmax(logits), strict=True):
+                received[k] += prob / GROUP
+    return received
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova"])
+@pytest.mark.parametrize("softcap", [None, SOFTCAP])
+def test_attention_over_a_prompt_is_that_of_a_plain_loop(policy: str, softcap: float | None):
+    kv = make_cache(CacheSpec(policy=policy, **SPEC))
+    prefill_all(kv, softcap)
+    other = SOFTCAP if softcap is None else None
+    for layer, row, head in itertools.product(range(LAYERS), range(len(LENS)), range(KV_HEADS)):
+        pool, n_live = kv.slot_layers[layer], int(kv.n_live[row])
+        assert pool.attention is not None
+        columns = pool.columns[row, head, :n_live]
+        actual = pool.attention[row, head, :n_live]
+        expected = torch.tensor(received_by_prompt(policy, layer, row, head, softcap))[columns]
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+        wrong = torch.tensor(received_by_prompt(policy, layer, row, head, other))[columns]
+        assert (actual - wrong).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("policy", [*DETERMINISTIC, "dense"])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [1, 3]], ids=["all rows", "some rows"])
+def test_rows_that_are_used_again_remember_nothing(policy: str, rows: list[int]):
+    spec = CacheSpec.dense() if policy == "dense" else CacheSpec(policy=policy, **SPEC)
+    lens = LENS[::-1]  # long prompts follow short ones, and short ones long
+    used, fresh = make_cache(spec), make_cache(spec)
+    first_outs = run_cache(used, random_states(5))
+    first_death = used.death()
+    used.levels.stop(range(len(LENS)))
+    outs = run_cache(used, random_states(6), lens, rows)
+    expected = run_cache(fresh, random_states(6), lens)[:, rows]
+    assert not torch.allclose(outs, first_outs[:, rows], atol=1e-2)
+    torch.testing.assert_close(outs, expected)
+    assert torch.equal(used.death(torch.tensor(rows)), fresh.death(torch.tensor(rows)))
+    others = torch.tensor([row for row in range(len(LENS)) if row not in rows], dtype=torch.long)
+    assert torch.equal(used.death(others), first_death[others])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "tova"])

@@ -1,5 +1,7 @@
 import copy
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from transformers import (
 )
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.kvcache.layer import SlotLayer
+from lit_rlkv.models import attention, prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import check_length, head_logits, token_positions
 from lit_rlkv.rollout import generate
 from tests.models_zoo import (
@@ -130,6 +133,44 @@ def test_dropout_by_function_is_refused_because_it_cannot_be_switched_off():
 
 def test_the_same_patch_that_does_nothing_is_accepted():
     prepare_backbone(patched_llama(lambda hidden, is_training: hidden))
+
+
+def without_cap(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The same attention, whose softcap is forgotten on the way."""
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(attend).bind(*args, **kwargs)
+        bound.arguments["softcap"] = None
+        return attend(*bound.args, **bound.kwargs)
+
+    return forgetful
+
+
+IN_PREFILL = (SlotLayer, "_prefill")
+IN_DECODING = (SlotLayer, "_decode")
+IN_CACHE = (SlotLayer, "attend")
+IN_REPLAY = (attention, "shadow_attention")
+
+
+@pytest.mark.parametrize(
+    ("places", "reason"),
+    [
+        ([IN_PREFILL], "its logits change when it decodes from our cache"),
+        ([IN_DECODING], "its logits change when it decodes from our cache"),
+        ([IN_CACHE], "its logits change when it decodes from our cache"),
+        ([IN_REPLAY], "its logits change under our attention"),
+        ([IN_CACHE, IN_REPLAY], "its logits change under our attention"),
+    ],
+    ids=["in prefill", "in decoding", "in the cache", "in replay", "in cache and replay"],
+)
+def test_a_model_whose_cap_on_logits_is_forgotten_is_refused(
+    places: list[tuple[Any, str]], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, without_cap(getattr(owner, name)))
+    prepare_backbone(build(tiny_config("gemma2", attn_logit_softcapping=None)))
+    with pytest.raises(ValueError, match=f"cannot be replayed: {reason}"):
+        prepare_backbone(build(tiny_config("gemma2")))
 
 
 def test_dropout_is_switched_off():

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.shadow_attention import visible
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, switched
 from lit_rlkv.models.replay import action_hidden, action_logps, dense_death, replay_death
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
@@ -134,6 +135,56 @@ def test_logits_of_all_positions_are_never_held_at_once(monkeypatch: pytest.Monk
         model.zero_grad(set_to_none=True)
     assert rollout.is_action.sum() > 5
     assert max(n_positions) == 5
+
+
+def gradients_and_head_calls(model: PreTrainedModel, rollout: Rollout) -> tuple[list[Tensor], list[int]]:
+    """Gradients of all that trains below the output head, and the positions of each call of the head."""
+    n_positions: list[int] = []
+    handle = model.lm_head.register_forward_hook(lambda _, args, out: n_positions.append(len(args[0])))
+    below = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("lm_head")]
+    try:
+        with switched(model, "policy"):
+            logps = replay_logps(model, rollout)
+            upstream = torch.linspace(1, 2, logps.numel()).view_as(logps)
+            return list(torch.autograd.grad(logps, below, upstream)), n_positions
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("has_adapter", [True, False], ids=["LoRA", "all but the head"])
+def test_the_head_is_called_once_per_chunk_if_it_is_frozen_and_twice_if_it_trains(
+    has_adapter: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lit_rlkv.kernels.token_logps.reference.MAX_CHUNK_LOGITS", 5 * VOCAB)
+    rollout, model = sampled(), copy.deepcopy(tiny_model())
+    if has_adapter:
+        add_adapter(model, "policy", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
+    model.lm_head.requires_grad_(False)
+    of_frozen, n_positions = gradients_and_head_calls(model, rollout)
+    n_actions = int(rollout.is_action.sum())
+    chunks = [5] * (n_actions // 5) + [n_actions % 5] * (n_actions % 5 > 0)
+    assert len(chunks) > 2
+    assert n_positions == [0, *chunks]  # of no position: whether its logits would need a gradient
+    model.lm_head.requires_grad_(True)
+    of_trained, n_positions = gradients_and_head_calls(model, rollout)
+    assert sorted(n_positions) == sorted(2 * chunks)
+    assert sum(float(gradient.abs().max()) > 0 for gradient in of_trained) >= len(of_trained) / 2
+    for a, b in zip(of_frozen, of_trained, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_padding_is_dead_also_in_a_table_that_says_nothing_of_it():
+    is_token = torch.tensor([[False, True, True, True], [True, True, True, False]])
+    rollout = Rollout(
+        token_ids=torch.ones(2, 4, dtype=torch.long),
+        is_token=is_token,
+        is_action=is_token & torch.tensor([False, False, True, True]),
+        sampler_logps=torch.zeros(2, 4),
+        death=torch.full((2, 1, 1, 4), NEVER, dtype=torch.int32),
+        kv_bytes=0,
+    )
+    # Row 0 ends at column 4, row 1 at column 3.
+    assert replay_death(rollout)[:, 0, 0].tolist() == [[0, 4, 4, 4], [3, 3, 3, 0]]
 
 
 def test_padding_is_dead_on_both_sides_and_all_else_ends_with_its_row():

@@ -2,17 +2,16 @@
 
 import gc
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
-from lit_rlkv.models import replay_logps
+from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
-from tests.models_zoo import LAYERS, PAD, ragged_prompts, tiny_model
+from tests.models_zoo import PAD, build, ragged_prompts, tiny_config, tiny_model
 from tests.rollout.recorded import Recorded, Recording
 
 LENS = (14, 9, 4, 1, 11, 6)
@@ -97,9 +96,9 @@ def test_samples_of_a_prompt_differ_and_under_random_eviction_keep_different_key
     rollout = run("random", n_samples=2)
     assert not torch.equal(rollout.token_ids[0], rollout.token_ids[1])
     # Prompt 0 has 14 tokens and the budget is 8: six die at its end, in each sample others.
-    deaths = rollout.death[:2, ..., :14]
-    assert ((deaths == 14).sum(-1) == 6).all()
-    assert not torch.equal(deaths[0], deaths[1])
+    dies_with_prompt = rollout.death[:2, ..., :14] == 14
+    assert (dies_with_prompt.sum(-1) == 6).all()
+    assert not torch.equal(dies_with_prompt[0], dies_with_prompt[1])
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova", "expected", "dense"])
@@ -218,12 +217,25 @@ def test_rows_and_graphs_that_cannot_be_are_refused(changes: dict[str, Any], mes
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", [*POLICIES, "dense"])
+@pytest.mark.parametrize("policy", [policy for policy in DETERMINISTIC if policy != "knorm"])
 @pytest.mark.parametrize("max_rows", [None, 4])
 def test_a_captured_step_gives_the_same_greedy_rollout_on_a_gpu(policy: str, max_rows: int | None):
-    model = tiny_model("qwen3").to("cuda")
+    # Not by key norm: this model normalises its keys, whose norms are then ties that rounding decides.
+    model = prepare_backbone(build(tiny_config("qwen3")).to("cuda"))
     prompts = [t.cuda() for t in ragged_prompts(LENS)]
-    settings = {"cache": spec_of(policy), "max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": PAD}
-    plain = partial(generate, model, *prompts, temperature=0.0, generator=torch.Generator("cuda"), **settings)
-    assert same(plain(cuda_graph=True, max_rows=max_rows), plain(cuda_graph=False))
-    assert len(model.model.layers) == LAYERS
+    captured, plain = (
+        generate(
+            model,
+            *prompts,
+            cache=spec_of(policy),
+            max_new_tokens=N_NEW,
+            eos_token_id=None,
+            pad_token_id=PAD,
+            temperature=0.0,
+            generator=torch.Generator("cuda").manual_seed(0),
+            max_rows=max_rows,
+            cuda_graph=cuda_graph,
+        )
+        for cuda_graph in (True, False)
+    )
+    assert same(captured, plain)

@@ -1,0 +1,131 @@
+"""The choice between definitions and Triton's kernels: by name, by block, by call, or by the tensor."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kernels.backend import (
+    TRITON_DTYPES,
+    as_autocast,
+    is_interpreted,
+    on_its_device,
+    set_kernels,
+    uses_triton,
+    using,
+)
+
+ON_CPU = torch.zeros(2)
+
+
+@pytest.fixture(autouse=True)
+def _choice_of_the_process_is_restored() -> Iterator[None]:
+    with using("auto"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine with a GPU, where the other tests do without."""
+    # Before the switch is set: Triton reads it when it defines its functions, and other tests compile them.
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_an_unknown_name_is_refused_and_changes_nothing():
+    message = r"kernels='cuda' is unknown; choose one of auto, reference, triton"
+    set_kernels("triton")
+    with pytest.raises(ValueError, match=message):
+        set_kernels("cuda")
+    with pytest.raises(ValueError, match=message), using("cuda"):
+        pass
+    with pytest.raises(ValueError, match=message):
+        uses_triton(ON_CPU, "cuda")
+    assert uses_triton(ON_CPU)
+
+
+@pytest.mark.parametrize("dtype", [*TRITON_DTYPES, torch.float64])
+def test_the_reference_is_never_triton(dtype: torch.dtype):
+    assert not uses_triton(ON_CPU.to(dtype), "reference")
+    with using("reference"):
+        assert not uses_triton(ON_CPU.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*TRITON_DTYPES, torch.float64])
+def test_auto_is_the_definition_on_a_cpu_even_with_the_interpreter(dtype: torch.dtype):
+    assert is_interpreted()
+    assert not uses_triton(ON_CPU.to(dtype))
+    assert not uses_triton(ON_CPU.to(dtype), "auto")
+
+
+@pytest.mark.gpu
+def test_auto_is_triton_on_cuda_where_the_kernels_take_the_precision():
+    assert all(uses_triton(ON_CPU.to("cuda", dtype)) for dtype in TRITON_DTYPES)
+    assert not uses_triton(ON_CPU.to("cuda", torch.float64))
+
+
+def test_set_kernels_chooses_for_all_that_follows():
+    set_kernels("triton")
+    assert uses_triton(ON_CPU)
+    set_kernels("auto")
+    assert not uses_triton(ON_CPU)
+
+
+def test_a_block_restores_what_it_was_nested_in_also_after_an_error():
+    with using("triton"):
+        with using("reference"):
+            assert not uses_triton(ON_CPU)
+        assert uses_triton(ON_CPU)
+        with pytest.raises(RuntimeError, match="inside"), using("reference"):
+            raise RuntimeError("inside")
+        assert uses_triton(ON_CPU)
+    assert not uses_triton(ON_CPU)
+
+
+def test_the_choice_of_a_call_beats_that_of_the_process():
+    with using("triton"):
+        assert not uses_triton(ON_CPU, "reference")
+        assert not uses_triton(ON_CPU, "auto")
+    with using("reference"):
+        assert uses_triton(ON_CPU, "triton")
+
+
+def test_triton_in_double_precision_is_refused():
+    message = "kernels=triton takes float32, float16 and bfloat16, not torch.float64; use kernels=reference"
+    with pytest.raises(ValueError, match=message):
+        uses_triton(ON_CPU.double(), "triton")
+    with pytest.raises(ValueError, match=message), using("triton"):
+        uses_triton(ON_CPU.double())
+
+
+def test_triton_on_a_cpu_without_the_interpreter_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch):
+    assert uses_triton(ON_CPU, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not is_interpreted()
+    with pytest.raises(
+        ValueError,
+        match=r"needs tensors on CUDA, and these are on cpu; use kernels=auto, or set TRITON_INTERPRET=1",
+    ):
+        uses_triton(ON_CPU, "triton")
+
+
+def test_what_runs_on_a_tensors_device_gets_all_its_arguments_and_returns():
+    @on_its_device
+    def launch(scale: float, tensor: Tensor, *, shift: float = 0.0) -> tuple[float, Tensor, float]:
+        """Launches nothing."""
+        return scale, tensor, shift
+
+    assert launch(2.0, ON_CPU, shift=3.0) == (2.0, ON_CPU, 3.0)
+    assert launch(2.0, tensor=ON_CPU) == (2.0, ON_CPU, 0.0)
+    assert launch.__doc__ == "Launches nothing."
+
+
+def test_autocast_lowers_all_but_double_precision():
+    single, double = torch.ones(2, dtype=torch.float32), torch.ones(2, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered, untouched = as_autocast(single, double)
+    assert lowered.dtype == torch.bfloat16
+    assert untouched is double
+    for same, tensor in zip(as_autocast(single, double), (single, double), strict=True):
+        assert same is tensor
