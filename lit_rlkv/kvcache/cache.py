@@ -20,6 +20,8 @@ class Prefill:
 
     rows: Int[Tensor, " row"]
     """Rows of the pool; the samples of a prompt side by side."""
+    span: slice | None
+    """The same where they are neighbours, because a slice is copied to much faster than an index."""
     is_prompt: Bool[Tensor, "batch prompt"]
     n_padding: Int[Tensor, " batch"]
     due: Int[Tensor, " due"] | None
@@ -28,6 +30,16 @@ class Prefill:
     @property
     def n_samples(self) -> int:
         return len(self.rows) // len(self.is_prompt)
+
+    def rows_of(self, sample: int) -> Int[Tensor, " batch"] | slice:
+        """Rows of the sample of that number of every prompt."""
+        if self.span is None:
+            return self.rows[sample :: self.n_samples]
+        return slice(self.span.start + sample, self.span.stop, self.n_samples)
+
+    @property
+    def all_rows(self) -> Int[Tensor, " row"] | slice:
+        return self.rows if self.span is None else self.span
 
     @property
     def n_columns(self) -> int:
@@ -78,8 +90,10 @@ class SlotCache(Cache):
         lens = is_prompt.sum(dim=1)
         due = (lens > self.spec.budget).nonzero().flatten()
         index = torch.tensor(rows, device=is_prompt.device)
+        span = slice(rows[0], rows[0] + len(rows))
         self.incoming = Prefill(
             rows=index,
+            span=span if list(rows) == list(range(span.start, span.stop)) else None,
             is_prompt=is_prompt,
             n_padding=n_columns - lens,
             due=None if self.spec.is_dense or len(due) == 0 else due,

@@ -100,8 +100,8 @@ class SlotLayer(CacheLayerMixin):
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
         if self.keys is None:
             self._allocate(packed, key, value)
-        self.death[incoming.rows] = NEVER
-        self.death[incoming.rows, :, : key.shape[2]] = alive.repeat_interleave(incoming.n_samples, dim=0)
+        self.death[incoming.all_rows] = NEVER
+        self.death[incoming.all_rows, :, : key.shape[2]] = alive.repeat_interleave(incoming.n_samples, dim=0)
         attention = None
         if policy is not None and policy.tracks_attention is not None:
             attention = self._prompt_attention(packed, key, scaling, softcap)
@@ -137,11 +137,12 @@ class SlotLayer(CacheLayerMixin):
         kept = incoming.n_padding[:, None] + torch.arange(width, device=key.device)
         kept = kept.clamp(max=n_columns - 1)[:, None].repeat(1, key.shape[1], 1)
         for sample in range(incoming.n_samples):
-            rows = incoming.rows[sample :: incoming.n_samples]
+            rows = incoming.rows_of(sample)
             if incoming.due is not None and cache.policy is not None:
                 if sample == 0 or cache.policy.draws:
                     kept[incoming.due] = self._prompt_survivors(key, value, attention)
-                self._record_prompt_deaths(rows[incoming.due], kept[incoming.due], n_columns)
+                rows_due = incoming.rows[sample :: incoming.n_samples][incoming.due]
+                self._record_prompt_deaths(rows_due, kept[incoming.due], n_columns)
             self.keys[rows, :, :width] = take_slots(key, kept)
             self.values[rows, :, :width] = take_slots(value, kept)
             self.columns[rows, :, :width] = kept
