@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from lit_rlkv.kvcache.layer import SlotLayer
-from lit_rlkv.kvcache.schedule import FillLevels
+from lit_rlkv.kvcache.levels import FillLevels
 from lit_rlkv.kvcache.spec import CacheSpec
 
 

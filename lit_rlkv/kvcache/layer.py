@@ -13,13 +13,11 @@ from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import choose_survivors, due_rows, evict, take_slots
 from lit_rlkv.kernels.shadow_attention import shadow_attention
 from lit_rlkv.kvcache.policies import SlotView
+from lit_rlkv.kvcache.prompt_attention import prompt_attention
 from lit_rlkv.types import NEVER
 
 if TYPE_CHECKING:
     from lit_rlkv.kvcache.cache import Prefill, SlotCache
-
-MAX_PROMPT_LOGITS = 2**26
-"""Most logits held at once when attention is summed over a prompt: 256 MiB in float32."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -104,7 +102,8 @@ class SlotLayer(CacheLayerMixin):
         self.death[incoming.all_rows, :, : key.shape[2]] = alive.repeat_interleave(incoming.n_samples, dim=0)
         attention = None
         if policy is not None and policy.tracks_attention is not None:
-            attention = self._prompt_attention(packed, key, scaling, softcap)
+            of_last = policy.tracks_attention == "last"
+            attention = prompt_attention(packed, key, incoming.is_prompt, scaling, softcap, of_last=of_last)
         if self.recent_queries is not None:
             self._remember_prompt_queries(packed)
         self._fill(key, value, attention)
@@ -138,13 +137,16 @@ class SlotLayer(CacheLayerMixin):
         kept = kept.clamp(max=n_columns - 1)[:, None].repeat(1, key.shape[1], 1)
         for sample in range(incoming.n_samples):
             rows = incoming.rows_of(sample)
+            is_new = sample == 0 or (cache.policy is not None and cache.policy.draws)
             if incoming.due is not None and cache.policy is not None:
-                if sample == 0 or cache.policy.draws:
+                if is_new:
                     kept[incoming.due] = self._prompt_survivors(key, value, attention)
                 rows_due = incoming.rows[sample :: incoming.n_samples][incoming.due]
                 self._record_prompt_deaths(rows_due, kept[incoming.due], n_columns)
-            self.keys[rows, :, :width] = take_slots(key, kept)
-            self.values[rows, :, :width] = take_slots(value, kept)
+            if is_new:
+                kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
+            self.keys[rows, :, :width] = kept_keys
+            self.values[rows, :, :width] = kept_values
             self.columns[rows, :, :width] = kept
             if self.attention is not None and attention is not None:
                 self.attention[rows, :, :width] = attention.gather(2, kept)
@@ -305,29 +307,3 @@ class SlotLayer(CacheLayerMixin):
         latest = query[:, :, :, recent].permute(0, 3, 1, 2, 4)
         rows = incoming.rows[:, None]
         self.recent_queries[rows, recent % window] = latest.repeat_interleave(incoming.n_samples, dim=0)
-
-    def _prompt_attention(
-        self,
-        query: Float[Tensor, "batch kv_head group prompt dim"],
-        key: Float[Tensor, "batch kv_head prompt dim"],
-        scaling: float,
-        softcap: float | None,
-    ) -> Float[Tensor, "batch kv_head prompt"]:
-        """Attention that each key of the prompt received: from the last query, or summed over all of them."""
-        cache, incoming = self.cache, self.cache.incoming
-        assert incoming is not None
-        assert cache.policy is not None
-        n_columns = key.shape[2]
-        column = torch.arange(n_columns, device=key.device)
-        first = n_columns - 1 if cache.policy.tracks_attention == "last" else 0
-        received = torch.zeros(key.shape[:3], device=key.device, dtype=torch.float32)
-        n_queries = max(MAX_PROMPT_LOGITS // (query[:, :, :, 0, 0].numel() * n_columns), 1)
-        for block in torch.split(column[first:], n_queries):
-            logits = (query[:, :, :, block] @ key.transpose(-1, -2).unsqueeze(2)).float() * scaling
-            if softcap is not None:
-                logits = (logits / softcap).tanh() * softcap
-            is_seen = incoming.is_prompt[:, None] & (column <= block[:, None])
-            probs = logits.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1)
-            is_query = incoming.is_prompt[:, None, None, block][..., None]
-            received += probs.masked_fill(~is_query, 0.0).sum(dim=3).mean(dim=2)
-        return received

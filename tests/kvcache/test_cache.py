@@ -261,7 +261,7 @@ def test_what_a_prompt_attends_to_does_not_depend_on_the_chunks_it_is_summed_in(
     )
     run_cache(whole, random_states())
     # Four heads of four rows, 13 columns: four queries at a time.
-    monkeypatch.setattr("lit_rlkv.kvcache.layer.MAX_PROMPT_LOGITS", 4 * 4 * 4 * WIDTH)
+    monkeypatch.setattr("lit_rlkv.kvcache.prompt_attention.MAX_PROMPT_LOGITS", 4 * 4 * 4 * WIDTH)
     run_cache(chunked, random_states())
     assert torch.equal(chunked.death(), whole.death())
 

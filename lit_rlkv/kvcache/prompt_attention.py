@@ -1,0 +1,33 @@
+"""What every key of a prompt received, before any query is decoded: where h2o and tova start from."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+MAX_PROMPT_LOGITS = 2**26
+"""Most logits held at once: 256 MiB in float32."""
+
+
+def prompt_attention(
+    query: Float[Tensor, "batch kv_head group prompt dim"],
+    key: Float[Tensor, "batch kv_head prompt dim"],
+    is_prompt: Bool[Tensor, "batch prompt"],
+    scaling: float,
+    softcap: float | None,
+    *,
+    of_last: bool,
+) -> Float[Tensor, "batch kv_head prompt"]:
+    """Attention that each key received, mean over the query group: of the last query, or of all summed."""
+    n_columns = key.shape[2]
+    column = torch.arange(n_columns, device=key.device)
+    received = torch.zeros(key.shape[:3], device=key.device, dtype=torch.float32)
+    n_queries = max(MAX_PROMPT_LOGITS // (query[:, :, :, 0, 0].numel() * n_columns), 1)
+    for block in torch.split(column[n_columns - 1 if of_last else 0 :], n_queries):
+        logits = (query[:, :, :, block] @ key.transpose(-1, -2).unsqueeze(2)).float() * scaling
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
+        is_seen = is_prompt[:, None] & (column <= block[:, None])
+        probs = logits.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1)
+        is_query = is_prompt[:, None, None, block][..., None]
+        received += probs.masked_fill(~is_query, 0.0).sum(dim=3).mean(dim=2)
+    return received
