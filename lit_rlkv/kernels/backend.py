@@ -74,6 +74,11 @@ def on_its_device(launch: Callable[Given, Output]) -> Callable[Given, Output]:
     return launched
 
 
+def with_unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor itself, whatever its strides, unless the numbers of its last dimension are apart."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What torch's own attention does under autocast: everything but float64 in the lower precision."""
     device = tensors[0].device.type

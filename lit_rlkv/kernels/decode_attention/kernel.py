@@ -25,7 +25,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device
+from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
 from lit_rlkv.kernels.decode_attention.launch import padded, plan, power_of_2, shared_block
 from lit_rlkv.kernels.numerics import tanh
 
@@ -255,8 +255,3 @@ def decode_attention(
 def precision(dtype: torch.dtype) -> str:
     """Of products: float32 as float32, not in the tensor cores' shorter format."""
     return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def with_unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor, copied only if its last dimension is not contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

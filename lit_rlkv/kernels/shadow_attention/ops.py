@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lit_rlkv.kernels.backend import with_unit_stride
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.shadow_attention.plan import BLOCK, SlotPlan
 from lit_rlkv.types import NEVER
@@ -66,7 +67,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = launch.Inputs(query, key, value, death, scaling, softcap, block, n_slots)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        return launch.backward(inputs, _dense_rows(d_out), d_lse.contiguous(), out, lse, slot_of)
+        return launch.backward(inputs, with_unit_stride(d_out), d_lse.contiguous(), out, lse, slot_of)
 
 
 @_backward.register_fake
@@ -136,7 +137,7 @@ def shadow_attention_with_lse(
             f"the plan is for deaths of shape {tuple(plan.slot_of.shape)}, not {tuple(death.shape)}; "
             "make it from the table that is replayed, and pass `plan.layer(i)`"
         )
-    query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
+    query, key, value = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     death = death if death.dtype == torch.int32 else death.clamp(max=NEVER).int()
     death = death.contiguous()
     slot_of, block, n_slots = (None, BLOCK, 0) if plan is None else _places(plan)
@@ -155,7 +156,3 @@ def _places(plan: SlotPlan) -> tuple[Tensor, int, int]:
         )
     # Rows of tables start at multiples of 64 bytes, so that reads of them can be wide.
     return plan.slot_of.contiguous(), plan.block, -(-plan.n_slots // 16) * 16
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -23,7 +23,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device
+from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
 
 N_DEEP = 4
 N_LANES = 2048
@@ -180,7 +180,7 @@ def chosen_forward(
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"], Float[Tensor, "2 position"]]:
     """Log-probs, entropies, and of each row the peak and log2(mass) that the backward pass needs."""
     outputs = empty_chosen_outputs(logits, tokens, temperature)
-    logits, tokens = _unit_stride(logits), tokens.contiguous()
+    logits, tokens = with_unit_stride(logits), tokens.contiguous()
     n_rows, vocab = logits.shape
     if n_rows > 0:
         _chosen_forward[(n_rows,)](
@@ -200,7 +200,7 @@ def chosen_backward(
 ) -> Float[Tensor, "position vocab"]:
     """The gradient of the logits from that of the log-probs."""
     gradient = empty_chosen_gradient(upstream, logits, tokens, stats, temperature)
-    logits, tokens = _unit_stride(logits), tokens.contiguous()
+    logits, tokens = with_unit_stride(logits), tokens.contiguous()
     n_rows, vocab = logits.shape
     if n_rows > 0:
         _chosen_backward[(n_rows, triton.cdiv(vocab, BLOCK))](
@@ -216,7 +216,7 @@ def kl_forward(
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, "4 position"]]:
     """KL(p ‖ q), and of each row peak and log2(mass), of p and then of q."""
     outputs = empty_kl_outputs(p_logits, q_logits, temperature)
-    p_logits, q_logits = _unit_stride(p_logits), _unit_stride(q_logits)
+    p_logits, q_logits = with_unit_stride(p_logits), with_unit_stride(q_logits)
     n_rows, vocab = p_logits.shape
     if n_rows > 0:
         _kl_forward[(n_rows,)](
@@ -239,7 +239,7 @@ def kl_backward(
 ) -> tuple[Float[Tensor, "p_position vocab"], Float[Tensor, "q_position vocab"]]:
     """The gradients of both sides' logits; one that is not needed has no rows."""
     gradients = empty_kl_gradients(upstream, p_logits, q_logits, kl, stats, temperature, needs_p, needs_q)
-    p_logits, q_logits = _unit_stride(p_logits), _unit_stride(q_logits)
+    p_logits, q_logits = with_unit_stride(p_logits), with_unit_stride(q_logits)
     n_rows, vocab = p_logits.shape
     if n_rows > 0:
         _kl_backward[(n_rows, triton.cdiv(vocab, BLOCK))](
@@ -284,7 +284,3 @@ def empty_kl_gradients(
 
 def _floats(logits: Tensor, *lead: int) -> Tensor:
     return torch.empty((*lead, logits.shape[0]), dtype=torch.float32, device=logits.device)
-
-
-def _unit_stride(logits: Tensor) -> Tensor:
-    return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -25,8 +25,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device
-from lit_rlkv.kernels.slot_scores.launch import dense_vectors, due_argument, layout
+from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
+from lit_rlkv.kernels.slot_scores.launch import due_argument, layout
 from lit_rlkv.kernels.slot_scores.reference import NEAR_DUPLICATE
 from lit_rlkv.kernels.slot_scores.tiles import is_row_due, load_flags, load_vectors
 
@@ -231,7 +231,7 @@ def key_norm(
     keys: Float[Tensor, "batch kv_head slot dim"], is_due: Bool[Tensor, " batch"] | None = None
 ) -> Float[Tensor, "batch kv_head slot"]:
     """See `lit_rlkv.kernels.slot_scores.key_norm`."""
-    keys = dense_vectors(keys)
+    keys = with_unit_stride(keys)
     norms = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     due, has_due = due_argument(is_due, keys)
     sizes, grid = _vector_launch(keys)
@@ -246,7 +246,7 @@ def key_direction_similarity(
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
     """See `lit_rlkv.kernels.slot_scores.key_direction_similarity`."""
-    keys = dense_vectors(keys)
+    keys = with_unit_stride(keys)
     sizes, grid = _vector_launch(keys)
     similarity = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     directions = torch.empty(*grid, keys.shape[-1], dtype=torch.float32, device=keys.device)
@@ -264,7 +264,7 @@ def redundancy(
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
     """See `lit_rlkv.kernels.slot_scores.redundancy`."""
-    keys, live = dense_vectors(keys), is_live.contiguous()
+    keys, live = with_unit_stride(keys), is_live.contiguous()
     norms = key_norm(keys, is_due)
     sums, spared, means = (torch.empty_like(norms) for _ in range(3))
     latest = torch.empty_like(norms, dtype=torch.int32)

@@ -21,8 +21,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device
-from lit_rlkv.kernels.slot_scores.launch import dense_vectors, due_argument
+from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
+from lit_rlkv.kernels.slot_scores.launch import due_argument
 from lit_rlkv.kernels.slot_scores.tiles import is_row_due, load_flags, load_vectors
 
 MERGE_BLOCK = 64
@@ -270,7 +270,7 @@ def _score(
     scaling: float,
     is_due: Tensor | None,
 ) -> Tensor:
-    queries, keys, values = (dense_vectors(pool) for pool in (queries, keys, values))
+    queries, keys, values = (with_unit_stride(pool) for pool in (queries, keys, values))
     columns, query_columns, is_wanted = (t.contiguous() for t in (columns, query_columns, is_wanted))
     due, has_due = due_argument(is_due, keys)
     batch, n_heads, n_slots, dim = keys.shape
