@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.logs import LoggerBridge, MetricsFile
 from lit_rlkv.callbacks.progress import ProgressBar, stderr_console
@@ -26,7 +27,7 @@ from lit_rlkv.callbacks.report import RunReport, write_report
 from lit_rlkv.callbacks.samples import Samples
 from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.callbacks.summary import summary_table
-from lit_rlkv.checkpoint import CheckpointDir, load_trainable
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, build, check_config, check_keys
 from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.stages.evaluation import evaluate_policy
@@ -128,7 +129,8 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
     if trains:
         console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
         with results.timed("rl"):
-            train_policy(parts, module, rl_callbacks(parts, metrics, samples), checkpoints, resume_from)
+            callbacks = rl_callbacks(parts, run_dir, metrics, samples, resume_from)
+            train_policy(parts, module, callbacks, checkpoints, resume_from)
         results.save(run_dir)
     elif resume_from is not None:
         with as_config_errors(str(resume_from.path)):
@@ -142,10 +144,18 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
     return results
 
 
-def rl_callbacks(parts: Parts, metrics: MetricsFile, samples: Samples) -> list[RLCallback]:
+def rl_callbacks(
+    parts: Parts, run_dir: Path, metrics: MetricsFile, samples: Samples, resume_from: Checkpoint | None
+) -> list[RLCallback]:
     """In the order in which they are called: what adds to the metrics first, what shows them last."""
     cfg = parts.cfg
-    callbacks: list[RLCallback] = [RolloutStatistics()]
+    diagnostics: list[Diagnostic] = [build(node) for node in cfg.diagnostics.values() if node is not None]
+    resumed_at = 0 if resume_from is None else resume_from.iteration
+    callbacks: list[RLCallback] = [
+        RolloutStatistics(),
+        *diagnostics,
+        DiagnosticsFile(run_dir, diagnostics, resumed_at),
+    ]
     if cfg.distillation is not None:
         callbacks.append(build(cfg.distillation))
     callbacks.append(metrics)

@@ -82,7 +82,7 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
     ("overrides", "says"),
     [
         (["distillation.teacher=critic"], "distillation teacher 'critic' is unknown"),
-        (["distillation.weight=0"], "distillation.weight=0 has no effect"),
+        (["distillation.weight=0", "distillation.anchor_weight=0"], "anchor_weight=0 has no effect"),
         (["callbacks.samples_every=0"], "callbacks.samples_every=0 is not a count"),
         (["algorithm.group_size=2.5"], "algorithm.group_size=2.5 is not a count"),
         (["optimizer.lr=abc"], "optimizer.lr=abc is not a number"),

@@ -27,7 +27,8 @@ class ShadowDistillation(RLCallback):
 
     Replay trains the sparse policy only, and what that does to the dense one is a side effect.
     `anchor_weight` adds anchor_weight · KL(sg π_reference ‖ π) on dense contexts, which holds the dense
-    policy where it was.
+    policy where it was. With weight=0 it is all there is, for any arm: a frozen teacher is also a
+    regulariser, and this one has nothing of the shadow.
     """
 
     def __init__(self, direction: str, weight: float, teacher: str, anchor_weight: float = 0.0) -> None:
@@ -39,9 +40,10 @@ class ShadowDistillation(RLCallback):
             raise ValueError(
                 f"distillation teacher {teacher!r} is unknown; choose one of {', '.join(TEACHERS)}"
             )
-        if weight <= 0:
+        if weight < 0 or anchor_weight < 0 or weight == anchor_weight == 0:
             raise ValueError(
-                f"distillation.weight={weight} has no effect; give a positive weight or distillation=none"
+                f"distillation.weight={weight} with distillation.anchor_weight={anchor_weight} has no effect "
+                "or pushes away; give a positive weight, or distillation=none"
             )
         self.direction = direction
         self.weight = weight
@@ -51,22 +53,28 @@ class ShadowDistillation(RLCallback):
     @property
     def needs(self) -> tuple[str, ...]:
         """Roles beside the policy that it reads."""
-        return ("reference",) if self.teacher == "reference" or self.anchor_weight > 0 else ()
+        asks = (self.weight > 0 and self.teacher == "reference") or self.anchor_weight > 0
+        return ("reference",) if asks else ()
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
-        """The weighted KL, averaged over all actions of the optimizer step."""
+        """The weighted KLs, averaged over all actions of the optimizer step."""
+        losses: Terms = {}
+        metrics: Terms = {}
+        student = teacher = None
         to_sparse = self.direction == "sparse_student"
-        student = self._student_hidden(module, batch, outputs, shadow=to_sparse)
-        teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not to_sparse)
-        losses, metrics = self._term(
-            "smd", self.weight, module, batch, self.teacher, teacher, student, teacher_leads=to_sparse
-        )
+        if self.weight > 0:
+            student = self._student_hidden(module, batch, outputs, shadow=to_sparse)
+            teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not to_sparse)
+            losses, metrics = self._term(
+                "smd", self.weight, module, batch, self.teacher, teacher, student, teacher_leads=to_sparse
+            )
         if self.anchor_weight > 0:
-            if to_sparse:
+            # What track 2 has run already is not run again.
+            if student is None or to_sparse:
                 student = self._student_hidden(module, batch, outputs, shadow=False)
-            if not (to_sparse and self.teacher == "reference"):
+            if teacher is None or not (to_sparse and self.teacher == "reference"):
                 teacher = self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
             more_losses, more_metrics = self._term(
                 "smd/anchor",

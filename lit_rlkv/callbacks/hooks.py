@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from lightning import Callback
 
 from lit_rlkv.data.credit import Experience
+from lit_rlkv.data.rollouts import Split
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 
@@ -13,7 +14,12 @@ class RLCallback(Callback):
     """Lightning's callback with the moments that only reinforcement learning has."""
 
     def on_rollout_end(self, experience: Experience) -> None:
-        """After sampling, scoring and credit; before the first update."""
+        """After sampling and scoring; before the first update."""
+
+    def on_update_start(self, experience: Experience, split: Split) -> None:
+        """Before the first update on a rollout. `split(n)` cuts it into n parts of whole groups, each with
+        the denominators of an optimizer step of its own, so that parts are independent estimates of one
+        gradient."""
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
@@ -28,6 +34,7 @@ class RLCallback(Callback):
 HOOKS = (
     "on_fit_start",
     "on_rollout_end",
+    "on_update_start",
     "on_before_optimizer_step",
     "on_iteration_end",
     "on_fit_end",

@@ -94,6 +94,7 @@ AMOUNTS = (
     "rollout.temperature",
     "algorithm.kl.weight",
     "algorithm.max_grad_norm",
+    "algorithm.policy_weight",
     "evaluation.temperature",
     "optimizer.lr",
     "sft.optimizer.lr",
@@ -354,9 +355,15 @@ def _check_roles(cfg: DictConfig) -> None:
 
 
 def _check_arm(cfg: DictConfig) -> None:
+    distillation = cfg.distillation
     is_dense = cfg.correction.samples_dense or cfg.cache.policy == "dense"
     _require(
-        cfg.distillation is None or not is_dense,
+        distillation is None or distillation.weight == 0 or not is_dense,
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
-        "use distillation=none, or another correction and cache.policy",
+        "use distillation=none or distillation=anchor, or another correction and cache.policy",
+    )
+    _require(
+        cfg.algorithm.policy_weight > 0 or distillation is not None,
+        "algorithm.policy_weight=0 leaves the policy nothing to learn from; raise it, or choose a "
+        "distillation",
     )

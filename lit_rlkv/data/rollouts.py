@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.data.credit import CreditRule, Experience
+from lit_rlkv.data.credit import Credit, CreditRule, Experience
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig, RewardRule
 from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
@@ -28,6 +29,9 @@ from lit_rlkv.rewards import score
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Problem, Rollout, TrainBatch
+
+Split = Callable[[int], Iterator[TrainBatch]]
+"""Cuts a rollout into so many parts of whole groups."""
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -52,6 +56,7 @@ class RolloutDataModule(L.LightningDataModule):
         kl: KLConfig | None = None,
         reward: RewardConfig | None = None,
         on_rollout_end: Sequence[Callable[[Experience], None]] = (),
+        on_update_start: Sequence[Callable[[Experience, Split], None]] = (),
     ) -> None:
         super().__init__()
         self.roles = roles
@@ -69,12 +74,15 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward = RewardRule(reward or RewardConfig())
         self.iteration = 0
         self.on_rollout_end = list(on_rollout_end)
+        self.on_update_start = list(on_update_start)
 
     def train_dataloader(self) -> DataLoader[TrainBatch]:
         """The minibatches of the next iteration, in the order of their updates."""
         experience = self.collect()
         for listener in self.on_rollout_end:
             listener(experience)
+        for watcher in self.on_update_start:
+            watcher(experience, partial(self.parts, experience))
         self.iteration += 1
         return DataLoader(_Stream(self, experience), batch_size=None)
 
@@ -175,6 +183,40 @@ class RolloutDataModule(L.LightningDataModule):
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """The optimizer steps of an iteration, each in its micro-batches."""
+        whole, credit = self._credited(experience)
+        update = self.update
+        learner_parts = update.learner_parts
+        if experience.iteration < update.critic_warmup:
+            learner_parts = (update.warmup_part,)
+        for epoch in range(update.n_epochs):
+            generator = stream(self.seed, "shuffle", experience.iteration, epoch)
+            order = torch.randperm(len(credit.units), generator=generator).to(credit.units.device)
+            for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
+                is_fresh = epoch == 0 and number == 0
+                step = self._step(whole, credit.units[chosen], credit.is_counted)
+                yield from self._micro_batches(
+                    replace(step, is_fresh=is_fresh), credit.units[chosen], learner_parts
+                )
+
+    def parts(self, experience: Experience, n_parts: int) -> Iterator[TrainBatch]:
+        """The rollout in parts of whole groups, each an optimizer step of its own, for the policy to learn.
+
+        Raises:
+            ValueError: there are fewer groups than parts.
+        """
+        group_size = experience.group_size
+        rows = torch.arange(len(experience.problems), device=experience.rollout.token_ids.device)
+        n_groups = len(rows) // group_size
+        if not 1 <= n_parts <= n_groups:
+            raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
+        whole, credit = self._credited(experience)
+        of_group = credit.units.view(n_groups, -1, credit.units.shape[1])
+        for groups in of_group.tensor_split(n_parts):
+            units = groups.flatten(0, 1)
+            yield self._step(whole, units, credit.is_counted).rows(units.flatten())
+
+    def _credited(self, experience: Experience) -> tuple[TrainBatch, Credit]:
+        """The whole rollout as one batch without denominators, and what its actions are worth."""
         rollout, update = experience.rollout, self.update
         if update.mask_truncated:
             is_counted = experience.weights.is_counted & experience.has_eos[:, None]
@@ -195,18 +237,7 @@ class RolloutDataModule(L.LightningDataModule):
             old_values=experience.values,
             returns=credit.returns,
         )
-        learner_parts = update.learner_parts
-        if experience.iteration < update.critic_warmup:
-            learner_parts = (update.warmup_part,)
-        for epoch in range(update.n_epochs):
-            generator = stream(self.seed, "shuffle", experience.iteration, epoch)
-            order = torch.randperm(len(credit.units), generator=generator).to(credit.units.device)
-            for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
-                is_fresh = epoch == 0 and number == 0
-                step = self._step(whole, credit.units[chosen], credit.is_counted)
-                yield from self._micro_batches(
-                    replace(step, is_fresh=is_fresh), credit.units[chosen], learner_parts
-                )
+        return whole, credit
 
     def _step(self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"]) -> TrainBatch:
         """The rollout with the denominators of the optimizer step that learns from these units."""

@@ -56,6 +56,7 @@ class PolicyModule(L.LightningModule, ABC):
         n_decay_steps: optimizer steps in which the learning rate falls linearly to 0; None keeps it.
         n_warmup_steps: first optimizer steps, in which it rises linearly.
         kl_estimator: of the KL to the reference in the loss, whose weight comes with the batch.
+        policy_weight: of the algorithm's own loss; 0 leaves what callbacks add and the KL to the reference.
     """
 
     credit_rule: ClassVar[type[CreditRule]] = GroupCredit
@@ -72,6 +73,7 @@ class PolicyModule(L.LightningModule, ABC):
         n_decay_steps: int | None = None,
         n_warmup_steps: int = 0,
         kl_estimator: str = "k3",
+        policy_weight: float | int = 1.0,
     ) -> None:
         super().__init__()
         self.roles = roles
@@ -81,6 +83,7 @@ class PolicyModule(L.LightningModule, ABC):
         self.n_decay_steps = n_decay_steps
         self.n_warmup_steps = n_warmup_steps
         self.estimate_kl = kl.LOSSES[kl_estimator]
+        self.policy_weight = policy_weight
         self.loss_terms: Sequence[LossTerm] = ()
 
     @classmethod
@@ -131,7 +134,8 @@ class PolicyModule(L.LightningModule, ABC):
             hidden = action_hidden(backbone, batch.rollout, shadow=self.replays)
             logps, entropy = action_logps(backbone, batch.rollout, hidden, self.temperature)
             outputs = StepOutputs(hidden, logps, entropy)
-            losses, metrics = self.objective(batch, outputs)
+            objective, metrics = self.objective(batch, outputs)
+            losses = {name: self.policy_weight * loss for name, loss in objective.items()}
             for term in (PolicyModule._reference_kl, *self.loss_terms):
                 more_losses, more_metrics = term(self, batch, outputs)
                 losses, metrics = losses | more_losses, metrics | more_metrics

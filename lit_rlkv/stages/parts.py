@@ -21,7 +21,12 @@ from lit_rlkv.rng import derive_seed
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 """Where a run folder keeps them."""
-KEYS_SINCE = {"kernels": "auto", "rollout": {"max_rows": None, "cuda_graph": None}}
+KEYS_SINCE = {
+    "kernels": "auto",
+    "rollout": {"max_rows": None, "cuda_graph": None},
+    "algorithm": {"policy_weight": 1.0},
+    "diagnostics": {},
+}
 """Keys that runs of earlier versions lack, and what they did."""
 N_SEEN = 64
 """Problems looked at before work starts."""

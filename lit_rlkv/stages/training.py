@@ -93,6 +93,7 @@ def make_policy(parts: Parts, start: str | Path) -> PolicyModule:
             build(cfg.optimizer),
             replays=cfg.correction.replays,
             temperature=cfg.rollout.temperature,
+            policy_weight=algorithm.policy_weight,
             n_warmup_steps=algorithm.n_warmup_steps,
             n_decay_steps=n_steps if algorithm.lr_schedule == "linear" else None,
             **in_loss,
@@ -156,6 +157,7 @@ def train_policy(
         kl=KLConfig(**algorithm.kl),
         reward=RewardConfig(**cfg.reward),
         on_rollout_end=[callback.on_rollout_end for callback in callbacks],
+        on_update_start=[callback.on_update_start for callback in callbacks],
     )
     module.loss_terms = [callback.loss_terms for callback in callbacks]
     check_hooks(callbacks)

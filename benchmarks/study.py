@@ -1,0 +1,91 @@
+"""Does compressing the KV cache hurt RL, and what repairs it: every arm, its controls, tasks, budgets.
+
+    python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
+
+Runs what is missing in benchmarks/results/study.jsonl, block after block, and stops to start new runs when
+the minutes are over; started again, it goes on. Each run is a process of fit with one thread.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from study_parts import plan, runs
+from study_parts.plan import Setting
+
+
+def chosen_rate(done: dict[str, dict], arm: str, anchored: bool) -> float:
+    """The learning rate that left an arm most accurate in the cache of its rollouts, by the tuning seed.
+
+    Raises:
+        LookupError: a run of the block `rates` is missing.
+    """
+    tried = [setting for setting in plan.rates() if (setting.arm, setting.anchored) == (arm, anchored)]
+    rows = [done.get(runs.key(setting.overrides)) for setting in tried]
+    if any(row is None for row in rows):
+        raise LookupError(f"{arm}: the block `rates` has not been run")
+    view = "dense" if arm == "dense" else "sparse"
+    best = max((row for row in rows if row), key=lambda row: row[f"{view}_accuracy_after"])
+    return best["lr"]
+
+
+def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
+    if block == "rates":
+        return plan.rates()
+    return plan.BLOCKS[block](lambda arm, anchored: chosen_rate(done, arm, anchored))
+
+
+def run_missing(wanted: Iterable[Setting], done: dict[str, dict], args: argparse.Namespace) -> bool:
+    """Run what is not done yet, several at a time; False once the time is over."""
+    missing = [setting for setting in wanted if runs.key(setting.overrides) not in done]
+    stop_at = args.stop_at
+    warm = {(setting.task, setting.seed): setting for setting in missing}
+
+    def work(setting: Setting) -> None:
+        if time.monotonic() < stop_at:
+            row = runs.run(setting, args.runs_dir)
+            done[runs.key(setting.overrides)] = row
+            print(describe(row), flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        if time.monotonic() < stop_at:
+            list(pool.map(lambda setting: runs.warm_up(setting, args.runs_dir), warm.values()))
+        list(pool.map(work, missing))
+    return all(runs.key(setting.overrides) in done for setting in missing)
+
+
+def describe(row: dict) -> str:
+    def percent(name: str) -> str:
+        value = row[name]
+        return "  –  " if value is None else f"{100 * value:5.1f}"
+
+    return (
+        f"{row['task']:10} {row['policy']:8} {row['budget']:3} {row['name']:18} lr {row['lr']:<7} "
+        f"seed {row['seed']:3}  budget {percent('sparse_accuracy_before')} -> "
+        f"{percent('sparse_accuracy_after')}  dense {percent('dense_accuracy_before')} -> "
+        f"{percent('dense_accuracy_after')}  {row['rollout_seconds'] + row['update_seconds']:4.0f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=90)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    args = parser.parse_args()
+    args.stop_at = time.monotonic() + 60 * args.minutes
+    args.runs_dir = args.runs_dir.absolute()
+    done = runs.finished()
+    for block in args.blocks:
+        if not run_missing(settings_of(block, done), done, args):
+            sys.exit(f"the time is over in block {block}; start again to go on")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""One run of the study as a process, and the row that is kept of it."""
+
+import csv
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import record
+from study_parts.plan import Setting
+
+NAME = "study"
+ROOT = Path(__file__).parent.parent.parent
+N_LAST = 10
+"""Iterations whose mean stands for the end of a run."""
+
+
+def finished() -> dict[str, dict]:
+    """Rows by what fit was told."""
+    path = record.RESULTS / f"{NAME}.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {key(row["overrides"]): row for row in map(json.loads, lines)}
+
+
+def key(overrides: list[str]) -> str:
+    return " ".join(sorted(overrides))
+
+
+def run(setting: Setting, runs_dir: Path) -> dict:
+    """Train and evaluate; the row is on disk when this returns."""
+    folder = fit(setting, runs_dir, setting.overrides)
+    row = {
+        **asdict(setting),
+        "name": setting.name,
+        "overrides": setting.overrides,
+        **_evaluation(folder, setting),
+        **_training(folder),
+    }
+    record.append(NAME, row)
+    return row
+
+
+def warm_up(setting: Setting, runs_dir: Path) -> None:
+    """Leave the warm model that the runs of this task and seed start from; quick where there is one."""
+    fit(setting, runs_dir, [*setting.overrides, "stages=[sft]"])
+
+
+def fit(setting: Setting, runs_dir: Path, overrides: list[str]) -> Path:
+    """One process of fit, in a folder of its own."""
+    name = "-".join([setting.task, setting.policy, str(setting.budget), setting.name, str(setting.lr)])
+    stage = "-warm" if "stages=[sft]" in overrides else ""
+    folder = runs_dir / "study" / f"{name}-{setting.n_iterations}-{setting.seed}{stage}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
+    command = [sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1", f"runs_dir={runs_dir}"]
+    with folder.with_suffix(".log").open("w") as log:
+        done = subprocess.run(
+            [*command, f"hydra.run.dir={folder}", *overrides],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            check=False,
+        )
+    if done.returncode:
+        tail = "\n".join(folder.with_suffix(".log").read_text().splitlines()[-5:])
+        raise RuntimeError(f"{folder.name} ended with {done.returncode}:\n{tail}")
+    return folder
+
+
+def _evaluation(folder: Path, setting: Setting) -> dict:
+    """Accuracy, mismatch and cache bytes, dense and under the run's budget."""
+    found = json.loads((folder / "evaluation.json").read_text())
+    row: dict = {}
+    for moment in ("before", "after"):
+        by_budget = {result["budget"]: result for result in found[moment]}
+        for view, budget in (("dense", None), ("sparse", setting.budget)):
+            result = by_budget.get(budget)
+            names = ("accuracy", "kl", "replay_gap", "kv_bytes")
+            row |= {f"{view}_{name}_{moment}": None if result is None else result[name] for name in names}
+    return row
+
+
+def _training(folder: Path) -> dict:
+    """The reward of each iteration with the time so far, and means over the run."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        history = list(csv.DictReader(file))
+
+    def column(name: str) -> list[float]:
+        return [float(row[name]) for row in history if row.get(name)]
+
+    def mean(name: str) -> float | None:
+        values = column(name)
+        return statistics.mean(values) if values else None
+
+    return {
+        "rewards": [round(value, 4) for value in column("reward")],
+        "rollout_seconds": sum(column("time/data")),
+        "update_seconds": sum(column("time/update")),
+        "ess": mean("rollout_corr/rollout_is_eff_sample_size"),
+        "ess_first": column("rollout_corr/rollout_is_eff_sample_size")[0],
+        "masked_fraction": mean("rollout_corr/rollout_rs_masked_fraction"),
+        "chi2_seq": mean("rollout_corr/chi2_seq"),
+        "grad_norm": mean("grad_norm"),
+        "entropy_last": statistics.mean(column("entropy")[-N_LAST:]),
+        "train_kv_bytes": mean("kv/bytes"),
+    }

@@ -1,0 +1,1 @@
+"""Diagnostics: pure statistics of rollouts, gradients and caches; callbacks decide when they are taken."""
