@@ -83,6 +83,10 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
     [
         (["distillation.teacher=critic"], "distillation teacher 'critic' is unknown"),
         (["distillation.weight=0", "distillation.anchor_weight=0"], "anchor_weight=0 has no effect"),
+        (
+            ["experiment=shadow", "algorithm.policy_weight=0"],
+            "algorithm.policy_weight=0 leaves the policy nothing",
+        ),
         (["callbacks.samples_every=0"], "callbacks.samples_every=0 is not a count"),
         (["algorithm.group_size=2.5"], "algorithm.group_size=2.5 is not a count"),
         (["optimizer.lr=abc"], "optimizer.lr=abc is not a number"),

@@ -109,6 +109,35 @@ def test_the_anchor_is_the_kl_of_the_dense_policy_from_the_reference(run):
     torch.testing.assert_close(losses["smd/anchor/loss"], 0.2 * expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("replays", [True, False])
+def test_without_weight_the_anchor_is_all_there_is_and_the_same_for_either_learner(run, replays):
+    module, batch = run
+    module.replays = replays
+    callback = ShadowDistillation("sparse_student", 0.0, "reference", anchor_weight=0.2)
+    losses, metrics = callback.loss_terms(module, batch, outputs_of(module, batch))
+    expected = expected_kl(
+        batch,
+        full_log_softmax(module, batch, "reference", shadow=False),
+        full_log_softmax(module, batch, "policy", shadow=False),
+    )
+    assert losses.keys() == {"smd/anchor/loss"}
+    assert metrics.keys() == {"smd/anchor/loss", "smd/anchor/kl"}
+    torch.testing.assert_close(losses["smd/anchor/loss"], 0.2 * expected, rtol=1e-4, atol=1e-6)
+    assert callback.needs == ("reference",)
+
+
+def test_policy_weight_scales_the_algorithms_loss_and_leaves_the_distillation(run):
+    module, batch = run
+    callback = ShadowDistillation("sparse_student", 0.5, "reference")
+    module.loss_terms = [callback.loss_terms]
+    whole = module.training_step(batch, 0)
+    module.policy_weight = 0
+    alone = module.training_step(batch, 0)
+    assert whole["loss"] != alone["loss"]
+    torch.testing.assert_close(alone["loss"], whole["smd/loss"], rtol=0, atol=0)
+    torch.testing.assert_close(alone["policy_loss"], whole["policy_loss"], rtol=0, atol=0)
+
+
 def test_the_loss_reaches_the_training_step(run):
     module, batch = run
     plain = module.training_step(batch, 0)["loss"]
