@@ -57,7 +57,8 @@ def fit(setting: Setting, runs_dir: Path, overrides: list[str]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
     command = [sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1", f"runs_dir={runs_dir}"]
-    with folder.with_suffix(".log").open("w") as log:
+    log_path = Path(f"{folder}.log")
+    with log_path.open("w") as log:
         done = subprocess.run(
             [*command, f"hydra.run.dir={folder}", *overrides],
             cwd=ROOT,
@@ -67,7 +68,7 @@ def fit(setting: Setting, runs_dir: Path, overrides: list[str]) -> Path:
             check=False,
         )
     if done.returncode:
-        tail = "\n".join(folder.with_suffix(".log").read_text().splitlines()[-5:])
+        tail = "\n".join(log_path.read_text().splitlines()[-5:])
         raise RuntimeError(f"{folder.name} ended with {done.returncode}:\n{tail}")
     return folder
 
