@@ -37,8 +37,8 @@ def run(setting: Setting, runs_dir: Path) -> dict:
         **asdict(setting),
         "name": setting.name,
         "overrides": setting.overrides,
-        **_evaluation(folder, setting),
-        **_training(folder),
+        **evaluation(folder, setting),
+        **training(folder),
     }
     record.append(NAME, row)
     return row
@@ -73,7 +73,7 @@ def fit(setting: Setting, runs_dir: Path, overrides: list[str]) -> Path:
     return folder
 
 
-def _evaluation(folder: Path, setting: Setting) -> dict:
+def evaluation(folder: Path, setting: Setting) -> dict:
     """Accuracy, mismatch and cache bytes, dense and under the run's budget."""
     found = json.loads((folder / "evaluation.json").read_text())
     row: dict = {}
@@ -86,7 +86,7 @@ def _evaluation(folder: Path, setting: Setting) -> dict:
     return row
 
 
-def _training(folder: Path) -> dict:
+def training(folder: Path) -> dict:
     """The reward of each iteration with the time so far, and means over the run."""
     with (folder / "metrics.csv").open(newline="") as file:
         history = list(csv.DictReader(file))

@@ -31,7 +31,9 @@ class ShadowDistillation(RLCallback):
     regulariser, and this one has nothing of the shadow.
     """
 
-    def __init__(self, direction: str, weight: float, teacher: str, anchor_weight: float = 0.0) -> None:
+    def __init__(
+        self, direction: str, weight: float | int, teacher: str, anchor_weight: float | int = 0.0
+    ) -> None:
         if direction not in DIRECTIONS:
             raise ValueError(
                 f"distillation direction {direction!r} is unknown; choose one of {', '.join(DIRECTIONS)}"

@@ -1,0 +1,105 @@
+"""What the rows of the study say: means over seeds, paired differences, rollouts to an accuracy."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+
+RESPONSES_PER_ITERATION = 256
+SMOOTHING = 10
+"""Iterations over which the reward is averaged before it is compared with a threshold."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A paired difference of two arms over seeds."""
+
+    first: str
+    second: str
+    measure: str
+    n: int
+    mean: float
+    half_width: float
+    """Of the 95 % confidence interval of the mean (Student's t)."""
+    p: float
+    """Two-sided, of no difference (paired t-test)."""
+
+
+def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contrast:
+    """First minus second, by seed.
+
+    Raises:
+        ValueError: fewer than two seeds are in both.
+    """
+    theirs = {row["seed"]: row for row in second}
+    pairs = [(row, theirs[row["seed"]]) for row in first if row["seed"] in theirs]
+    if len(pairs) < 2:
+        raise ValueError(f"{len(pairs)} seeds in both; a paired difference needs at least 2")
+    differences = [a[measure] - b[measure] for a, b in pairs]
+    n, mean = len(differences), statistics.mean(differences)
+    error = statistics.stdev(differences) / n**0.5
+    t = abs(mean) / error if error > 0 else float("inf") if mean else 0.0
+    return Contrast(
+        str(first[0]["name"]),
+        str(second[0]["name"]),
+        measure,
+        n,
+        mean,
+        half_width=error * t_quantile(0.975, n - 1),
+        p=2 * (1 - t_cdf(t, n - 1)),
+    )
+
+
+def holm(contrasts: Sequence[Contrast]) -> list[float]:
+    """p-values adjusted for the number of questions asked (Holm 1979), in the order given."""
+    order = sorted(range(len(contrasts)), key=lambda index: contrasts[index].p)
+    adjusted, largest = [0.0] * len(contrasts), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, (len(contrasts) - rank) * contrasts[index].p)
+        adjusted[index] = min(largest, 1.0)
+    return adjusted
+
+
+def t_cdf(t: float, n_free: int) -> float:
+    """P(T ≤ t) of Student's t for t ≥ 0, by the substitution t = √ν·tan θ and the trapezoidal rule."""
+    theta = np.linspace(0.0, np.arctan(t / n_free**0.5), 20_001)
+    whole = np.linspace(0.0, np.pi / 2, 20_001)
+    density = np.cos(theta) ** (n_free - 1)
+    return 0.5 + 0.5 * float(
+        np.trapezoid(density, theta) / np.trapezoid(np.cos(whole) ** (n_free - 1), whole)
+    )
+
+
+def t_quantile(probability: float, n_free: int) -> float:
+    """The t at which `t_cdf` is the probability, of at least one half, by bisection."""
+    low, high = 0.0, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, n_free) < probability else (low, middle)
+    return high
+
+
+def rollouts_to(row: Row, accuracy: float) -> int | None:
+    """Responses sampled until the trailing mean of the reward first reached an accuracy; None: never."""
+    rewards = np.asarray(row["rewards"], dtype=float)
+    if len(rewards) < SMOOTHING:
+        return None
+    trailing = np.convolve(rewards, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
+    reached = np.flatnonzero(trailing >= accuracy - 1e-9)  # sums of tenths
+    return None if len(reached) == 0 else int(reached[0] + SMOOTHING) * RESPONSES_PER_ITERATION
+
+
+def recovered(row: Row) -> float:
+    """Part of the accuracy that eviction cost the warm model which training won back."""
+    start = row["sparse_accuracy_before"]
+    return (row["sparse_accuracy_after"] - start) / (row["dense_accuracy_before"] - start)
+
+
+def mean_sd(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:
+    """`mean ± sd`, the sd over seeds."""
+    spread = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{scale * statistics.mean(values):.{digits}f}{spread}"

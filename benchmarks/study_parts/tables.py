@@ -1,0 +1,150 @@
+"""The tables of the study, as Markdown."""
+
+from collections.abc import Mapping, Sequence
+
+from study_parts.analysis import Row, contrast, holm, mean_sd, recovered, rollouts_to
+from study_parts.plan import ARMS, BUDGETS, MAIN_ARMS, MAIN_POLICY, MAIN_TASK, N_ITERATIONS, TUNING_SEED
+
+ABSENT = "–"
+GOAL = 0.75
+"""Mean reward of the rollouts whose first reaching is counted."""
+
+CONTRASTS = (
+    ("tis", "naive"),
+    ("mis", "naive"),
+    ("sparse_rl", "naive"),
+    ("shadow", "naive"),
+    ("smd", "shadow"),
+    ("smd_dense", "shadow"),
+    ("smd", "distill"),
+    ("smd", "smd_current"),
+)
+"""Questions put to the main comparison: each with the anchor and without it, under the budget and dense."""
+
+
+def chosen(
+    rows: Sequence[Row],
+    task: str = MAIN_TASK,
+    policy: str = MAIN_POLICY,
+    budget: int | None = None,
+    n_iterations: int = N_ITERATIONS,
+) -> dict[str, list[Row]]:
+    """Rows of one setting by arm, without the seed that the learning rates were chosen by."""
+    wanted = (task, policy, BUDGETS[task] if budget is None else budget, n_iterations)
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        setting = (row["task"], row["policy"], row["budget"], row["n_iterations"])
+        if setting == wanted and row["seed"] != TUNING_SEED:
+            found.setdefault(str(row["name"]), []).append(row)
+    order = [f"{arm}{end}" for end in ("", "+anchor") for arm in ARMS]
+    return {name: sorted(found[name], key=lambda row: row["seed"]) for name in order if name in found}
+
+
+def accuracy_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
+    """Accuracy before and after, under the budget and dense; what it took."""
+    headings = ["arm", "n", "budget after", "dense after", "recovered", f"responses to {GOAL:.0%}", "lr"]
+    body = []
+    for name, rows in by_arm.items():
+        reached = [found for row in rows if (found := rollouts_to(row, GOAL)) is not None]
+        speed = f"{sum(reached) / len(reached):,.0f} ({len(reached)} of {len(rows)})" if reached else ABSENT
+        body.append(
+            [
+                f"`{name}`",
+                str(len(rows)),
+                mean_sd([row["sparse_accuracy_after"] for row in rows]),
+                mean_sd([row["dense_accuracy_after"] for row in rows]),
+                mean_sd([recovered(row) for row in rows], digits=0),
+                speed,
+                f"{rows[0]['lr']:g}",
+            ]
+        )
+    return markdown(headings, body)
+
+
+def start_line(by_arm: Mapping[str, Sequence[Row]]) -> str:
+    """The warm models of these seeds."""
+    by_seed = {row["seed"]: row for rows in by_arm.values() for row in rows}
+    rows = list(by_seed.values())
+    return (
+        f"start ({len(rows)} seeds): {mean_sd([row['sparse_accuracy_before'] for row in rows])} under the "
+        f"budget, {mean_sd([row['dense_accuracy_before'] for row in rows])} dense"
+    )
+
+
+def cost_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
+    """What the corrections did with the data."""
+    headings = [
+        "arm",
+        "ESS",
+        "ESS, first iteration",
+        "masked, %",
+        "chi2 (sequence)",
+        "gradient norm",
+        "entropy",
+    ]
+    body = [
+        [
+            f"`{name}`",
+            mean_sd([row["ess"] for row in rows], 1, 3),
+            mean_sd([row["ess_first"] for row in rows], 1, 3),
+            mean_sd([row["masked_fraction"] for row in rows], 100, 2),
+            mean_sd([row["chi2_seq"] for row in rows], 1, 2),
+            mean_sd([row["grad_norm"] for row in rows], 1, 3),
+            mean_sd([row["entropy_last"] for row in rows], 1, 3),
+        ]
+        for name, rows in by_arm.items()
+    ]
+    return markdown(headings, body)
+
+
+def contrast_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
+    """Paired differences in points, with Holm's adjustment over all questions of the table."""
+    asked = []
+    for end in ("", "+anchor"):
+        pairs = [(f"{first}{end}", f"{second}{end}") for first, second in CONTRASTS]
+        for first, second in pairs:
+            if min(len(by_arm.get(first, ())), len(by_arm.get(second, ()))) >= 2:
+                asked += [
+                    contrast(by_arm[first], by_arm[second], f"{view}_accuracy_after")
+                    for view in ("sparse", "dense")
+                ]
+    for arm in MAIN_ARMS:
+        if min(len(by_arm.get(arm, ())), len(by_arm.get(f"{arm}+anchor", ()))) >= 2:
+            asked += [
+                contrast(by_arm[f"{arm}+anchor"], by_arm[arm], f"{view}_accuracy_after")
+                for view in ("sparse", "dense")
+            ]
+    headings = ["difference", "accuracy", "seeds", "points, 95 % interval", "p", "p (Holm)"]
+    body = [
+        [
+            f"`{c.first}` − `{c.second}`",
+            "under the budget" if c.measure.startswith("sparse") else "dense",
+            str(c.n),
+            f"{100 * c.mean:+.1f} ± {100 * c.half_width:.1f}",
+            f"{c.p:.3f}",
+            f"{adjusted:.3f}",
+        ]
+        for c, adjusted in zip(asked, holm(asked), strict=True)
+    ]
+    return markdown(headings, body) if body else "no two arms share two seeds yet"
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Every table that there are rows for."""
+    parts = []
+    groups = dict.fromkeys((row["task"], row["policy"], row["budget"], row["n_iterations"]) for row in rows)
+    for task, policy, budget, n_iterations in groups:
+        by_arm = chosen(rows, task, policy, budget, n_iterations)
+        if not by_arm:
+            continue
+        is_main = (task, policy, budget) == (MAIN_TASK, MAIN_POLICY, BUDGETS[MAIN_TASK])
+        parts += [f"## {task}, {policy}, budget {budget}, {n_iterations} iterations", start_line(by_arm)]
+        parts += [accuracy_table(by_arm)]
+        if is_main and n_iterations == N_ITERATIONS:
+            parts += [cost_table(by_arm), contrast_table(by_arm)]
+    return "\n\n".join(parts)

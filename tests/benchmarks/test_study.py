@@ -1,0 +1,163 @@
+import csv
+import json
+from functools import cache
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
+from study_parts import analysis, plan, runs, tables
+from study_parts.plan import Setting
+
+from lit_rlkv.config import CONF_DIR, check_config, check_keys
+
+
+def rate(arm, anchored):
+    return 1e-3
+
+
+def settings():
+    """One run of each arm, and one of every other task, policy and budget."""
+    listed = [run for block in plan.BLOCKS.values() for run in block(rate)]
+    by_arm = {run.name: run for run in reversed(listed)}
+    by_place = {(run.task, run.policy, run.budget): run for run in listed}
+    return {str(run): run for run in (*by_arm.values(), *by_place.values())}.values()
+
+
+@cache
+def composed(setting):
+    """As fit composes and checks it."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        full = compose("config", overrides=setting.overrides, return_hydra_config=True)
+        with open_dict(full):
+            choices = full.pop("hydra").runtime.choices
+        check_keys(full, choices, setting.overrides)
+        check_config(full)
+    return full
+
+
+def test_every_arm_and_place_of_the_plan_passes_the_checks():
+    assert len(settings()) >= 2 * len(plan.ARMS)
+    for setting in settings():
+        composed(setting)
+
+
+@pytest.mark.parametrize("arm", plan.ARMS)
+def test_an_anchored_arm_differs_from_its_twin_by_the_anchor_alone(arm):
+    free, anchored = (composed(Setting(arm, is_anchored, seed=0, lr=1e-3)) for is_anchored in (False, True))
+    assert anchored.distillation.anchor_weight == plan.ANCHOR_WEIGHT
+    if free.distillation is None:
+        assert anchored.distillation.weight == 0
+    else:
+        assert free.distillation.anchor_weight == 0
+        assert free.distillation.weight == anchored.distillation.weight > 0
+    assert free.correction == anchored.correction
+    assert free.algorithm == anchored.algorithm
+
+
+def test_arms_of_the_main_comparison_are_all_different():
+    told = {
+        str(composed(Setting(arm, is_anchored, seed=0, lr=1e-3)))
+        for arm in plan.ARMS
+        for is_anchored in (0, 1)
+    }
+    assert len(told) == 2 * len(plan.ARMS)
+
+
+def test_the_tuning_seed_is_used_for_nothing_else():
+    assert all(run.seed != plan.TUNING_SEED for block in plan.BLOCKS.values() for run in block(rate))
+
+
+def row(name, seed, sparse, dense=0.99, **more):
+    start = {"sparse_accuracy_before": 0.6, "dense_accuracy_before": 1.0}
+    ends = {"sparse_accuracy_after": sparse, "dense_accuracy_after": dense}
+    return {"name": name, "seed": seed, **start, **ends, **more}
+
+
+def test_a_paired_difference_matches_hand_arithmetic():
+    first = [row("a", seed, sparse) for seed, sparse in enumerate([0.8, 0.9, 0.7])]
+    second = [row("b", seed, sparse) for seed, sparse in [(2, 0.6), (0, 0.6), (1, 0.8), (9, 0.0)]]
+    # differences by seed 0.2, 0.1, 0.1: mean 0.4/3, sd 0.0577, standard error 0.0333, t = 4 with 2 degrees
+    found = analysis.contrast(first, second, "sparse_accuracy_after")
+    assert (found.n, found.mean) == (3, pytest.approx(0.4 / 3))
+    assert found.half_width == pytest.approx(4.303 * 0.1 / 3, rel=1e-3)
+    # P(|T| > 4) with 2 degrees is 1 − 4/√18
+    assert found.p == pytest.approx(1 - 4 / 18**0.5, rel=1e-4)
+
+
+def test_one_common_seed_is_no_paired_test():
+    with pytest.raises(ValueError, match="1 seeds in both"):
+        analysis.contrast([row("a", 0, 0.8)], [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
+
+
+@pytest.mark.parametrize(("n_free", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (30, 2.042)])
+def test_quantiles_of_student_t_are_those_of_the_tables(n_free, quantile):
+    assert analysis.t_quantile(0.975, n_free) == pytest.approx(quantile, rel=1e-3)
+
+
+def test_holm_multiplies_by_the_questions_left_and_never_falls():
+    contrasts = [analysis.Contrast("a", "b", "m", 5, 0.1, 0.1, p) for p in (0.04, 0.01, 0.03)]
+    # sorted 0.01·3, 0.03·2, max(0.04·1, 0.06)
+    assert analysis.holm(contrasts) == pytest.approx([0.06, 0.03, 0.06])
+
+
+def test_responses_are_counted_until_the_trailing_mean_reaches_the_goal():
+    rewards = [0.0] * 10 + [1.0] * 20
+    # ten iterations are averaged: 8 of 10 ones after iteration 18
+    assert analysis.rollouts_to({"rewards": rewards}, 0.8) == 18 * 256
+    assert analysis.rollouts_to({"rewards": [0.1] * 30}, 0.8) is None
+
+
+def test_what_eviction_cost_is_the_unit_of_what_was_recovered():
+    assert analysis.recovered(row("a", 0, 0.9)) == pytest.approx(0.75)
+    assert analysis.recovered(row("a", 0, 0.5)) == pytest.approx(-0.25)
+
+
+def kept(run_dir, setting):
+    results = [
+        {"budget": budget, "accuracy": accuracy, "kl": 0.1, "replay_gap": 1e-6, "kv_bytes": 64}
+        for budget, accuracy in ((None, 0.99), (setting.budget, 0.6))
+    ]
+    better = [{**result, "accuracy": result["accuracy"] + 0.01} for result in results]
+    (run_dir / "evaluation.json").write_text(json.dumps({"before": results, "after": better}))
+    with (run_dir / "metrics.csv").open("w", newline="") as file:
+        names = ["reward", "time/data", "time/update", "rollout_corr/rollout_is_eff_sample_size", "entropy"]
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(
+            dict(zip(names, values, strict=True)) for values in ([0.5, 1, 2, 0.9, 1], [0.7, 1, 2, 0.7, 1])
+        )
+
+
+def test_a_row_holds_what_the_run_found(tmp_path):
+    setting = Setting("naive", True, seed=0, lr=1e-3)
+    kept(tmp_path, setting)
+    found = runs.evaluation(tmp_path, setting) | runs.training(tmp_path)
+    assert found["sparse_accuracy_before"] == 0.6
+    assert found["sparse_accuracy_after"] == pytest.approx(0.61)
+    assert found["dense_accuracy_after"] == pytest.approx(1.0)
+    assert (found["rollout_seconds"], found["update_seconds"]) == (2, 4)
+    assert found["rewards"] == [0.5, 0.7]
+    assert (found["ess"], found["ess_first"]) == (pytest.approx(0.8), 0.9)
+
+
+def test_tables_leave_out_the_tuning_seed_and_keep_settings_apart():
+    common = {
+        "task": plan.MAIN_TASK,
+        "policy": plan.MAIN_POLICY,
+        "n_iterations": plan.N_ITERATIONS,
+        "lr": 1e-3,
+    }
+    rows = [
+        row("naive", 0, 0.7, budget=16, rewards=[0.8] * 20, **common),
+        row("naive", plan.TUNING_SEED, 0.1, budget=16, rewards=[0.8] * 20, **common),
+        row("naive", 0, 0.2, budget=12, rewards=[0.8] * 20, **common),
+        row("shadow", 0, 0.9, budget=16, rewards=[0.1] * 20, **common),
+    ]
+    found = tables.chosen(rows)
+    assert {name: [r["sparse_accuracy_after"] for r in mine] for name, mine in found.items()} == {
+        "naive": [0.7],
+        "shadow": [0.9],
+    }
+    table = tables.accuracy_table(found)
+    assert "| `naive` | 1 | 70.0 | 99.0 | 25 | 2,560 (1 of 1) |" in table
+    assert "| `shadow` | 1 | 90.0 | 99.0 | 75 | – |" in table
