@@ -55,6 +55,7 @@ def evaluate(overrides: DictConfig) -> tuple[Path, dict[str, object], list[EvalR
     if overrides.policy is not None:
         cfg.cache.policy = overrides.policy
     cfg.distillation = None  # of no meaning here, and not to be checked against another cache
+    cfg.logger = None
     check_config(cfg)
     parts = build_parts(cfg)
     own = run_dir / BACKBONE

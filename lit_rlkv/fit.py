@@ -9,21 +9,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
+from lit_rlkv.callbacks.axes import RunAxes, place_of
+from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
+from lit_rlkv.callbacks.final import final_metrics
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.callbacks.logs import LoggerBridge, MetricsFile
+from lit_rlkv.callbacks.loggers import GuardedLogger
+from lit_rlkv.callbacks.logging_callback import LoggingCallback
+from lit_rlkv.callbacks.metrics_file import MetricsFile
 from lit_rlkv.callbacks.progress import ProgressBar, stderr_console
-from lit_rlkv.callbacks.report import RunReport, write_report
+from lit_rlkv.callbacks.report import Picture, RunReport, figures, write_report
 from lit_rlkv.callbacks.samples import Samples
 from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.callbacks.summary import summary_table
@@ -31,13 +36,24 @@ from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, build, check_config, check_keys
 from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts, load_config
+from lit_rlkv.stages.parts import (
+    BACKBONE,
+    CHECKPOINTS,
+    CONFIG,
+    EVALUATION,
+    METRICS,
+    REPORT,
+    Parts,
+    build_parts,
+    load_config,
+)
+from lit_rlkv.stages.recording import log_outcome, start_logger
 from lit_rlkv.stages.reward import report_on_reward
 from lit_rlkv.stages.training import make_policy, train_policy
 from lit_rlkv.stages.warmup import WARM_DONE, start_folder, warm_up
 from lit_rlkv.types import EvalRow, Rollout
 
-EVALUATION, REPORT, METRICS, LOG = "evaluation.json", "report.html", "metrics.csv", "fit.log"
+LOG = "fit.log"
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +64,8 @@ class Results:
 
     before: list[EvalRow] = field(default_factory=list)
     after: list[EvalRow] = field(default_factory=list)
+    final: dict[str, float] = field(default_factory=dict)
+    """The numbers that the run is judged by, once it has been evaluated after training."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     rollout: Rollout | None = None
     reward_model: RewardReport | None = None
@@ -56,7 +74,12 @@ class Results:
     def save(self, run_dir: Path) -> None:
         rows = {"before": [asdict(row) for row in self.before], "after": [asdict(row) for row in self.after]}
         judged = None if self.reward_model is None else asdict(self.reward_model)
-        found = {**rows, "reward_model": judged, "stage_seconds": self.stage_seconds}
+        found = {
+            **rows,
+            "final": self.final,
+            "reward_model": judged,
+            "stage_seconds": self.stage_seconds,
+        }
         write_atomically(run_dir / EVALUATION, json.dumps(found, indent=1))
 
     @classmethod
@@ -102,10 +125,25 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
     parts = build_parts(cfg)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(cfg, resolve=True))
-    results = Results.load(run_dir)
     checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
     resume_from = checkpoints.latest()
+    resumed_at = 0 if resume_from is None else resume_from.iteration
+    with start_logger(parts, run_dir, resumed_at, console) as logger:
+        return run_stages(parts, run_dir, start, checkpoints, logger, console)
 
+
+def run_stages(
+    parts: Parts,
+    run_dir: Path,
+    start: str | Path | None,
+    checkpoints: CheckpointDir,
+    logger: GuardedLogger,
+    console: Console,
+) -> Results:
+    """Warm-up, evaluation, RL and evaluation, as the config says, from the last checkpoint on."""
+    cfg = parts.cfg
+    results = Results.load(run_dir)
+    resume_from = checkpoints.latest()
     if start is None:
         console.print("[bold]sft[/] warm up a model by supervised fine-tuning (kept for later runs)")
         with results.timed("sft"):
@@ -129,7 +167,7 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
     if trains:
         console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
         with results.timed("rl"):
-            callbacks = rl_callbacks(parts, run_dir, metrics, samples, resume_from)
+            callbacks = rl_callbacks(parts, run_dir, results, metrics, samples, logger, resume_from)
             train_policy(parts, module, callbacks, checkpoints, resume_from)
         results.save(run_dir)
     elif resume_from is not None:
@@ -139,13 +177,32 @@ def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = Fal
         console.print("[bold]eval[/]" + (" after training" if trains else ""))
         with results.timed("eval"):
             results.after, results.rollout = evaluate_policy(parts, module.roles)
+        budget = None if parts.cache.is_dense else parts.cache.budget
+        results.final = final_metrics(results.before, results.after, budget)
         results.save(run_dir)
-    write_report(run_dir / REPORT, make_report(parts, results, metrics, samples, run_dir.name))
+    report = make_report(parts, results, metrics, samples, run_dir)
+    pictures = figures(report)
+    write_report(run_dir / REPORT, report, pictures)
+    log_outcome(
+        logger,
+        {"before": results.before, "after": results.after},
+        results.final,
+        pictures,
+        place_of(metrics.history),
+        run_dir / REPORT,
+        checkpoints.latest(),
+    )
     return results
 
 
 def rl_callbacks(
-    parts: Parts, run_dir: Path, metrics: MetricsFile, samples: Samples, resume_from: Checkpoint | None
+    parts: Parts,
+    run_dir: Path,
+    results: Results,
+    metrics: MetricsFile,
+    samples: Samples,
+    logger: GuardedLogger,
+    resume_from: Checkpoint | None,
 ) -> list[RLCallback]:
     """In the order in which they are called: what adds to the metrics first, what shows them last."""
     cfg = parts.cfg
@@ -153,16 +210,18 @@ def rl_callbacks(
     resumed_at = 0 if resume_from is None else resume_from.iteration
     callbacks: list[RLCallback] = [
         RolloutStatistics(),
+        RunAxes(metrics.history),
         *diagnostics,
         DiagnosticsFile(run_dir, diagnostics, resumed_at),
     ]
     if cfg.distillation is not None:
         callbacks.append(build(cfg.distillation))
-    callbacks.append(metrics)
-    if cfg.logger is not None:
-        plain = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-        callbacks.append(LoggerBridge(build(cfg.logger), plain))
-    return [*callbacks, samples, ProgressBar()]
+
+    def draw(rollout: Rollout) -> list[Picture]:
+        return figures(make_report(parts, replace(results, rollout=rollout), metrics, samples, run_dir))
+
+    logging_callback = LoggingCallback(logger, samples, metrics.history, draw)
+    return [*callbacks, metrics, logging_callback, samples, ProgressBar()]
 
 
 def keep_backbone(start: Path, run_dir: Path) -> None:
@@ -177,13 +236,13 @@ def keep_backbone(start: Path, run_dir: Path) -> None:
 
 
 def make_report(
-    parts: Parts, results: Results, metrics: MetricsFile, samples: Samples, title: str
+    parts: Parts, results: Results, metrics: MetricsFile, samples: Samples, run_dir: Path
 ) -> RunReport:
     cfg, rollout = parts.cfg, results.rollout
     seen = [] if rollout is None else sorted(set(rollout.token_ids.flatten().tolist()))
     packages = ("torch", "transformers", "peft", "lightning")
     return RunReport(
-        title=title,
+        title=run_dir.name,
         config_yaml=OmegaConf.to_yaml(cfg, resolve=True),
         history=metrics.history,
         before=results.before,
@@ -195,6 +254,7 @@ def make_report(
         reward_model=results.reward_model,
         stage_seconds=results.stage_seconds,
         samples=samples.samples,
+        diagnostics=read_rows(run_dir / DIAGNOSTICS),
         versions={"python": platform.python_version(), **{name: version(name) for name in packages}},
     )
 

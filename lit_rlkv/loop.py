@@ -50,6 +50,7 @@ def train(
             with fabric.autocast():
                 loader = fabric.setup_dataloaders(datamodule.train_dataloader())
             loaded_at = time.perf_counter()
+            call(callbacks, "on_phase_start", "update", iteration)
             for index, batch in enumerate(loader):
                 if module.on_train_batch_start(batch, index) == -1:
                     break  # Lightning's way to leave out the rest of a loader
@@ -74,6 +75,7 @@ def train(
             # Let go of this rollout before the next one is sampled.
             batch = outputs = None
             del loader
+            call(callbacks, "on_phase_end", "update", iteration)
             # 5. report and save
             metrics = sums.means()
             metrics["learning_rate"] = optimizer.param_groups[0]["lr"]

@@ -21,8 +21,7 @@ EXTRAS = {
     "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
     "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
-    "logger=wandb": ["logger.save_dir=runs"],
-    "logger=tensorboard": ["logger.save_dir=runs"],
+    "logger=lightning_csv": ["logger.save_dir=runs"],
     "correction=dense": ["distillation=none"],
 }
 PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}

@@ -9,42 +9,17 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit, resumed
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import POLICIES
+from tests.tiny import TINY, run
 
 ROOT = Path(__file__).parent.parent
-TINY = [
-    "debug=fast",
-    "model.preset.hidden_size=32",
-    "model.preset.num_hidden_layers=2",
-    "model.preset.head_dim=8",
-    "model.preset.intermediate_size=32",
-    "task.n_terms=3",
-    "cache.budget=7",
-    "cache.interval=2",
-    "cache.window=2",
-    "evaluation.budgets=[5]",
-    "rollout.max_new_tokens=8",
-]
-
-
-def config(tmp_path, *overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        cfg = compose("config", overrides=[*TINY, f"runs_dir={tmp_path}", *overrides])
-    check_config(cfg)
-    return cfg
-
-
-def run(tmp_path, name, *overrides):
-    cfg = config(tmp_path, *overrides)
-    return fit(cfg, tmp_path / name, Console(quiet=True))
 
 
 def scoring(folder):

@@ -152,3 +152,29 @@ def test_the_first_minibatch_of_replay_has_ratio_one_and_clips_nothing():
     row = train_here(module, data, 1)[0]
     assert row["kv/replay_gap"] < 1e-4
     assert row["clip_ratio/region_mean"] == 0.0
+
+
+def test_callbacks_hear_when_an_update_begins_and_when_its_batches_are_gone():
+    heard = []
+
+    class Listener(RLCallback):
+        def on_phase_start(self, phase, iteration):
+            heard.append(("start", phase, iteration))
+
+        def on_phase_end(self, phase, iteration):
+            heard.append(("end", phase, iteration))
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            heard.append("step")
+
+        def on_iteration_end(self, iteration, n_iterations, metrics):
+            heard.append("report")
+
+    module, datamodule = make_run(n_minibatches=2)
+    fabric = Fabric(accelerator="cpu")
+    train(fabric, module, datamodule, callbacks=[Listener()], n_iterations=2, max_grad_norm=1.0)
+    assert heard == [
+        what
+        for iteration in (0, 1)
+        for what in (("start", "update", iteration), "step", "step", ("end", "update", iteration), "report")
+    ]

@@ -13,13 +13,19 @@ from lit_rlkv.types import TrainBatch
 class RLCallback(Callback):
     """Lightning's callback with the moments that only reinforcement learning has."""
 
+    def on_phase_start(self, phase: str, iteration: int) -> None:
+        """Before a part of an iteration, which counts from 0: rollout, score, reward, and then update."""
+
+    def on_phase_end(self, phase: str, iteration: int) -> None:
+        """After it; the device may still be at work."""
+
     def on_rollout_end(self, experience: Experience) -> None:
         """After sampling and scoring; before the first update."""
 
     def on_update_start(self, experience: Experience, split: Split) -> None:
-        """Before the first update on a rollout. `split(n)` cuts it into n parts of whole groups, each with
-        the denominators of an optimizer step of its own, so that parts are independent estimates of one
-        gradient."""
+        """Before the first update on a rollout. `split(experience, n)` cuts it into n parts of whole groups,
+        each with the denominators of an optimizer step of its own, so that parts are independent estimates of
+        one gradient."""
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
@@ -33,6 +39,8 @@ class RLCallback(Callback):
 
 HOOKS = (
     "on_fit_start",
+    "on_phase_start",
+    "on_phase_end",
     "on_rollout_end",
     "on_update_start",
     "on_before_optimizer_step",

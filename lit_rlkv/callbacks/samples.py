@@ -73,6 +73,12 @@ class Samples(RLCallback):
         self.console.print(render(drawn))
 
 
+def recorded(path: Path) -> list[Sample]:
+    """All samples of a file; what was drawn again after a resume takes the place of what it was before."""
+    latest = {(sample.iteration, sample.prompt): sample for sample in _read_back(path)}
+    return sorted(latest.values(), key=lambda sample: sample.iteration)
+
+
 def thinned(samples: list[Sample], n_kept: int) -> list[Sample]:
     """At most `n_kept`: all of the first iteration among them, and the latest of the others."""
     first = [sample for sample in samples if sample.iteration == samples[0].iteration][:n_kept]

@@ -44,11 +44,15 @@ def check_config(cfg: DictConfig) -> None:
         _check_algorithm,
         _check_reward,
         _check_roles,
+        _check_logger,
     ):
         check(cfg)
     _check_arm(cfg)
     if cfg.distillation is not None:
         build(cfg.distillation)
+    for diagnostic in cfg.diagnostics.values():
+        if diagnostic is not None:
+            build(diagnostic)
 
 
 def _require(is_right: bool, message: str) -> None:
@@ -352,6 +356,12 @@ def _check_roles(cfg: DictConfig) -> None:
         f"roles.layout={roles.layout} has one backbone for policy and critics, but sft.joint=false trains a "
         "reward model with weights of its own; use sft.joint=true, or roles=dynamic_lora",
     )
+
+
+def _check_logger(cfg: DictConfig) -> None:
+    """A logger's constructor looks at its settings and does nothing yet."""
+    if cfg.logger is not None:
+        build(cfg.logger)
 
 
 def _check_arm(cfg: DictConfig) -> None:

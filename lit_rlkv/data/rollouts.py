@@ -1,8 +1,8 @@
 """RolloutDataModule: each epoch of its loader is one iteration of RL, sampled by the policy as it is now."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import lightning as L
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.credit import Credit, CreditRule, Experience
+from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig, RewardRule
 from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
@@ -28,10 +29,21 @@ from lit_rlkv.objectives.kl import ESTIMATORS, adapted_weight, k1
 from lit_rlkv.rewards import score
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import Problem, Rollout, TrainBatch
+from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
 
-Split = Callable[[int], Iterator[TrainBatch]]
-"""Cuts a rollout into so many parts of whole groups."""
+
+@dataclass(frozen=True)
+class Part:
+    """Whole groups of a rollout, with the denominators of an optimizer step of their own."""
+
+    batches: Sequence[TrainBatch]
+    """In micro-batches for the policy alone, no larger than those of training; the last one `ends_step`."""
+    n_groups: int
+    """Groups that count: those with nothing but actions left out of the policy's loss do not."""
+
+
+Split = Callable[[Experience, int], Iterator[Part]]
+"""Cuts a rollout, or a changed copy of its experience, into so many parts."""
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -57,6 +69,7 @@ class RolloutDataModule(L.LightningDataModule):
         reward: RewardConfig | None = None,
         on_rollout_end: Sequence[Callable[[Experience], None]] = (),
         on_update_start: Sequence[Callable[[Experience, Split], None]] = (),
+        phases: Phases | None = None,
     ) -> None:
         super().__init__()
         self.roles = roles
@@ -75,6 +88,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.iteration = 0
         self.on_rollout_end = list(on_rollout_end)
         self.on_update_start = list(on_update_start)
+        self.phases = phases or Phases()
 
     def train_dataloader(self) -> DataLoader[TrainBatch]:
         """The minibatches of the next iteration, in the order of their updates."""
@@ -82,7 +96,7 @@ class RolloutDataModule(L.LightningDataModule):
         for listener in self.on_rollout_end:
             listener(experience)
         for watcher in self.on_update_start:
-            watcher(experience, partial(self.parts, experience))
+            watcher(experience, self.parts)
         self.iteration += 1
         return DataLoader(_Stream(self, experience), batch_size=None)
 
@@ -91,19 +105,17 @@ class RolloutDataModule(L.LightningDataModule):
         """Sample, score and judge one batch of responses."""
         group_size = self.sampling.group_size
         problems = [p for p in self.source.take(self.sampling.n_prompts) for _ in range(group_size)]
-        rollout = self._sample(problems[::group_size])
-        is_action, device = rollout.is_action, rollout.token_ids.device
-        scores = self._scores(rollout)
+        with self.phases("rollout", self.iteration):
+            rollout = self._sample(problems[::group_size])
+        is_action = rollout.is_action
+        with self.phases("score", self.iteration):
+            scores = self._scores(rollout)
         old_logps = scores.get("policy", rollout.sampler_logps)
         ref_logps = scores.get("reference")
         has_eos = ((rollout.token_ids == self.tokenizer.eos_token_id) & is_action).any(dim=1)
-        completions = decode_completions(self.tokenizer, rollout.token_ids, is_action)
-        components = {}
-        if self.task.is_verifiable:
-            verified = score(self.task.score, problems, completions)
-            components = {name: value.to(device) for name, value in verified.components.items()}
-        if "reward" in scores:
-            components["learned"] = scores["reward"]
+        with self.phases("reward", self.iteration):
+            completions = decode_completions(self.tokenizer, rollout.token_ids, is_action)
+            rewards = self._rewards(problems, completions, scores.get("reward"), has_eos)
         kl_weight = self.kl_weight
         self._steer_kl(old_logps, ref_logps, is_action)
         return Experience(
@@ -111,7 +123,7 @@ class RolloutDataModule(L.LightningDataModule):
             problems=problems,
             completions=completions,
             rollout=rollout,
-            rewards=self.reward(components, has_eos),
+            rewards=rewards,
             has_eos=has_eos,
             old_logps=old_logps,
             ref_logps=ref_logps,
@@ -163,6 +175,22 @@ class RolloutDataModule(L.LightningDataModule):
             stacks_passes=self.sampling.stacks_passes,
         )
 
+    def _rewards(
+        self,
+        problems: Sequence[Problem],
+        completions: Sequence[str],
+        learned: Float[Tensor, " batch"] | None,
+        has_eos: Bool[Tensor, " batch"],
+    ) -> Rewards:
+        """What the verifier and the reward role make of the completions."""
+        components = {}
+        if self.task.is_verifiable:
+            verified = score(self.task.score, problems, completions)
+            components = {name: value.to(has_eos.device) for name, value in verified.components.items()}
+        if learned is not None:
+            components["learned"] = learned
+        return self.reward(components, has_eos)
+
     def _kl_penalty(
         self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int
     ) -> Float[Tensor, "batch seq"]:
@@ -195,25 +223,33 @@ class RolloutDataModule(L.LightningDataModule):
                 is_fresh = epoch == 0 and number == 0
                 step = self._step(whole, credit.units[chosen], credit.is_counted)
                 yield from self._micro_batches(
-                    replace(step, is_fresh=is_fresh), credit.units[chosen], learner_parts
+                    replace(step, is_fresh=is_fresh),
+                    credit.units[chosen],
+                    learner_parts,
+                    self.update.n_micro_batches,
                 )
 
-    def parts(self, experience: Experience, n_parts: int) -> Iterator[TrainBatch]:
-        """The rollout in parts of whole groups, each an optimizer step of its own, for the policy to learn.
+    def parts(self, experience: Experience, n_parts: int) -> Iterator[Part]:
+        """The rollout in parts of whole groups, as near to equal as can be.
+
+        Credit is assigned before it is cut. What an advantage takes from the whole rollout, such as the mean
+        and standard deviation of whitening, all parts have in common.
 
         Raises:
             ValueError: there are fewer groups than parts.
         """
-        group_size = experience.group_size
-        rows = torch.arange(len(experience.problems), device=experience.rollout.token_ids.device)
-        n_groups = len(rows) // group_size
+        n_groups = len(experience.problems) // experience.group_size
         if not 1 <= n_parts <= n_groups:
             raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
         whole, credit = self._credited(experience)
         of_group = credit.units.view(n_groups, -1, credit.units.shape[1])
+        n_units = ceil(ceil(len(credit.units) / self.update.n_minibatches) / self.update.n_micro_batches)
         for groups in of_group.tensor_split(n_parts):
             units = groups.flatten(0, 1)
-            yield self._step(whole, units, credit.is_counted).rows(units.flatten())
+            step = self._step(whole, units, credit.is_counted)
+            batches = self._micro_batches(step, units, (("policy",),), ceil(len(units) / n_units))
+            is_counted = (step.loss_weight[groups.flatten(1)] != 0).flatten(1).any(dim=1)
+            yield Part(list(batches), int(is_counted.sum()) if step.n_pairs == 0 else step.n_pairs)
 
     def _credited(self, experience: Experience) -> tuple[TrainBatch, Credit]:
         """The whole rollout as one batch without denominators, and what its actions are worth."""
@@ -253,9 +289,9 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _micro_batches(
-        self, step: TrainBatch, units: Tensor, learner_parts: tuple[tuple[str, ...], ...]
+        self, step: TrainBatch, units: Tensor, learner_parts: tuple[tuple[str, ...], ...], n: int
     ) -> Iterator[TrainBatch]:
-        parts = [part.flatten() for part in units.tensor_split(self.update.n_micro_batches) if len(part)]
+        parts = [part.flatten() for part in units.tensor_split(n) if len(part)]
         for number, part in enumerate(parts):
             rows = step.rows(part)
             for learners in learner_parts:

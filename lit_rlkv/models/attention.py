@@ -1,5 +1,6 @@
 """The attention function registered with transformers: slot pool, replay of deaths, or plain SDPA."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from lit_rlkv.kernels.shadow_attention import SlotPlan, shadow_attention
 from lit_rlkv.kvcache import SlotCache
 
 ATTENTION_NAME = "lit_rlkv"
+
+Probe = Callable[[int, Tensor, Tensor, float, float | None], None]
+"""Is shown what a layer attends with: its number, rotated queries and keys, scaling and softcap."""
 
 NOT_REPLAYED = ("s_aux", "position_bias", "head_mask")
 """Arguments by which some models change the softmax; what we do not compute we refuse."""
@@ -30,13 +34,14 @@ def attention_forward(
     slot_cache: SlotCache | None = None,
     death: Int[Tensor, "batch layer #kv_head seq"] | None = None,
     plan: SlotPlan | None = None,
+    probe: Probe | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Attention of one layer, as transformers calls it; never with dropout.
 
     With `slot_cache` the keys go into that pool; with `death` the sampler's view of this layer is replayed (a
     table of one layer or one KV head serves all of them); with neither it is transformers' own SDPA, but for
-    models that cap their logits, which SDPA does not.
+    models that cap their logits, which SDPA does not. A `probe` looks on at replay, and changes nothing.
     """
     if slot_cache is None and death is None:
         if softcap is not None:
@@ -55,6 +60,8 @@ def attention_forward(
         assert death is not None
         layer_plan = None if plan is None else plan.layer(layer)
         layer_death = death[:, layer if death.shape[1] > 1 else 0]
+        if probe is not None:
+            probe(layer, query, key, scaling, softcap)
         out = shadow_attention(query, key, value, layer_death, scaling, softcap=softcap, plan=layer_plan)
     return out.transpose(1, 2).contiguous(), None
 

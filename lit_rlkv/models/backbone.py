@@ -32,7 +32,7 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
     """
     name = type(model).__name__
     config = text_config(model)
-    odd_layers = set(_optional(config, "layer_types") or []) - REPLAYABLE_LAYERS
+    odd_layers = set(optional_setting(config, "layer_types") or []) - REPLAYABLE_LAYERS
     if odd_layers:
         raise ValueError(
             f"{name} cannot be replayed: its layers of type {', '.join(sorted(odd_layers))} keep state that "
@@ -146,8 +146,8 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
         ValueError: `seq_len` exceeds the sliding window, the model's positions, or what one rotation covers.
     """
     name, config = type(model).__name__, text_config(model)
-    layer_types = _optional(config, "layer_types")
-    window = _optional(config, "sliding_window")
+    layer_types = optional_setting(config, "layer_types")
+    window = optional_setting(config, "sliding_window")
     slides = layer_types is None or "sliding_attention" in layer_types
     if window is not None and slides and seq_len > window:
         raise ValueError(
@@ -160,7 +160,7 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
             f"prompt and response may reach {seq_len} tokens, but beyond {switch} {name} rotates all "
             "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
         )
-    limit = _optional(config, "max_position_embeddings")
+    limit = optional_setting(config, "max_position_embeddings")
     if limit is not None and seq_len > limit:
         raise ValueError(
             f"prompt and response may reach {seq_len} tokens, but {name} has positions for {limit}; lower "
@@ -173,7 +173,7 @@ def _rope_switch(config: PretrainedConfig) -> int | None:
 
     The other such kind, dynamic scaling, sets in at `max_position_embeddings`.
     """
-    rope = _optional(config, "rope_parameters") or {}
+    rope = optional_setting(config, "rope_parameters") or {}
     per_layer_type = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     switches = [
         entry["original_max_position_embeddings"]
@@ -183,7 +183,7 @@ def _rope_switch(config: PretrainedConfig) -> int | None:
     return min(switches, default=None)
 
 
-def _optional(config: PretrainedConfig, name: str) -> Any:
+def optional_setting(config: PretrainedConfig, name: str) -> Any:
     """A setting that only some families have, under whichever name they give it."""
     return getattr(config, name, None)
 
@@ -194,7 +194,7 @@ def hidden_states(
     position_ids: Int[Tensor, "batch seq"],
     **attention: Any,
 ) -> Float[Tensor, "batch seq dim"]:
-    """Last hidden states, with `death=` or `slot_cache=` handed through to the attention function.
+    """Last hidden states, with `death=` (and `probe=`) or `slot_cache=` handed on to the attention function.
 
     Raises:
         ValueError: the model does not compute our attention, so it would take no notice.
@@ -228,11 +228,11 @@ def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*lead dim"]) -> F
     """The model's output head with the scalings that some families put behind it (Granite, Cohere, Gemma)."""
     logits: Tensor = model.get_output_embeddings()(hidden)
     config = text_config(model)
-    if (divisor := _optional(config, "logits_scaling")) is not None:
+    if (divisor := optional_setting(config, "logits_scaling")) is not None:
         logits = logits / divisor
-    if (factor := _optional(config, "logit_scale")) is not None:
+    if (factor := optional_setting(config, "logit_scale")) is not None:
         logits = logits * factor
-    if (cap := _optional(config, "final_logit_softcapping")) is not None:
+    if (cap := optional_setting(config, "final_logit_softcapping")) is not None:
         logits = (logits / cap).tanh() * cap
     return logits
 

@@ -20,7 +20,8 @@ from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rng import derive_seed
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
-"""Where a run folder keeps them."""
+EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
+"""Where a run folder keeps them; the report is the last that a run writes."""
 KEYS_SINCE = {
     "kernels": "auto",
     "rollout": {"max_rows": None, "cuda_graph": None},

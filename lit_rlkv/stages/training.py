@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import ConfigError, as_config_errors, build
+from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.rollouts import RolloutDataModule
@@ -158,6 +159,10 @@ def train_policy(
         reward=RewardConfig(**cfg.reward),
         on_rollout_end=[callback.on_rollout_end for callback in callbacks],
         on_update_start=[callback.on_update_start for callback in callbacks],
+        phases=Phases(
+            [callback.on_phase_start for callback in callbacks],
+            [callback.on_phase_end for callback in callbacks],
+        ),
     )
     module.loss_terms = [callback.loss_terms for callback in callbacks]
     check_hooks(callbacks)

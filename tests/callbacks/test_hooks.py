@@ -24,7 +24,7 @@ class Right(RLCallback):
 
 @pytest.mark.parametrize("callback", [Misspelt(), OfAnotherLoop(), L.pytorch.callbacks.ModelCheckpoint()])
 def test_a_hook_that_nothing_calls_is_refused(callback):
-    with pytest.raises(TypeError, match="is never called; hooks are on_fit_start, on_rollout_end"):
+    with pytest.raises(TypeError, match="is never called; hooks are on_fit_start, on_phase_start"):
         check_hooks([callback])
 
 

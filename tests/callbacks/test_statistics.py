@@ -1,28 +1,10 @@
-import math
+from functools import partial
 
 import pytest
-import torch
 
-from lit_rlkv.callbacks.statistics import RolloutStatistics, rollout_correction, rollout_statistics
-from lit_rlkv.objectives.corrections import Correction, truncated, unweighted
-from tests.training import make_datamodule, make_roles
-
-
-def test_mismatch_matches_hand_arithmetic():
-    # two actions with rho = 2 and 1/2, the third column is padding with garbage in it
-    log_ratio = torch.tensor([[math.log(2.0), -math.log(2.0), math.nan]])
-    is_action = torch.tensor([[True, True, False]])
-    found = {name: float(value) for name, value in rollout_correction(log_ratio, is_action).items()}
-    assert found == pytest.approx(
-        {
-            "rollout_corr/kl": 0.0,  # -(log 2 - log 2) / 2
-            "rollout_corr/k3_kl": 0.25,  # ((2 - log 2 - 1) + (1/2 + log 2 - 1)) / 2
-            "rollout_corr/chi2_token": 1.125,  # (4 + 1/4) / 2 - 1
-            "rollout_corr/chi2_seq": 0.0,  # (2 * 1/2)^2 - 1
-            "rollout_corr/rollout_is_eff_sample_size": 1.5625 / 2.125,  # 1.25^2 / 2.125
-        },
-        abs=1e-6,
-    )
+from lit_rlkv.callbacks.statistics import RolloutStatistics, rollout_statistics
+from lit_rlkv.objectives.corrections import Correction, masked, truncated, unweighted
+from tests.training import ARMS, make_datamodule, make_roles, shift
 
 
 def test_statistics_describe_the_rollout():
@@ -56,3 +38,36 @@ def test_statistics_join_the_metrics_of_their_iteration():
     metrics = {"time/data": 2.0}
     callback.on_iteration_end(1, 1, metrics)
     assert metrics["tokens_per_second"] == metrics["num_tokens"] / 2.0
+
+
+VERL_NAMES = {
+    "kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "training_log_ppl", "rollout_ppl",
+    "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min",
+    "ppl_ratio", "rollout_is_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min",
+    "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low",
+    "rollout_is_seq_mean", "rollout_is_seq_std", "rollout_is_seq_max", "rollout_is_seq_min",
+    "rollout_is_seq_max_deviation", "rollout_is_seq_fraction_high", "rollout_is_seq_fraction_low",
+    "rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction", "rollout_rs_masked_fraction",
+    "rollout_rs_seq_masked_fraction",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arm", ["shadow", "mis"])
+def test_every_arm_logs_the_names_of_verl(arm):
+    found = rollout_statistics(make_datamodule(make_roles(), correction=ARMS[arm]).collect())
+    prefix = "rollout_corr/"
+    assert {name.removeprefix(prefix) for name in found if name.startswith(prefix)} == VERL_NAMES
+
+
+def test_what_the_arm_of_the_run_rejects_is_counted():
+    narrow = Correction(samples_dense=False, replays=False, weigh=partial(masked, low=0.98, high=1.02))
+    experience = make_datamodule(shift(make_roles(), std=0.1), correction=narrow).collect()
+    is_action = experience.rollout.is_action
+    is_rejected = is_action & (experience.weights.weight == 0)
+    found = rollout_statistics(experience)
+    assert found["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        float(is_rejected.sum() / is_action.sum())
+    )
+    assert 0 < found["rollout_corr/rollout_rs_masked_fraction"] < 1
+    naive = make_datamodule(shift(make_roles(), std=0.1), correction=ARMS["naive"]).collect()
+    assert rollout_statistics(naive)["rollout_corr/rollout_rs_masked_fraction"] == 0.0

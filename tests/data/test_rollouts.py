@@ -1,8 +1,9 @@
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from lit_rlkv.data.credit import GroupCredit, PairCredit
 from tests.training import make_datamodule, make_roles
 
 
@@ -88,3 +89,59 @@ def test_rows_and_devices_keep_every_field():
         expected = source[[3, 1]] if isinstance(source, torch.Tensor) else source
         assert (value == expected).all() if isinstance(value, torch.Tensor) else value == expected
     assert part.n_actions == batch.n_actions
+
+
+@pytest.mark.parametrize(("n_parts", "sizes"), [(1, [4]), (3, [2, 1, 1]), (4, [1, 1, 1, 1])])
+def test_parts_are_whole_groups_each_with_the_denominators_of_a_step(n_parts, sizes):
+    data = make_datamodule(make_roles(), n_minibatches=2, n_micro_batches=3)
+    experience = data.collect()
+    parts = list(data.parts(experience, n_parts))
+    assert [part.n_groups for part in parts] == sizes
+    rows = [torch.cat([batch.rollout.token_ids for batch in part.batches]) for part in parts]
+    assert [len(one) for one in rows] == [4 * size for size in sizes]
+    assert torch.equal(torch.cat(rows), experience.rollout.token_ids)  # in order, nothing twice
+    for part in parts:
+        # training learns from 16 / 2 / 3 responses at a time, of which the largest share is 3
+        assert max(len(batch.advantages) for batch in part.batches) <= 3
+        assert [batch.ends_step for batch in part.batches] == [False] * (len(part.batches) - 1) + [True]
+        assert {batch.learners for batch in part.batches} == {("policy",)}
+        weight = sum(float(batch.loss_weight.sum()) for batch in part.batches)
+        assert weight == pytest.approx(1.0, abs=1e-5)
+        n_actions = sum(int(batch.rollout.is_action.sum()) for batch in part.batches)
+        assert all(batch.n_actions == n_actions for batch in part.batches)
+
+
+def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():
+    data = make_datamodule(make_roles(), credit=PairCredit(), n_micro_batches=4)
+    experience = data.collect()
+    total = torch.tensor([1.0, 0, 0, 0] * 3 + [1.0] * 4)
+    experience = replace(experience, rewards=replace(experience.rewards, total=total))
+    parts = list(data.parts(experience, 2))
+    assert [part.n_groups for part in parts] == [2, 1]
+    for part in parts:
+        assert all(len(batch.advantages) == 2 for batch in part.batches)
+        assert {batch.n_pairs for batch in part.batches} == {part.n_groups}
+
+
+def test_groups_that_count_nothing_are_not_counted_in_a_part():
+    data = make_datamodule(make_roles(), credit=GroupCredit("dapo", drop_uniform=True))
+    experience = data.collect()
+    total = torch.tensor([1.0, 0, 0, 0] + [1.0] * 8 + [0, 1.0, 1.0, 1.0])
+    experience = replace(experience, rewards=replace(experience.rewards, total=total))
+    assert [part.n_groups for part in data.parts(experience, 2)] == [1, 1]
+    assert [part.n_groups for part in data.parts(experience, 4)] == [1, 0, 0, 1]
+
+
+def test_more_parts_than_groups_are_refused():
+    data = make_datamodule(make_roles())
+    experience = data.collect()
+    with pytest.raises(ValueError, match="4 groups cannot be cut into 5 parts; give at most 4"):
+        list(data.parts(experience, 5))
+
+
+def test_watchers_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
+    seen = []
+    data = make_datamodule(make_roles())
+    data.on_update_start.append(lambda experience, split: seen.append(len(list(split(experience, 2)))))
+    list(data.train_dataloader())
+    assert seen == [2]

@@ -1,0 +1,113 @@
+"""Variance of the policy's gradient, from parts of the rollout that it is about to learn from."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rlkv.callbacks.gradient_parts import (
+    GradientDiagnostic,
+    Losses,
+    Vectors,
+    added,
+    own_term,
+    policy_outputs,
+)
+from lit_rlkv.data.credit import Experience, PairCredit
+from lit_rlkv.data.rollouts import Split
+from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
+from lit_rlkv.models.backbone import head_logits, text_config
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.scoring import on_actions
+from lit_rlkv.modules.base import StepOutputs
+from lit_rlkv.types import TrainBatch
+
+TERMS = ("policy", "loss")
+"""The algorithm's own objective; and all that the policy learns from, callbacks' terms and KL included."""
+
+
+class GradientVariance(GradientDiagnostic):
+    """Variance, signal-to-noise ratio and noise scale of the policy's gradient, and verl's proxies of it.
+
+    Each part of the rollout is an estimate of the same gradient from other prompts, so that their scatter
+    is that of the gradient from rollout to rollout, for the policy as it is before the first update. See
+    `lit_rlkv.diagnostics.gradient`. A critic's loss is left out, also where it trains the same adapter.
+
+    Args:
+        terms: of which losses, from `TERMS`.
+    """
+
+    name = "gradient"
+
+    def __init__(self, every: int, terms: Sequence[str] = TERMS, **options: Any) -> None:
+        super().__init__(every, **options)
+        self.terms = tuple(term for term in TERMS if term in terms)
+        unknown = sorted(set(terms) - set(TERMS))
+        if unknown or not self.terms:
+            raise ValueError(
+                f"diagnostics.gradient.terms={list(terms)} names {', '.join(unknown) or 'nothing'}; "
+                f"choose from {', '.join(TERMS)}"
+            )
+
+    def measure_updates(self, experience: Experience, split: Split) -> None:
+        found = {term: PartGradients() for term in self.terms}
+        sums = torch.zeros(4, device=experience.rollout.token_ids.device)
+        for part in split(experience, self.parts_of(experience)):
+            gradients: dict[str, Vectors] = {term: {} for term in self.terms}
+            for batch in part.batches:
+                more, its_sums = self.of_batch(batch)
+                gradients = {term: added(gradients[term], more[term]) for term in self.terms}
+                sums = sums + its_sums
+            for term in self.terms:
+                found[term].add(gradients[term], part.n_groups)
+        torch.clear_autocast_cache()
+        self._report(found, sums)
+
+    def of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
+        """The gradient of each term from one micro-batch, and what the proxies add up of it."""
+        outputs, found = self.gradients(partial(self._forward, batch))
+        of_terms = {term: found[term if term in found else "loss"] for term in self.terms}
+        return of_terms, self._proxy_sums(batch, outputs)
+
+    def _report(self, found: Mapping[str, PartGradients], sums: Tensor) -> None:
+        square = None
+        for term, parts in found.items():
+            spread = parts.spread()
+            if spread is None:
+                continue
+            self.scalars |= spread.scalars(f"gradient/{term}")
+            self.arrays |= {"blocks": list(spread.blocks), "n_prompts": spread.n_prompts}
+            self.arrays[term] = {"variance": spread.variance.tolist(), "signal": spread.signal.tolist()}
+            if square is None and self.only is None:
+                square = float(spread.square.sum())  # of the policy's term where there is one: it comes first
+        if not issubclass(self.policy.credit_rule, PairCredit):
+            self.scalars |= variance_proxy(sums, square)
+
+    def _forward(self, batch: TrainBatch) -> tuple[StepOutputs, Losses]:
+        """The terms; where nothing but the algorithm's own makes up the loss, that one alone."""
+        module = self.policy
+        if self.terms == ("policy",):
+            outputs = policy_outputs(module, batch, shadow=module.replays)
+            return outputs, {"policy": own_term(module, batch, outputs)}
+        torch.clear_autocast_cache()
+        outputs, losses, _ = module.policy_terms(batch)
+        whole = {"loss": torch.stack(list(losses.values())).sum()}
+        if self.terms == ("loss",) or losses.keys() == module.objective(batch, outputs)[0].keys():
+            return outputs, whole
+        return outputs, {"policy": own_term(module, batch, outputs)} | whole
+
+    def _proxy_sums(self, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
+        module = self.policy
+        with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
+            head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
+            squares = squared_probs(outputs.hidden, head, module.temperature, size)
+            return proxy_sums(
+                outputs.logps,
+                on_actions(batch.rollout, squares),
+                batch.advantages,
+                batch.correction,
+                batch.loss_weight != 0,
+            )

@@ -1,0 +1,89 @@
+"""How far eviction moves the sampler from a dense learner, and what each correction would make of it."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.data.credit import Experience
+from lit_rlkv.diagnostics.arms import arm_statistics
+from lit_rlkv.diagnostics.mismatch import as_floats, dense_mismatch
+from lit_rlkv.diagnostics.positions import (
+    as_lists,
+    log_ratios_by_position,
+    overlaps_by_position,
+    prefixes_by_position,
+)
+from lit_rlkv.diagnostics.views import check_rows, in_passes, rows_in_pass, spread_rows, view_overlap
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.scoring import score_rollout
+from lit_rlkv.types import Rollout
+
+
+class Mismatch(Diagnostic):
+    """The sampler against a learner that sees every key, in whatever arm the run trains.
+
+    Under a dense learner π_old is that learner already. Under replay one more forward asks what it would
+    say, and tells what the other arms would have made of the same rollout.
+
+    Args:
+        n_rows: responses on which whole distributions are compared, at the cost of two more forwards of them.
+        rows_per_pass: most responses in one forward; None takes what makes up 65,536 tokens.
+    """
+
+    name = "mismatch"
+
+    def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
+        super().__init__(every)
+        check_rows(self.name, n_rows, rows_per_pass)
+        self.n_rows = n_rows
+        self.rows_per_pass = rows_per_pass
+
+    def measure(self, experience: Experience) -> None:
+        rollout = experience.rollout
+        is_action = rollout.is_action
+        dense_logps = self._dense_logps(experience)
+        log_ratio = dense_logps - rollout.sampler_logps
+        overlap = self._overlap(rollout)
+        at_actions = overlap[is_action & ~overlap.isnan()]
+        self.scalars = as_floats(
+            {
+                **dense_mismatch(dense_logps, rollout.sampler_logps, is_action),
+                **arm_statistics(log_ratio, is_action),
+                "kv/overlap_mean": at_actions.mean(),
+                "kv/overlap_p05": at_actions.quantile(0.05),
+            }
+        )
+        self.arrays = as_lists(
+            {
+                **log_ratios_by_position(log_ratio, is_action),
+                **prefixes_by_position(log_ratio, is_action),
+                **overlaps_by_position(overlap, is_action),
+            }
+        )
+
+    def _dense_logps(self, experience: Experience) -> Float[Tensor, "batch seq"]:
+        """Log-probs of the actions for the policy as it sampled, with every key in sight."""
+        if not self.policy.replays:
+            return experience.old_logps
+        rollout = experience.rollout
+        found = score_rollout(
+            self.policy.roles,
+            rollout,
+            {"policy": False},
+            temperature=self.policy.temperature,
+            rows_per_pass=rows_in_pass(rollout, self.rows_per_pass),
+        )
+        return found["policy"]
+
+    def _overlap(self, rollout: Rollout) -> Float[Tensor, "batch seq"]:
+        """Of the responses that are looked at; NaN at the others."""
+        rows = spread_rows(rollout, self.n_rows)
+        overlap = torch.full_like(rollout.sampler_logps, torch.nan)
+        with acting_as(self.policy.roles, "policy") as backbone:
+            parts = [
+                view_overlap(backbone, part, self.policy.temperature)
+                for part in in_passes(rollout.rows(rows), self.rows_per_pass)
+            ]
+        overlap[rows] = torch.cat(parts).to(overlap.dtype)
+        return overlap

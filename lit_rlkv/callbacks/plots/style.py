@@ -1,0 +1,80 @@
+"""What all pictures share: sizes, colours, quiet axes, and legends that hide no data."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+HALF_WIDTH, FULL_WIDTH, HEIGHT = 5.2, 10.4, 3.2
+"""Inches at 100 pixels per inch: two figures side by side in a report, one across it."""
+
+INK, MUTED, GRID = "#1f2430", "#6b7280", "#e3e6eb"
+BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # of Okabe and Ito
+SAND = "#f0c890"
+SMALL, NORMAL = 8, 9
+"""Font sizes in points."""
+
+
+def single(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
+    """One pair of axes, as wide as half a report."""
+    figure = Figure(figsize=(HALF_WIDTH, height), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    calm(axes)
+    axes.set_xlabel(x_label, fontsize=NORMAL, color=INK)
+    axes.set_ylabel(y_label, fontsize=NORMAL, color=INK)
+    return figure, axes
+
+
+def calm(axes: Axes) -> None:
+    """Grid, ticks and spines behind the data, and paler than it."""
+    axes.set_axisbelow(True)
+    axes.grid(visible=True, color=GRID, lw=0.8)
+    axes.tick_params(labelsize=SMALL, labelcolor=MUTED, color=GRID)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color(GRID)
+
+
+def legend(axes: Axes, n_columns: int = 3) -> None:
+    """Above the axes, where it hides no data."""
+    n_entries = len(axes.get_legend_handles_labels()[0])
+    found = axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=n_entries if n_entries <= n_columns else 2,
+        frameon=False,
+        fontsize=SMALL,
+        borderaxespad=0.2,
+    )
+    ink(found.get_texts())
+
+
+def ink(texts: Sequence[Text]) -> None:
+    """Write texts in the colour of the page."""
+    for text in texts:
+        text.set_color(INK)
+
+
+def level(axes: Axes, height: float | int, name: str, side: str) -> None:
+    """A horizontal line named at its right end, above or below it so that close lines keep readable names."""
+    axes.axhline(height, color=VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
+    axes.annotate(
+        name,
+        (1, height),
+        xycoords=("axes fraction", "data"),
+        xytext=(3, 0),
+        textcoords="offset points",
+        fontsize=SMALL,
+        color=VERMILLION,
+        va=side,
+        annotation_clip=False,
+    )
+
+
+def nothing(figure: Figure, axes: Axes, reason: str) -> Figure:
+    """The figure with a reason in place of its axes."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, reason, ha="center", va="center", fontsize=NORMAL, color=MUTED)
+    return figure

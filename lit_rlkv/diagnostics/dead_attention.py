@@ -1,0 +1,142 @@
+"""Evicted and later needed: what the dense policy's attention still gives to keys that a sampler had lost."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from lit_rlkv.diagnostics.cache import predicts
+from lit_rlkv.diagnostics.positions import by_position
+from lit_rlkv.kernels.backend import as_autocast
+from lit_rlkv.types import Rollout
+
+MAX_LOGITS = 2**24
+"""Most logits held at once: 64 MiB in float32, some four times that with what is made of them."""
+
+
+def dead_mass(
+    query: Float[Tensor, "batch head seq dim"],
+    key: Float[Tensor, "batch kv_head seq dim"],
+    death: Int[Tensor, "batch kv_head seq"],
+    is_token: Bool[Tensor, "batch seq"],
+    scaling: float,
+    softcap: float | None,
+    first: int = 0,
+    max_logits: int = MAX_LOGITS,
+) -> tuple[
+    Float[Tensor, "batch head query"], Float[Tensor, "batch head query"], Bool[Tensor, "batch head query"]
+]:
+    """Of softmax(q·kᵀ·scaling) over all tokens k <= q: the mass on keys with death[k] <= q, the largest
+    probability among these, and whether it is the largest of all. For the queries from column `first` on.
+
+    Queries that stand before the first token of their row see nothing, and get NaN.
+
+    Args:
+        softcap: logits become softcap·tanh(logits / softcap) first.
+        max_logits: held at once; queries come in chunks.
+    """
+    batch, n_kv_heads, seq, _ = key.shape
+    grouped = query.reshape(batch, n_kv_heads, -1, *query.shape[2:])
+    column = torch.arange(seq, device=key.device)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys = key.to(wide).mT[:, :, None]
+    parts = []
+    for chunk in torch.split(column[first:], max(max_logits // (batch * query.shape[1] * seq), 1)):
+        logits = grouped[:, :, :, chunk].to(wide) @ keys * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        is_seen = is_token[:, None] & (column <= chunk[:, None])
+        probs = logits.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(dim=-1)
+        is_dead = death[:, :, None, None] <= chunk[:, None]
+        of_dead = probs.masked_fill(~is_dead, 0.0)
+        peak = of_dead.amax(dim=-1)
+        is_top = (peak > 0) & (peak == probs.amax(dim=-1))
+        parts.append([found.flatten(1, 2) for found in (of_dead.sum(dim=-1), peak, is_top)])
+    mass, peak, is_top = (torch.cat(found, dim=2) for found in zip(*parts, strict=True))
+    return mass, peak, is_top
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One layer's dense attention, as far as it falls on dead keys."""
+
+    kept: Float[Tensor, " head"]
+    """Mass on keys that the sampler still had: mean over queries."""
+    kept_p05: Float[Tensor, " head"]
+    """The same: 5th percentile over queries."""
+    needs_dead: Float[Tensor, " head"]
+    """Share of queries that give a single dead key at least `needed`."""
+    dead_on_top: Float[Tensor, " head"]
+    """Share of queries that give a dead key more than any living one."""
+    on_dead: Float[Tensor, " bin"]
+    """Mass on dead keys by position in the response: mean over sequences and heads."""
+
+
+class DeadAttention:
+    """The `probe` of a dense forward over all columns but the last: statistics of `dead_mass`, by layer.
+
+    Only queries that predicted an action count. Of a layer small tables stay, never one entry for each pair
+    of tokens.
+
+    Args:
+        needed: probability from which on a query is said to need a single dead key.
+    """
+
+    def __init__(self, rollout: Rollout, needed: float, max_logits: int = MAX_LOGITS) -> None:
+        self.rollout = rollout
+        self.needed = needed
+        self.max_logits = max_logits
+        is_query = predicts(rollout.is_action)
+        self.first = int(is_query.any(dim=0).int().argmax())
+        self.is_query = is_query[:, self.first : -1]
+        self.layers: dict[int, LayerAttention] = {}
+        self._kept: list[Float[Tensor, " query"]] = []
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> None:
+        """Look at what one layer attends with."""
+        query, key = as_autocast(query, key)
+        with torch.autocast(query.device.type, enabled=False):
+            mass, peak, is_top = dead_mass(
+                query,
+                key,
+                self.rollout.death[:, layer, :, :-1],
+                self.rollout.is_token[:, :-1],
+                scaling,
+                softcap,
+                self.first,
+                self.max_logits,
+            )
+        kept = 1 - self._of_queries(mass)
+        self._kept.append(kept.mean(dim=0))
+        self.layers[layer] = LayerAttention(
+            kept=kept.mean(dim=1),
+            kept_p05=fifth_percentile(kept),
+            needs_dead=(self._of_queries(peak) >= self.needed).float().mean(dim=1),
+            dead_on_top=self._of_queries(is_top).float().mean(dim=1),
+            on_dead=self._by_position(mass),
+        )
+
+    @property
+    def kept_p05(self) -> Float[Tensor, ""]:
+        """5th percentile over queries of the mass that they gave living keys, mean over layers and heads."""
+        return fifth_percentile(torch.stack(self._kept).mean(dim=0))
+
+    def stacked(self, name: str) -> Float[Tensor, "layer entry"]:
+        """A field of `LayerAttention`, all layers in order."""
+        return torch.stack([getattr(self.layers[layer], name) for layer in sorted(self.layers)])
+
+    def _of_queries(self, values: Shaped[Tensor, "batch head query"]) -> Shaped[Tensor, "head entry"]:
+        return values.transpose(0, 1)[:, self.is_query]
+
+    def _by_position(self, mass: Float[Tensor, "batch head query"]) -> Float[Tensor, " bin"]:
+        is_action = self.rollout.is_action
+        of_actions = mass.new_zeros(is_action.shape)
+        of_actions[:, self.first + 1 :] = mass.mean(dim=1)
+        return by_position(of_actions, is_action).nanmean(dim=1)
+
+
+def fifth_percentile(values: Float[Tensor, "*lead entry"]) -> Float[Tensor, "*lead"]:
+    """The smallest value that at least 5 % of the entries do not exceed."""
+    return values.kthvalue(math.ceil(0.05 * values.shape[-1]), dim=-1).values

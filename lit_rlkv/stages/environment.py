@@ -1,0 +1,107 @@
+"""What a run ran on: code, packages, machine, command, seeds. Written down at each start of the run."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+FILE_NAME = "environment.json"
+"""In the run's folder: a list, with an entry for the first start and for every resume."""
+
+PACKAGES = (
+    "lit_rlkv",
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "lightning",
+    "numpy",
+    "hydra-core",
+    "wandb",
+)
+PACKAGE_DIR = Path(__file__).parent.parent
+GIT_TIMEOUT_S = 10.0
+
+
+def describe(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
+    """The environment of this process, in plain types."""
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "git": git_state(PACKAGE_DIR),
+        "seeds": {"seed": cfg.seed, "sft.seed": cfg.sft.seed},
+        "device": describe_device(device),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": installed(PACKAGES),
+    }
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """What the tensors live on, and what feeds it."""
+    found: dict[str, Any] = {
+        "type": device.type,
+        "n_cpus": os.cpu_count(),
+        "n_threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        found["name"] = torch.cuda.get_device_name(device)
+        found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit that the code is from, and whether tracked files differ from it; None outside a clone."""
+    # An environment may lie inside a clone of something else: only a commit that holds our files counts.
+    if _git(folder, "ls-files", "--error-unmatch", "fit.py") is None:
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    if commit is None or changes is None:
+        return None
+    return {"commit": commit, "is_dirty": changes != ""}
+
+
+def installed(packages: tuple[str, ...]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def record(run_dir: Path, environment: dict[str, Any]) -> None:
+    """Add a start of the run to its list."""
+    path = run_dir / FILE_NAME
+    starts = json.loads(path.read_text()) if path.is_file() else []
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps([*starts, environment], indent=1))
+    os.replace(partial, path)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git answers, or None where there is no git or it refuses."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,82 @@
+"""The record of a run with its logger: how it starts, and what it gets at the end."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from lit_rlkv.callbacks.axes import Place
+from lit_rlkv.callbacks.loggers import GuardedLogger, RunStart, as_run_logger
+from lit_rlkv.callbacks.loggers.base import Cell, RunLogger
+from lit_rlkv.callbacks.report import Picture
+from lit_rlkv.checkpoint import Checkpoint
+from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.stages import environment
+from lit_rlkv.stages.parts import Parts
+from lit_rlkv.types import EvalRow
+
+EVALUATION_HEADINGS = (
+    "when", "cache", "budget", "accuracy", "problems", "mean_length", "kv_bytes", "kl", "replay_gap",
+    "learned_reward",
+)  # fmt: skip
+
+
+def start_logger(parts: Parts, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
+    """Write down what the run runs on, and make its logger, which a `with` block opens.
+
+    Raises:
+        ConfigError: the logger's settings cannot be meant.
+    """
+    cfg = parts.cfg
+    found = environment.describe(cfg, parts.fabric.device)
+    environment.record(run_dir, found)
+    with as_config_errors("logger"):
+        logger = None if cfg.logger is None else as_run_logger(build(cfg.logger))
+    config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    return GuardedLogger(logger, RunStart(run_dir, config, found, resumed_at), console)
+
+
+def log_outcome(
+    logger: GuardedLogger,
+    evaluations: Mapping[str, Sequence[EvalRow]],
+    final: Mapping[str, float],
+    pictures: Sequence[Picture],
+    place: Place,
+    report: Path,
+    checkpoint: Checkpoint | None,
+) -> None:
+    """What a run has found at its end; each part is left out where there is none.
+
+    Args:
+        evaluations: by when they were made, before or after training.
+        report: the page.
+        checkpoint: the last one.
+    """
+
+    def send(to: RunLogger) -> None:
+        rows = evaluation_rows(evaluations)
+        if rows:
+            to.table("evaluation", EVALUATION_HEADINGS, rows, place)
+        if final:
+            to.scalars(final, place)
+        if pictures:
+            to.figures(pictures, place)
+        to.file(report, "report")
+        if checkpoint is not None:
+            to.file(checkpoint.path, "model")
+
+    logger.send("the outcome", send)
+
+
+def evaluation_rows(evaluations: Mapping[str, Sequence[EvalRow]]) -> list[list[Cell]]:
+    """Cells under EVALUATION_HEADINGS."""
+    return [
+        [
+            when, row.cache, row.budget, row.accuracy, row.n_problems, row.mean_length, row.kv_bytes, row.kl,
+            row.replay_gap, row.learned_reward,
+        ]
+        for when, rows in evaluations.items()
+        for row in rows
+    ]  # fmt: skip

@@ -1,0 +1,70 @@
+"""With an account: against a service of our own, on this machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import wandb
+
+from lit_rlkv.callbacks.loggers.wandb_run import WandbRun
+from tests.callbacks.loggers.offline_run import finished_runs
+from tests.callbacks.loggers.recorded import place, start_in
+from tests.callbacks.loggers.service import running
+from tests.callbacks.loggers.test_wandb_run import killed_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def service(wandb_home, monkeypatch):
+    wandb.teardown()  # it reads its settings once a process
+    with running() as found:
+        monkeypatch.setenv("WANDB_BASE_URL", found.url)
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        yield found
+        wandb.teardown()
+
+
+def record(run_dir, iterations, resumed_at=0, **settings):
+    """A part of a run, that is sent what its logger does not have; returns the logger."""
+    run_dir.mkdir(exist_ok=True)
+    logger = WandbRun("tests", **settings)
+    logger.open(start_in(run_dir, resumed_at, seed=3))
+    for iteration in (*range(1, resumed_at + 1), *iterations):
+        if iteration > logger.last_iteration:
+            logger.scalars({"reward": 0.5}, place(iteration))
+    logger.close(is_complete=True)
+    return logger
+
+
+def test_sync_makes_one_run_of_parts_that_a_kill_has_torn_apart(service, tmp_path):
+    killed_run(tmp_path / "run")  # after 15 iterations
+    record(tmp_path / "run", range(13, 19), resumed_at=12, offline=True)
+    last = finished_runs(tmp_path / "run")[-1]
+    subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", str(tmp_path / "run" / "wandb")],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
+        check=True,
+        capture_output=True,
+    )
+    history = service.history(last.id)
+    assert [row["iteration"] for row in history] == list(range(1, 19))
+    assert [row["_step"] for row in history] == list(range(18))
+
+
+def test_a_run_with_an_account_goes_on_in_the_service(service, tmp_path):
+    first = record(tmp_path / "run", range(1, 4))
+    again = record(tmp_path / "run", range(3, 6), resumed_at=2)
+    assert again.run.id == first.run.id
+    assert again.keeps_tables
+    assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5]
+
+
+def test_what_the_service_lost_is_sent_again(service, tmp_path):
+    first = record(tmp_path / "run", range(1, 6))
+    service.lines[first.run.id] = {n: line for n, line in service.lines[first.run.id].items() if n < 2}
+    service.summary[first.run.id] = '{"iteration": 2, "_step": 1}'
+    record(tmp_path / "run", range(5, 7), resumed_at=4)
+    assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,153 @@
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig
+
+from lit_rlkv.diagnostics.cache import predicts
+from lit_rlkv.diagnostics.flops import Work, costs_of, learner_work, sampler_work
+from lit_rlkv.kernels.shadow_attention import visible
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, switched
+from lit_rlkv.models.backbone import hidden_states
+from lit_rlkv.models.replay import dense_death, replay_death
+from lit_rlkv.types import NEVER, Rollout
+from tests.models_zoo import FAMILIES, HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, build, tiny_config, tiny_model
+from tests.training import make_datamodule, make_roles
+
+N = NEVER
+LORA = LoraSpec(rank=2, alpha=4, target_modules="all-linear")
+LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * 64
+"""Weights of a layer of the tiny Llama with half as many KV heads: q and o, k and v, gate and up and down."""
+LAYER_INPUTS_AND_OUTPUTS = 4 * 2 * HIDDEN - 2 * HIDDEN // 2 + 3 * (HIDDEN + 64)
+
+
+def test_a_token_costs_two_flops_a_weight_forward_and_four_more_backward():
+    costs = costs_of(build(tiny_config("llama")))
+    assert costs is not None
+    assert costs.forward_per_token == 2 * LAYERS * LAYER
+    assert costs.backward_per_token == 4 * LAYERS * LAYER
+    assert costs.forward_per_position == 2 * HIDDEN * VOCAB
+    assert costs.backward_per_position == 4 * HIDDEN * VOCAB
+    # A key that a KV head sees is multiplied with the queries of two heads, and so is its value.
+    assert costs.forward_per_pair == 2 * (2 * HEAD_DIM + 2 * HEAD_DIM)
+
+
+def lora_model():
+    model = build(tiny_config("llama")).requires_grad_(False)
+    add_adapter(model, "policy", LORA)
+    add_adapter(model, "value", LORA)
+    return model
+
+
+def test_a_frozen_weight_needs_no_gradient_of_its_own():
+    model = lora_model()
+    with switched(model, "policy"):
+        costs = costs_of(model)
+    assert costs is not None
+    adapter = LORA.rank * LAYER_INPUTS_AND_OUTPUTS
+    assert costs.forward_per_token == 2 * LAYERS * (LAYER + adapter)
+    assert costs.backward_per_token == 2 * LAYERS * (LAYER + adapter) + 2 * LAYERS * adapter
+    assert costs.backward_per_position == costs.forward_per_position
+
+
+def test_adapters_that_are_off_cost_nothing():
+    costs = costs_of(lora_model())
+    assert costs is not None
+    assert costs.forward_per_token == costs.backward_per_token == 2 * LAYERS * LAYER
+
+
+def test_the_flops_of_a_mixture_of_experts_are_not_known():
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=1, intermediate_size=64,
+        num_attention_heads=HEADS, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    assert costs_of(build(config)) is None
+
+
+def products(run) -> int:
+    """Flops of all matrix products with weights in what is run, counted one by one."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    found = counter.get_flop_counts()["Global"]
+    return sum(n for op, n in found.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_of_full_training_are_those_that_torch_counts(family: str):
+    model, token_ids = tiny_model(family), torch.arange(24).view(2, 12) % VOCAB
+    death = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
+    positions = torch.arange(12).expand(2, -1)
+    costs = costs_of(model)
+    assert costs is not None
+    forward = partial(hidden_states, model, token_ids, positions, death=death)
+    with torch.no_grad():
+        assert products(forward) == 24 * costs.forward_per_token
+    both = products(lambda: forward().sum().backward())
+    model.zero_grad(set_to_none=True)
+    assert both == 24 * (costs.forward_per_token + costs.backward_per_token)
+
+
+def test_products_of_lora_are_those_that_torch_counts_but_for_the_states_of_the_first_layer():
+    model, token_ids = lora_model(), torch.arange(24).view(2, 12) % VOCAB
+    model = prepare_backbone(model)
+    death = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
+    positions = torch.arange(12).expand(2, -1)
+    with switched(model, "policy"):
+        costs = costs_of(model)
+        assert costs is not None
+        counted = products(lambda: hidden_states(model, token_ids, positions, death=death).sum().backward())
+    # The embeddings are frozen, so nobody asks q, k and v of the first layer for the gradient of their input.
+    unneeded = 2 * (2 * HIDDEN * HIDDEN + 3 * LORA.rank * HIDDEN)
+    assert counted == 24 * (costs.forward_per_token + costs.backward_per_token - unneeded)
+
+
+def test_pairs_of_the_learner_are_what_the_table_lets_it_see():
+    # Row 0: padding, then tokens 1 to 3 that see 1, 2, 3 keys. Row 1 ends at column 2; key 0 dies at 2.
+    death = torch.tensor([[[[0, N, N, N]]], [[[2, N, N, 0]]]], dtype=torch.int32)
+    work = learner_work(death, n_layers=3, n_kv_heads=2)
+    assert int(work.n_tokens) == 3 + 3
+    assert int(work.n_pairs) == 3 * 2 * ((1 + 2 + 3) + (1 + 2 + 2))
+    full = death.expand(2, 3, 2, 4)
+    assert int(learner_work(full, n_layers=3, n_kv_heads=2).n_pairs) == int(work.n_pairs)
+
+
+def test_flops_are_tokens_and_pairs_by_their_costs():
+    costs = costs_of(build(tiny_config("llama")))
+    assert costs is not None
+    work = Work(torch.tensor(10), torch.tensor(100))
+    assert int(costs.forward(work)) == 10 * costs.forward_per_token + 100 * costs.forward_per_pair
+    assert int(costs.backward(work)) == 10 * costs.backward_per_token + 200 * costs.forward_per_pair
+
+
+def two_responses() -> Rollout:
+    """Two responses to one prompt of 2 tokens, behind a column of padding: of 3 actions and of 1."""
+    is_token = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
+    is_action = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]).bool()
+    death = torch.tensor([[[[0, 3, 4, N, N, N]]], [[[0, N, N, N, 0, 0]]]], dtype=torch.int32)
+    return Rollout(torch.zeros(2, 6).long(), is_token, is_action, torch.zeros(2, 6), death, 0)
+
+
+def test_the_sampler_reads_a_prompt_once_and_a_response_without_its_last_token():
+    work, n_positions = sampler_work(two_responses(), group_size=2)
+    assert int(work.n_tokens) == 2 + 2
+    # The prompt: 1 + 2. Column 3 sees its own key and that of 2; column 4 those of 3 and 4.
+    assert int(work.n_pairs) == 3 + 2 + 2
+    assert n_positions == 1 + 2
+    alone, n_positions = sampler_work(two_responses(), group_size=1)
+    assert int(alone.n_tokens) == 2 * 2 + 2
+    assert n_positions == 2 + 2
+
+
+def test_pairs_of_a_rollout_are_counted_as_they_are_defined():
+    rollout = make_datamodule(make_roles(), sampling={"group_size": 1, "n_prompts": 6}).collect().rollout
+    is_seen = visible(replay_death(rollout))
+    assert int(learner_work(replay_death(rollout), 2, 2).n_pairs) == int(is_seen.sum())
+    # The sampler asked with every token but the last of each row, and read prompts before it evicted.
+    is_asked = rollout.is_token & predicts(rollout.is_token)
+    of_sampler = is_seen.sum(dim=(1, 2, 4))[is_asked].sum()
+    work, _ = sampler_work(rollout, group_size=1)
+    assert int(work.n_pairs) == int(of_sampler)
+    assert int(work.n_tokens) == int(is_asked.sum())
+    assert not torch.equal(of_sampler, visible(dense_death(rollout.is_token)).sum() * 4)

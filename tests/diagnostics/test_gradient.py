@@ -1,0 +1,143 @@
+import math
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lit_rlkv.diagnostics.gradient import PartGradients, Spread, block_of, chosen
+
+NAMES = {
+    "roles.backbones.shared.model.layers.3.self_attn.q_proj.lora_A.policy.weight": ("layer_3", "q_proj.A"),
+    "roles.backbones.policy.model.layers.11.mlp.down_proj.weight": ("layer_11", "down_proj"),
+    "roles.backbones.policy.model.layers.0.mlp.experts.7.up_proj.weight": ("layer_0", "up_proj"),
+    "roles.backbones.policy.transformer.h.2.ln_1.bias": ("layer_2", "ln_1"),
+    "roles.backbones.policy.model.embed_tokens.weight": ("rest", "embed_tokens"),
+}
+
+
+def of_parts(values: list[list[float]], sizes: list[int]) -> PartGradients:
+    """Parts with one block of parameters, `x`."""
+    found = PartGradients()
+    for value, size in zip(values, sizes, strict=True):
+        found.add({"x": torch.tensor(value)}, size)
+    return found
+
+
+def spread_of(found: PartGradients) -> Spread:
+    spread = found.spread()
+    assert spread is not None
+    return spread
+
+
+def test_the_spread_of_unequal_parts_matches_hand_arithmetic():
+    # parts 1, 3 and 8 of 1, 1 and 2 prompts: mean (1 + 3 + 2·8) / 4 = 5
+    # tr Σ = (1·(1 − 5)² + 1·(3 − 5)² + 2·(8 − 5)²) / (3 − 1) = (16 + 4 + 18) / 2 = 19
+    spread = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 2]))
+    assert spread.per_prompt.item() == pytest.approx(19)
+    assert spread.variance.item() == pytest.approx(19 / 4)
+    assert spread.signal.item() == pytest.approx(25 - 19 / 4)
+    # contrasts: 1·1/2·(3 − 1)² = 2 and 2·2/4·(8 − 2)² = 36, standard deviation √((17² + 17²) / 1)
+    assert spread.contrast_std == pytest.approx(17 * math.sqrt(2))
+    found = spread.scalars("gradient/loss")
+    assert found == pytest.approx(
+        {
+            "gradient/loss/variance": 4.75,
+            "gradient/loss/variance_se": 17 / 4,  # 17·√2 / √2 contrasts, over 4 prompts
+            "gradient/loss/signal": 20.25,
+            "gradient/loss/snr": 20.25 / 4.75,
+            "gradient/loss/noise_scale": 19 / 20.25,  # prompts
+        }
+    )
+
+
+def test_weights_that_ignore_the_sizes_would_give_another_spread():
+    weighted = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 2]))
+    ignored = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 1]))
+    assert ignored.per_prompt.item() == pytest.approx(13)  # mean 4: (9 + 1 + 16) / 2
+    assert weighted.per_prompt.item() != pytest.approx(13)
+
+
+def test_the_order_of_parts_changes_neither_mean_nor_spread():
+    values, sizes = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), [1, 4, 2, 2, 3]
+    first = spread_of(of_parts(values.tolist(), sizes))
+    other = spread_of(of_parts(values.flip(0).tolist(), sizes[::-1]))
+    torch.testing.assert_close(first.per_prompt, other.per_prompt, rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.square, other.square, rtol=1e-5, atol=0)
+
+
+def test_blocks_add_up_to_the_whole():
+    values = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    whole, blocks = PartGradients(), PartGradients()
+    for value in values:
+        whole.add({"all": value}, 2)
+        blocks.add({"a": value[:2], "b": value[2:]}, 2)
+    found, expected = spread_of(blocks).scalars("g"), spread_of(whole).scalars("g")
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["g/a/variance"] + found["g/b/variance"] == pytest.approx(found["g/variance"])
+    assert set(found) - set(expected) == {"g/a/variance", "g/a/snr", "g/b/variance", "g/b/snr"}
+
+
+def test_parts_in_which_nothing_counts_are_left_out():
+    expected = spread_of(of_parts([[1.0], [3.0]], [1, 2]))
+    found = spread_of(of_parts([[0.0], [1.0], [0.0], [3.0]], [0, 1, 0, 2]))
+    assert found.n_parts == expected.n_parts == 2
+    assert torch.equal(found.per_prompt, expected.per_prompt)
+    assert of_parts([[1.0], [0.0]], [3, 0]).spread() is None
+    assert of_parts([[0.0], [0.0]], [0, 0]).spread() is None
+
+
+def test_two_parts_have_a_variance_and_no_error_of_it():
+    found = spread_of(of_parts([[1.0], [3.0]], [1, 1])).scalars("g")
+    assert found["g/variance"] == pytest.approx(1.0)
+    assert "g/variance_se" not in found
+
+
+def test_parts_that_agree_leave_out_what_would_divide_by_zero():
+    found = spread_of(of_parts([[2.0], [2.0], [2.0]], [1, 1, 1])).scalars("g")
+    assert found == {"g/variance": 0.0, "g/signal": 4.0, "g/variance_se": 0.0}
+
+
+def test_a_signal_below_its_noise_is_negative_and_not_cut_off():
+    found = spread_of(of_parts([[1.0], [-1.0]], [1, 1])).scalars("g")
+    assert found["g/signal"] == pytest.approx(-1.0)  # 0 − 1
+    assert found["g/noise_scale"] == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_belongs_to_its_layer_or_its_kind_of_module(name: str):
+    assert (block_of(name, "layer"), block_of(name, "module")) == NAMES[name]
+    assert block_of(name, "all") == "all"
+
+
+def test_a_choice_of_parameters_is_made_by_name():
+    names = list(NAMES)
+    assert chosen(names, None) == names
+    assert chosen(names, r"\.(3|11)\.") == names[:2]
+    with pytest.raises(ValueError, match="only='decoder' is found in none of the 5 names"):
+        chosen(names, "decoder")
+
+
+def on_a_rank(fabric: Fabric, values: list[list[float]], sizes: list[int]) -> list[float]:
+    mine = slice(fabric.global_rank, None, fabric.world_size)
+    spread = spread_of(of_parts(values[mine], sizes[mine]))
+    return [
+        float(spread.per_prompt),
+        float(spread.square),
+        spread.n_prompts,
+        spread.n_parts,
+        spread.variance_se,
+    ]
+
+
+def test_two_ranks_with_parts_of_their_own_equal_one_with_all():
+    values = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = [1, 2, 3, 1, 2, 0, 1]
+    expected = spread_of(of_parts(values, sizes))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+    per_prompt, square, n_prompts, n_parts, error = fabric.launch(on_a_rank, values, sizes)
+    assert per_prompt == pytest.approx(float(expected.per_prompt), rel=1e-5)
+    assert square == pytest.approx(float(expected.square), rel=1e-5)
+    assert (n_prompts, n_parts) == (10, 6)
+    assert 0 < error < 10 * expected.variance_se
+    alone = spread_of(of_parts(values[::2], sizes[::2]))
+    assert float(alone.per_prompt) != pytest.approx(float(expected.per_prompt), rel=1e-2)
