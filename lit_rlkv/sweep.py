@@ -1,0 +1,149 @@
+"""python -m lit_rlkv.sweep FILE: run a W&B sweep file on this machine, or hand it to W&B."""
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from lit_rlkv.callbacks.progress import stderr_console
+from lit_rlkv.config import ConfigError
+from lit_rlkv.sweeping.checking import check_plan
+from lit_rlkv.sweeping.grid import n_runs
+from lit_rlkv.sweeping.handover import hand_over
+from lit_rlkv.sweeping.launcher import FitLauncher
+from lit_rlkv.sweeping.picture import save_picture
+from lit_rlkv.sweeping.plan import Plan
+from lit_rlkv.sweeping.results import TABLE, Ended, results_table, write_results
+from lit_rlkv.sweeping.spec import Sweep, read_sweep
+
+LOCK = "sweep.lock"
+MAX_NAME = 60
+"""Characters of a folder's name that tell the file and its overrides."""
+INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C ended."""
+
+
+def main() -> None:
+    """The command line: a mistake ends in one line before any run; Ctrl-C stops the runs and keeps them."""
+    args = parse(sys.argv[1:])
+    console = stderr_console()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        plan = Plan(read_sweep(args.file), tuple(args.overrides))
+        total = n_runs(plan.sweep, args.max_runs)
+        cfg = check_plan(plan)
+        if args.wandb:
+            hand_over(plan, args.jobs, args.max_runs)
+            return
+        folder = args.dir or Path(cfg.runs_dir) / "sweeps" / folder_name(args.file, plan)
+        n_failed = run_sweep(plan, folder, total, args.jobs, console)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on where it was")
+        sys.exit(INTERRUPTED)
+    if n_failed:
+        sys.exit(f"{n_failed} of {total} runs failed; the same command tries them again")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options; overrides may stand anywhere between them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lit_rlkv.sweep",
+        description="Run a W&B sweep file on this machine; a sweep that was killed goes on where it was.",
+    )
+    parser.add_argument("file", type=Path, help="such as sweeps/arms.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for all runs")
+    parser.add_argument("--jobs", type=_count, default=1, help="runs at a time, one thread each (1)")
+    parser.add_argument("--max-runs", type=_count, help="most runs; the file's run_cap if not given")
+    parser.add_argument("--dir", type=Path, help="folder of the sweep (runs_dir/sweeps/NAME)")
+    parser.add_argument("--wandb", action="store_true", help="let W&B choose the runs and keep the results")
+    return parser.parse_intermixed_args(arguments)
+
+
+def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Console) -> int:
+    """Run what is left of a sweep in its folder, and show what it found; returns how many runs have failed.
+
+    Raises:
+        ConfigError: Optuna is missing, or the folder belongs to another sweep.
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError("sweeps need the package optuna, which is missing; pip install 'lit_rlkv[sweep]'")
+    from lit_rlkv.sweeping.ledger import Ledger  # here: what needs the package of an extra
+    from lit_rlkv.sweeping.scheduler import Scheduler
+
+    folder = folder.resolve()
+    with only_one(folder):
+        scheduler = Scheduler(Ledger(plan, folder, total), FitLauncher(plan), console, n_jobs)
+        console.print(
+            f"sweep {plan.sweep.name}: {total} runs, {len(scheduler.ended)} done, in {folder}", markup=False
+        )
+        try:
+            scheduler.run()
+        finally:
+            show(plan.sweep, folder, scheduler.ended, console)
+    return sum(outcome.state == "failed" for _, outcome in scheduler.ended)
+
+
+def show(sweep: Sweep, folder: Path, ended: Ended, console: Console) -> None:
+    """Write the results, draw them, and print the table."""
+    if not ended:
+        return
+    write_results(folder, ended)
+    picture = save_picture(folder, sweep, ended)
+    console.print(results_table(sweep, ended))
+    where = f"results: {folder / TABLE}" + (f"\npicture: {picture}" if picture else "")
+    console.print(Text(where))
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """The folder to oneself.
+
+    Raises:
+        ConfigError: another process sweeps there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another process sweeps in {folder}; wait for it, or give another --dir"
+        ) from error
+    else:
+        yield
+    finally:
+        os.close(lock)
+
+
+def folder_name(file: Path, plan: Plan) -> str:
+    """The file's name and the overrides, which make it another sweep; many are told apart by a digest."""
+    name = re.sub(r"[^\w.-]+", "_", "-".join([file.stem, *plan.overrides])).strip("_")
+    digest = hashlib.blake2b(repr(plan.overrides).encode(), digest_size=4).hexdigest()
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{digest}"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no count; give a whole number of at least 1")
+    return int(text)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

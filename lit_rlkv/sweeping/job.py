@@ -1,0 +1,184 @@
+"""A run under way: what its folder says, and the process that works in it."""
+
+import csv
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lit_rlkv.checkpoint import CheckpointDir
+from lit_rlkv.stages.parts import CHECKPOINTS, EVALUATION, METRICS, REPORT
+
+LOCK, OUTPUT = "run.lock", "output.log"
+"""In a run's folder: held by its process as long as that lives, and what that printed."""
+GRACE_S = 10.0
+"""From asking a process to end to killing it."""
+N_TAIL = 12
+"""Lines of a failed run's output that are shown."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    state: str
+    """finished, stopped (early, by the sweep) or failed."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of its last iteration, and those of its final evaluation."""
+    history: list[float] = field(default_factory=list)
+    """The sweep's metric, each value that was logged while the run trained."""
+    reason: str = ""
+
+
+class Job(ABC):
+    """A run that was started."""
+
+    @property
+    @abstractmethod
+    def is_running(self) -> bool: ...
+
+    @abstractmethod
+    def history(self, metric: str) -> list[float]:
+        """The values of a metric that it has logged so far."""
+
+    @abstractmethod
+    def outcome(self, metric: str) -> Outcome:
+        """How it ended, once it no longer runs."""
+
+    @abstractmethod
+    def ask_to_stop(self) -> None:
+        """Begin to end it, if it still runs."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until it has ended, by force if it takes long."""
+
+
+class FitJob(Job):
+    """A run of fit in a folder of its own.
+
+    Its process holds a lock on a file there, so that a later sweep sees whether it lives, whoever started it.
+    """
+
+    def __init__(self, folder: Path, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.folder = folder
+        self._child = child
+
+    @classmethod
+    def start(cls, folder: Path, arguments: Sequence[str]) -> "FitJob":
+        """Start fit with these arguments, or join the process that works in the folder already."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (folder / OUTPUT).open("ab") as output:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "lit_rlkv.fit", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                    pass_fds=[lock],  # what holds the lock from here on
+                    process_group=0,  # Ctrl-C reaches the sweep alone, which then stops its runs
+                )
+            os.ftruncate(lock, 0)
+            os.write(lock, str(child.pid).encode())
+        except BlockingIOError:
+            return cls(folder)
+        finally:
+            os.close(lock)
+        return cls(folder, child)
+
+    @property
+    def is_running(self) -> bool:
+        if self._child is not None:
+            return self._child.poll() is None
+        return is_worked_in(self.folder)
+
+    def history(self, metric: str) -> list[float]:
+        rows = read_metrics(self.folder / METRICS)
+        return [row[metric] for row in rows if metric in row]
+
+    def outcome(self, metric: str) -> Outcome:
+        metrics, history = found_metrics(self.folder), self.history(metric)
+        if history:  # one that is not logged in every iteration is missing in the last row
+            metrics.setdefault(metric, history[-1])
+        if is_finished(self.folder):
+            return Outcome("finished", metrics, history)
+        code = "" if self._child is None else f" with exit status {self._child.returncode}"
+        return Outcome("failed", metrics, history, f"ended{code}\n{self._tail()}".strip())
+
+    def ask_to_stop(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + GRACE_S
+        while self.is_running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self.is_running:
+            self._signal(signal.SIGKILL)
+        while self.is_running:
+            time.sleep(0.05)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self.is_running:
+            return
+        text = (self.folder / LOCK).read_text()
+        if text:  # empty for a moment only, while the process is being started
+            os.killpg(int(text), number)
+
+    def _tail(self) -> str:
+        path = self.folder / OUTPUT
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        return "\n".join(lines[-N_TAIL:])
+
+
+def is_worked_in(folder: Path) -> bool:
+    """Whether a process of fit lives that a sweep started in this folder."""
+    if not (folder / LOCK).is_file():
+        return False
+    lock = os.open(folder / LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run came to its end; the report is the last that it writes."""
+    return (folder / REPORT).is_file()
+
+
+def can_resume(folder: Path) -> bool:
+    """Whether a run that was cut short left something to go on from."""
+    return CheckpointDir(folder / CHECKPOINTS).latest() is not None
+
+
+def found_metrics(folder: Path) -> dict[str, float]:
+    """Metrics of the last iteration, with those of the final evaluation."""
+    rows = read_metrics(folder / METRICS)
+    found: dict[str, float] = dict(rows[-1]) if rows else {}
+    if (folder / EVALUATION).is_file():
+        found |= json.loads((folder / EVALUATION).read_text())["final"]
+    return found
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The whole rows of a metrics file that another process may be writing; empty cells are left out."""
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    rows = csv.DictReader(io.StringIO(whole, newline=""))
+    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]

@@ -1,0 +1,131 @@
+"""What a sweep found: a file with every run, and the table of means over seeds that ends it."""
+
+import csv
+import io
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from lit_rlkv.callbacks.summary import ABSENT
+from lit_rlkv.sweeping.job import Outcome
+from lit_rlkv.sweeping.metric import Metric
+from lit_rlkv.sweeping.plan import Run
+from lit_rlkv.sweeping.spec import Sweep
+
+ROWS, TABLE = "results.jsonl", "results.csv"
+BESIDE = ("eval/accuracy", "eval/dense_accuracy", "eval/kl")
+"""Shown beside the sweep's own metric where runs have them."""
+N_ROWS = 20
+"""Of the best settings that a search shows; the files hold them all."""
+
+Ended = Sequence[tuple[Run, Outcome]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The runs that differ in their seed alone."""
+
+    values: dict[str, Any]
+    """Of the other parameters."""
+    outcomes: list[Outcome]
+
+    def found(self, metric: str) -> list[float]:
+        """The metric in the runs that came to their end."""
+        finished = [outcome.metrics for outcome in self.outcomes if outcome.state == "finished"]
+        return [metrics[metric] for metrics in finished if metric in metrics]
+
+    def n_of(self, state: str) -> int:
+        return sum(outcome.state == state for outcome in self.outcomes)
+
+
+def settings(ended: Ended) -> list[Setting]:
+    """Runs with equal values together, in the order of their numbers; the seed does not count."""
+    together: dict[str, Setting] = {}
+    for run, outcome in sorted(ended, key=lambda pair: pair[0].number):
+        values = {name: value for name, value in run.values.items() if name != "seed"}
+        together.setdefault(repr(values), Setting(values, [])).outcomes.append(outcome)
+    return list(together.values())
+
+
+def best_first(found: Sequence[Setting], metric: Metric) -> list[Setting]:
+    """By their mean; those without a finished run come last."""
+
+    def cost(setting: Setting) -> float:
+        values = setting.found(metric.name)
+        return metric.cost(statistics.mean(values)) if values else math.inf
+
+    return sorted(found, key=cost)
+
+
+def mean_sd(values: Sequence[float]) -> str:
+    """`0.812 ± 0.031`, of a sample, with two digits of the deviation; one value has none."""
+    if not values:
+        return ABSENT
+    mean, sd = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    if not sd > 0:
+        return f"{mean:.4g}" + (" ± 0" if len(values) > 1 else "")
+    n_digits = max(0, 1 - math.floor(math.log10(sd)))
+    return f"{mean:.{n_digits}f} ± {sd:.{n_digits}f}"
+
+
+def results_table(sweep: Sweep, ended: Ended) -> Table:
+    """One row a setting: a grid in its own order, a search from the best on; the best is in bold."""
+    found = settings(ended)
+    ranked = best_first(found, sweep.metric)
+    metrics = [name for name in dict.fromkeys((sweep.metric.name, *BESIDE)) if _has(found, name)]
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+    names = [parameter.name for parameter in sweep.parameters if parameter.name != "seed"]
+    for name in names:
+        table.add_column(name)
+    for heading in ("runs", *metrics):
+        table.add_column(heading, justify="right")
+    for setting in found if sweep.method == "grid" else ranked[:N_ROWS]:
+        is_best = setting is ranked[0] and bool(setting.found(sweep.metric.name))
+        cells = [_short(setting.values[name]) for name in names]
+        cells += [_counts(setting), *(mean_sd(setting.found(name)) for name in metrics)]
+        table.add_row(*(Text(cell) for cell in cells), style="bold" if is_best else "")
+    return table
+
+
+def write_results(folder: Path, ended: Ended) -> None:
+    """Every run that ended: parameters, metrics and folder, as CSV and as lines of JSON."""
+    lines, flat = [], []
+    for run, outcome in sorted(ended, key=lambda pair: pair[0].number):
+        row = {"run": run.number, "state": outcome.state, "folder": run.folder.name}
+        inner = {"values": run.values, "metrics": outcome.metrics, "reason": outcome.reason}
+        lines.append(json.dumps(row | inner))
+        flat.append(row | run.values | outcome.metrics)
+    _write(folder / ROWS, "".join(f"{line}\n" for line in lines))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in flat for name in row)))
+    writer.writeheader()
+    writer.writerows(flat)
+    _write(folder / TABLE, text.getvalue())
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, newline="")
+    os.replace(partial, path)
+
+
+def _has(found: Sequence[Setting], metric: str) -> bool:
+    return any(setting.found(metric) for setting in found)
+
+
+def _counts(setting: Setting) -> str:
+    """Finished runs, and how many of the others there were."""
+    others = [f"{setting.n_of(state)} {state}" for state in ("stopped", "failed") if setting.n_of(state)]
+    return ", ".join([str(setting.n_of("finished")), *others])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

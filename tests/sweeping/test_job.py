@@ -1,0 +1,56 @@
+"""A run's process and its folder."""
+
+import time
+
+from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_finished, is_worked_in, read_metrics
+
+
+def test_a_file_that_is_being_written_gives_its_whole_rows(tmp_path):
+    path = tmp_path / "metrics.csv"
+    assert read_metrics(path) == []
+    path.write_text("iteration,reward,kl\r\n1.0,0.5,\r\n2.0,0.75,0.1\r\n3.0,0.8")
+    assert read_metrics(path) == [
+        {"iteration": 1.0, "reward": 0.5},
+        {"iteration": 2.0, "reward": 0.75, "kl": 0.1},
+    ]
+
+
+def test_the_metrics_of_a_run_are_its_last_row_and_its_evaluation(tmp_path):
+    assert found_metrics(tmp_path) == {}
+    (tmp_path / "metrics.csv").write_text("iteration,reward\n1.0,0.5\n2.0,0.75\n")
+    (tmp_path / "evaluation.json").write_text('{"final": {"eval/accuracy": 0.9}}')
+    assert found_metrics(tmp_path) == {"iteration": 2.0, "reward": 0.75, "eval/accuracy": 0.9}
+
+
+def test_a_run_is_finished_by_its_report_and_no_other_file(tmp_path):
+    (tmp_path / "evaluation.json").write_text('{"final": {}}')
+    assert not is_finished(tmp_path)
+    (tmp_path / "metrics.csv").write_text("iteration,reward,kl\n1.0,0.5,0.2\n2.0,0.75,\n")
+    assert FitJob(tmp_path).outcome("reward").state == "failed"
+    (tmp_path / "report.html").write_text("<html>")
+    outcome = FitJob(tmp_path).outcome("kl")
+    assert (outcome.state, outcome.history, outcome.metrics["kl"]) == ("finished", [0.2], 0.2)
+    assert not can_resume(tmp_path)
+
+
+def test_a_process_is_seen_joined_and_ended_by_those_who_did_not_start_it(tmp_path):
+    assert not is_worked_in(tmp_path)
+    job = FitJob.start(tmp_path, ["debug=fast", f"hydra.run.dir={tmp_path}"])
+    assert job.is_running
+    other = FitJob(tmp_path)
+    assert other.is_running
+    joined = FitJob.start(tmp_path, ["debug=fast", f"hydra.run.dir={tmp_path}"])  # starts nothing
+    joined.ask_to_stop()
+    joined.wait()
+    assert not other.is_running
+    assert not job.is_running
+    assert "exit status -15" in job.outcome("reward").reason
+
+
+def test_a_process_that_does_not_listen_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_rlkv.sweeping.job.GRACE_S", 0.0)
+    job = FitJob.start(tmp_path, ["debug=fast", f"hydra.run.dir={tmp_path}"])
+    started_at = time.monotonic()
+    job.wait()
+    assert "exit status -9" in job.outcome("reward").reason
+    assert time.monotonic() - started_at < 5.0

@@ -1,0 +1,107 @@
+"""What is given out, in which order, and what a later process makes of it."""
+
+import math
+
+import pytest
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.sweeping.grid import n_runs
+from lit_rlkv.sweeping.job import Outcome
+from lit_rlkv.sweeping.ledger import Ledger
+from tests.sweeping.files import BAYES, GRID, plan_of
+
+RANDOM = BAYES | {"method": "random"}
+
+
+def ledger(folder, content=GRID, n=None, overrides=()):
+    plan = plan_of(folder, content, *overrides)
+    return Ledger(plan, folder / "sweep", n_runs(plan.sweep, n))
+
+
+def finished(value=0.5):
+    return Outcome("finished", {"eval/accuracy": value, "reward": value}, [value])
+
+
+def drain(book, outcome=None):
+    """Give out all that is left; every run ends in the same way."""
+    runs = []
+    while (run := book.next_run()) is not None:
+        runs.append(run)
+        book.finish(run, outcome or finished())
+    return runs
+
+
+def test_a_grid_is_given_out_in_order_and_each_cell_once(tmp_path):
+    runs = drain(ledger(tmp_path))
+    assert [(run.values["seed"], run.values["cache.budget"]) for run in runs] == [
+        (0, 12), (0, 16), (1, 12), (1, 16),
+    ]  # fmt: skip
+    assert [run.folder.name for run in runs] == ["0000-0-12", "0001-0-16", "0002-1-12", "0003-1-16"]
+    assert drain(ledger(tmp_path)) == []
+
+
+def test_a_bound_can_be_raised_later(tmp_path):
+    assert len(drain(ledger(tmp_path, n=1))) == 1
+    assert [run.number for run in drain(ledger(tmp_path, n=3))] == [1, 2]
+    assert drain(ledger(tmp_path, n=2)) == []
+
+
+def test_what_was_running_when_the_process_died_comes_first_in_its_own_folder(tmp_path):
+    book = ledger(tmp_path)
+    first, second = book.next_run(), book.next_run()
+    book.finish(second, finished())
+    again = ledger(tmp_path)
+    assert [run.folder for run, _ in again.outcomes()] == [second.folder]
+    runs = drain(again)
+    assert runs[0] == first
+    assert [run.number for run in runs] == [0, 2, 3]
+
+
+def test_a_failed_run_is_tried_again_by_the_next_process_only(tmp_path):
+    book = ledger(tmp_path)
+    bad = book.next_run()
+    book.finish(bad, Outcome("failed", reason="ended with exit status 1"))
+    assert bad.folder not in [run.folder for run in drain(book)]
+    assert [outcome.state for _, outcome in book.outcomes()].count("failed") == 1
+    runs = drain(ledger(tmp_path))
+    assert [run.folder for run in runs] == [bad.folder]
+    assert runs[0].values == bad.values
+    assert [outcome.state for _, outcome in ledger(tmp_path).outcomes()] == ["finished"] * 4
+
+
+def test_neither_a_stopped_run_nor_one_without_a_finite_metric_is_repeated(tmp_path):
+    book = ledger(tmp_path)
+    book.finish(book.next_run(), Outcome("stopped", {"eval/accuracy": 0.1}, [0.3, 0.1], "behind at 2"))
+    book.finish(book.next_run(), finished(math.nan))
+    assert [run.number for run in drain(ledger(tmp_path))] == [2, 3]
+
+
+def test_a_search_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    straight.mkdir()
+    cut.mkdir()
+    whole = [run.values for run in drain(ledger(straight, RANDOM, 6))]
+    parts = [run.values for n in (2, 4, 6) for run in drain(ledger(cut, RANDOM, n))]
+    assert parts == whole
+    assert len({values["optimizer.lr"] for values in whole}) == 6  # and not the first ones again
+    logs = [math.log10(values["optimizer.lr"]) for values in whole]
+    assert all(-5 <= log <= -1 for log in logs)
+
+
+def test_a_folder_that_holds_another_sweep_is_refused(tmp_path):
+    drain(ledger(tmp_path))
+    with pytest.raises(ConfigError, match="holds a sweep with other overrides; give another --dir"):
+        ledger(tmp_path, overrides=("experiment=tis",))
+    with pytest.raises(ConfigError, match="holds a sweep with other parameters"):
+        ledger(tmp_path, GRID | {"parameters": {"seed": {"values": [0, 1, 2]}}})
+    drain(ledger(tmp_path, GRID | {"description": "in other words"}))  # what does not change the runs
+
+
+def test_outcomes_come_back_as_they_were(tmp_path):
+    book = ledger(tmp_path)
+    outcome = Outcome("stopped", {"reward": 0.25, "eval/kl": math.nan}, [0.5, 0.25], "behind at 2")
+    book.finish(book.next_run(), outcome)
+    ((_, found),) = ledger(tmp_path).outcomes()
+    assert (found.state, found.history, found.reason) == ("stopped", [0.5, 0.25], "behind at 2")
+    assert found.metrics["reward"] == 0.25
+    assert math.isnan(found.metrics["eval/kl"])

@@ -1,0 +1,228 @@
+"""Sweeps from the command line: the files that ship, and real runs that are killed, fail or are interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.sweep import folder_name, main, only_one, parse, run_sweep
+from lit_rlkv.sweeping.checking import check_plan
+from lit_rlkv.sweeping.grid import n_runs
+from lit_rlkv.sweeping.job import LOCK, FitJob, can_resume, is_finished, is_worked_in
+from lit_rlkv.sweeping.plan import Plan
+from lit_rlkv.sweeping.spec import COMMAND, read_sweep
+from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters, write
+from tests.tiny import TINY
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted((ROOT / "sweeps").glob("*.yaml"))
+SWEPT = ("cache.budget", "evaluation.budgets")
+SMALL = [option for option in TINY if not option.startswith(SWEPT)]
+SMALL += ["evaluation.budgets=[]", "diagnostics=none"]
+N_ITERATIONS = 5
+RUNS = with_parameters(
+    GRID,
+    seed={"values": [0, 1]},
+    cache__budget={"values": [5, 7]},
+    sft__seed={"value": 0},  # one warm model for all
+    algorithm__n_iterations={"value": N_ITERATIONS},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_combination_of_a_shipped_file_composes_and_passes_the_checks(path):
+    plan = Plan(read_sweep(path))
+    assert check_plan(plan).logger is None  # offline runs need no W&B
+    assert n_runs(plan.sweep) >= 10
+
+
+def test_shipped_files_name_their_claim_and_start_fit_by_overrides():
+    assert {path.stem for path in SHIPPED} >= {"arms", "distillation", "policies", "roles", "learning_rate"}
+    for path in SHIPPED:
+        assert path.read_text().startswith("# Claim: "), path
+        source = yaml.safe_load(path.read_text())
+        assert source["command"] == list(COMMAND), path
+        assert source["parameters"]["logger"] == {"value": "wandb"}, (
+            path
+        )  # else W&B's agents would see nothing
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ("cache.budget:", "cache.buget:", "unknown key 'cache.buget': did you mean 'cache.budget'"),
+        ("sparse_rl, shadow", "sparse_lr, shadow", "Could not find 'experiment/sparse_lr'"),
+        ("[12, 16, 20]", "[4, 16, 20]", "leave no slot to choose in budget=4"),
+    ],
+)
+def test_a_mistake_in_a_shipped_file_would_be_found(tmp_path, was, now, says):
+    text = (ROOT / "sweeps" / "arms.yaml").read_text()
+    assert text.count(was) == 1
+    (tmp_path / "arms.yaml").write_text(text.replace(was, now))
+    with pytest.raises(ConfigError, match=says):
+        check_plan(Plan(read_sweep(tmp_path / "arms.yaml")))
+
+
+def start(path, folder, overrides):
+    """A sweep in a process of its own."""
+    program = [sys.executable, "-m", "lit_rlkv.sweep", str(path), "--jobs", "2", "--dir", str(folder)]
+    return subprocess.Popen(
+        [*program, *overrides, f"runs_dir={folder.parent}"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run_here(folder, content):
+    """The same sweep in this process."""
+    plan = plan_of(folder.parent, content, *SMALL, f"runs_dir={folder.parent}")
+    return run_sweep(plan, folder, n_runs(plan.sweep), 2, Console(quiet=True))
+
+
+def runs_of(folder):
+    return sorted(path for path in folder.glob("0*") if path.is_dir())
+
+
+def wait_until(is_true, timeout_s=180):
+    deadline = time.monotonic() + timeout_s
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert is_true()
+
+
+def half_done(folder):
+    """Runs that have left a checkpoint and are under way."""
+    return [run for run in runs_of(folder) if can_resume(run) and not is_finished(run)]
+
+
+def kill(run):
+    os.kill(int((run / LOCK).read_text()), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_without_repeating_a_finished_run(tmp_path):
+    folder = tmp_path / "sweep"
+    sweep = start(write(tmp_path, RUNS), folder, SMALL)
+    wait_until(lambda: any(map(is_finished, runs_of(folder))) and half_done(folder))
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.wait()
+    cut = half_done(folder)[0]
+    orphans = [run for run in runs_of(folder) if is_worked_in(run) and run != cut]
+    kill(cut)  # one run dies with the sweep, and any other lives on
+    finished = {run: (run / "report.html").stat().st_mtime_ns for run in runs_of(folder) if is_finished(run)}
+    assert finished
+
+    assert run_here(folder, RUNS) == 0
+    assert len(runs_of(folder)) == 4
+    assert all(map(is_finished, runs_of(folder)))
+    for run, written_at in finished.items():
+        assert (run / "report.html").stat().st_mtime_ns == written_at, run
+    assert [n_starts(run) for run in runs_of(folder)] == [
+        2 if run == cut else 1 for run in runs_of(folder)
+    ], orphans
+    rows = (cut / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == [f"{n}.0" for n in range(1, N_ITERATIONS + 1)]
+    results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert sorted((row["values"]["seed"], row["values"]["cache.budget"]) for row in results) == [
+        (0, 5), (0, 7), (1, 5), (1, 7),
+    ]  # fmt: skip
+    assert all(row["state"] == "finished" and "eval/accuracy" in row["metrics"] for row in results)
+    assert (folder / "sweep.png").is_file()
+    # One run made the warm model, and the others waited for it.
+    assert sum((run / "sft_metrics.csv").is_file() for run in runs_of(folder)) == 1
+
+
+def n_starts(run):
+    """How often fit was started in this folder: each says once where it starts from."""
+    text = (run / "output.log").read_text()
+    return text.count("start from") + text.count("warm up a model")
+
+
+@pytest.mark.slow
+def test_a_failure_is_reported_and_stops_nobody_and_an_interrupt_stops_all(tmp_path):
+    folder = tmp_path / "sweep"
+    # That so long a response has no positions left is known to the model alone, so this run ends by itself.
+    content = with_parameters(
+        GRID, rollout__n_prompts={"values": [8, 4]}, rollout__max_new_tokens={"values": [5000, 8]}
+    )
+    content["parameters"]["algorithm.n_iterations"] = {"value": 10_000}
+    own = [option for option in SMALL if "max_new_tokens" not in option]
+    sweep = start(write(tmp_path, content), folder, own)
+    # Two fail, so the others have the two places.
+    wait_until(lambda: [is_worked_in(run) for run in runs_of(folder)] == [False, True, False, True])
+    sweep.send_signal(signal.SIGINT)
+    said = sweep.communicate(timeout=60)[1].decode()
+    assert sweep.returncode == 130
+    assert "run 0 failed: rollout.n_prompts=8  rollout.max_new_tokens=5000" in said
+    assert "has positions for 1024" in said
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    assert not any(map(is_worked_in, runs_of(folder)))
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "says"),
+    [
+        (GRID | {"method": "annealing"}, [], "error: method='annealing' is unknown"),
+        (BAYES | {"run_cap": None}, [], "error: method=bayes never ends by itself"),
+        (GRID, ["seed=3"], "error: seed=3: the sweep itself varies seed"),
+        (GRID, ["--wandb"], "error: --wandb needs an account"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_run(tmp_path, monkeypatch, content, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["sweep", str(write(tmp_path, content)), *arguments])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    signal.signal(signal.SIGTERM, before)
+    assert str(caught.value).startswith(says)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_options_and_overrides_may_stand_in_any_order_and_counts_are_counts(capsys):
+    from lit_rlkv.sweep import parse
+
+    args = parse(
+        ["a=1", "--jobs", "3", "b=2"][:0] + ["x.yaml", "a=1", "--jobs", "3", "b=2", "--max-runs", "5"]
+    )
+    assert (str(args.file), args.overrides, args.jobs, args.max_runs) == ("x.yaml", ["a=1", "b=2"], 3, 5)
+    with pytest.raises(SystemExit):
+        parse(["x.yaml", "--jobs", "0"])
+    assert "0 is no count; give a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_other_overrides_are_another_sweep_in_another_folder(tmp_path):
+    path = Path("sweeps/arms.yaml")
+    names = {
+        folder_name(path, plan_of(tmp_path, GRID, *overrides))
+        for overrides in ([], ["task=recall"], ["task=sorting"], [*SMALL, "task.max_operand=8"], SMALL)
+    }
+    assert len(names) == 5
+    assert {"arms", "arms-task_recall"} <= names
+    assert max(map(len, names)) < 100
+
+
+def test_a_folder_has_one_sweep_at_a_time(tmp_path):
+    with (
+        only_one(tmp_path),
+        pytest.raises(ConfigError, match="another process sweeps in"),
+        only_one(tmp_path),
+    ):
+        pass
+    with only_one(tmp_path):
+        pass
+
+
+def test_a_run_whose_process_was_never_started_is_no_run(tmp_path):
+    assert not FitJob(tmp_path).is_running
