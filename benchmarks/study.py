@@ -1,6 +1,8 @@
 """Does compressing the KV cache hurt RL, and what repairs it: every arm, its controls, tasks, budgets.
 
     python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
+    python benchmarks/study.py --blocks timing --jobs 1     on a machine that does nothing else
+    python benchmarks/study.py --report                     tables and figure of what has been run
 
 Runs what is missing in benchmarks/results/study.jsonl, block after block, and stops to start new runs when
 the minutes are over; started again, it goes on. Each run is a process of fit with one thread.
@@ -13,7 +15,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from study_parts import plan, runs
+import record
+from study_parts import plan, plot, runs, tables
 from study_parts.plan import Setting
 
 
@@ -32,10 +35,29 @@ def chosen_rate(done: dict[str, dict], arm: str, anchored: bool) -> float:
     return best["lr"]
 
 
+def seconds(done: dict[str, dict], arm: str, anchored: bool) -> float:
+    """Of an iteration of an arm, from the block `timing`.
+
+    Raises:
+        LookupError: it has not been run.
+    """
+    timed = plan.timing(lambda arm, anchored: chosen_rate(done, arm, anchored))
+    setting = next(run for run in timed if (run.arm, run.anchored) == (arm, anchored))
+    row = done.get(runs.key(setting.overrides))
+    if row is None:
+        raise LookupError(f"{setting.name}: the block `timing` has not been run")
+    return (row["rollout_seconds"] + row["update_seconds"]) / setting.n_iterations
+
+
 def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
+    def rate(arm: str, anchored: bool) -> float:
+        return chosen_rate(done, arm, anchored)
+
     if block == "rates":
         return plan.rates()
-    return plan.BLOCKS[block](lambda arm, anchored: chosen_rate(done, arm, anchored))
+    if block == "clock":
+        return plan.clock(rate, lambda arm, anchored: seconds(done, arm, anchored))
+    return plan.BLOCKS[block](rate)
 
 
 def run_missing(wanted: Iterable[Setting], done: dict[str, dict], args: argparse.Namespace) -> bool:
@@ -74,11 +96,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS])
+    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     args = parser.parse_args()
+    if args.report:
+        rows = list(runs.finished().values())
+        print(tables.report(rows))
+        plot.draw(tables.chosen(rows), record.RESULTS / f"{runs.NAME}.png")
+        return
     args.stop_at = time.monotonic() + 60 * args.minutes
     args.runs_dir = args.runs_dir.absolute()
     done = runs.finished()

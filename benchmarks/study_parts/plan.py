@@ -132,6 +132,24 @@ def policies(rate: Rates) -> list[Setting]:
     return [replace(run, policy=policy) for policy in ("snapkv", "streaming", "h2o") for run in runs]
 
 
+TIMED_ITERATIONS = 10
+
+
+def timing(rate: Rates) -> list[Setting]:
+    """What an iteration costs; to be run with one job on a machine that does nothing else."""
+    runs = _grid(rate, [(arm, anchored) for anchored in (True, False) for arm in MAIN_ARMS], SEEDS[:1])
+    return [replace(run, n_iterations=TIMED_ITERATIONS) for run in runs]
+
+
+def clock(rate: Rates, seconds: Callable[[str, bool], float]) -> list[Setting]:
+    """The cheaper arms for as long as smd with its anchor takes; `seconds` of an iteration of an arm."""
+    allowed = N_ITERATIONS * seconds("smd", True)
+    return [
+        replace(run, n_iterations=round(allowed / seconds(run.arm, run.anchored)))
+        for run in _grid(rate, [("naive", True), ("tis", True), ("shadow", True)], FEW_SEEDS)
+    ]
+
+
 def _grid(rate: Rates, arms: Iterable[tuple[str, bool]], seeds: Sequence[int]) -> list[Setting]:
     """Seed by seed, so that a study cut short has whole seeds."""
     listed = list(arms)
@@ -144,4 +162,6 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "budgets": budgets,
     "tasks": tasks,
     "policies": policies,
+    "timing": timing,
 }
+"""In the order in which they are run; `rates` comes before them, `clock` after `timing`."""

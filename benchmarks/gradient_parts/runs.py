@@ -1,0 +1,76 @@
+"""Runs of the default testbed whose policy stands still, so that every iteration is a fresh rollout of it."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import Tensor
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checkpoint import CheckpointDir, load_trainable
+from lit_rlkv.config import CONF_DIR, build, check_config
+from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.stages.parts import CHECKPOINTS, build_parts
+from lit_rlkv.stages.training import make_policy, train_policy
+from lit_rlkv.stages.warmup import start_folder, warm_up
+
+STANDS_STILL = (
+    "optimizer.lr=0",
+    "optimizer.weight_decay=0",
+    "algorithm.n_epochs=1",
+    "algorithm.n_minibatches=1",
+    "algorithm.n_warmup_steps=0",
+    "algorithm.max_grad_norm=1e9",
+    "callbacks.checkpoint_every=1000000",
+)
+"""One optimizer step on each rollout, which changes nothing."""
+
+
+def config(*overrides: str) -> DictConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=["fabric.n_threads=1", *overrides])
+    check_config(cfg)
+    return cfg
+
+
+def run(cfg: DictConfig, callbacks: list[RLCallback], trained: Path | None = None) -> None:
+    """RL with these callbacks and the config's distillation, from the warm model or from a run's adapters."""
+    parts = build_parts(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        start = start_folder(cfg, Path(folder)) or warm_up(parts, [])
+        module = make_policy(parts, start)
+        if trained is not None:
+            saved = CheckpointDir(trained / CHECKPOINTS).latest()
+            if saved is None:
+                raise SystemExit(f"{trained} holds no checkpoint; give the folder of a run of the same roles")
+            load_trainable(module, saved.weights())
+        if cfg.distillation is not None:
+            callbacks = [*callbacks, build(cfg.distillation)]
+        train_policy(parts, module, callbacks, CheckpointDir(Path(folder) / CHECKPOINTS), None)
+
+
+class Log(RLCallback):
+    """The metrics of every iteration; stands behind the diagnostics."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        self.rows.append(dict(metrics))
+
+
+class FreshGradients(RLCallback):
+    """What training itself leaves in `.grad` for each rollout: brute force, which knows nothing of parts."""
+
+    def __init__(self) -> None:
+        self.found = PartGradients()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        gradients: list[Tensor] = [
+            (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten()
+            for parameter in pl_module.roles.trained_parameters("policy")
+        ]
+        self.found.add({"all": torch.cat(gradients)}, 1)
