@@ -6,25 +6,27 @@ WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 # Two workers with one thread each: more threads than cores make small tensors slower.
-test lint: export OMP_NUM_THREADS = 1
+test lint notebooks: export OMP_NUM_THREADS = 1
 
-.PHONY: fit test lint clean help
+.PHONY: fit test lint notebooks clean help
 .DEFAULT_GOAL := help
 
 fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
 	$(BIN)/python -m lit_rlkv.fit $(ARGS)
 
 test: lint ## everything CI checks: lint, types, layers, tests, notebooks (PYTEST_ARGS="-m 'not slow'" for fewer)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --nbmake tests $(NOTEBOOKS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, import layers, mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
+
+notebooks: $(STAMP) ## run the notebooks at full size and keep what they show (ARGS=notebooks/01_quickstart.ipynb for one)
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 clean: ## remove the virtual environment and every cache
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

@@ -6,12 +6,10 @@ import hashlib
 import importlib.util
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -21,6 +19,7 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.checking import check_plan
 from lit_rlkv.sweeping.grid import n_runs
 from lit_rlkv.sweeping.handover import hand_over
+from lit_rlkv.sweeping.interrupt import interrupts_held
 from lit_rlkv.sweeping.launcher import FitLauncher
 from lit_rlkv.sweeping.picture import save_picture
 from lit_rlkv.sweeping.plan import Plan
@@ -38,7 +37,6 @@ def main() -> None:
     """The command line: a mistake ends in one line before any run; Ctrl-C stops the runs and keeps them."""
     args = parse(sys.argv[1:])
     console = stderr_console()
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         plan = Plan(read_sweep(args.file), tuple(args.overrides))
         total = n_runs(plan.sweep, args.max_runs)
@@ -90,7 +88,8 @@ def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Consol
             f"sweep {plan.sweep.name}: {total} runs, {len(scheduler.ended)} done, in {folder}", markup=False
         )
         try:
-            scheduler.run()
+            with interrupts_held() as check:
+                scheduler.run(check)
         finally:
             show(plan.sweep, folder, scheduler.ended, console)
     return sum(outcome.state == "failed" for _, outcome in scheduler.ended)
@@ -139,10 +138,6 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no count; give a whole number of at least 1")
     return int(text)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """METRICS.md is the dictionary of what a run logs: nothing is missing there, and nothing in it is made up."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def logged(tmp_path_factory):
         for path in (folder / name).glob("*metrics.csv"):
             with path.open(newline="") as file:
                 names |= set(next(csv.reader(file)))
+        names |= json.loads((folder / name / "evaluation.json").read_text())["final"].keys()
     return names
 
 

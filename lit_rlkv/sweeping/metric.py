@@ -98,4 +98,4 @@ def logged_names() -> dict[str, re.Pattern[str]]:
         return {}
     rows = [line.split("|")[1] for line in DICTIONARY.read_text().splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    return {name: re.compile(re.sub(r"\\\{.*?\\\}", r"[\\w./-]+", re.escape(name))) for name in names}
+    return {name: re.compile(re.sub(r"\\{.+?\\}", "[^/]+", re.escape(name))) for name in names}

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from rich.console import Console
@@ -35,8 +36,11 @@ class Scheduler:
         self._held: list[Run] = []
         self._meter = Meter("sweep", console)
 
-    def run(self) -> None:
+    def run(self, check: Callable[[], None] = lambda: None) -> None:
         """Until every run has ended; whatever ends it earlier, no process is left behind.
+
+        Args:
+            check: called now and then, while no run is being started; what it raises ends the sweep.
 
         Raises:
             ConfigError: the runs do not log the sweep's metric.
@@ -45,6 +49,7 @@ class Scheduler:
         try:
             self._start_some()
             while self._jobs:
+                check()
                 for run, job in list(self._jobs.values()):
                     self._look_at(run, job)
                 self._start_some()
@@ -123,10 +128,8 @@ class Scheduler:
         if values := self._values():
             fields["best"] = min(values, key=self.metric.cost)
         if self._jobs:
-            counts = [
-                f"{number} ({len(job.history('iteration'))})" for number, (_, job) in self._jobs.items()
-            ]
-            fields["running"] = " ".join(counts)
+            counts = {number: len(job.history("iteration")) for number, (_, job) in self._jobs.items()}
+            fields["running"] = ", ".join(f"#{number} at {count}" for number, count in counts.items())
         self._meter.show(len(self.ended), self.ledger.n_runs, fields)
 
     def _stop_all(self) -> None:
