@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import record
-from study_parts import plan, plot, runs, tables
+from study_parts import plan, plot, runs, tables, variance
 from study_parts.plan import Setting
 
 
@@ -79,6 +79,24 @@ def run_missing(wanted: Iterable[Setting], done: dict[str, dict], args: argparse
     return all(runs.key(setting.overrides) in done for setting in missing)
 
 
+def run_variances(args: argparse.Namespace) -> bool:
+    """Measure the arms that have not been; False once the time is over."""
+    missing = variance.missing()
+
+    def work(pair: tuple[str, int]) -> None:
+        if time.monotonic() < args.stop_at:
+            row = variance.run(*pair, args.runs_dir)
+            print(f"variance  {row['arm']:10} seed {row['seed']}  {row['variance']:.4g}", flush=True)
+
+    # One at a time until the warm models are there.
+    seeds = {seed: arm for arm, seed in missing}
+    for seed, arm in seeds.items():
+        work((arm, seed))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(work, variance.missing()))
+    return not variance.missing()
+
+
 def describe(row: dict) -> str:
     def percent(name: str) -> str:
         value = row[name]
@@ -96,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock"])
+    parser.add_argument("--blocks", nargs="+", default=["variance", "rates", *plan.BLOCKS, "clock"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
@@ -104,14 +122,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.report:
         rows = list(runs.finished().values())
-        print(tables.report(rows))
-        plot.draw(tables.chosen(rows), record.RESULTS / f"{runs.NAME}.png")
+        print(tables.report(rows, list(variance.measured().values())))
+        if main_rows := tables.chosen(rows):
+            plot.draw(main_rows, record.RESULTS / f"{runs.NAME}.png")
         return
     args.stop_at = time.monotonic() + 60 * args.minutes
     args.runs_dir = args.runs_dir.absolute()
     done = runs.finished()
     for block in args.blocks:
-        if not run_missing(settings_of(block, done), done, args):
+        is_done = (
+            run_variances(args) if block == "variance" else run_missing(settings_of(block, done), done, args)
+        )
+        if not is_done:
             sys.exit(f"the time is over in block {block}; start again to go on")
 
 

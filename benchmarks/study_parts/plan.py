@@ -59,6 +59,12 @@ class Setting:
         return f"{self.arm}+anchor" if self.anchored else self.arm
 
     @property
+    def folder(self) -> str:
+        """Of its files."""
+        cache = f"{self.policy}-{self.budget}"
+        return f"{self.task}-{cache}-{self.name}-{self.lr}-{self.n_iterations}-{self.seed}"
+
+    @property
     def overrides(self) -> list[str]:
         """What fit is told."""
         return [
@@ -129,7 +135,7 @@ def tasks(rate: Rates) -> list[Setting]:
 def policies(rate: Rates) -> list[Setting]:
     """Published eviction policies instead of random eviction."""
     runs = [run for run in _grid(rate, SHORT, FEW_SEEDS) if run.arm != "dense"]
-    return [replace(run, policy=policy) for policy in ("snapkv", "streaming", "h2o") for run in runs]
+    return [replace(run, policy=policy) for policy in ("snapkv", "streaming") for run in runs]
 
 
 TIMED_ITERATIONS = 10

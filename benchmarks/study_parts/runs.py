@@ -32,7 +32,7 @@ def key(overrides: list[str]) -> str:
 
 def run(setting: Setting, runs_dir: Path) -> dict:
     """Train and evaluate; the row is on disk when this returns."""
-    folder = fit(setting, runs_dir, setting.overrides)
+    folder = fit(setting.folder, setting.overrides, runs_dir)
     row = {
         **asdict(setting),
         "name": setting.name,
@@ -46,14 +46,16 @@ def run(setting: Setting, runs_dir: Path) -> dict:
 
 def warm_up(setting: Setting, runs_dir: Path) -> None:
     """Leave the warm model that the runs of this task and seed start from; quick where there is one."""
-    fit(setting, runs_dir, [*setting.overrides, "stages=[sft]"])
+    fit(f"{setting.folder}-warm", [*setting.overrides, "stages=[sft]"], runs_dir)
 
 
-def fit(setting: Setting, runs_dir: Path, overrides: list[str]) -> Path:
-    """One process of fit, in a folder of its own."""
-    name = "-".join([setting.task, setting.policy, str(setting.budget), setting.name, str(setting.lr)])
-    stage = "-warm" if "stages=[sft]" in overrides else ""
-    folder = runs_dir / "study" / f"{name}-{setting.n_iterations}-{setting.seed}{stage}"
+def fit(name: str, overrides: list[str], runs_dir: Path) -> Path:
+    """One process of fit, in a folder of its own.
+
+    Raises:
+        RuntimeError: it failed; with the end of its log.
+    """
+    folder = runs_dir / "study" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
     command = [sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1", f"runs_dir={runs_dir}"]
@@ -86,10 +88,15 @@ def evaluation(folder: Path, setting: Setting) -> dict:
     return row
 
 
+def read_metrics(folder: Path) -> list[dict[str, str]]:
+    """One row per iteration."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def training(folder: Path) -> dict:
     """The reward of each iteration with the time so far, and means over the run."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        history = list(csv.DictReader(file))
+    history = read_metrics(folder)
 
     def column(name: str) -> list[float]:
         return [float(row[name]) for row in history if row.get(name)]
@@ -102,10 +109,7 @@ def training(folder: Path) -> dict:
         "rewards": [round(value, 4) for value in column("reward")],
         "rollout_seconds": sum(column("time/data")),
         "update_seconds": sum(column("time/update")),
-        "ess": mean("rollout_corr/rollout_is_eff_sample_size"),
-        "ess_first": column("rollout_corr/rollout_is_eff_sample_size")[0],
         "masked_fraction": mean("rollout_corr/rollout_rs_masked_fraction"),
-        "chi2_seq": mean("rollout_corr/chi2_seq"),
         "grad_norm": mean("grad_norm"),
         "entropy_last": statistics.mean(column("entropy")[-N_LAST:]),
         "train_kv_bytes": mean("kv/bytes"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from study_parts import variance
 from study_parts.analysis import Row, contrast, holm, mean_sd, recovered, rollouts_to
 from study_parts.plan import ARMS, BUDGETS, MAIN_ARMS, MAIN_POLICY, MAIN_TASK, N_ITERATIONS, TUNING_SEED
 
@@ -72,25 +73,16 @@ def start_line(by_arm: Mapping[str, Sequence[Row]]) -> str:
 
 
 def cost_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
-    """What the corrections did with the data."""
-    headings = [
-        "arm",
-        "ESS",
-        "ESS, first iteration",
-        "masked, %",
-        "chi2 (sequence)",
-        "gradient norm",
-        "entropy",
-    ]
+    """What training looked like, and what it took. Seconds are of a busy machine: see the block `timing`."""
+    headings = ["arm", "masked, %", "gradient norm", "entropy at the end", "KV, MiB", "KL(μ ‖ dense) after"]
     body = [
         [
             f"`{name}`",
-            mean_sd([row["ess"] for row in rows], 1, 3),
-            mean_sd([row["ess_first"] for row in rows], 1, 3),
             mean_sd([row["masked_fraction"] for row in rows], 100, 2),
-            mean_sd([row["chi2_seq"] for row in rows], 1, 2),
             mean_sd([row["grad_norm"] for row in rows], 1, 3),
             mean_sd([row["entropy_last"] for row in rows], 1, 3),
+            f"{rows[0]['train_kv_bytes'] / 2**20:.1f}",
+            mean_sd([row["sparse_kl_after"] for row in rows], 1, 3),
         ]
         for name, rows in by_arm.items()
     ]
@@ -134,9 +126,34 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def report(rows: Sequence[Row]) -> str:
+def timing_table(rows: Sequence[Row]) -> str:
+    """Seconds of an iteration, by the block `timing`."""
+    headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's"]
+    seconds = {
+        str(row["name"]): (
+            row["rollout_seconds"] / TIMED_ITERATIONS,
+            row["update_seconds"] / TIMED_ITERATIONS,
+        )
+        for row in rows
+    }
+    naive = sum(seconds["naive"])
+    body = [
+        [f"`{name}`", f"{rollout:.2f}", f"{update:.2f}", f"{(rollout + update) / naive:.2f}"]
+        for name, (rollout, update) in seconds.items()
+    ]
+    return markdown(headings, body)
+
+
+def report(rows: Sequence[Row], variances: Sequence[dict]) -> str:
     """Every table that there are rows for."""
     parts = []
+    timed = [row for row in rows if row["n_iterations"] == TIMED_ITERATIONS]
+    rows = [row for row in rows if row["n_iterations"] != TIMED_ITERATIONS]
+    if any(row["name"] == "naive" for row in timed):
+        parts += ["## Seconds of an iteration", timing_table(timed)]
+    if variances:
+        parts += ["## Gradients of the warm model", variance.table(variances, markdown)]
+        parts += [variance.sample_sizes(variances)]
     groups = dict.fromkeys((row["task"], row["policy"], row["budget"], row["n_iterations"]) for row in rows)
     for task, policy, budget, n_iterations in groups:
         by_arm = chosen(rows, task, policy, budget, n_iterations)

@@ -120,11 +120,11 @@ def kept(run_dir, setting):
     better = [{**result, "accuracy": result["accuracy"] + 0.01} for result in results]
     (run_dir / "evaluation.json").write_text(json.dumps({"before": results, "after": better}))
     with (run_dir / "metrics.csv").open("w", newline="") as file:
-        names = ["reward", "time/data", "time/update", "rollout_corr/rollout_is_eff_sample_size", "entropy"]
+        names = ["reward", "time/data", "time/update", "rollout_corr/rollout_rs_masked_fraction", "entropy"]
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(
-            dict(zip(names, values, strict=True)) for values in ([0.5, 1, 2, 0.9, 1], [0.7, 1, 2, 0.7, 1])
+            dict(zip(names, values, strict=True)) for values in ([0.5, 1, 2, 0.1, 1], [0.7, 1, 2, 0.3, 1])
         )
 
 
@@ -137,7 +137,7 @@ def test_a_row_holds_what_the_run_found(tmp_path):
     assert found["dense_accuracy_after"] == pytest.approx(1.0)
     assert (found["rollout_seconds"], found["update_seconds"]) == (2, 4)
     assert found["rewards"] == [0.5, 0.7]
-    assert (found["ess"], found["ess_first"]) == (pytest.approx(0.8), 0.9)
+    assert found["masked_fraction"] == pytest.approx(0.2)
 
 
 def test_tables_leave_out_the_tuning_seed_and_keep_settings_apart():
