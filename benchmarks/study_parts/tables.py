@@ -4,7 +4,16 @@ from collections.abc import Mapping, Sequence
 
 from study_parts import variance
 from study_parts.analysis import Row, contrast, holm, mean_sd, recovered, rollouts_to
-from study_parts.plan import ARMS, BUDGETS, MAIN_ARMS, MAIN_POLICY, MAIN_TASK, N_ITERATIONS, TUNING_SEED
+from study_parts.plan import (
+    ARMS,
+    BUDGETS,
+    MAIN_ARMS,
+    MAIN_POLICY,
+    MAIN_TASK,
+    N_ITERATIONS,
+    TIMED_ITERATIONS,
+    TUNING_SEED,
+)
 
 ABSENT = "–"
 GOAL = 0.75

@@ -1,4 +1,4 @@
-"""Each arm's gradient on the same rollouts of the same model: variance, signal, what weights leave of the data."""
+"""Each arm's gradient on the same rollouts of one model: variance, signal, what weights leave of the data."""
 
 import json
 import statistics
