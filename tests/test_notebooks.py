@@ -1,0 +1,196 @@
+"""The notebooks run from a fresh clone, and what they show is committed, clean, and of the code above it."""
+
+import base64
+import os
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "notebooks"))
+
+from execute import KERNEL, fingerprint, run  # noqa: E402  # a script beside what it runs, in no package
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MAX_IMAGE_BYTES, MAX_BYTES = 150_000, 1_000_000
+MACHINE_PATH = re.compile(r"(?<![\w.:/~-])/(?:home|root|Users|tmp|usr|opt|work|mnt|var|private)/")
+OWN_PATHS = (str(ROOT), str(Path.home()), sys.prefix)
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(notebook: NotebookNode) -> list[NotebookNode]:
+    return [output for cell in code_cells(notebook) for output in cell.outputs]
+
+
+def shown(output: NotebookNode) -> str:
+    """What an output says in words."""
+    if output.output_type == "stream":
+        return output.text
+    if output.output_type == "error":
+        return "\n".join(output.traceback)
+    return "\n".join(text for kind, text in output.data.items() if kind.startswith("text/"))
+
+
+def images(notebook: NotebookNode) -> list[bytes]:
+    data = [output.data for output in outputs(notebook) if "data" in output]
+    return [base64.b64decode(kinds["image/png"]) for kinds in data if "image/png" in kinds]
+
+
+def defects(notebook: NotebookNode) -> list[str]:
+    """What must not be committed."""
+    found = []
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    if counts != list(range(1, len(counts) + 1)):
+        found.append(f"cells were not run once each, from top to bottom: {counts}")
+    if notebook.metadata != {
+        "kernelspec": KERNEL,
+        "language_info": {"name": "python"},
+        "outputs_of": fingerprint(notebook),
+    }:
+        found.append("metadata are not those of execute.py on this code; run it again")
+    if any(cell.metadata for cell in notebook.cells):
+        found.append("a cell has metadata")
+    for output in outputs(notebook):
+        text = shown(output)
+        if output.output_type == "error":
+            found.append(f"an error: {output.ename}")
+        elif output.get("name") == "stderr" or "Warning" in text:
+            found.append(f"a warning: {text[:200]}")
+        if MACHINE_PATH.search(text) or any(path in text for path in OWN_PATHS):
+            found.append(f"a path of the machine: {text[:200]}")
+        if "\x1b" in text:
+            found.append(f"control codes of a terminal: {text[:200]!r}")
+    found += [f"an image of {len(png)} bytes" for png in images(notebook) if len(png) > MAX_IMAGE_BYTES]
+    if not images(notebook):
+        found.append("no figure")
+    if len(nbformat.writes(notebook)) > MAX_BYTES:
+        found.append("the notebook is too large")
+    return found
+
+
+def kinds(notebook: NotebookNode) -> list[set[str]]:
+    """For each code cell, what kinds of output it has."""
+    return [
+        {kind for output in cell.outputs for kind in output.get("data", [output.output_type])}
+        for cell in code_cells(notebook)
+    ]
+
+
+@pytest.fixture
+def fresh_clone(tmp_path: Path) -> Path:
+    """What is tracked, without anything that earlier runs have left."""
+    for path in ROOT.iterdir():
+        if path.name not in ("notebooks", "runs", "dist", "build") and not path.name.startswith("."):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "notebooks").mkdir()
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_small_from_a_fresh_clone_and_shows_the_same_kinds_of_output(path, fresh_clone):
+    committed = read(path)
+    small = run(read(path), fresh_clone / "notebooks", is_small=True)
+    assert kinds(small) == kinds(committed)
+    assert defects(small) == []
+    assert len(images(small)) == len(images(committed))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_outputs_are_there_and_clean(path):
+    assert defects(read(path)) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_files_that_a_notebook_links_to_exist(path):
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (path.parent / target).exists(), target
+
+
+def test_there_are_notebooks():
+    assert {path.name[:2] for path in NOTEBOOKS} >= {"01", "02", "05", "06"}
+
+
+def finished(*more: NotebookNode, source: str = "draw()") -> NotebookNode:
+    """A notebook as execute.py leaves it, with these outputs beside a figure."""
+    png = base64.b64encode(b"a picture").decode()
+    figure = new_output("display_data", data={"image/png": png, "text/plain": "<Figure>"})
+    cell = new_code_cell(source, execution_count=1, outputs=[figure, *more])
+    notebook = new_notebook(cells=[new_markdown_cell("text"), cell])
+    notebook.metadata = NotebookNode(
+        kernelspec=NotebookNode(KERNEL),
+        language_info=NotebookNode(name="python"),
+        outputs_of=fingerprint(notebook),
+    )
+    return notebook
+
+
+def stream(text: str, name: str = "stdout") -> NotebookNode:
+    return new_output("stream", name=name, text=text)
+
+
+def test_a_clean_notebook_has_no_defects():
+    assert defects(finished(stream("report: runs/x/report.html, see https://example.org/tmp/x"))) == []
+
+
+@pytest.mark.parametrize(
+    ("output", "defect"),
+    [
+        (new_output("error", ename="ValueError", evalue="", traceback=[]), "an error"),
+        (stream("x.py:3: UserWarning: slow"), "a warning"),
+        (stream("noise", name="stderr"), "a warning"),
+        (stream("saved to /home/me/x"), "a path of the machine"),
+        (stream(f"saved to {ROOT}/runs"), "a path of the machine"),
+        (stream("\x1b[1mbold\x1b[0m"), "control codes"),
+        (
+            new_output("display_data", data={"image/png": base64.b64encode(bytes(150_001)).decode()}),
+            "an image of",
+        ),
+        (new_output("display_data", data={"text/html": "x" * 1_000_001}), "the notebook is too large"),
+    ],
+)
+def test_what_must_not_be_committed_is_found(output, defect):
+    found = defects(finished(output))
+    assert len(found) == 1
+    assert found[0].startswith(defect)
+
+
+def test_outputs_of_other_code_are_found():
+    notebook = finished()
+    notebook.cells[1].source = "draw_something_else()"
+    assert defects(notebook) == ["metadata are not those of execute.py on this code; run it again"]
+
+
+def test_a_cell_that_was_not_run_is_found():
+    notebook = finished()
+    notebook.cells[1].execution_count = None
+    assert [text.split(":")[0] for text in defects(notebook)] == [
+        "cells were not run once each, from top to bottom"
+    ]
+
+
+def test_a_cell_that_fails_stops_the_run(tmp_path):
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        run(new_notebook(cells=[new_code_cell("1 / 0")]), tmp_path, is_small=True)
+
+
+def test_a_notebook_is_told_its_size_and_runs_in_its_folder(tmp_path):
+    source = "import os\nprint(os.environ['LIT_RLKV_SMALL'], os.listdir())"
+    (tmp_path / "beside.txt").touch()
+    for is_small in (True, False):
+        notebook = run(new_notebook(cells=[new_code_cell(source)]), tmp_path, is_small=is_small)
+        assert shown(outputs(notebook)[0]) == f"{int(is_small)} ['beside.txt']\n"
+    assert "LIT_RLKV_SMALL" not in os.environ
