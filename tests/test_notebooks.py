@@ -121,7 +121,7 @@ def test_files_that_a_notebook_links_to_exist(path):
 
 
 def test_there_are_notebooks():
-    assert {path.name[:2] for path in NOTEBOOKS} >= {"01", "02", "05", "06"}
+    assert {path.name[:2] for path in NOTEBOOKS} >= {"01", "02", "03", "04", "05", "06"}
 
 
 def finished(*more: NotebookNode, source: str = "draw()") -> NotebookNode:
