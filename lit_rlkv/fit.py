@@ -33,8 +33,18 @@ from lit_rlkv.callbacks.samples import Samples
 from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.callbacks.summary import summary_table
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
-from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, build, check_config, check_keys
+from lit_rlkv.config import (
+    CONF_DIR,
+    ConfigError,
+    as_config_errors,
+    build,
+    check_command_line,
+    check_config,
+    check_keys,
+)
 from lit_rlkv.data.reward_evaluation import RewardReport
+from lit_rlkv.files import write_atomically
+from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.parts import (
     BACKBONE,
@@ -105,12 +115,6 @@ class Results:
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + elapsed_s
 
 
-def write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
-
-
 def fit(cfg: DictConfig, run_dir: Path, console: Console, *, resumes: bool = False) -> Results:
     """Run the stages of a checked config in a folder that holds everything the run leaves behind.
 
@@ -153,6 +157,7 @@ def run_stages(
     keep_backbone(Path(start), run_dir)
 
     module = make_policy(parts, start)
+    diagnostics = make_diagnostics(cfg, module)
     metrics = MetricsFile(run_dir / METRICS, resumed_at=0 if resume_from is None else resume_from.iteration)
     samples = Samples(run_dir, n=cfg.callbacks.n_samples, every_n_iterations=cfg.callbacks.samples_every)
     trains, evaluates = "rl" in cfg.stages, "eval" in cfg.stages
@@ -167,7 +172,9 @@ def run_stages(
     if trains:
         console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
         with results.timed("rl"):
-            callbacks = rl_callbacks(parts, run_dir, results, metrics, samples, logger, resume_from)
+            callbacks = rl_callbacks(
+                parts, run_dir, results, metrics, samples, logger, diagnostics, resume_from
+            )
             train_policy(parts, module, callbacks, checkpoints, resume_from)
         results.save(run_dir)
     elif resume_from is not None:
@@ -202,11 +209,11 @@ def rl_callbacks(
     metrics: MetricsFile,
     samples: Samples,
     logger: GuardedLogger,
+    diagnostics: Sequence[Diagnostic],
     resume_from: Checkpoint | None,
 ) -> list[RLCallback]:
     """In the order in which they are called: what adds to the metrics first, what shows them last."""
     cfg = parts.cfg
-    diagnostics: list[Diagnostic] = [build(node) for node in cfg.diagnostics.values() if node is not None]
     resumed_at = 0 if resume_from is None else resume_from.iteration
     callbacks: list[RLCallback] = [
         RolloutStatistics(),
@@ -222,6 +229,19 @@ def rl_callbacks(
 
     logging_callback = LoggingCallback(logger, samples, metrics.history, draw)
     return [*callbacks, metrics, logging_callback, samples, ProgressBar()]
+
+
+def make_diagnostics(cfg: DictConfig, module: PolicyModule) -> list[Diagnostic]:
+    """Those of the config, each of which has met the policy.
+
+    Raises:
+        ConfigError: one of them cannot measure this policy, which would else be known when training starts.
+    """
+    diagnostics: list[Diagnostic] = [build(node) for node in cfg.diagnostics.values() if node is not None]
+    with as_config_errors("diagnostics"):
+        for diagnostic in diagnostics:
+            diagnostic.on_fit_start(None, module)
+    return diagnostics
 
 
 def keep_backbone(start: Path, run_dir: Path) -> None:
@@ -259,9 +279,18 @@ def make_report(
     )
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
-def main(cfg: DictConfig) -> None:
+def main() -> None:
     """The command line: errors of the config end in one line, before any work."""
+    try:
+        check_command_line("config", sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    run_command_line()
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
+def run_command_line(cfg: DictConfig) -> None:
+    """What a command line that composes asks for."""
     console = stderr_console()
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)

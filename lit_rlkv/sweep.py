@@ -10,19 +10,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.text import Text
 
 from lit_rlkv.callbacks.progress import stderr_console
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweeping.checking import check_plan
+from lit_rlkv.sweeping.checking import check_plan, first_config
 from lit_rlkv.sweeping.grid import n_runs
 from lit_rlkv.sweeping.handover import hand_over
 from lit_rlkv.sweeping.interrupt import interrupts_held
-from lit_rlkv.sweeping.launcher import FitLauncher
+from lit_rlkv.sweeping.job import OUTPUT
 from lit_rlkv.sweeping.picture import save_picture
-from lit_rlkv.sweeping.plan import Plan
+from lit_rlkv.sweeping.plan import Plan, Run, by_key
 from lit_rlkv.sweeping.results import TABLE, Ended, results_table, write_results
 from lit_rlkv.sweeping.spec import Sweep, read_sweep
 
@@ -40,19 +41,24 @@ def main() -> None:
     try:
         plan = Plan(read_sweep(args.file), tuple(args.overrides))
         total = n_runs(plan.sweep, args.max_runs)
-        cfg = check_plan(plan)
         if args.wandb:
-            hand_over(plan, args.jobs, args.max_runs)
+            on_wandb(plan, args)
             return
-        folder = args.dir or Path(cfg.runs_dir) / "sweeps" / folder_name(args.file, plan)
-        n_failed = run_sweep(plan, folder, total, args.jobs, console)
+        check_optuna()
+        folder = args.dir or Path(first_config(plan).runs_dir) / "sweeps" / folder_name(args.file, plan)
+        check_folder(folder)
+        check_plan(plan)
+        failed = run_sweep(plan, folder, total, args.jobs, console)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on where it was")
         sys.exit(INTERRUPTED)
-    if n_failed:
-        sys.exit(f"{n_failed} of {total} runs failed; the same command tries them again")
+    if failed:
+        sys.exit(
+            f"{len(failed)} of {total} runs failed, and the same command tries them again; see "
+            f"{failed[0].folder / OUTPUT}"
+        )
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -70,16 +76,49 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Console) -> int:
-    """Run what is left of a sweep in its folder, and show what it found; returns how many runs have failed.
+def on_wandb(plan: Plan, args: argparse.Namespace) -> None:
+    """Hand the sweep over, and end as its agents do.
 
     Raises:
-        ConfigError: Optuna is missing, or the folder belongs to another sweep.
+        ConfigError: it cannot be handed over.
     """
+    if args.dir is not None:
+        raise ConfigError(
+            f"--dir={args.dir} has no meaning with --wandb, which keeps the results itself; leave one out, "
+            "or give runs_dir=... for the folders of the runs"
+        )
+    check_plan(plan)
+    n_failed = hand_over(plan, args.jobs, args.max_runs)
+    if n_failed:
+        sys.exit(f"{n_failed} of {args.jobs} agents of W&B failed; see what they wrote above")
+
+
+def check_optuna() -> None:
+    """Refuse to begin without the package of the extra."""
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("sweeps need the package optuna, which is missing; pip install 'lit_rlkv[sweep]'")
+        raise ConfigError('sweeps need the package optuna, which is missing; pip install "lit_rlkv[sweep]"')
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written, without making it yet."""
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    try:
+        with TemporaryDirectory(dir=there):
+            pass  # as permissions alone do not tell of a file system
+    except OSError as error:
+        raise ConfigError(
+            f"the sweep would be in {folder}, which cannot be written: {error}; give another --dir"
+        ) from error
+
+
+def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Console) -> list[Run]:
+    """Run what is left of a sweep in its folder, and show what it found; returns the runs that failed.
+
+    Raises:
+        ConfigError: the folder belongs to another sweep.
+    """
     from lit_rlkv.sweeping.ledger import Ledger  # here: what needs the package of an extra
-    from lit_rlkv.sweeping.scheduler import Scheduler
+    from lit_rlkv.sweeping.scheduler import FitLauncher, Scheduler
 
     folder = folder.resolve()
     with only_one(folder):
@@ -92,14 +131,14 @@ def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Consol
                 scheduler.run(check)
         finally:
             show(plan.sweep, folder, scheduler.ended, console)
-    return sum(outcome.state == "failed" for _, outcome in scheduler.ended)
+    return [run for run, outcome in scheduler.ended if outcome.state == "failed"]
 
 
 def show(sweep: Sweep, folder: Path, ended: Ended, console: Console) -> None:
     """Write the results, draw them, and print the table."""
     if not ended:
         return
-    write_results(folder, ended)
+    write_results(folder, sweep, ended)
     picture = save_picture(folder, sweep, ended)
     console.print(results_table(sweep, ended))
     where = f"results: {folder / TABLE}" + (f"\npicture: {picture}" if picture else "")
@@ -111,10 +150,13 @@ def only_one(folder: Path) -> Iterator[None]:
     """The folder to oneself.
 
     Raises:
-        ConfigError: another process sweeps there.
+        ConfigError: another process sweeps there, or it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise ConfigError(f"the sweep's folder cannot be written: {error}; give another --dir") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -129,8 +171,9 @@ def only_one(folder: Path) -> Iterator[None]:
 
 def folder_name(file: Path, plan: Plan) -> str:
     """The file's name and the overrides, which make it another sweep; many are told apart by a digest."""
-    name = re.sub(r"[^\w.-]+", "_", "-".join([file.stem, *plan.overrides])).strip("_")
-    digest = hashlib.blake2b(repr(plan.overrides).encode(), digest_size=4).hexdigest()
+    overrides = tuple(by_key(plan.overrides))
+    name = re.sub(r"[^\w.-]+", "_", "-".join([file.stem, *overrides])).strip("_")
+    digest = hashlib.blake2b(repr(overrides).encode(), digest_size=4).hexdigest()
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{digest}"
 
 

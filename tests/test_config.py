@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config, check_keys
+from lit_rlkv.config import CONF_DIR, ConfigError, build, check_command_line, check_config, check_keys
 from lit_rlkv.kvcache import POLICIES
 
 GROUPS = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
@@ -235,6 +235,44 @@ def test_distillation_can_be_left_out_or_turned_around_alone(hydra_conf):
 def test_what_the_command_line_adds_is_judged_by_the_signature_that_takes_it(hydra_conf):
     assert checked("+optimizer.eps=1e-6").optimizer.eps == 1e-6
     assert "unexpected 'epsilon'" in refusal("+optimizer.epsilon=1e-6")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["diagnostics=null"], "diagnostics=null is no option; choose one of default, none"),
+        (["logger=null"], "logger=null is no option; choose one of csv,"),
+        (["diagnostics=nnone"], "diagnostics=nnone is no option; choose one of default, none"),
+        (["diagnostics.gradent=null"], "unknown key 'diagnostics.gradent': did you mean 'diagnostics.gradi"),
+        (["diagnostic=none"], "unknown key 'diagnostic': did you mean 'diagnostics'?"),
+        (["logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project' of logger=wandb?"),
+        (["logger.project=x"], "unknown key 'logger.project': logger=wandb has it"),
+        (["logger=wandb", "logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project'?"),
+        (["zzz=1"], "unknown key 'zzz': python -m lit_rlkv.fit --cfg job shows all"),
+        (["seed=1,2"], "Ambiguous value for argument 'seed=1,2' 1. To use it as a list"),
+    ],
+)
+def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        check_command_line("config", overrides)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+    check_command_line("config", ["logger=wandb", "logger.project=x", "diagnostics.gradient=null"])
+    check_command_line("config", ["--cfg", "job", *overrides])  # left to Hydra
+
+
+def test_what_is_added_where_nothing_judges_it_is_refused(hydra_conf):
+    says = "unknown key 'diagnostics.gradent' on the command line: did you mean 'diagnostics.gradient'?"
+    assert refusal("+diagnostics.gradent=null") == says
+    assert refusal("+sft.n_step=3").startswith("unknown key 'sft.n_step' on the command line")
+    assert "unexpected keyword argument 'budgett'" in refusal("+cache.budgett=3")
+
+
+def test_a_diagnostic_is_left_out_by_null_and_by_nothing_else(hydra_conf):
+    assert checked("diagnostics.gradient=null").diagnostics.gradient is None
+    says = "diagnostics.gradient=False takes the place of blocks, every, n_parts"
+    assert refusal("diagnostics.gradient=false").startswith(says)
+    assert refusal("diagnostics.gradient=false").endswith("set these one by one; null leaves it out")
 
 
 def test_build_makes_what_the_config_names(hydra_conf):

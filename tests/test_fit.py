@@ -96,6 +96,12 @@ def test_lengths_that_cannot_work_are_refused_before_training(tmp_path, option, 
     assert not (tmp_path / "warm").exists()
 
 
+def test_a_diagnostic_that_cannot_measure_the_policy_is_refused_before_it_is_evaluated(warm):
+    with pytest.raises(ConfigError, match=r"diagnostics: only='zzz' is found in none of the"):
+        run(warm, "only", "diagnostics.gradient.only=zzz")
+    assert not (warm / "only" / "evaluation.json").exists()
+
+
 @pytest.mark.parametrize("arm", ["dense", "naive", "tis", "mis", "sparse_rl", "shadow"])
 def test_every_arm_runs_and_is_another_training(warm, arm):
     run(warm, arm, f"experiment={arm}", "stages=[rl]")
@@ -298,7 +304,7 @@ def test_a_killed_run_goes_on_bit_for_bit(warm):
     ("arguments", "says"),
     [
         (["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
-        (["cache.bugdet=3"], "bugdet"),
+        (["cache.bugdet=3"], "error: unknown key 'cache.bugdet': did you mean 'cache.budget'?"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_clear_error(tmp_path, arguments, says):

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweep import folder_name, main, only_one, parse, run_sweep
+from lit_rlkv.sweep import check_folder, folder_name, main, only_one, parse, run_sweep
 from lit_rlkv.sweeping.checking import check_plan
 from lit_rlkv.sweeping.grid import combinations, n_runs
 from lit_rlkv.sweeping.job import LOCK, FitJob, can_resume, is_finished, is_worked_in
@@ -70,7 +70,7 @@ def test_the_sweeps_that_readme_shows_can_be_started(tmp_path):
     ("was", "now", "says"),
     [
         ("cache.budget:", "cache.buget:", "unknown key 'cache.buget': did you mean 'cache.budget'"),
-        ("sparse_rl, shadow", "sparse_lr, shadow", "Could not find 'experiment/sparse_lr'"),
+        ("sparse_rl, shadow", "sparse_lr, shadow", "experiment=sparse_lr is no option"),
         ("[12, 16, 20]", "[4, 16, 20]", "leave no slot to choose in budget=4"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_killed_sweep_goes_on_without_repeating_a_finished_run(tmp_path):
     finished = {run: (run / "report.html").stat().st_mtime_ns for run in runs_of(folder) if is_finished(run)}
     assert finished
 
-    assert run_here(folder, RUNS) == 0
+    assert run_here(folder, RUNS) == []
     assert len(runs_of(folder)) == 4
     assert all(map(is_finished, runs_of(folder)))
     for run, written_at in finished.items():
@@ -185,6 +185,13 @@ def test_a_failure_is_reported_and_stops_nobody_and_an_interrupt_stops_all(tmp_p
         (BAYES | {"run_cap": None}, [], "error: method=bayes never ends by itself"),
         (GRID, ["seed=3"], "error: seed=3: the sweep itself varies seed"),
         (GRID, ["--wandb"], "error: --wandb needs an account"),
+        (GRID, ["--wandb", "--dir", "x"], "error: --dir=x has no meaning with --wandb"),
+        # before the grid is checked, which has a mistake of its own
+        (
+            with_parameters(cache__budget={"values": [16, 4]}),
+            ["--dir", "sweep.yaml/x"],
+            "error: the sweep would",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_any_run(tmp_path, monkeypatch, content, arguments, says):
@@ -210,6 +217,8 @@ def test_other_overrides_are_another_sweep_in_another_folder(tmp_path):
         folder_name(path, plan_of(tmp_path, GRID, *overrides))
         for overrides in ([], ["task=recall"], ["task=sorting"], [*SMALL, "task.max_operand=8"], SMALL)
     }
+    orders = (["task=recall", "algorithm=rloo"], ["algorithm=rloo", "task=recall"])
+    assert len({folder_name(path, plan_of(tmp_path, GRID, *order)) for order in orders}) == 1
     assert len(names) == 5
     assert {"arms", "arms-task_recall"} <= names
     assert max(map(len, names)) < 100
@@ -228,3 +237,36 @@ def test_a_folder_has_one_sweep_at_a_time(tmp_path):
 
 def test_a_run_whose_process_was_never_started_is_no_run(tmp_path):
     assert not FitJob(tmp_path).is_running
+
+
+def test_a_missing_optuna_is_told_before_the_grid_is_checked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    content = with_parameters(cache__budget={"values": [16, 4]})  # a mistake that a check would find
+    monkeypatch.setattr("sys.argv", ["sweep", str(write(tmp_path, content)), f"runs_dir={tmp_path}"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert str(caught.value) == (
+        'error: sweeps need the package optuna, which is missing; pip install "lit_rlkv[sweep]"'
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_none_is_made(tmp_path):
+    check_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "b"):
+        with pytest.raises(ConfigError, match=r"which cannot be written: .*; give another --dir"):
+            check_folder(folder)
+        with pytest.raises(ConfigError, match="the sweep's folder cannot be written"), only_one(folder):
+            pass
+
+
+def test_the_anchored_arms_differ_in_their_correction_alone_and_have_the_anchor_of_smd(tmp_path):
+    plan = Plan(read_sweep(ROOT / "sweeps" / "arms_anchored.yaml"))
+    smd = Plan(read_sweep(ROOT / "sweeps" / "arms.yaml")).compose({"experiment": "smd"}, tmp_path).cfg
+    for values in map(plan.values, combinations(plan.sweep)):
+        if (values["seed"], values["cache.budget"]) == (0, 12):
+            distillation = plan.compose(values, tmp_path).cfg.distillation
+            assert (distillation.weight, distillation.anchor_weight) == (0.0, 1.0), values
+            assert distillation.teacher == smd.distillation.teacher
+    assert smd.distillation.anchor_weight == 1.0

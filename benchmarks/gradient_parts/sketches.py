@@ -14,6 +14,9 @@ from lit_rlkv.diagnostics.sketch import CountSketch
 
 SIZES = (256, 1024, 4096, 16384)
 
+Sized = tuple[Tensor, int, float]
+"""The gradient of a part, its prompts and its share of the denominator."""
+
 
 class Sketches(RLCallback):
     """Holds the gradients of all parts of a rollout, and looks at them again through sketches.
@@ -29,10 +32,11 @@ class Sketches(RLCallback):
         self.found: dict[str, Any] = {}
 
     def on_update_start(self, experience: Experience, split: Split) -> None:
-        parts: list[tuple[Tensor, int]] = []
+        parts: list[Sized] = []
         for part in split(experience, self.exact.parts_of(experience)):
             gradients = [self.exact.of_batch(batch)[0]["loss"]["all"] for batch in part.batches]
-            parts.append((torch.stack(gradients).sum(dim=0), part.n_groups))
+            n_prompts, share = self.exact.size_of(part, "loss")
+            parts.append((torch.stack(gradients).sum(dim=0), n_prompts, share))
         variance, snr = self._variance(parts)
         self.found = {
             "n_parts": len(parts),
@@ -43,20 +47,20 @@ class Sketches(RLCallback):
             "blocks": self._layers(parts, variance),
         }
 
-    def _variance(self, parts: list[tuple[Tensor, int]]) -> tuple[float, float]:
+    def _variance(self, parts: list[Sized]) -> tuple[float, float]:
         found = PartGradients()
-        for gradient, n_groups in parts:
-            found.add({"all": gradient}, n_groups)
+        for gradient, n_prompts, share in parts:
+            found.add({"all": gradient}, n_prompts, share)
         spread = found.spread()
         assert spread is not None, "the rollout has a single prompt"
         variance, signal = float(spread.variance.sum()), float(spread.signal.sum())
         return variance, signal / variance
 
-    def _errors(self, parts: list[tuple[Tensor, int]], size: int, exact: float) -> dict[str, float]:
+    def _errors(self, parts: list[Sized], size: int, exact: float) -> dict[str, float]:
         errors = []
         for seed in range(self.n_seeds):
             sketch = CountSketch(size, seed)
-            found, _ = self._variance([(sketch("all", gradient), n) for gradient, n in parts])
+            found, _ = self._variance([(sketch("all", gradient), *size) for gradient, *size in parts])
             errors.append(found / exact - 1)
         off = torch.tensor(errors)
         return {
@@ -65,12 +69,12 @@ class Sketches(RLCallback):
             "bound": (2 / size) ** 0.5,
         }
 
-    def _layers(self, parts: list[tuple[Tensor, int]], exact: float) -> dict[str, dict[str, float]]:
+    def _layers(self, parts: list[Sized], exact: float) -> dict[str, dict[str, float]]:
         parameters = self.exact.parameters
         blocks = [block_of(name, "layer") for name, p in parameters.items() for _ in range(p.numel())]
         found = {}
         for block in dict.fromkeys(blocks):
             is_inside = torch.tensor([name == block for name in blocks])
-            variance, snr = self._variance([(gradient[is_inside], n) for gradient, n in parts])
+            variance, snr = self._variance([(gradient[is_inside], *size) for gradient, *size in parts])
             found[block] = {"variance_share": variance / exact, "snr": snr}
         return found

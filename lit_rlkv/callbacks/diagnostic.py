@@ -12,6 +12,7 @@ import torch
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.rollouts import Split
+from lit_rlkv.files import write_atomically
 from lit_rlkv.modules.base import PolicyModule
 
 FILE_NAME = "diagnostics.jsonl"
@@ -27,7 +28,7 @@ class Diagnostic(RLCallback):
     name: ClassVar[str]
 
     def __init__(self, every: int = 1) -> None:
-        if isinstance(every, bool) or every < 1:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(
                 f"diagnostics.{self.name}.every={every} is no interval; give a whole number of at least 1, "
                 f"or diagnostics.{self.name}=null to leave it out"
@@ -80,14 +81,14 @@ class DiagnosticsFile(RLCallback):
     """Appends the arrays of each measurement to diagnostics.jsonl; stands behind the diagnostics.
 
     One line per measurement: its iteration (counted from 1), the diagnostic's name and its arrays. A resumed
-    run reads back what it had, up to the iteration it goes on from.
+    run keeps what it had up to the iteration it goes on from.
     """
 
     def __init__(self, run_dir: Path, diagnostics: Sequence[Diagnostic], resumed_at: int = 0) -> None:
         self.path = run_dir / FILE_NAME
         self.diagnostics = diagnostics
-        self.rows = [row for row in read_rows(self.path) if row["iteration"] <= resumed_at]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        kept = [row for row in read_rows(self.path) if row["iteration"] <= resumed_at]
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         found = [
@@ -97,7 +98,6 @@ class DiagnosticsFile(RLCallback):
         ]
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
-        self.rows += found
         for diagnostic in self.diagnostics:
             diagnostic.arrays = {}
 

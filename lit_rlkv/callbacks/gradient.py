@@ -16,7 +16,7 @@ from lit_rlkv.callbacks.gradient_parts import (
     policy_outputs,
 )
 from lit_rlkv.data.credit import Experience, PairCredit
-from lit_rlkv.data.rollouts import Split
+from lit_rlkv.data.rollouts import Part, Split
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
 from lit_rlkv.models.backbone import head_logits, text_config
@@ -34,7 +34,8 @@ class GradientVariance(GradientDiagnostic):
 
     Each part of the rollout is an estimate of the same gradient from other prompts, so that their scatter
     is that of the gradient from rollout to rollout, for the policy as it is before the first update. See
-    `lit_rlkv.diagnostics.gradient`. A critic's loss is left out, also where it trains the same adapter.
+    `lit_rlkv.diagnostics.gradient`. A critic's loss is left out, also where it trains the same adapter; while
+    a critic warms up alone, the gradient is that which the policy would get.
 
     Args:
         terms: of which losses, from `TERMS`.
@@ -53,6 +54,8 @@ class GradientVariance(GradientDiagnostic):
             )
 
     def measure_updates(self, experience: Experience, split: Split) -> None:
+        if not self.has_parts(experience):
+            return
         found = {term: PartGradients() for term in self.terms}
         sums = torch.zeros(4, device=experience.rollout.token_ids.device)
         for part in split(experience, self.parts_of(experience)):
@@ -62,9 +65,20 @@ class GradientVariance(GradientDiagnostic):
                 gradients = {term: added(gradients[term], more[term]) for term in self.terms}
                 sums = sums + its_sums
             for term in self.terms:
-                found[term].add(gradients[term], part.n_groups)
+                found[term].add(gradients[term], *self.size_of(part, term))
         torch.clear_autocast_cache()
         self._report(found, sums)
+
+    def size_of(self, part: Part, term: str) -> tuple[int, float]:
+        """How many prompts of the part count in this term, and its share of the term's denominator.
+
+        What callbacks add to the loss is averaged over all actions, whatever the algorithm's own leaves out.
+        A loss of both has two denominators. It is taken for a mean over actions: the gradient of a KL is
+        mostly signal, which a wrong share would count as noise, and that of rewards mostly noise.
+        """
+        if term == "loss" and self.policy.loss_terms:
+            return part.n_prompts, part.action_share
+        return part.n_groups, part.share
 
     def of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
         """The gradient of each term from one micro-batch, and what the proxies add up of it."""
@@ -79,10 +93,14 @@ class GradientVariance(GradientDiagnostic):
             if spread is None:
                 continue
             self.scalars |= spread.scalars(f"gradient/{term}")
-            self.arrays |= {"blocks": list(spread.blocks), "n_prompts": spread.n_prompts}
-            self.arrays[term] = {"variance": spread.variance.tolist(), "signal": spread.signal.tolist()}
-            if square is None and self.only is None:
-                square = float(spread.square.sum())  # of the policy's term where there is one: it comes first
+            self.arrays["blocks"] = list(spread.blocks)
+            self.arrays[term] = {
+                "n_prompts": spread.n_prompts,
+                "variance": spread.variance.tolist(),
+                "signal": spread.signal.tolist(),
+            }
+            if term == "policy" and self.only is None:
+                square = float(spread.square.sum())
         if not issubclass(self.policy.credit_rule, PairCredit):
             self.scalars |= variance_proxy(sums, square)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.diagnostics.gradient import BLOCKS, block_of, chosen
+from lit_rlkv.diagnostics.gradient import BLOCKS, block_of, chosen, over_ranks
 from lit_rlkv.diagnostics.sketch import CountSketch
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import action_hidden, action_logps
@@ -73,6 +73,11 @@ class GradientDiagnostic(Diagnostic):
 
     def parts_of(self, experience: Experience) -> int:
         return min(self.n_parts, len(experience.problems) // experience.group_size)
+
+    def has_parts(self, experience: Experience) -> bool:
+        """Whether there are two parts to compare, on all processes together."""
+        n_parts = torch.tensor(self.parts_of(experience), device=experience.has_eos.device)
+        return bool(over_ranks(n_parts) > 1)
 
     def gradients(
         self, forward: Callable[[], tuple[StepOutputs, Losses]]

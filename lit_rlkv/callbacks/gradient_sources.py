@@ -18,7 +18,7 @@ from lit_rlkv.callbacks.gradient_parts import (
     policy_outputs,
 )
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.data.rollouts import Part, Split
+from lit_rlkv.data.rollouts import Part, Split, kl_penalty
 from lit_rlkv.diagnostics.gradient import PartGradients, over_ranks
 from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.modules.base import StepOutputs
@@ -58,6 +58,8 @@ class GradientSources(GradientDiagnostic):
         self.counterfactual = counterfactual
 
     def measure_updates(self, experience: Experience, split: Split) -> None:
+        if not self.has_parts(experience):
+            return
         module = self.policy
         self._decompose("gradient/sources", experience, split, shadow=module.replays)
         if self.counterfactual is not None and module.replays:
@@ -90,7 +92,7 @@ class GradientSources(GradientDiagnostic):
                 _, more = self.gradients(partial(self._forward, batches, shadow=shadow))
                 gradients = [added(*pair) for pair in zip(gradients, more.values(), strict=True)]
             for one, gradient, part in zip(found, gradients, parts, strict=True):
-                one.add(gradient, part.n_groups)
+                one.add(gradient, part.n_groups, part.share)
         spreads = [spread for spread in [one.spread() for one in found] if spread is not None]
         return [float(spread.variance.sum()) for spread in spreads] if len(spreads) == n else []
 
@@ -102,31 +104,40 @@ class GradientSources(GradientDiagnostic):
 
     def _seen_densely(self, experience: Experience, split: Split, weigh: WeightFn) -> Experience:
         """The rollout as a dense learner would have taken it."""
-        module, rollout = self.policy, experience.rollout
+        module, rollout, ref_logps = self.policy, experience.rollout, experience.ref_logps
         first = next(iter(split(experience, self.parts_of(experience))))
-        old_logps = score_rollout(
+        scores = score_rollout(
             module.roles,
             rollout,
-            {"policy": False},
+            {"policy": False} | ({} if ref_logps is None else {"reference": False}),
             temperature=module.temperature,
             rows_per_pass=len(first.batches[0].advantages),
-        )["policy"]
-        weights = weigh(old_logps - rollout.sampler_logps, rollout.is_action)
-        return replace(experience, old_logps=old_logps, weights=weights)
+        )
+        dense = replace(
+            experience,
+            old_logps=scores["policy"],
+            ref_logps=scores.get("reference"),
+            weights=weigh(scores["policy"] - rollout.sampler_logps, rollout.is_action),
+        )
+        if dense.kl_estimator is None or dense.ref_logps is None:
+            return dense
+        logps, is_action = (dense.old_logps, dense.ref_logps), rollout.is_action
+        return replace(dense, kl_penalty=kl_penalty(dense.kl_estimator, *logps, is_action, dense.kl_weight))
 
 
 def is_weighted(experience: Experience) -> bool:
-    """Whether the arm does anything to the actions at all."""
+    """Whether the arm does anything to the actions at all, on any process."""
     weights, is_action = experience.weights, experience.rollout.is_action
-    return bool((weights.weight[is_action] != 1).any()) or not torch.equal(weights.is_counted, is_action)
+    is_changed = ((weights.weight != 1) & is_action) | (weights.is_counted != is_action)
+    return bool(over_ranks(is_changed.any().long()) > 0)
 
 
 def rms_advantage(parts: Iterable[Part]) -> Float[Tensor, ""]:
-    """√(Σ share·A² / Σ share) over the actions: their shares in a part's loss, times its groups."""
+    """√(Σ share·A² / Σ share) over the actions, by their shares in the loss of the rollout."""
     sums: Tensor | float = 0.0
     for part in parts:
         for batch in part.batches:
-            share = part.n_groups * batch.loss_weight
+            share = batch.loss_weight
             sums = sums + torch.stack([(share * batch.advantages.square()).sum(), share.sum()])
     assert isinstance(sums, Tensor), "a rollout has parts"
     square, weight = over_ranks(sums)

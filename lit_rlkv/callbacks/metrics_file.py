@@ -1,10 +1,11 @@
 """metrics.csv: what a run logged, whole at any moment, whatever logger it has beside it."""
 
 import csv
-import os
+import io
 from pathlib import Path
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.files import write_atomically
 
 
 class MetricsFile(RLCallback):
@@ -36,9 +37,8 @@ class MetricsFile(RLCallback):
             self._rewrite()
 
     def _rewrite(self) -> None:
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(self.columns))
-            writer.writeheader()
-            writer.writerows(self.history)
-        os.replace(partial, self.path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(self.columns))
+        writer.writeheader()
+        writer.writerows(self.history)
+        write_atomically(self.path, text.getvalue())

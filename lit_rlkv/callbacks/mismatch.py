@@ -14,7 +14,14 @@ from lit_rlkv.diagnostics.positions import (
     overlaps_by_position,
     prefixes_by_position,
 )
-from lit_rlkv.diagnostics.views import check_rows, in_passes, rows_in_pass, spread_rows, view_overlap
+from lit_rlkv.diagnostics.views import (
+    check_rows,
+    in_passes,
+    nothing_died,
+    rows_in_pass,
+    spread_rows,
+    view_overlap,
+)
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.types import Rollout
@@ -24,7 +31,8 @@ class Mismatch(Diagnostic):
     """The sampler against a learner that sees every key, in whatever arm the run trains.
 
     Under a dense learner π_old is that learner already. Under replay one more forward asks what it would
-    say, and tells what the other arms would have made of the same rollout.
+    say, and tells what the other arms would have made of the same rollout. Where nothing was evicted no
+    forward is run.
 
     Args:
         n_rows: responses on which whole distributions are compared, at the cost of two more forwards of them.
@@ -64,9 +72,9 @@ class Mismatch(Diagnostic):
 
     def _dense_logps(self, experience: Experience) -> Float[Tensor, "batch seq"]:
         """Log-probs of the actions for the policy as it sampled, with every key in sight."""
-        if not self.policy.replays:
-            return experience.old_logps
         rollout = experience.rollout
+        if not self.policy.replays or nothing_died(rollout):
+            return experience.old_logps
         found = score_rollout(
             self.policy.roles,
             rollout,
@@ -80,6 +88,9 @@ class Mismatch(Diagnostic):
         """Of the responses that are looked at; NaN at the others."""
         rows = spread_rows(rollout, self.n_rows)
         overlap = torch.full_like(rollout.sampler_logps, torch.nan)
+        if nothing_died(rollout):
+            overlap[rows] = rollout.is_action[rows].to(overlap.dtype)
+            return overlap
         with acting_as(self.policy.roles, "policy") as backbone:
             parts = [
                 view_overlap(backbone, part, self.policy.temperature)

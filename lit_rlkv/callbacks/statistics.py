@@ -1,5 +1,7 @@
 """Scalars of each rollout under the names that TRL and verl users already plot."""
 
+import time
+
 from torch import Tensor
 
 from lit_rlkv.advantages.gae import explained_variance, token_rewards
@@ -55,14 +57,25 @@ def reference_statistics(experience: Experience) -> dict[str, Tensor]:
 
 
 class RolloutStatistics(RLCallback):
-    """Adds the statistics of the rollout to the metrics of its iteration; stands first of the callbacks."""
+    """Adds the statistics of the rollout to the metrics of its iteration; stands first of the callbacks.
+
+    So it sees when the rollout was there, and what time went by until the update: that of diagnostics, which
+    is no part of `tokens_per_second`.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[str, float] = {}
+        self._collected_at = 0.0
+        self._behind_s = 0.0
 
     def on_rollout_end(self, experience: Experience) -> None:
         self._latest = rollout_statistics(experience)
+        self._collected_at = time.perf_counter()
+
+    def on_phase_start(self, phase: str, iteration: int) -> None:
+        if phase == "update":
+            self._behind_s = time.perf_counter() - self._collected_at
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         metrics.update(self._latest)
-        metrics["tokens_per_second"] = self._latest["num_tokens"] / metrics["time/data"]
+        metrics["tokens_per_second"] = self._latest["num_tokens"] / (metrics["time/data"] - self._behind_s)

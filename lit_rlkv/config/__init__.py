@@ -9,6 +9,7 @@ from lit_rlkv.config.building import (
     check_targets,
     expanded,
 )
+from lit_rlkv.config.composing import check_command_line, composed, said_better
 from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
 
 __all__ = [
@@ -17,8 +18,11 @@ __all__ = [
     "ConfigError",
     "as_config_errors",
     "build",
+    "check_command_line",
     "check_config",
     "check_keys",
     "check_targets",
+    "composed",
     "expanded",
+    "said_better",
 ]

@@ -109,7 +109,7 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
 
     Args:
         choices: the option chosen in each group, as Hydra's runtime reports them.
-        overrides: of the command line; what it adds with `+` is meant, and its target's signature judges it.
+        overrides: of the command line; what it adds with `+` is meant where a signature judges it.
 
     Raises:
         ConfigError: naming the key and the closest one that exists.
@@ -122,12 +122,46 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     plain = [choice for choice in groups if choice.split("=")[0] not in presets]
     declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in presets)])
     known = set(_paths(OmegaConf.to_container(declared)))
-    added = tuple(override.lstrip("+").split("=")[0] for override in overrides if override.startswith("+"))
+    # A diagnostic that is left out has no keys.
+    known |= {f"diagnostics.{name}" for name in declared.diagnostics if cfg.diagnostics.get(name, 0) is None}
+    added = [override for override in overrides if override.startswith("+")]
     for path in _paths(OmegaConf.to_container(cfg)):
-        if path not in known and path not in added and not path.startswith(tuple(f"{key}." for key in added)):
-            close = get_close_matches(path, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see --cfg job for all keys"
-            raise ConfigError(f"unknown key {path!r} in the experiment or debug preset: {hint}")
+        if path not in known and not (_is_set_by(path, added) and _is_judged(cfg, path)):
+            raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
+
+
+CHECKED = ("cache.", "reward.", "algorithm.kl.")
+"""Nodes without `_target_` that a constructor takes whole, and so refuses what it does not know."""
+
+
+def _is_judged(cfg: DictConfig, path: str) -> bool:
+    """Whether a target's signature, or a constructor, says what may stand at this place."""
+    names = path.split(".")
+    above = [OmegaConf.select(cfg, ".".join(names[:n])) for n in range(1, len(names) + 1)]
+    has_target = any(isinstance(node, DictConfig) and "_target_" in node for node in above)
+    return has_target or path.startswith(CHECKED)
+
+
+def _is_set_by(path: str, overrides: Sequence[str]) -> bool:
+    keys = [override.lstrip("+").split("=")[0] for override in overrides]
+    return any(path == key or path.startswith(f"{key}.") for key in keys)
+
+
+def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str:
+    """What to say of a key that no group declares, or that has taken the place of several."""
+    below = [key.removeprefix(f"{path}.") for key in known if key.startswith(f"{path}.")]
+    inner = [key for key in below if not key.startswith("_")]
+    if inner:
+        off = "; null leaves it out" if path.startswith("diagnostics.") else ""
+        return (
+            f"{path}={OmegaConf.select(cfg, path)} takes the place of {', '.join(sorted(inner))}; "
+            f"set these one by one{off}"
+        )
+    places = {key for leaf in known for key in (leaf, leaf.rpartition(".")[0])}
+    close = get_close_matches(path, sorted(places), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "see --cfg job for all keys"
+    where = "on the command line" if is_typed else "in the experiment or debug preset"
+    return f"unknown key {path!r} {where}: {hint}"
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:

@@ -41,6 +41,8 @@ class Experience:
     """None without a critic."""
     weights: Weights
     group_size: int
+    kl_estimator: str | None = None
+    """Of the KL that the reward pays for; None where it pays for none."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class PairCredit(CreditRule):
 
     Args:
         judge: compares two completions of a problem, and may ask for the task's `verifier`; None ranks by
-            the reward.
+            the reward. It is asked once about a rollout, however often credit for it is assigned.
         drop_ties: a pair whose sides score the same counts nothing; else its first one is preferred.
     """
 
@@ -150,6 +152,7 @@ class PairCredit(CreditRule):
             raise ValueError(f"judge={judge!r} is no function; give it as _target_ with _partial_: true")
         self.judge = judge
         self.drop_ties = drop_ties
+        self._judged: tuple[Sequence[str], Float[Tensor, " batch"]] | None = None
 
     def for_task(self, task: Task) -> "PairCredit":
         if self.judge is None or "verifier" not in signature(self.judge).parameters:
@@ -175,5 +178,9 @@ class PairCredit(CreditRule):
     def _scores(self, experience: Experience) -> Float[Tensor, " batch"]:
         if self.judge is None:
             return experience.rewards.total
-        scores = tournament(self.judge, experience.problems, experience.completions, experience.group_size)
-        return scores.to(experience.rollout.token_ids.device)
+        completions = experience.completions
+        # The very object: a changed copy of an experience keeps it, and no other rollout has it.
+        if self._judged is None or self._judged[0] is not completions:
+            scores = tournament(self.judge, experience.problems, completions, experience.group_size)
+            self._judged = completions, scores.to(experience.rollout.token_ids.device)
+        return self._judged[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -34,12 +34,21 @@ from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
 
 @dataclass(frozen=True)
 class Part:
-    """Whole groups of a rollout, with the denominators of an optimizer step of their own."""
+    """Whole groups of a rollout, with the denominators of one optimizer step on all of it.
+
+    Gradients of parts add up to that of the step.
+    """
 
     batches: Sequence[TrainBatch]
     """In micro-batches for the policy alone, no larger than those of training; the last one `ends_step`."""
     n_groups: int
-    """Groups that count: those with nothing but actions left out of the policy's loss do not."""
+    """Groups that the policy's loss counts: those of which it leaves out everything are not among them."""
+    share: float
+    """Of the denominator of the policy's loss: of the tokens, responses or pairs that it counts."""
+    n_prompts: int
+    """All groups, whatever the policy's loss leaves out."""
+    action_share: float
+    """Of all actions that are learned from, the denominator of what callbacks add to the loss."""
 
 
 Split = Callable[[Experience, int], Iterator[Part]]
@@ -132,6 +141,7 @@ class RolloutDataModule(L.LightningDataModule):
             values=scores.get("value"),
             weights=self.correction.weigh(old_logps - rollout.sampler_logps, is_action),
             group_size=group_size,
+            kl_estimator=self.kl.estimator if self.kl.place == "reward" else None,
         )
 
     def _sample(self, problems: Sequence[Problem]) -> Rollout:
@@ -197,8 +207,7 @@ class RolloutDataModule(L.LightningDataModule):
         """β·KL of each action where the reward pays for it."""
         if ref_logps is None or self.kl.place != "reward":
             return torch.zeros_like(old_logps)
-        token_kl = ESTIMATORS[self.kl.estimator](old_logps, ref_logps)
-        return weight * token_kl.masked_fill(~is_action, 0.0)
+        return kl_penalty(self.kl.estimator, old_logps, ref_logps, is_action, weight)
 
     def _steer_kl(self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor) -> None:
         """Set the weight of the next iteration."""
@@ -232,8 +241,8 @@ class RolloutDataModule(L.LightningDataModule):
     def parts(self, experience: Experience, n_parts: int) -> Iterator[Part]:
         """The rollout in parts of whole groups, as near to equal as can be.
 
-        Credit is assigned before it is cut. What an advantage takes from the whole rollout, such as the mean
-        and standard deviation of whitening, all parts have in common.
+        Credit and denominators are those of the whole. What an advantage takes from it, such as the mean and
+        standard deviation of whitening, all parts have in common.
 
         Raises:
             ValueError: there are fewer groups than parts.
@@ -242,14 +251,23 @@ class RolloutDataModule(L.LightningDataModule):
         if not 1 <= n_parts <= n_groups:
             raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
         whole, credit = self._credited(experience)
+        step = self._step(whole, credit.units, credit.is_counted)
         of_group = credit.units.view(n_groups, -1, credit.units.shape[1])
+        n_actions = whole.rollout.is_action[of_group].flatten(1).sum(dim=1)
+        by_token = self.update.aggregation == "token"
+        sizes = *_sizes(step.loss_weight, of_group, by_token=by_token), n_actions.double() / step.n_actions
         n_units = ceil(ceil(len(credit.units) / self.update.n_minibatches) / self.update.n_micro_batches)
-        for groups in of_group.tensor_split(n_parts):
+        pieces = [one.tensor_split(n_parts) for one in (of_group, *sizes)]
+        for groups, is_counted, share, actions in zip(*pieces, strict=True):
             units = groups.flatten(0, 1)
-            step = self._step(whole, units, credit.is_counted)
             batches = self._micro_batches(step, units, (("policy",),), ceil(len(units) / n_units))
-            is_counted = (step.loss_weight[groups.flatten(1)] != 0).flatten(1).any(dim=1)
-            yield Part(list(batches), int(is_counted.sum()) if step.n_pairs == 0 else step.n_pairs)
+            yield Part(
+                batches=list(batches),
+                n_groups=int(is_counted.sum()),
+                share=float(share.sum()),
+                n_prompts=len(groups),
+                action_share=float(actions.sum()),
+            )
 
     def _credited(self, experience: Experience) -> tuple[TrainBatch, Credit]:
         """The whole rollout as one batch without denominators, and what its actions are worth."""
@@ -324,8 +342,33 @@ class _Stream(IterableDataset[TrainBatch]):
         return self.module.minibatches(self.experience)
 
 
+def kl_penalty(
+    estimator: str,
+    old_logps: Float[Tensor, "batch seq"],
+    ref_logps: Float[Tensor, "batch seq"],
+    is_action: Bool[Tensor, "batch seq"],
+    weight: float | int,
+) -> Float[Tensor, "batch seq"]:
+    """weight·KL of each action, which the reward pays for; `estimator` is one of `ESTIMATORS`."""
+    return weight * ESTIMATORS[estimator](old_logps, ref_logps).masked_fill(~is_action, 0.0)
+
+
 def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
     """Pairs of which both sides count; 0 where a unit is a single row."""
     if units.shape[1] == 1:
         return 0
     return int((loss_weight[units] != 0).any(dim=2).all(dim=1).sum())
+
+
+def _sizes(
+    loss_weight: Float[Tensor, "batch seq"], of_group: Int[Tensor, "group unit member"], *, by_token: bool
+) -> tuple[Bool[Tensor, " group"], Float[Tensor, " group"]]:
+    """Of each group: whether the policy's loss counts it, and its share of the loss's denominator.
+
+    The denominator is a number of tokens, or of responses; pairs are counted whole or not at all.
+    """
+    weight = loss_weight[of_group]
+    is_unit = (weight != 0).any(dim=3).all(dim=2)
+    by_token = by_token and of_group.shape[2] == 1
+    count = ((weight != 0).flatten(1) if by_token else is_unit).sum(dim=1)
+    return is_unit.any(dim=1), count.double() / count.sum().clamp(min=1)

@@ -93,10 +93,12 @@ def learner_work(death: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n
         death: of every layer and KV head, or one for all of either; no query after a row's last token counts.
     """
     column = torch.arange(death.shape[-1], device=death.device)
-    is_token = (death > column).any(dim=(1, 2))
+    layers = death.unbind(dim=1)  # the table may be large: what is computed of it is held for one layer
+    is_token = torch.stack([(layer > column).any(dim=1) for layer in layers]).any(dim=0)
     end = torch.where(is_token, column + 1, 0).amax(dim=1)
-    seen_by = torch.minimum(death, end[:, None, None, None]) - column
-    n_pairs = seen_by.clamp(min=0).sum()
+    n_pairs = torch.zeros((), dtype=torch.long, device=death.device)
+    for layer in layers:
+        n_pairs += torch.minimum(layer, end[:, None, None]).sub_(column).clamp_(min=0).sum()
     shared_by = (n_layers // death.shape[1]) * (n_kv_heads // death.shape[2])
     return Work(is_token.sum(), n_pairs * shared_by)
 

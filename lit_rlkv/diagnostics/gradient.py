@@ -97,69 +97,122 @@ def _noise(prefix: str, variance: float, signal: float) -> dict[str, float]:
     return {f"{prefix}/variance": variance, **ratio}
 
 
+@dataclass(frozen=True)
+class _Contrast:
+    """How far a part is from the ratio of those before it."""
+
+    square: Tensor
+    n_prompts: int
+    share: float
+    n_before: int
+
+    def per_prompt(self, n_per_share: float) -> Tensor:
+        """An estimate of tr Σ: the part varies by n·Σ, and share times that ratio by share²·Σ / n_before."""
+        share = self.share * n_per_share
+        return self.square * n_per_share**2 / (self.n_prompts + share**2 / self.n_before)
+
+
 @dataclass
 class PartGradients:
-    """Takes the gradients of a rollout's parts one at a time; holds their mean and no other of them.
+    """Takes the gradients of a rollout's parts one at a time; holds two vectors of their length.
 
-    Part k is the mean over n_k prompts, so that its covariance is Σ / n_k. Of its difference to the mean of
-    the parts before it, which has N = n_1 + ... + n_{k−1} prompts and is independent of it,
+    The gradient of a rollout is a ratio: a sum over prompts, over a denominator that depends on what was
+    sampled too, such as a number of tokens. Part k, of n_k prompts, brings g_k of the gradient and s_k of
+    the denominator. With N = Σ n_k, S = Σ s_k and ḡ = Σ g_k / S, the linearised ratio estimator (Cochran,
+    Sampling Techniques, ch. 6) takes the scatter of what is left of g_k,
 
-        q_k = n_k·N / (n_k + N) · ‖g_k − ḡ_{k−1}‖²
+        tr Σ / N = 1 / (K − 1) · Σ (N / n_k) · ‖(g_k − s_k·ḡ) / S‖²
 
-    has expectation tr Σ, whatever the sizes. The estimate of tr Σ is the mean of the K − 1 such contrasts,
-    which is Σ n_k‖g_k − ḡ‖² / (K − 1) (Welford's recurrence), and their scatter says how good it is.
+    Where the shares are as the prompts this is Σ n_k‖g_k / s_k − ḡ‖² / (K − 1) / N without any bias; else
+    its bias is of second order in how the shares scatter. Each part against those before it is an estimate
+    of its own, and the scatter of these says how good the whole is.
 
-    Where processes train together, each adds its own parts, and `spread` is that of them all.
+    The sum is kept about the ratio m of the parts so far and moved along with it, so that nothing large is
+    taken from something large. Where processes train together, each adds its own parts, and `spread` is that
+    of them all.
     """
 
     mean: dict[str, Tensor] = field(default_factory=dict)
+    """m = Σ g_k / Σ s_k."""
+    leaning: dict[str, Tensor] = field(default_factory=dict)
+    """Σ s_k / n_k · (g_k − s_k·m): how `scatter` changes with m. 0 where the shares are as the prompts."""
+    scatter: Float[Tensor, " block"] | None = None
+    """Σ ‖g_k − s_k·m‖² / n_k, in float64."""
+    share: float = 0.0
+    square_share: float = 0.0
+    """Σ s_k² / n_k."""
     n_prompts: int = 0
     n_parts: int = 0
-    contrasts: list[Tensor] = field(default_factory=list)
+    contrasts: list[_Contrast] = field(default_factory=list)
 
-    def add(self, gradient: Mapping[str, Tensor], n_prompts: int) -> None:
-        """One more part: a vector for each block, and how many prompts it is the mean of.
+    def add(self, gradient: Mapping[str, Tensor], n_prompts: int, share: float | None = None) -> None:
+        """One more part; one of no prompts says nothing, and only tells how long the vectors are.
 
-        A part of no prompts says nothing, and only tells how long the vectors are.
+        Args:
+            gradient: a vector for each block, under the denominator of the whole rollout.
+            share: of that denominator, in any unit that the parts have in common; above 0 where prompts
+                count. None: the gradient is a mean over these prompts alone.
         """
-        if not self.mean:
+        if self.scatter is None:
             self.mean = {block: torch.zeros_like(vector) for block, vector in gradient.items()}
+            self.leaning = dict(self.mean)
+            self.scatter = torch.stack([square_of(vector) for vector in self.mean.values()])
         if n_prompts == 0:
             return
-        before, self.n_prompts = self.n_prompts, self.n_prompts + n_prompts
-        self.n_parts += 1
-        squares = []
+        scale, share = (n_prompts, float(n_prompts)) if share is None else (1, share)
+        total = self.share + share
+        turn = (share / n_prompts * self.share - self.square_share) / total
+        squares, products = [], []
         for block, vector in gradient.items():
-            difference = vector - self.mean[block]
-            self.mean[block] = self.mean[block] + difference * (n_prompts / self.n_prompts)
+            difference = scale * vector - share * self.mean[block]
             squares.append(square_of(difference))
-        if before > 0:
-            self.contrasts.append(torch.stack(squares) * (n_prompts * before / self.n_prompts))
+            products.append(_product(difference, self.leaning[block]))
+            self.mean[block] = self.mean[block] + difference / total
+            self.leaning[block] = self.leaning[block] + turn * difference
+        square = torch.stack(squares)
+        widened = square * (self.square_share + self.share**2 / n_prompts) / total**2
+        self.scatter = self.scatter + widened - 2 / total * torch.stack(products)
+        if self.n_prompts > 0:
+            self.contrasts.append(_Contrast(square.sum(), n_prompts, share, self.n_prompts))
+        self.share, self.square_share = total, self.square_share + share**2 / n_prompts
+        self.n_prompts, self.n_parts = self.n_prompts + n_prompts, self.n_parts + 1
 
     def spread(self) -> Spread | None:
         """What all parts, of all processes, say; None where fewer than two of them count."""
-        device = next(iter(self.mean.values())).device
-        sizes = over_ranks(torch.tensor([self.n_prompts, self.n_parts], device=device))
-        n_prompts, n_parts = (int(size) for size in sizes)
+        assert self.scatter is not None, "a rollout has parts"
+        sizes = self.scatter.new_tensor([self.n_prompts, self.n_parts, self.share])
+        n_prompts, n_parts, share = over_ranks(sizes).tolist()
         if n_parts < 2:
             return None
-        mean = {block: over_ranks(vector * self.n_prompts) / n_prompts for block, vector in self.mean.items()}
-        between = torch.stack([square_of(self.mean[block] - mean[block]) for block in mean]) * self.n_prompts
-        contrasts = torch.stack([torch.zeros_like(between), *self.contrasts])
-        sums = over_ranks(between + contrasts.sum(dim=0)).double().cpu()
+        mean = {block: over_ranks(vector * self.share) / share for block, vector in self.mean.items()}
+        n_per_share = n_prompts / share
+        scatter = over_ranks(self._scatter_about(mean)).cpu()
+        contrasts = [contrast.per_prompt(n_per_share) for contrast in self.contrasts]
         return Spread(
             blocks=tuple(mean),
-            square=torch.stack([square_of(vector) for vector in mean.values()]).double().cpu(),
-            per_prompt=sums / (n_parts - 1),
-            contrast_std=_std(contrasts[1:].sum(dim=1).double()),
-            n_prompts=n_prompts,
-            n_parts=n_parts,
+            square=torch.stack([square_of(vector) for vector in mean.values()]).cpu(),
+            per_prompt=scatter * n_per_share**2 / (n_parts - 1),
+            contrast_std=_std(torch.stack(contrasts) if contrasts else self.scatter.new_zeros(0)),
+            n_prompts=int(n_prompts),
+            n_parts=int(n_parts),
         )
+
+    def _scatter_about(self, mean: Mapping[str, Tensor]) -> Float[Tensor, " block"]:
+        """`scatter` with another ratio than that of the parts of this process."""
+        assert self.scatter is not None
+        moves = [(vector - self.mean[block], self.leaning[block]) for block, vector in mean.items()]
+        squares = torch.stack([square_of(move) for move, _ in moves])
+        products = torch.stack([_product(move, leaning) for move, leaning in moves])
+        return self.scatter + self.square_share * squares - 2 * products
 
 
 def square_of(vector: Float[Tensor, " coordinate"]) -> Float[Tensor, ""]:
-    """‖vector‖², without another vector of that length."""
-    return torch.linalg.vector_norm(vector).square()
+    """‖vector‖² in float64, without another vector of that length."""
+    return torch.linalg.vector_norm(vector).double().square()
+
+
+def _product(vector: Float[Tensor, " coordinate"], other: Float[Tensor, " coordinate"]) -> Float[Tensor, ""]:
+    return torch.dot(vector, other).double()
 
 
 def over_ranks(values: Tensor) -> Tensor:

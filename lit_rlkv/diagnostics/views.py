@@ -69,6 +69,12 @@ def _with_deaths_of(rollout: Rollout, layers: list[int]) -> Rollout:
     return replace(rollout, death=death)
 
 
+def nothing_died(rollout: Rollout) -> bool:
+    """Whether no query lost a key: both views of such a rollout are the same, and need no forward to tell."""
+    is_kept = rollout.death >= rollout.token_ids.shape[1]
+    return bool((is_kept | ~rollout.is_token[:, None, None]).all())
+
+
 def spread_rows(rollout: Rollout, n_rows: int) -> Int[Tensor, " row"]:
     """`n_rows` of its responses, evenly from the first to the last; all where there are fewer."""
     n = len(rollout.token_ids)
@@ -83,8 +89,12 @@ def check_rows(name: str, n_rows: int, rows_per_pass: int | None) -> None:
         ValueError: naming the option of the diagnostic.
     """
     for option, value in {"n_rows": n_rows, "rows_per_pass": rows_per_pass}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"diagnostics.{name}.{option}={value} measures nothing; give at least 1")
+        if value is None and option == "rows_per_pass":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"diagnostics.{name}.{option}={value} measures nothing; give a whole number of at least 1"
+            )
 
 
 def rows_in_pass(rollout: Rollout, rows_per_pass: int | None) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from lit_rlkv.files import write_atomically
+
 FILE_NAME = "environment.json"
 """In the run's folder: a list, with an entry for the first start and for every resume."""
 
@@ -87,9 +89,7 @@ def record(run_dir: Path, environment: dict[str, Any]) -> None:
     """Add a start of the run to its list."""
     path = run_dir / FILE_NAME
     starts = json.loads(path.read_text()) if path.is_file() else []
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps([*starts, environment], indent=1))
-    os.replace(partial, path)
+    write_atomically(path, json.dumps([*starts, environment], indent=1))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from lit_rlkv.sweeping.parameters import Choice, Parameter, WeightedChoice, Whole
-
 WIDE = 16
 """Ratio of the largest listed number to the smallest from which their axis is logarithmic."""
 
@@ -40,13 +38,6 @@ class Scale:
         )
         if not self.is_numeric:
             axes.set_xlim(-0.5, len(self.places) - 0.5)
-
-
-def listed(parameter: Parameter) -> list[str]:
-    """The values of a parameter that has a list of them; empty for a continuous one."""
-    if isinstance(parameter, Choice | WeightedChoice):
-        return [str(value) for value in parameter.values]
-    return [str(value) for value in parameter.grid()] if isinstance(parameter, Whole) else []
 
 
 def scale_of(labels: Sequence[str]) -> Scale:

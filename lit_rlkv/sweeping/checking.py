@@ -1,6 +1,7 @@
 """Everything that can be wrong with a sweep, said before its first run."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,30 @@ def check_plan(plan: Plan) -> DictConfig:
     known: set[str] = set()
     with track("check", len(cells)) if len(cells) > N_QUIET else nullcontext(int) as advance:
         for values in cells:
-            try:
+            with _naming_the_run(values):
                 configs.append(_checked(plan, values, known))
-            except ConfigError as error:
-                told = " ".join(f"{name}={value}" for name, value in values.items())
-                raise ConfigError(f"{error} (in the run with {told})") from error
             advance()
     return configs[0]
+
+
+def first_config(plan: Plan) -> DictConfig:
+    """The config of the first combination, which is not checked.
+
+    Raises:
+        ConfigError: it does not compose.
+    """
+    values = plan.values(next(combinations(plan.sweep)))
+    with _naming_the_run(values):
+        return plan.compose(values, Path("unused")).cfg
+
+
+@contextmanager
+def _naming_the_run(values: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        told = " ".join(f"{name}={value}" for name, value in values.items())
+        raise ConfigError(f"{error} (in the run with {told})") from error
 
 
 def cells_to_check(plan: Plan) -> list[dict[str, Any]]:

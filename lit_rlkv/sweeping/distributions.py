@@ -23,16 +23,19 @@ def parse_parameters(node: Any, prefix: str = "") -> tuple[list[Parameter], dict
     varied: list[Parameter] = []
     constants: dict[str, Any] = {}
     for key, options in node.items():
-        name = f"{prefix}{key}"
+        name, inner, fixed = f"{prefix}{key}", list[Parameter](), dict[str, Any]()
         if isinstance(options, Mapping) and "parameters" in options:
             inner, fixed = parse_parameters(options["parameters"], f"{name}.")
-            varied += inner
-            constants |= fixed
         elif isinstance(options, Mapping) and "value" in options:
             _take(name, options, ("value",))
-            constants[name] = _plain(name, options["value"])
+            fixed[name] = _plain(name, options["value"])
         else:
-            varied.append(_parameter(name, options))
+            inner.append(_parameter(name, options))
+        known = {parameter.name for parameter in varied} | constants.keys()
+        if twice := known & ({parameter.name for parameter in inner} | fixed.keys()):
+            raise ConfigError(f"parameters.{min(twice)} stands twice, with dots and nested; leave one out")
+        varied += inner
+        constants |= fixed
     return varied, constants
 
 
@@ -42,6 +45,12 @@ def _parameter(name: str, options: Any) -> Parameter:
             f"parameters.{name}={options!r} says not what to try; give value, values, or min and max"
         )
     kind = options.get("distribution", _implied(options))
+    if kind is None and options and all(isinstance(option, Mapping) for option in options.values()):
+        inner = next(iter(options))
+        raise ConfigError(
+            f"parameters.{name}: nested keys stand below `parameters`; give {name}: {{parameters: "
+            f"{{{inner}: ...}}}}, or {name}.{inner}: ..."
+        )
     if kind is None:
         raise ConfigError(
             f"parameters.{name}: {dict(options)} says not what to try; give value, values, min and max, or a "

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from lit_rlkv.config import ConfigError
+from lit_rlkv.sweeping.distributions import parse_parameters
 from lit_rlkv.sweeping.parameters import Drawn
 from lit_rlkv.sweeping.spec import Sweep
 
@@ -25,6 +27,16 @@ def combinations(sweep: Sweep) -> Iterator[dict[str, Drawn]]:
     first = {name: side[0] for name, side in zip(names, sides, strict=True)}
     yield first
     yield from (first | {name: drawn} for name, side in zip(names, sides, strict=True) for drawn in side[1:])
+
+
+def only_adds(before: Any, sweep: Sweep) -> bool:
+    """Whether a grid has all that its parameters had before, of which there are no more and no fewer."""
+    varied, constants = parse_parameters(before)
+    was = {parameter.name: parameter.grid() for parameter in varied}
+    now = {parameter.name: parameter.grid() for parameter in sweep.parameters}
+    if constants != sweep.constants or was.keys() != now.keys():
+        return False
+    return all(set(values) <= set(now[name]) for name, values in was.items())
 
 
 def n_runs(sweep: Sweep, max_runs: int | None = None) -> int:

@@ -12,7 +12,9 @@ from lit_rlkv.sweeping.spec import ARGUMENTS
 
 PROJECT = "lit_rlkv"
 """That `logger=wandb` uses, and a sweep that names none."""
-FOLDER = "hydra.run.dir=runs/wandb/${oc.env:WANDB_SWEEP_ID}/${oc.env:WANDB_RUN_ID}"
+DEFAULTS = ("logger=wandb", "fabric.n_threads=1")
+"""Of runs side by side on one machine, unless the file or the user says otherwise."""
+FOLDER = "hydra.run.dir=${runs_dir}/wandb/${oc.env:WANDB_SWEEP_ID}/${oc.env:WANDB_RUN_ID}"
 """Agents may start runs in the same second, so a folder named by time would not do."""
 
 
@@ -21,8 +23,10 @@ def wandb_config(plan: Plan, max_runs: int | None = None) -> dict[str, Any]:
     source = dict(plan.sweep.source)
     source["parameters"] = _flat(source["parameters"])
     command = list(plan.sweep.command)
-    given = {key_of(override) for override in plan.overrides} | set(plan.sweep.constants)
-    own = [*([] if "logger" in given else ["logger=wandb"]), *plan.overrides, FOLDER]
+    given = {key_of(override) for override in (*plan.sweep.fixed_overrides, *plan.overrides)}
+    given |= {parameter.name for parameter in plan.sweep.parameters}
+    defaults = [override for override in DEFAULTS if key_of(override) not in given]
+    own = [*defaults, *plan.overrides, FOLDER]
     place = command.index(ARGUMENTS) + 1
     source["command"] = [*command[:place], *own, *command[place:]]
     if max_runs is not None:
@@ -30,8 +34,8 @@ def wandb_config(plan: Plan, max_runs: int | None = None) -> dict[str, Any]:
     return source
 
 
-def hand_over(plan: Plan, n_jobs: int, max_runs: int | None = None) -> None:
-    """Create the sweep on W&B and run agents here until it ends.
+def hand_over(plan: Plan, n_jobs: int, max_runs: int | None = None) -> int:
+    """Create the sweep on W&B and run agents here until it ends; returns how many of them have failed.
 
     Raises:
         ConfigError: there is no account to create it in, or its server refuses it.
@@ -50,18 +54,21 @@ def hand_over(plan: Plan, n_jobs: int, max_runs: int | None = None) -> None:
         sweep_id = wandb.sweep(wandb_config(plan, max_runs), entity=entity, project=project)
     except wandb.errors.Error as error:
         raise ConfigError(f"--wandb: W&B did not take the sweep: {error}") from error
-    run_agents("/".join(part for part in (entity, project, sweep_id) if part), n_jobs)
+    return run_agents("/".join(part for part in (entity, project, sweep_id) if part), n_jobs)
 
 
-def run_agents(sweep_path: str, n_jobs: int) -> None:
-    """Agents in processes of their own, each one run at a time; Ctrl-C reaches them, and they their runs."""
+def run_agents(sweep_path: str, n_jobs: int) -> int:
+    """Agents in processes of their own, each one run at a time; returns how many have failed.
+
+    Ctrl-C reaches them, and they their runs.
+    """
     here = str(Path(sys.executable).parent)  # the command says `python`, which must be this one
-    env = os.environ | {"PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}"}
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    env["PATH"] = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
     command = [sys.executable, "-m", "wandb", "agent", "--forward-signals", sweep_path]
     agents = [subprocess.Popen(command, env=env) for _ in range(n_jobs)]
     try:
-        for agent in agents:
-            agent.wait()
+        return sum(agent.wait() != 0 for agent in agents)
     except KeyboardInterrupt:
         for agent in agents:
             agent.wait()

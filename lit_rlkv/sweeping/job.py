@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,31 +37,7 @@ class Outcome:
     reason: str = ""
 
 
-class Job(ABC):
-    """A run that was started."""
-
-    @property
-    @abstractmethod
-    def is_running(self) -> bool: ...
-
-    @abstractmethod
-    def history(self, metric: str) -> list[float]:
-        """The values of a metric that it has logged so far."""
-
-    @abstractmethod
-    def outcome(self, metric: str) -> Outcome:
-        """How it ended, once it no longer runs."""
-
-    @abstractmethod
-    def ask_to_stop(self) -> None:
-        """Begin to end it, if it still runs."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Until it has ended, by force if it takes long."""
-
-
-class FitJob(Job):
+class FitJob:
     """A run of fit in a folder of its own.
 
     Its process holds a lock on a file there, so that a later sweep sees whether it lives, whoever started it.
@@ -104,22 +79,27 @@ class FitJob(Job):
         return is_worked_in(self.folder)
 
     def history(self, metric: str) -> list[float]:
+        """The values of a metric that it has logged so far."""
         rows = read_metrics(self.folder / METRICS)
         return [row[metric] for row in rows if metric in row]
 
     def outcome(self, metric: str) -> Outcome:
+        """How it ended, once it no longer runs; what is wrong with one that failed ends in where to look."""
         metrics, history = found_metrics(self.folder), self.history(metric)
         if history:  # one that is not logged in every iteration is missing in the last row
             metrics.setdefault(metric, history[-1])
         if is_finished(self.folder):
             return Outcome("finished", metrics, history)
         code = "" if self._child is None else f" with exit status {self._child.returncode}"
-        return Outcome("failed", metrics, history, f"ended{code}\n{self._tail()}".strip())
+        where = f"see {self.folder / OUTPUT}"
+        return Outcome("failed", metrics, history, "\n".join([f"ended{code}", *self._tail(), where]))
 
     def ask_to_stop(self) -> None:
+        """Begin to end it, if it still runs."""
         self._signal(signal.SIGTERM)
 
     def wait(self) -> None:
+        """Until it has ended, by force if it takes long."""
         deadline = time.monotonic() + GRACE_S
         while self.is_running and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -135,10 +115,10 @@ class FitJob(Job):
         if text:  # empty for a moment only, while the process is being started
             os.killpg(int(text), number)
 
-    def _tail(self) -> str:
+    def _tail(self) -> list[str]:
         path = self.folder / OUTPUT
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        return "\n".join(lines[-N_TAIL:])
+        return lines[-N_TAIL:]
 
 
 def is_worked_in(folder: Path) -> bool:

@@ -18,10 +18,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.sweeping.grid import combinations
+from lit_rlkv.sweeping.grid import combinations, only_adds
 from lit_rlkv.sweeping.job import Outcome
 from lit_rlkv.sweeping.parameters import Bounds, Parameter
-from lit_rlkv.sweeping.plan import Plan, Run
+from lit_rlkv.sweeping.plan import Plan, Run, by_key
 
 STUDY = "study.db"
 SEED = 0
@@ -46,6 +46,7 @@ class Ledger:
         self.plan = plan
         self.folder = folder
         self.n_runs = n_runs
+        self._is_grid = plan.sweep.method == "grid"
         self._spaces = {parameter.name: distribution(parameter) for parameter in plan.sweep.parameters}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,19 +66,27 @@ class Ledger:
             return self._run_of(self._interrupted.pop(0))
         if self._failed:
             trial = self._failed.pop(0)
-            self._study.enqueue_trial(trial.params, user_attrs={"folder": trial.user_attrs["folder"]})
+            self._enqueue(self._params(trial), {"folder": trial.user_attrs["folder"]})
         elif not self._is_waiting():
             if len(self._latest()) >= self.n_runs:
                 return None
-            if self.plan.sweep.method == "grid":
-                self._study.enqueue_trial(self._next_cell())
+            if self._is_grid:
+                self._enqueue(self._next_cell(), {})
         return self._ask()
+
+    def _enqueue(self, drawn: dict[str, Any], attrs: dict[str, Any]) -> None:
+        """A cell of a grid is an attribute: Optuna's own lists of choices can never gain one."""
+        if self._is_grid:
+            self._study.enqueue_trial({}, user_attrs={"cell": drawn} | attrs)
+        else:
+            self._study.enqueue_trial(drawn, user_attrs=attrs)
 
     def _ask(self) -> Run:
         self._study.sampler = self._sampler(len(self._study.trials))
-        trial = self._study.ask(self._spaces)
+        trial = self._study.ask({} if self._is_grid else self._spaces)
         if "folder" not in trial.user_attrs:
-            trial.set_user_attr("folder", self._folder_name(trial.number, trial.params))
+            drawn = self._params(self._study.trials[trial.number])
+            trial.set_user_attr("folder", self._folder_name(trial.number, drawn))
         return self._run_of(self._study.trials[trial.number])
 
     def _is_waiting(self) -> bool:
@@ -115,18 +124,18 @@ class Ledger:
         sweep = self.plan.sweep
         parts = ("method", "metric", "parameters", "early_terminate", "command")
         described = {name: sweep.source.get(name) for name in parts} | {
-            "overrides": list(self.plan.overrides)
+            "overrides": by_key(self.plan.overrides)
         }
-        known = self._study.user_attrs.get("sweep")
-        if known is None:
-            self._study.set_user_attr("sweep", described)
-            return
+        known = self._study.user_attrs.get("sweep", described)
         changed = [name for name, value in described.items() if known.get(name) != value]
-        if changed:
+        is_other_grid = self._is_grid and changed == ["parameters"]
+        if changed and not (is_other_grid and only_adds(known["parameters"], sweep)):
+            added = "; a grid may gain values, and nothing else" if is_other_grid else ""
             raise ConfigError(
-                f"{self.folder} holds a sweep with other {' and '.join(changed)}; give another --dir, or "
-                "remove it"
+                f"{self.folder} holds a sweep with other {' and '.join(changed)}{added}; give another --dir, "
+                "or remove it"
             )
+        self._study.set_user_attr("sweep", described)
 
     def _latest(self) -> list[FrozenTrial]:
         """The last trial of each run; one whose draw was cut short by a kill is none."""
@@ -143,7 +152,8 @@ class Ledger:
     def _params(self, trial: FrozenTrial) -> dict[str, Any]:
         """What was drawn, or is waiting to be."""
         waiting: dict[str, Any] = trial.system_attrs.get("fixed_params", {})
-        return trial.params or waiting
+        cell: dict[str, Any] = trial.user_attrs.get("cell", {})
+        return cell or trial.params or waiting
 
     def _run_of(self, trial: FrozenTrial) -> Run:
         values = self.plan.values(self._params(trial))

@@ -2,7 +2,6 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import NormalDist
@@ -193,6 +192,8 @@ def rounded(value: float, step: float | int | None) -> float | int:
     return nearest if isinstance(step, int) else float(f"{nearest:.12g}")
 
 
-def seeds_apart(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters that results are told apart by: all but the seed, over which they are averaged."""
-    return [parameter for parameter in parameters if parameter.name != "seed"]
+def listed(parameter: Parameter) -> list[str]:
+    """The values of a parameter that has a list of them; empty for a continuous one."""
+    if isinstance(parameter, Choice | WeightedChoice):
+        return [str(value) for value in parameter.values]
+    return [str(value) for value in parameter.grid()] if isinstance(parameter, Whole) else []

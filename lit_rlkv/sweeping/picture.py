@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lit_rlkv.callbacks.plots import style
-from lit_rlkv.sweeping.axis import Scale, listed, scale_of
-from lit_rlkv.sweeping.parameters import Parameter, seeds_apart
-from lit_rlkv.sweeping.results import Ended
+from lit_rlkv.sweeping.axis import Scale, scale_of
+from lit_rlkv.sweeping.parameters import Parameter, listed
+from lit_rlkv.sweeping.results import Ended, seeds_apart
 from lit_rlkv.sweeping.spec import Sweep
 
 PICTURE = "sweep.png"

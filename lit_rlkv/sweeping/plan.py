@@ -1,20 +1,19 @@
 """What each run of a sweep is told, and the config that makes."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.sweeping.parameters import Drawn
+from lit_rlkv.config import CONF_DIR, ConfigError, said_better
+from lit_rlkv.sweeping.parameters import Drawn, listed
 from lit_rlkv.sweeping.spec import Sweep
 
 DEFAULTS = ("logger=csv", "fabric.n_threads=1")
@@ -60,6 +59,22 @@ class Plan:
                 )
             if name in ("resume", "hydra.run.dir"):
                 raise ConfigError(f"{override}: a sweep gives every run a folder of its own; use --dir")
+        self._check_presets()
+
+    def _check_presets(self) -> None:
+        """A group of the command line beats that of a preset: every arm would silently become the same."""
+        swept = [parameter for parameter in self.sweep.parameters if parameter.name == "experiment"]
+        if not swept:
+            return
+        for override in (*self.sweep.fixed_overrides, *self.overrides):
+            group = key_of(override)
+            setting = [arm for arm in listed(swept[0]) if group in groups_of(arm)]
+            if setting:
+                raise ConfigError(
+                    f"{override}: the sweep varies experiment, and {', '.join(setting)} would lose the "
+                    f"{group} of its own; leave it out, or vary the groups that differ in place of "
+                    "experiment, as sweeps/arms_anchored.yaml does"
+                )
 
     def arguments(self, values: dict[str, Any], folder: Path) -> list[str]:
         """The command line of a run; what comes later wins, so the user's overrides do."""
@@ -83,7 +98,7 @@ class Plan:
             try:
                 cfg = compose("config", overrides=overrides, return_hydra_config=True)
             except (HydraException, OmegaConfBaseException) as error:
-                raise ConfigError(_said_better(error)) from error
+                raise ConfigError(said_better(error, overrides)) from error
         HydraConfig.instance().set_config(cfg)  # for ${hydra:run.dir}
         choices, added = cfg.hydra.runtime.choices, cfg.hydra.overrides.task
         with open_dict(cfg):
@@ -91,21 +106,17 @@ class Plan:
         return Composed(cfg, dict(choices), list(added))
 
 
-def _said_better(error: Exception) -> str:
-    """Hydra's error in one line; of a key that does not exist, with one that does."""
-    unknown = re.match(r"Could not override '([\w.]+)'", str(error))
-    if unknown is None:
-        return " ".join(str(error).split())
-    known = _keys(OmegaConf.to_container(compose("config")))
-    close = get_close_matches(unknown[1], known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "python -m lit_rlkv.fit --cfg job shows all"
-    return f"unknown key {unknown[1]!r}: {hint}"
+def groups_of(experiment: str) -> set[str]:
+    """The groups that an experiment preset chooses an option of; none of a preset that does not exist."""
+    path = CONF_DIR / "experiment" / f"{experiment}.yaml"
+    defaults = (yaml.safe_load(path.read_text()) or {}).get("defaults", []) if path.is_file() else []
+    keys = [key for entry in defaults if isinstance(entry, dict) for key in entry]
+    return {key.removeprefix("override").strip().lstrip("/") for key in keys}
 
 
-def _keys(node: Any, prefix: str = "") -> list[str]:
-    if not isinstance(node, Mapping):
-        return [prefix.rstrip(".")]
-    return [key for name, value in node.items() for key in _keys(value, f"{prefix}{name}.")]
+def by_key(overrides: Sequence[str]) -> list[str]:
+    """Overrides in an order that does not tell how they were typed; of one key, the last still wins."""
+    return sorted(overrides, key=key_of)
 
 
 def key_of(override: str) -> str:

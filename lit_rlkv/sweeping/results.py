@@ -17,10 +17,13 @@ from rich.text import Text
 from lit_rlkv.callbacks.summary import ABSENT
 from lit_rlkv.sweeping.job import Outcome
 from lit_rlkv.sweeping.metric import Metric
+from lit_rlkv.sweeping.parameters import Parameter
 from lit_rlkv.sweeping.plan import Run
 from lit_rlkv.sweeping.spec import Sweep
 
 ROWS, TABLE = "results.jsonl", "results.csv"
+ABOUT = ("run", "state", "folder")
+"""What the files say of a run beside its parameters and metrics."""
 BESIDE = ("eval/accuracy", "eval/dense_accuracy", "eval/kl")
 """Shown beside the sweep's own metric where runs have them."""
 N_ROWS = 20
@@ -55,6 +58,11 @@ def settings(ended: Ended) -> list[Setting]:
     return list(together.values())
 
 
+def seeds_apart(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The parameters that results are told apart by: all but the seed, over which they are averaged."""
+    return [parameter for parameter in parameters if parameter.name != "seed"]
+
+
 def best_first(found: Sequence[Setting], metric: Metric) -> list[Setting]:
     """By their mean; those without a finished run come last."""
 
@@ -82,9 +90,10 @@ def results_table(sweep: Sweep, ended: Ended) -> Table:
     ranked = best_first(found, sweep.metric)
     metrics = [name for name in dict.fromkeys((sweep.metric.name, *BESIDE)) if _has(found, name)]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-    names = [parameter.name for parameter in sweep.parameters if parameter.name != "seed"]
+    headings = columns_of(sweep, ended)
+    names = [parameter.name for parameter in seeds_apart(sweep.parameters)]
     for name in names:
-        table.add_column(name)
+        table.add_column(headings[name])
     for heading in ("runs", *metrics):
         table.add_column(heading, justify="right")
     for setting in found if sweep.method == "grid" else ranked[:N_ROWS]:
@@ -95,17 +104,26 @@ def results_table(sweep: Sweep, ended: Ended) -> Table:
     return table
 
 
-def write_results(folder: Path, ended: Ended) -> None:
-    """Every run that ended: parameters, metrics and folder, as CSV and as lines of JSON."""
+def columns_of(sweep: Sweep, ended: Ended) -> dict[str, str]:
+    """The heading of each parameter: one that is named like a metric is told from it by `parameters.`"""
+    taken = {*ABOUT, sweep.metric.name}.union(*(outcome.metrics for _, outcome in ended))
+    names = [parameter.name for parameter in sweep.parameters]
+    return {name: f"parameters.{name}" if name in taken else name for name in names}
+
+
+def write_results(folder: Path, sweep: Sweep, ended: Ended) -> None:
+    """Every run that ended: parameters, the sweep's metric, and the rest, as CSV and as lines of JSON."""
+    headings = columns_of(sweep, ended)
     lines, flat = [], []
     for run, outcome in sorted(ended, key=lambda pair: pair[0].number):
-        row = {"run": run.number, "state": outcome.state, "folder": run.folder.name}
+        row = dict(zip(ABOUT, (run.number, outcome.state, run.folder.name), strict=True))
         inner = {"values": run.values, "metrics": outcome.metrics, "reason": outcome.reason}
         lines.append(json.dumps(row | inner))
-        flat.append(row | run.values | outcome.metrics)
+        flat.append({headings[name]: value for name, value in run.values.items()} | row | outcome.metrics)
     _write(folder / ROWS, "".join(f"{line}\n" for line in lines))
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in flat for name in row)))
+    first = (*headings.values(), sweep.metric.name, *ABOUT)
+    writer = csv.DictWriter(text, list(dict.fromkeys((*first, *(name for row in flat for name in row)))))
     writer.writeheader()
     writer.writerows(flat)
     _write(folder / TABLE, text.getvalue())

@@ -1,28 +1,61 @@
 """The sweep itself: start runs, watch them, stop those that fall behind, write down how each ends."""
 
 import math
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.callbacks.progress import Field, Meter
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweeping.job import Job, Outcome
-from lit_rlkv.sweeping.launcher import Launcher
+from lit_rlkv.stages.warmup import start_folder, warm_folder
+from lit_rlkv.sweeping.job import OUTPUT, FitJob, Outcome, can_resume, is_finished, is_worked_in
 from lit_rlkv.sweeping.ledger import Ledger
-from lit_rlkv.sweeping.plan import Run
+from lit_rlkv.sweeping.plan import Plan, Run, folder_override, quoted
 
 POLL_S = 0.5
 """Between two looks at the runs under way."""
+N_TRIALS = 3
+"""Runs that fail, with none that does not, until a sweep gives up; more where more run at a time."""
+
+
+class FitLauncher:
+    """Starts fit, each run in a process of its own: afresh, from its checkpoint, or not where it runs."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._configs: dict[int, DictConfig] = {}
+
+    def launch(self, run: Run) -> FitJob:
+        folder = run.folder
+        if is_worked_in(folder) or is_finished(folder):
+            return FitJob(folder)  # of an earlier sweep that was killed
+        if can_resume(folder):
+            return FitJob.start(folder, [f"resume={quoted(folder)}", folder_override(folder)])
+        shutil.rmtree(folder, ignore_errors=True)
+        return FitJob.start(folder, self.plan.arguments(run.values, folder))
+
+    def must_wait(self, run: Run, running: Sequence[Run]) -> bool:
+        """Runs share their warm models, so only one of those that need the same makes it."""
+        warm = self._warm_model_to_make(run)
+        return warm is not None and any(self._warm_model_to_make(other) == warm for other in running)
+
+    def _warm_model_to_make(self, run: Run) -> Path | None:
+        if run.number not in self._configs:
+            self._configs[run.number] = self.plan.compose(run.values, run.folder).cfg
+        cfg = self._configs[run.number]
+        return warm_folder(cfg) if start_folder(cfg, run.folder) is None else None
 
 
 class Scheduler:
     """Runs what the ledger gives out, so many at a time."""
 
     def __init__(
-        self, ledger: Ledger, launcher: Launcher, console: Console, n_jobs: int = 1, poll_s: float = POLL_S
+        self, ledger: Ledger, launcher: FitLauncher, console: Console, n_jobs: int = 1, poll_s: float = POLL_S
     ) -> None:
         self.ledger = ledger
         self.launcher = launcher
@@ -32,8 +65,9 @@ class Scheduler:
         self.metric = ledger.plan.sweep.metric
         self.hyperband = ledger.plan.sweep.hyperband
         self.ended = list(ledger.outcomes())
-        self._jobs: dict[int, tuple[Run, Job]] = {}
+        self._jobs: dict[int, tuple[Run, FitJob]] = {}
         self._held: list[Run] = []
+        self._n_failed = 0  # of the runs that ended since the sweep was started
         self._meter = Meter("sweep", console)
 
     def run(self, check: Callable[[], None] = lambda: None) -> None:
@@ -43,7 +77,7 @@ class Scheduler:
             check: called now and then, while no run is being started; what it raises ends the sweep.
 
         Raises:
-            ConfigError: the runs do not log the sweep's metric.
+            ConfigError: the runs do not log the sweep's metric, or the first of them all fail.
         """
         self._meter.start(n_done=len(self.ended), n_total=self.ledger.n_runs)
         try:
@@ -78,7 +112,7 @@ class Scheduler:
             self._held.append(new)
         return None
 
-    def _look_at(self, run: Run, job: Job) -> None:
+    def _look_at(self, run: Run, job: FitJob) -> None:
         if not job.is_running:
             self._end(run, job.outcome(self.metric.name))
             return
@@ -91,7 +125,7 @@ class Scheduler:
                 outcome = replace(outcome, state="stopped", reason=f"behind at {bracket}")
             self._end(run, outcome)
 
-    def _falls_behind(self, run: Run, job: Job) -> int | None:
+    def _falls_behind(self, run: Run, job: FitJob) -> int | None:
         if self.hyperband is None:
             return None
         name, cost = self.metric.name, self.metric.cost
@@ -112,10 +146,21 @@ class Scheduler:
         line = f"run {run.number} {outcome.state}: {told}  {self.metric.name} {value:.4g}  {outcome.reason}"
         self.console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
         self._show()
+        self._n_failed += outcome.state == "failed"
+        self._give_up_if_in_vain(run, outcome)
+
+    def _give_up_if_in_vain(self, run: Run, outcome: Outcome) -> None:
         if outcome.state == "finished" and not self._values():
             raise ConfigError(
                 f"metric={self.metric.name!r} was not logged by run {run.number}, which has finished; it "
                 f"logged {', '.join(sorted(outcome.metrics))}"
+            )
+        n_left = self.ledger.n_runs - len(self.ended)
+        all_failed = all(how.state == "failed" for _, how in self.ended)
+        if all_failed and self._n_failed >= max(N_TRIALS, self.n_jobs) and n_left > 0:
+            raise ConfigError(
+                f"the first {self._n_failed} runs all failed, so the {n_left} others are not tried; see "
+                f"{run.folder / OUTPUT}, and start the sweep again once its cause is gone"
             )
 
     def _values(self) -> list[float]:

@@ -17,11 +17,13 @@ METHODS = ("grid", "random", "bayes")
 MODULE, ARGUMENTS = "lit_rlkv.fit", "${args_no_hyphens}"
 COMMAND = ("${env}", "python", "-m", MODULE, ARGUMENTS)
 """The `command` of a sweep file, which may also hold overrides of its own after the module."""
+COMMAND_HINT = f'command: ["${{env}}", python, -m, {MODULE}, "{ARGUMENTS}"]'
+"""As a line of YAML, whose lists take a brace for a mapping unless it is quoted."""
 NEEDED = {
     "program": "W&B asks for it, give lit_rlkv/fit.py",
     "method": f"choose one of {', '.join(METHODS)}",
     "parameters": "give key: {values: [...]}",
-    "command": f"W&B's own has hyphens, which fit does not take; give [{', '.join(COMMAND)}]",
+    "command": f"W&B's own has hyphens, which fit does not take; give {COMMAND_HINT}",
 }
 KEYS = (*NEEDED, "name", "description", "project", "entity", "metric", "early_terminate", "run_cap")
 
@@ -90,12 +92,31 @@ def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"there is no sweep file at {str(path)!r}; give a path such as sweeps/arms.yaml")
     try:
-        source = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+        text = path.read_text()
+        _refuse_doubles(path, yaml.compose(text, yaml.SafeLoader))
+        source = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(source, dict):
         raise ConfigError(f"{path} holds no keys with values; give {', '.join(NEEDED)}")
     return source
+
+
+def _refuse_doubles(path: Path, node: Any) -> None:
+    """Refuse a key that stands twice in one mapping, of which YAML would keep the last."""
+    if isinstance(node, yaml.MappingNode):
+        known: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in known:
+                raise ConfigError(
+                    f"{path}: {key.value} stands twice, in lines {known[key.value]} and {line}; leave one out"
+                )
+            known[str(key.value)] = line
+            _refuse_doubles(path, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_doubles(path, value)
 
 
 def _check_keys(path: Path, source: dict[str, Any]) -> None:
@@ -107,6 +128,12 @@ def _check_keys(path: Path, source: dict[str, Any]) -> None:
     for key, advice in NEEDED.items():
         if key not in source:
             raise ConfigError(f"{path}: {key} is missing; {advice}")
+    parameters = source["parameters"]
+    for key in parameters if isinstance(parameters, dict) else ():
+        if key in KEYS:
+            raise ConfigError(
+                f"parameters.{key} is no key of a run; it belongs at the top of the file, beside parameters"
+            )
 
 
 def _run_cap(value: Any) -> int | None:
@@ -123,5 +150,5 @@ def _command(value: Any) -> tuple[str, ...]:
     is_fit = MODULE in words and words[words.index(MODULE) - 1] == "-m"
     macros = [word for word in words if word.startswith("${args")]
     if not is_fit or macros != [ARGUMENTS] or words.index(ARGUMENTS) < words.index(MODULE):
-        raise ConfigError(f"command={value!r} does not run fit with overrides; give [{', '.join(COMMAND)}]")
+        raise ConfigError(f"command={value!r} does not run fit with overrides; give {COMMAND_HINT}")
     return tuple(words)

@@ -9,20 +9,21 @@ from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.callbacks.gradient import GradientVariance
 from lit_rlkv.callbacks.gradient_parts import own_term, policy_outputs
-from lit_rlkv.callbacks.gradient_sources import GradientSources
+from lit_rlkv.callbacks.gradient_sources import GradientSources, rms_advantage
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.credit import CriticCredit, Experience, GroupCredit, PairCredit
 from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.loop import train
-from lit_rlkv.models.hydra import ROLES
+from lit_rlkv.models.hydra import ROLES, acting_as
 from lit_rlkv.modules.base import PolicyModule
 from tests.tiny import config
 from tests.training import (
     ARMS,
     SPEC,
     MetricLog,
+    counted_forwards,
     make_datamodule,
     make_dpo,
     make_module,
@@ -107,11 +108,17 @@ def square_of(found: dict[str, float], term: str = "loss") -> float:
         ("ppo", {"layout": "lora_ppo"}),
         ("online_dpo", {"distils": True, "credit": PairCredit(drop_ties=False)}),
         ("online_dpo", {"arm": "mis"}),
+        ("grpo", {"arm": "sparse_rl", "aggregation": "token", "mask_truncated": True}),
+        ("grpo", {"aggregation": "token", "distils": True, "mask_truncated": True}),
+        ("grpo", {"aggregation": "constant", "distils": True}),
+        ("grpo", {"credit": GroupCredit("dapo", drop_uniform=True), "aggregation": "token"}),
+        (
+            "grpo",
+            {"credit": GroupCredit("dapo", drop_uniform=True), "aggregation": "token", "distils": True},
+        ),
     ],
 )
-def test_the_mean_over_the_parts_is_the_gradient_that_training_takes(algorithm, options):
-    # Distillation averages over actions: equal parts of it only where responses are equally long.
-    options = {"aggregation": "token", "sampling": {"n_prompts": 8, "max_new_tokens": 1}} | options
+def test_the_sum_over_the_parts_is_the_gradient_that_training_takes(algorithm, options):
     run = make_run(algorithm, **options)
     found = measured(GradientVariance(every=1, n_parts=4), run)
     assert square_of(found) == pytest.approx(trained_square(run), rel=1e-3)
@@ -119,11 +126,39 @@ def test_the_mean_over_the_parts_is_the_gradient_that_training_takes(algorithm, 
     assert square_of(found) != pytest.approx(trained_square(other), rel=1e-3)
 
 
-def test_parts_of_responses_of_any_length_give_it_where_every_response_weighs_the_same():
-    run = make_run()
-    found = measured(GradientVariance(every=1, n_parts=3), run)  # of 3, 3 and 2 prompts
+def test_distillation_counts_the_prompts_that_the_policys_loss_drops():
+    run = make_run(credit=GroupCredit("dapo", drop_uniform=True), distils=True)
+    total = torch.cat([torch.ones(12), torch.arange(20.0) % 4])  # three groups of eight agree
+    rewards = replace(run.experience.rewards, total=total)
+    run = replace(run, experience=replace(run.experience, rewards=rewards))
+    diagnostic = GradientVariance(every=1)
+    found = measured(diagnostic, run)
+    assert diagnostic.arrays["loss"]["n_prompts"] == 8
+    assert diagnostic.arrays["policy"]["n_prompts"] == 5
     assert square_of(found) == pytest.approx(trained_square(run), rel=1e-3)
-    assert found["variance_proxy/proxy1_signal_strength"] == pytest.approx(square_of(found, "policy"))
+
+
+@pytest.mark.parametrize("terms", [["policy", "loss"], ["policy"], ["loss"]])
+def test_the_first_proxy_is_of_the_policys_term_or_there_is_none(terms):
+    found = measured(GradientVariance(every=1, n_parts=3, terms=terms), make_run(distils=True))
+    if "policy" in terms:
+        assert found["variance_proxy/proxy1_signal_strength"] == pytest.approx(square_of(found, "policy"))
+    else:
+        assert "variance_proxy/proxy1_signal_strength" not in found
+    assert "variance_proxy/proxy2_total_power" in found
+
+
+def test_a_single_prompt_has_nothing_to_compare_and_costs_no_forward():
+    run = make_run(sampling={"n_prompts": 1})
+    with counted_forwards(run.module.roles) as forwards:
+        assert measured(GradientVariance(every=1), run) == {}
+        assert measured(GradientSources(every=1, counterfactual="tis"), run) == {}
+        assert not forwards
+        measured(GradientVariance(every=1), make_run())
+    run = make_run(sampling={"n_prompts": 2})
+    with counted_forwards(run.module.roles) as forwards:
+        assert "gradient/loss/variance" in measured(GradientVariance(every=1), run)
+        assert forwards
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
@@ -305,7 +340,7 @@ def test_a_part_in_which_nothing_counts_is_no_part():
     experience = replace(run.experience, rewards=replace(run.experience.rewards, total=total))
     diagnostic = GradientVariance(every=1, n_parts=4, terms=["policy"])
     found = measured(diagnostic, run, experience)
-    assert diagnostic.arrays["n_prompts"] == 4
+    assert diagnostic.arrays["policy"]["n_prompts"] == 4
     assert found["gradient/policy/variance"] > 0
     one = torch.where(torch.arange(8)[:, None] < 7, group[:, :1].expand(-1, 4), torch.arange(4.0)).flatten()
     lone = replace(run.experience, rewards=replace(run.experience.rewards, total=one))
@@ -317,6 +352,36 @@ def test_a_critic_and_pairs_have_no_proxies_that_they_should_not():
     found = measured(GradientVariance(every=1), make_run("online_dpo"))
     assert not any(name.startswith("variance_proxy") for name in found)
     assert found["gradient/policy/variance"] > 0
+
+
+def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
+    run = make_run(arm="tis", mask_truncated=True)
+    run.module.temperature = 1.7
+    (batch,) = (b for part in run.data.parts(run.experience, 1) for b in part.batches)
+    is_counted = batch.loss_weight != 0
+    assert (is_counted != batch.rollout.is_action).any()
+    assert (batch.correction[is_counted] != 1).any()
+    outputs = policy_outputs(run.module, batch, shadow=False)
+    with torch.no_grad(), acting_as(run.module.roles, "policy") as backbone:
+        logits = backbone.get_output_embeddings()(outputs.hidden).float()
+    probs = (logits / 1.7).softmax(-1)
+    squares = torch.zeros_like(outputs.logps).masked_scatter(
+        batch.rollout.is_action, probs.square().sum(dim=1)
+    )
+    energy = (1 - 2 * outputs.logps.detach().exp() + squares) * batch.correction.square() * is_counted
+    expected = float(energy.sum(dim=1).mean())
+    found = measured(GradientVariance(every=1, n_parts=3), run)["variance_proxy/expected_w"]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_constant_advantage_is_the_root_mean_square_over_all_parts_by_their_shares():
+    run = make_run(credit=GroupCredit("dr_grpo"))
+    parts = list(run.data.parts(run.experience, 3))  # of 3, 3 and 2 prompts
+    rewards = run.experience.rewards.total.view(8, 4)
+    squares = (rewards - rewards.mean(dim=1, keepdim=True)).square()
+    assert float(rms_advantage(parts)) == pytest.approx(float(squares.mean().sqrt()), rel=1e-5)
+    of_parts = torch.stack([one.mean() for one in squares.split([3, 3, 2])])
+    assert float(of_parts.mean().sqrt()) != pytest.approx(float(squares.mean().sqrt()), rel=1e-3)
 
 
 SOURCES = ("sampling", "rewards", "reweighting")
@@ -349,6 +414,20 @@ def test_reweighting_is_what_an_arm_has_more_than_the_naive_one_on_the_same_roll
             assert found[f"gradient/sources/{name}"] == pytest.approx(naive[f"gradient/sources/{name}"])
         gained = found["gradient/sources/total"] - naive["gradient/sources/total"]
         assert found["gradient/sources/reweighting"] == pytest.approx(gained, rel=1e-3)
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_counterfactual_sees_the_reference_densely_too(place: str):
+    kl = KLConfig(weight=0.3, place=place)
+    algorithm = "online_dpo" if place == "loss" else "grpo"
+    options = {"algorithm": algorithm} | ({} if place == "loss" else {"kl": kl})
+    replayed = make_run(**options)
+    found = measured(GradientSources(every=1, counterfactual="tis"), replayed)
+    expected = measured(GradientSources(every=1), make_run(arm="tis", **options))
+    for name in (*SOURCES, "total"):
+        counterfactual, its = found[f"gradient/counterfactual/{name}"], expected[f"gradient/sources/{name}"]
+        assert counterfactual == pytest.approx(its, rel=1e-3, abs=1e-7), name
+    assert found["gradient/sources/total"] != pytest.approx(expected["gradient/sources/total"], rel=1e-2)
 
 
 @pytest.mark.parametrize("correction", ["tis", "mis", "sparse_rl"])

@@ -9,11 +9,14 @@ from lit_rlkv.callbacks.layers import LayerMismatch
 from lit_rlkv.callbacks.mismatch import Mismatch
 from lit_rlkv.callbacks.statistics import rollout_statistics
 from lit_rlkv.data.credit import CriticCredit, PairCredit
+from lit_rlkv.diagnostics.views import layer_kls, view_overlap
 from lit_rlkv.loop import train
-from lit_rlkv.models.hydra import LAYOUTS, ROLES
+from lit_rlkv.models.hydra import LAYOUTS, ROLES, acting_as
+from lit_rlkv.models.scoring import score_rollout
 from tests.training import (
     ARMS,
     MetricLog,
+    counted_forwards,
     make_datamodule,
     make_dpo,
     make_module,
@@ -125,6 +128,61 @@ def test_it_measures_at_its_interval():
         diagnostic.on_iteration_end(iteration + 1, 4, metrics)
         found.append("kv/overlap_p05" in metrics)
     assert found == [True, False, False, True]
+
+
+def found_at(diagnostic, temperature):
+    """What is found of one rollout by a policy of that temperature."""
+    roles = shift(make_roles(), std=0.1)
+    experience = make_datamodule(roles, sampling={"temperature": 0.7}).collect()
+    module = make_module(roles)
+    module.temperature = temperature
+    diagnostic.on_fit_start(None, module)
+    diagnostic.on_rollout_end(experience)
+    return diagnostic.scalars, roles, experience.rollout
+
+
+def test_log_probs_and_overlaps_are_those_of_the_temperature_that_sampled():
+    found, roles, rollout = found_at(Mismatch(), 0.7)
+    is_action = rollout.is_action
+    for temperature, is_right in ((0.7, True), (1.0, False)):
+        dense = score_rollout(roles, rollout, {"policy": False}, temperature=temperature)["policy"]
+        kl = float((rollout.sampler_logps - dense)[is_action].mean())
+        with acting_as(roles, "policy") as backbone:
+            overlap = float(view_overlap(backbone, rollout, temperature)[is_action].mean())
+        assert (abs(found["kv/dense_kl"] - kl) < 1e-5) == is_right
+        assert (abs(found["kv/overlap_mean"] - overlap) < 1e-5) == is_right
+
+
+def test_layers_are_compared_at_the_temperature_that_sampled():
+    found, roles, rollout = found_at(LayerMismatch(n_rows=99), 0.7)
+    for temperature, is_right in ((0.7, True), (1.0, False)):
+        with acting_as(roles, "policy") as backbone:
+            kls = layer_kls(backbone, rollout, temperature).mean(dim=1)
+        assert (abs(found["kv/layer_kl/0"] - float(kls[0])) < 1e-5) == is_right
+
+
+@pytest.mark.parametrize("make", [Mismatch, LayerMismatch])
+def test_where_nothing_was_evicted_no_forward_tells_that_nothing_differs(make):
+    roles, experience = roll_out("dense")
+    with counted_forwards(roles) as forwards:
+        found, _ = measured(make(), roles, experience)
+    assert forwards == []
+    exact = {"kv/overlap_mean": 1.0, "kv/overlap_p05": 1.0, "kv/dense_k3_kl": 0.0, "kv/layer_kl/all": 0.0}
+    assert {name: found[name] for name in exact if name in found} == {
+        name: value for name, value in exact.items() if name in found
+    }
+    roles, experience = roll_out()
+    with counted_forwards(roles) as forwards:
+        measured(make(), roles, experience)
+    assert forwards != []
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+@pytest.mark.parametrize("n_rows", [5.5, "abc", None, True])
+@pytest.mark.parametrize("make", [Mismatch, LayerMismatch])
+def test_a_number_of_rows_is_a_whole_one(make, n_rows):
+    with pytest.raises(ValueError, match=rf"diagnostics\.{make.name}\.n_rows=.* give a whole number"):
+        make(n_rows=n_rows)
 
 
 @pytest.mark.parametrize("options", [{"n_rows": 0}, {"rows_per_pass": 0}, {"every": 0}])

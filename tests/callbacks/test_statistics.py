@@ -1,8 +1,11 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
-from lit_rlkv.callbacks.statistics import RolloutStatistics, rollout_statistics
+from lit_rlkv.callbacks import statistics
+from lit_rlkv.callbacks.statistics import RolloutStatistics, reference_statistics, rollout_statistics
 from lit_rlkv.objectives.corrections import Correction, masked, truncated, unweighted
 from tests.training import ARMS, make_datamodule, make_roles, shift
 
@@ -38,6 +41,34 @@ def test_statistics_join_the_metrics_of_their_iteration():
     metrics = {"time/data": 2.0}
     callback.on_iteration_end(1, 1, metrics)
     assert metrics["tokens_per_second"] == metrics["num_tokens"] / 2.0
+
+
+def test_time_of_diagnostics_behind_the_rollout_does_not_slow_it_down(monkeypatch):
+    callback, now = RolloutStatistics(), [100.0]
+    monkeypatch.setattr(statistics.time, "perf_counter", lambda: now[0])
+    callback.on_rollout_end(make_datamodule(make_roles()).collect())
+    now[0] += 3.0  # diagnostics
+    callback.on_phase_start("update", 0)
+    now[0] += 9.0  # the update itself
+    metrics = {"time/data": 5.0}
+    callback.on_iteration_end(1, 1, metrics)
+    assert metrics["tokens_per_second"] == metrics["num_tokens"] / (5.0 - 3.0)
+
+
+def test_kl_to_the_reference_is_per_response_whatever_their_lengths():
+    experience = make_datamodule(shift(make_roles())).collect()
+    is_action = torch.zeros_like(experience.rollout.is_action)
+    is_action[0, -3:], is_action[1:, -1:] = True, True  # 3 actions, and 15 responses of 1
+    ref_logps = torch.full_like(experience.old_logps, -2.0)
+    changed = replace(
+        experience,
+        rollout=replace(experience.rollout, is_action=is_action),
+        old_logps=ref_logps + 0.5,
+        ref_logps=ref_logps,
+    )
+    # 0.5 nats each: (3 + 15) · 0.5 over 16 responses; a mean over actions would be 0.5
+    found = reference_statistics(changed)["objective/kl"]
+    assert float(found) == pytest.approx(18 * 0.5 / 16)
 
 
 VERL_NAMES = {

@@ -92,7 +92,7 @@ def test_rows_and_devices_keep_every_field():
 
 
 @pytest.mark.parametrize(("n_parts", "sizes"), [(1, [4]), (3, [2, 1, 1]), (4, [1, 1, 1, 1])])
-def test_parts_are_whole_groups_each_with_the_denominators_of_a_step(n_parts, sizes):
+def test_parts_are_whole_groups_under_the_denominators_of_one_step(n_parts, sizes):
     data = make_datamodule(make_roles(), n_minibatches=2, n_micro_batches=3)
     experience = data.collect()
     parts = list(data.parts(experience, n_parts))
@@ -106,9 +106,27 @@ def test_parts_are_whole_groups_each_with_the_denominators_of_a_step(n_parts, si
         assert [batch.ends_step for batch in part.batches] == [False] * (len(part.batches) - 1) + [True]
         assert {batch.learners for batch in part.batches} == {("policy",)}
         weight = sum(float(batch.loss_weight.sum()) for batch in part.batches)
-        assert weight == pytest.approx(1.0, abs=1e-5)
-        n_actions = sum(int(batch.rollout.is_action.sum()) for batch in part.batches)
+        assert weight == pytest.approx(part.share, abs=1e-5)
+        assert part.share == pytest.approx(part.n_prompts / 4)  # every response weighs the same
+        n_actions = int(experience.rollout.is_action.sum())
         assert all(batch.n_actions == n_actions for batch in part.batches)
+        mine = sum(int(batch.rollout.is_action.sum()) for batch in part.batches)
+        assert part.action_share == pytest.approx(mine / n_actions)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str):
+    data = make_datamodule(make_roles(), aggregation=aggregation, mask_truncated=True)
+    experience = data.collect()
+    has_eos = torch.tensor([True] * 5 + [False] * 3 + [True] * 8)
+    n_actions = experience.rollout.is_action.sum(dim=1)
+    counts = (n_actions if aggregation == "token" else torch.ones(16)) * has_eos
+    first, second = data.parts(replace(experience, has_eos=has_eos), 2)
+    expected = float(counts[:8].sum() / counts.sum())  # of responses 5 / 13
+    assert [first.share, second.share] == pytest.approx([expected, 1 - expected])
+    assert first.n_groups == second.n_groups == 2
+    assert expected != pytest.approx(0.5, abs=0.05)
+    assert first.action_share == pytest.approx(float(n_actions[:8].sum() / n_actions.sum()))
 
 
 def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():
@@ -118,9 +136,47 @@ def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_n
     experience = replace(experience, rewards=replace(experience.rewards, total=total))
     parts = list(data.parts(experience, 2))
     assert [part.n_groups for part in parts] == [2, 1]
+    assert [part.share for part in parts] == pytest.approx([2 / 3, 1 / 3])
     for part in parts:
         assert all(len(batch.advantages) == 2 for batch in part.batches)
-        assert {batch.n_pairs for batch in part.batches} == {part.n_groups}
+        assert {batch.n_pairs for batch in part.batches} == {3}
+
+
+def test_a_part_without_any_whole_pair_counts_no_prompts():
+    data = make_datamodule(make_roles(), credit=PairCredit(drop_ties=False), mask_truncated=True)
+    experience = data.collect()
+    total = torch.tensor([1.0, 0, 0.5, 0.5] * 4)
+    # of the last two pairs one side alone has ended, and the first two are whole
+    has_eos = torch.tensor([True] * 8 + [True, False, True, True] * 2)
+    experience = replace(experience, rewards=replace(experience.rewards, total=total), has_eos=has_eos)
+    parts = list(data.parts(experience, 2))
+    assert [part.n_groups for part in parts] == [2, 0]
+    assert [part.share for part in parts] == [1.0, 0.0]
+    assert any(bool(batch.loss_weight.any()) for batch in parts[1].batches)
+
+
+def test_a_judge_is_asked_once_about_a_rollout_however_often_it_is_cut():
+    asked: list[str] = []
+
+    def whimsical(problem, first: str, second: str) -> float:
+        asked.append(first)
+        return float(torch.randn(()))
+
+    data = make_datamodule(make_roles(), credit=PairCredit(whimsical, drop_ties=False))
+    experience = data.collect()
+    parts = list(data.parts(experience, 2))
+    assert len(asked) == 4 * 6  # six pairs in each group of four
+    changed = replace(experience, old_logps=experience.old_logps - 1)
+    again = list(data.parts(changed, 2))
+    (batch,) = data.minibatches(experience)
+    assert len(asked) == 4 * 6
+    rows = [torch.cat([b.rollout.token_ids for one in cut for b in one.batches]) for cut in (parts, again)]
+    assert torch.equal(*rows)
+    ways = [sorted(map(tuple, ids.tolist())) for ids in (rows[0], batch.rollout.token_ids)]
+    assert ways[0] == ways[1]
+    data.iteration += 1
+    list(data.minibatches(data.collect()))
+    assert len(asked) == 2 * 4 * 6
 
 
 def test_groups_that_count_nothing_are_not_counted_in_a_part():
@@ -130,6 +186,8 @@ def test_groups_that_count_nothing_are_not_counted_in_a_part():
     experience = replace(experience, rewards=replace(experience.rewards, total=total))
     assert [part.n_groups for part in data.parts(experience, 2)] == [1, 1]
     assert [part.n_groups for part in data.parts(experience, 4)] == [1, 0, 0, 1]
+    assert [part.share for part in data.parts(experience, 4)] == [0.5, 0, 0, 0.5]
+    assert [part.n_prompts for part in data.parts(experience, 4)] == [1, 1, 1, 1]
 
 
 def test_more_parts_than_groups_are_refused():

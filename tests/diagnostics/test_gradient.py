@@ -50,6 +50,44 @@ def test_the_spread_of_unequal_parts_matches_hand_arithmetic():
     )
 
 
+def test_the_spread_of_a_ratio_matches_hand_arithmetic():
+    # parts of 1, 1 and 2 prompts bring 1, 3 and 8 of the gradient and 1, 2 and 1 of the denominator, so
+    # S = 4 and the ratio is 12 / 4 = 3; left over are 1 − 3, 3 − 6 and 8 − 3, a quarter of each
+    # tr Σ / N = (4/1·4 + 4/1·9 + 4/2·25) / 16 / (3 − 1) = 102 / 32
+    found = PartGradients()
+    for value, size, share in ((1.0, 1, 1.0), (3.0, 1, 2.0), (8.0, 2, 1.0)):
+        found.add({"x": torch.tensor([value])}, size, share)
+    spread = spread_of(found)
+    assert spread.square.item() == pytest.approx(9)
+    assert spread.variance.item() == pytest.approx(102 / 32)
+    # ratios before a part: 1 and 4/3; contrasts (3 − 2·1)² / (1 + 2²/1) and (8 − 4/3)² / (2 + 1²/2)
+    contrasts = 1 / 5, (20 / 3) ** 2 / 2.5
+    assert spread.contrast_std == pytest.approx(abs(contrasts[0] - contrasts[1]) / math.sqrt(2))
+
+
+def test_the_unit_of_the_shares_does_not_matter():
+    found = [PartGradients(), PartGradients()]
+    values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    for value, size, share in zip(values, [1, 4, 2, 2, 3], [3.0, 5.0, 1.0, 4.0, 2.0], strict=True):
+        found[0].add({"x": share * value}, size, share)
+        found[1].add({"x": 7 * share * value}, size, 7 * share)
+    first, other = (spread_of(one) for one in found)
+    torch.testing.assert_close(first.per_prompt, other.per_prompt, rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.square, other.square, rtol=1e-5, atol=0)
+    assert first.variance_se == pytest.approx(other.variance_se, rel=1e-5)
+
+
+def test_a_large_signal_takes_nothing_from_a_small_scatter():
+    noise = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    shares = [1.0, 1.5, 0.5, 2.0, 1.0, 3.0]
+    plain, shifted = PartGradients(), PartGradients()
+    for value, share in zip(noise, shares, strict=True):
+        plain.add({"x": value}, 1, share)
+        shifted.add({"x": value + 1000 * share}, 1, share)  # the ratio is 1000 larger, the rest the same
+    expected = spread_of(plain).per_prompt
+    torch.testing.assert_close(spread_of(shifted).per_prompt, expected, rtol=1e-3, atol=0)
+
+
 def test_weights_that_ignore_the_sizes_would_give_another_spread():
     weighted = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 2]))
     ignored = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 1]))
@@ -115,6 +153,29 @@ def test_a_choice_of_parameters_is_made_by_name():
     assert chosen(names, r"\.(3|11)\.") == names[:2]
     with pytest.raises(ValueError, match="only='decoder' is found in none of the 5 names"):
         chosen(names, "decoder")
+
+
+def sharing(values: list[list[float]], sizes: list[int], shares: list[float]) -> PartGradients:
+    found = PartGradients()
+    for value, size, share in zip(values, sizes, shares, strict=True):
+        found.add({"x": torch.tensor(value)}, size, share)
+    return found
+
+
+def on_a_sharing_rank(fabric: Fabric, *columns: list) -> tuple[float, float]:
+    mine = slice(fabric.global_rank, None, fabric.world_size)
+    spread = spread_of(sharing(*(column[mine] for column in columns)))
+    return float(spread.per_prompt), float(spread.square)
+
+
+def test_two_ranks_with_shares_of_their_own_equal_one_with_all():
+    values = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).tolist()
+    columns = values, [1, 2, 3, 1, 2, 0, 1], [0.5, 1.0, 4.0, 2.0, 0.3, 0.0, 1.0]
+    expected = spread_of(sharing(*columns))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+    per_prompt, square = fabric.launch(on_a_sharing_rank, *columns)
+    assert per_prompt == pytest.approx(float(expected.per_prompt), rel=1e-5)
+    assert square == pytest.approx(float(expected.square), rel=1e-5)
 
 
 def on_a_rank(fabric: Fabric, values: list[list[float]], sizes: list[int]) -> list[float]:

@@ -122,3 +122,54 @@ def test_the_stated_error_is_about_the_scatter_of_the_estimates():
     variance, _, error = estimates("rloo")
     # three contrasts a rollout know their own scatter poorly, but their mean square knows it
     assert float(error.square().mean().sqrt()) == pytest.approx(float(variance.std()), rel=0.2)
+
+
+N_PARTS = 32
+N_PER_PART = 4
+"""Prompts in each part of a rollout whose loss is a mean over tokens."""
+
+
+def lengths_and_sums(n_draws: int) -> tuple[Tensor, Tensor]:
+    """[draw, part, prompt] tokens, a quarter of them 8 and the others 1, and [..., 3] sums of gradients."""
+    generator = stream(0, "lengths")
+    is_long = torch.rand(n_draws, N_PARTS, N_PER_PART, generator=generator) < 0.25
+    lengths = torch.where(is_long, 8.0, 1.0).double()
+    noise = torch.randn(*lengths.shape, 3, generator=generator, dtype=torch.float64)
+    # long responses point elsewhere than short ones, and what is random grows with them
+    return lengths, 3 * lengths[..., None] - 2.75 + lengths[..., None] * noise
+
+
+@cache
+def of_ratios(takes_parts_alone: bool) -> Tensor:
+    """The variance that is found from each of 300 rollouts."""
+    found = []
+    for lengths, sums in zip(*lengths_and_sums(300), strict=True):
+        parts = PartGradients()
+        for its_lengths, its_sums in zip(lengths, sums, strict=True):
+            if takes_parts_alone:  # a step of its own, and no word of the denominator
+                parts.add({"x": its_sums.sum(dim=0) / its_lengths.sum()}, N_PER_PART)
+            else:
+                share = float(its_lengths.sum() / lengths.sum())
+                parts.add({"x": its_sums.sum(dim=0) / lengths.sum()}, N_PER_PART, share)
+        spread = parts.spread()
+        assert spread is not None
+        found.append(float(spread.variance))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_the_variance_of_a_mean_over_tokens_of_varying_lengths_has_no_bias_that_could_be_seen():
+    lengths, sums = lengths_and_sums(4000)
+    gradients = sums.sum(dim=(1, 2)) / lengths.sum(dim=(1, 2))[:, None]
+    squares = (gradients - gradients.mean(dim=0)).square().sum(dim=1)
+    truth, its_error = float(squares.mean()), float(squares.std()) / len(squares) ** 0.5
+
+    def off(found: Tensor) -> float:
+        error = float(found.std()) / len(found) ** 0.5
+        return abs(float(found.mean()) - truth) / (error**2 + its_error**2) ** 0.5
+
+    assert off(of_ratios(takes_parts_alone=False)) < 3.5
+    assert its_error < 0.03 * truth
+    # parts with denominators of their own are ratios of four prompts, which vary more than ratios of all
+    alone = of_ratios(takes_parts_alone=True)
+    assert off(alone) > 10
+    assert float(alone.mean()) > 1.1 * truth

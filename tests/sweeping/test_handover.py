@@ -72,11 +72,29 @@ def test_each_job_is_an_agent_that_finds_this_python_first(tmp_path, monkeypatch
     (tmp_path / "wandb.py").write_text(
         "import os, sys\n"
         f"path = r'{tmp_path}/' + str(os.getpid())\n"
-        "open(path, 'w').write(' '.join(sys.argv[1:]) + ' ' + os.environ['PATH'])\n"
+        "told = [*sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.environ['PATH']]\n"
+        "open(path, 'w').write(' '.join(told))\n"
+        "sys.exit(int(sys.argv[-1][-1] == '!'))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run_agents("team/lit_rlkv/abc", n_jobs=2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert run_agents("team/lit_rlkv/abc", n_jobs=2) == 0
     calls = [path.read_text() for path in tmp_path.iterdir() if path.name.isdecimal()]
     assert len(calls) == 2
-    assert all(call.startswith("agent --forward-signals team/lit_rlkv/abc ") for call in calls)
+    assert all(call.startswith("agent --forward-signals team/lit_rlkv/abc 1 ") for call in calls)
     assert all(call.split()[-1].startswith(os.path.dirname(sys.executable)) for call in calls)
+    assert run_agents("team/lit_rlkv/fails!", n_jobs=2) == 2
+
+
+def test_agents_keep_to_the_users_folder_and_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
+    monkeypatch.setenv("WANDB_RUN_ID", "run1")
+
+    def run_of(*overrides):
+        words = started_by_an_agent(wandb_config(plan_of(tmp_path, GRID, *overrides)), {"seed": 0})
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+            cfg = compose("config", overrides=words[4:], return_hydra_config=True)
+        return cfg.hydra.run.dir, cfg.fabric.n_threads
+
+    assert run_of() == ("runs/wandb/sweep1/run1", 1)
+    assert run_of("runs_dir=/data/x", "fabric.n_threads=4") == ("/data/x/wandb/sweep1/run1", 4)

@@ -26,7 +26,10 @@ def test_a_run_is_finished_by_its_report_and_no_other_file(tmp_path):
     (tmp_path / "evaluation.json").write_text('{"final": {}}')
     assert not is_finished(tmp_path)
     (tmp_path / "metrics.csv").write_text("iteration,reward,kl\n1.0,0.5,0.2\n2.0,0.75,\n")
-    assert FitJob(tmp_path).outcome("reward").state == "failed"
+    (tmp_path / "output.log").write_text("first\nout of memory\n")
+    failed = FitJob(tmp_path).outcome("reward")
+    assert failed.state == "failed"
+    assert failed.reason == f"ended\nfirst\nout of memory\nsee {tmp_path / 'output.log'}"
     (tmp_path / "report.html").write_text("<html>")
     outcome = FitJob(tmp_path).outcome("kl")
     assert (outcome.state, outcome.history, outcome.metrics["kl"]) == ("finished", [0.2], 0.2)

@@ -8,7 +8,7 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.grid import n_runs
 from lit_rlkv.sweeping.job import Outcome
 from lit_rlkv.sweeping.ledger import Ledger
-from tests.sweeping.files import BAYES, GRID, plan_of
+from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
 
 RANDOM = BAYES | {"method": "random"}
 
@@ -92,8 +92,8 @@ def test_a_folder_that_holds_another_sweep_is_refused(tmp_path):
     drain(ledger(tmp_path))
     with pytest.raises(ConfigError, match="holds a sweep with other overrides; give another --dir"):
         ledger(tmp_path, overrides=("experiment=tis",))
-    with pytest.raises(ConfigError, match="holds a sweep with other parameters"):
-        ledger(tmp_path, GRID | {"parameters": {"seed": {"values": [0, 1, 2]}}})
+    with pytest.raises(ConfigError, match="holds a sweep with other method and parameters"):
+        ledger(tmp_path, RANDOM | {"metric": GRID["metric"]})
     drain(ledger(tmp_path, GRID | {"description": "in other words"}))  # what does not change the runs
 
 
@@ -105,3 +105,56 @@ def test_outcomes_come_back_as_they_were(tmp_path):
     assert (found.state, found.history, found.reason) == ("stopped", [0.5, 0.25], "behind at 2")
     assert found.metrics["reward"] == 0.25
     assert math.isnan(found.metrics["eval/kl"])
+
+
+def grid_of(seeds, budgets=(12, 16)):
+    return with_parameters(seed={"values": list(seeds)}, cache__budget={"values": list(budgets)})
+
+
+def test_a_grid_gains_values_and_runs_the_new_combinations_alone(tmp_path):
+    assert len(drain(ledger(tmp_path, grid_of([0, 1])))) == 4
+    grown = drain(ledger(tmp_path, grid_of([0, 2, 1], [8, 12, 16])))
+    assert [(run.values["seed"], run.values["cache.budget"]) for run in grown] == [
+        (0, 8), (2, 8), (2, 12), (2, 16), (1, 8),
+    ]  # fmt: skip
+    assert [run.number for run in grown] == [4, 5, 6, 7, 8]
+    assert len(list(ledger(tmp_path, grid_of([0, 2, 1], [8, 12, 16])).outcomes())) == 9
+
+
+def test_what_was_cut_short_or_failed_keeps_its_folder_in_a_grid_that_grew(tmp_path):
+    book = ledger(tmp_path, grid_of([0], [12, 16]))
+    bad, cut = book.next_run(), book.next_run()
+    book.finish(bad, Outcome("failed", reason="ended"))
+    runs = drain(ledger(tmp_path, grid_of([0, 1], [12, 16])))
+    assert [run.folder for run in runs[:2]] == [cut.folder, bad.folder]
+    assert [run.values["seed"] for run in runs] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        grid_of([0, 2]),  # a value less
+        grid_of([0, 1], [12]),
+        with_parameters(seed={"values": [0, 1, 2]}),  # a parameter less
+        with_parameters(grid_of([0, 1]), **grid_of([0, 1])["parameters"], task={"values": ["recall"]}),
+        with_parameters(grid_of([0, 1]), **grid_of([0, 1, 2])["parameters"], experiment={"value": "tis"}),
+    ],
+)
+def test_a_grid_gains_nothing_but_values(tmp_path, content):
+    drain(ledger(tmp_path, grid_of([0, 1])))
+    with pytest.raises(ConfigError, match="other parameters; a grid may gain values, and nothing else"):
+        ledger(tmp_path, content)
+
+
+def test_a_search_does_not_grow(tmp_path):
+    drain(ledger(tmp_path, RANDOM, 1))
+    wider = with_parameters(
+        RANDOM, **RANDOM["parameters"] | {"experiment": {"values": ["naive", "smd", "tis"]}}
+    )
+    with pytest.raises(ConfigError, match="holds a sweep with other parameters; give another --dir"):
+        ledger(tmp_path, wider, 2)
+
+
+def test_the_order_in_which_overrides_were_typed_is_no_other_sweep(tmp_path):
+    drain(ledger(tmp_path, overrides=("task=recall", "algorithm=rloo")))
+    assert drain(ledger(tmp_path, overrides=("algorithm=rloo", "task=recall"))) == []

@@ -11,7 +11,7 @@ from rich.console import Console
 from lit_rlkv.sweeping.job import Outcome
 from lit_rlkv.sweeping.plan import Run
 from lit_rlkv.sweeping.results import best_first, mean_sd, results_table, settings, write_results
-from tests.sweeping.files import GRID, plan_of, with_parameters
+from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
 
 CONTENT = with_parameters(GRID, seed={"values": [0, 1]}, experiment={"values": ["naive", "smd"]})
 
@@ -63,7 +63,7 @@ def test_a_search_is_listed_from_the_best_on(tmp_path):
 
 
 def test_every_run_is_in_both_files_with_its_folder(tmp_path):
-    write_results(tmp_path, ended())
+    write_results(tmp_path, plan_of(tmp_path, CONTENT).sweep, ended())
     with (tmp_path / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == ["0", "1", "2", "3"]
@@ -75,3 +75,21 @@ def test_every_run_is_in_both_files_with_its_folder(tmp_path):
     assert lines[3]["metrics"]["eval/kl"] == pytest.approx(0.3)
     assert lines[2]["reason"] == "ended with exit status 1"
     assert not math.isnan(lines[0]["metrics"]["eval/accuracy"])
+
+
+def test_parameters_come_first_then_the_metric_then_the_rest(tmp_path):
+    write_results(tmp_path, plan_of(tmp_path, CONTENT).sweep, ended())
+    heading = (tmp_path / "results.csv").read_text().splitlines()[0]
+    assert heading == "seed,experiment,eval/accuracy,run,state,folder,eval/kl"
+
+
+def test_a_parameter_that_is_named_like_a_metric_is_kept_beside_it(tmp_path):
+    content = with_parameters(BAYES | {"method": "random"}, reward={"values": ["verifier", "mixed"]})
+    sweep = plan_of(tmp_path, content).sweep
+    found = [(Run(0, {"reward": "mixed"}, Path("0000")), Outcome("finished", {"reward": 0.5}, [0.5]))]
+    write_results(tmp_path, sweep, found)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["parameters.reward"], row["reward"]) == ("mixed", "0.5")
+    table = results_table(sweep, found)
+    assert [column.header for column in table.columns] == ["parameters.reward", "runs", "reward"]

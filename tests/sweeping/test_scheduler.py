@@ -7,17 +7,16 @@ from rich.console import Console
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.grid import n_runs
-from lit_rlkv.sweeping.job import Job, Outcome
-from lit_rlkv.sweeping.launcher import Launcher
+from lit_rlkv.sweeping.job import FitJob, Outcome
 from lit_rlkv.sweeping.ledger import Ledger
-from lit_rlkv.sweeping.scheduler import Scheduler
+from lit_rlkv.sweeping.scheduler import FitLauncher, Scheduler
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
 
 N_VALUES = 9
 """Iterations of a run."""
 
 
-class Computed(Job):
+class Computed(FitJob):
     """Logs the same value in every iteration, one with each look at it, and is done after the last."""
 
     def __init__(self, value, metric="reward", state="finished"):
@@ -45,7 +44,7 @@ class Computed(Job):
         self.was_awaited = True
 
 
-class Arithmetic(Launcher):
+class Arithmetic(FitLauncher):
     """`make` turns a run's values into its job; runs that share a `kind` wait for one another."""
 
     def __init__(self, make, kind=None):
@@ -163,3 +162,32 @@ def test_an_interrupt_stops_what_runs_and_leaves_it_to_be_taken_up(tmp_path):
     again = Arithmetic(lambda run: Computed(0.5))
     scheduler(tmp_path, seeds(3), again).run()
     assert [values["seed"] for values in again.order] == [0, 1, 2]
+
+
+def failing(*bad):
+    return Arithmetic(lambda run: Computed(0.5, state="failed" if run["seed"] in bad else "finished"))
+
+
+@pytest.mark.parametrize(("n_jobs", "n_tried"), [(1, 3), (5, 5)])
+def test_a_sweep_whose_first_runs_all_fail_gives_up(tmp_path, n_jobs, n_tried):
+    launcher = failing(*range(8))
+    says = f"the first {n_tried} runs all failed, so the {8 - n_tried} others are not tried; see .*output.log"
+    with pytest.raises(ConfigError, match=says):
+        scheduler(tmp_path, seeds(8), launcher, n_jobs).run()
+    assert n_tried <= len(launcher.jobs) <= n_tried + n_jobs
+
+
+def test_one_that_does_not_fail_is_enough_to_go_on(tmp_path):
+    loop = scheduler(tmp_path, seeds(8), failing(*range(1, 8)))
+    loop.run()
+    assert len(loop.ended) == 8
+    # and later too, where those that failed come first
+    again = scheduler(tmp_path, seeds(9), failing(*range(1, 8)))
+    again.run()
+    assert len(again.ended) == 9
+
+
+def test_few_runs_that_all_fail_are_all_tried(tmp_path):
+    loop = scheduler(tmp_path, seeds(3), failing(0, 1, 2))
+    loop.run()
+    assert [outcome.state for _, outcome in loop.ended] == ["failed"] * 3

@@ -1,11 +1,14 @@
 """What a sweep file must say before anything is done with it."""
 
+import re
+
 import pytest
+import yaml
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.metric import Metric
-from lit_rlkv.sweeping.spec import read_sweep
-from tests.sweeping.files import BAYES, COMMAND, GRID, write
+from lit_rlkv.sweeping.spec import COMMAND_HINT, read_sweep
+from tests.sweeping.files import BAYES, COMMAND, GRID, with_parameters, write
 
 
 def without(key):
@@ -68,6 +71,15 @@ def test_a_target_is_reached_from_its_better_side():
             without("metric") | {"early_terminate": {"type": "hyperband", "min_iter": 3}},
             "early_terminate compares runs by a metric, and none is named",
         ),
+        (with_parameters(run_cap=5), "parameters.run_cap is no key of a run; it belongs at the top"),
+        (
+            with_parameters(cache={"budget": {"values": [12, 16]}}),
+            r"give cache: \{parameters: \{budget: \.\.\.\}\}, or cache\.budget: \.\.\.$",
+        ),
+        (
+            with_parameters(cache={"parameters": {"budget": {"values": [8]}}}, cache__budget={"value": 12}),
+            "parameters.cache.budget stands twice, with dots and nested",
+        ),
         ([1, 2], "holds no keys with values"),
     ],
 )
@@ -82,3 +94,36 @@ def test_a_file_that_is_not_there_or_no_yaml_is_refused(tmp_path):
     (tmp_path / "broken.yaml").write_text("method: [grid")
     with pytest.raises(ConfigError, match="is no YAML"):
         read_sweep(tmp_path / "broken.yaml")
+
+
+def test_the_command_that_an_error_advises_can_be_pasted(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(COMMAND_HINT)):
+        read_sweep(write(tmp_path, without("command")))
+    pasted = yaml.safe_load(COMMAND_HINT)
+    assert pasted == {"command": COMMAND}
+    path = write(tmp_path, without("command"))
+    path.write_text(f"{path.read_text()}{COMMAND_HINT}\n")
+    assert read_sweep(path).command == tuple(COMMAND)
+
+
+def test_broken_yaml_is_told_in_one_line(tmp_path):
+    (tmp_path / "broken.yaml").write_text("method: [grid\nmetric: {name: reward\n")
+    with pytest.raises(ConfigError, match=r"is no YAML: .*line") as caught:
+        read_sweep(tmp_path / "broken.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = write(tmp_path, GRID)
+    n_lines = len(path.read_text().splitlines())
+    path.write_text(f"{path.read_text()}method: random\n")
+    with pytest.raises(ConfigError, match=rf"method stands twice, in lines \d+ and {n_lines + 1}; leave one"):
+        read_sweep(path)
+
+
+def test_a_parameter_that_stands_twice_is_refused(tmp_path):
+    path = write(tmp_path, GRID)
+    twice = "parameters:\n  seed:\n    values: [1]\n  "
+    path.write_text(path.read_text().replace("parameters:\n  ", twice))
+    with pytest.raises(ConfigError, match="seed stands twice"):
+        read_sweep(path)

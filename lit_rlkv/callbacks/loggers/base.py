@@ -83,7 +83,9 @@ def checked_interval(name: str, figures_every: int | None) -> int | None:
     Raises:
         ValueError: it is none.
     """
-    if figures_every is not None and (isinstance(figures_every, bool) or figures_every < 1):
+    if figures_every is None:
+        return None
+    if not isinstance(figures_every, int) or isinstance(figures_every, bool) or figures_every < 1:
         raise ValueError(
             f"{name}.figures_every={figures_every} is no interval; give a whole number of iterations, or "
             "null for figures at the end only"

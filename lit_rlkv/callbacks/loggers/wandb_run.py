@@ -13,6 +13,7 @@ from lit_rlkv.callbacks.loggers.base import Cell, FileKind, RunLogger, RunStart,
 from lit_rlkv.callbacks.loggers.wandb_files import last_iteration, repair, segments
 from lit_rlkv.callbacks.plots import pixels
 from lit_rlkv.callbacks.report import Picture
+from lit_rlkv.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +192,4 @@ def _read_id(run_dir: Path) -> str | None:
 
 
 def _write_id(run_dir: Path, run_id: str) -> None:
-    path = run_dir / FILE_NAME
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps({"id": run_id}))
-    os.replace(partial, path)
+    write_atomically(run_dir / FILE_NAME, json.dumps({"id": run_id}))

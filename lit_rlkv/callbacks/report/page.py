@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,6 +15,7 @@ from lit_rlkv.callbacks.report.pictures import figures
 from lit_rlkv.callbacks.report.template import PAGE, STYLE
 from lit_rlkv.callbacks.samples import Sample
 from lit_rlkv.callbacks.summary import KL_MEANING, evaluation_cells, learned_cells
+from lit_rlkv.files import write_atomically
 
 PIXELS_PER_INCH = 200
 """Of the pictures; the page shows them at half of it, so they are sharp on dense screens."""
@@ -27,12 +27,7 @@ def write_report(path: Path, report: RunReport, pictures: Sequence[Picture] | No
     Args:
         pictures: of `figures(report)`, where they have been drawn already.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(render(report, pictures), encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, render(report, pictures))
 
 
 def render(report: RunReport, pictures: Sequence[Picture] | None = None) -> str:

@@ -1,0 +1,95 @@
+"""Hydra composes; what it has against a command line is said in one line, with what exists in its place."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_rlkv.config.building import CONF_DIR, ConfigError
+
+
+def check_command_line(name: str, arguments: Sequence[str]) -> None:
+    """Compose the config of a program before Hydra does.
+
+    Options such as --help and --multirun mean something to Hydra alone, and all is left to it.
+
+    Raises:
+        ConfigError: it does not compose.
+    """
+    if not any(argument.startswith("-") for argument in arguments):
+        composed(name, arguments)
+
+
+def composed(name: str, overrides: Sequence[str]) -> DictConfig:
+    """A config with Hydra's own node in it, as a program with these overrides composes it.
+
+    Raises:
+        ConfigError: it does not compose.
+    """
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        try:
+            return compose(name, overrides=list(overrides), return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(said_better(error, overrides, name)) from error
+
+
+def said_better(error: Exception, overrides: Sequence[str], name: str = "config") -> str:
+    """Hydra's error in one line: the options of a group, or for a key that does not exist one that does.
+
+    Hydra must be initialised with CONF_DIR.
+    """
+    for override in overrides:
+        group, _, option = override.lstrip("+").partition("=")
+        options = options_of(group)
+        if options and option.strip("'\"") not in options:
+            return f"{group}={option} is no option; choose one of {', '.join(options)}"
+    unknown = re.match(r"Could not override '([\w.]+)'", str(error))
+    if unknown is None:
+        return " ".join(str(error).split())
+    return f"unknown key {unknown[1]!r}: {_closest(unknown[1], overrides, name)}"
+
+
+def options_of(group: str) -> list[str]:
+    """What a config group lets one choose from; nothing where there is no such group."""
+    if not group.isidentifier():
+        return []
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml") if not path.stem.startswith("_"))
+
+
+def _closest(key: str, overrides: Sequence[str], name: str) -> str:
+    """A hint at a key of the options that are chosen, or else of another option of the same group."""
+    chosen = [override for override in overrides if options_of(override.partition("=")[0])]
+    known = set(_nodes(OmegaConf.to_container(compose(name, overrides=chosen))))
+    group = key.split(".")[0]
+    elsewhere = {
+        other: f"{group}={option}"
+        for option in options_of(group)
+        for other in _nodes_of_option(group, option)
+        if other not in known
+    }
+    close = get_close_matches(key, sorted(known | elsewhere.keys()), n=1)
+    if not close:
+        return "python -m lit_rlkv.fit --cfg job shows all"
+    if close[0] == key:
+        return f"{elsewhere[key]} has it"
+    of_option = f" of {elsewhere[close[0]]}" if close[0] in elsewhere else ""
+    return f"did you mean {close[0]!r}{of_option}?"
+
+
+def _nodes_of_option(group: str, option: str) -> Iterator[str]:
+    path = CONF_DIR / group / f"{option}.yaml"
+    if not path.read_text(encoding="utf-8").startswith("# @package _global_"):
+        yield from _nodes(OmegaConf.to_container(OmegaConf.load(path)), f"{group}.")
+
+
+def _nodes(node: Any, prefix: str = "") -> Iterator[str]:
+    """Every key below a node, those that have keys of their own among them."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield f"{prefix}{key}"
+            yield from _nodes(value, f"{prefix}{key}.")
