@@ -57,7 +57,9 @@ def train(
                 # 3. loss and gradient
                 ends_step = getattr(batch, "ends_step", True)
                 with fabric.no_backward_sync(model, enabled=not ends_step):
-                    outputs = model.training_step(batch, index)
+                    # Fabric enters autocast by itself only where a strategy wraps the module.
+                    with fabric.autocast():
+                        outputs = model.training_step(batch, index)
                     fabric.backward(outputs["loss"])
                 sums.add(outputs)
                 # 4. update

@@ -178,3 +178,23 @@ def test_callbacks_hear_when_an_update_begins_and_when_its_batches_are_gone():
         for iteration in (0, 1)
         for what in (("start", "update", iteration), "step", "step", ("end", "update", iteration), "report")
     ]
+
+
+def test_under_mixed_precision_the_learner_computes_in_the_precision_of_the_sampler():
+    module, datamodule = make_run()
+    seen, log = [], MetricLog()
+
+    def watch(module, batch, outputs):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
+        return {}, {}
+
+    module.loss_terms = [*module.loss_terms, watch]
+    before = parameters_of(module)
+    fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
+    train(fabric, module, datamodule, callbacks=[log], n_iterations=1, max_grad_norm=1.0)
+    assert seen
+    assert all(on_cpu for on_cpu, _ in seen)
+    assert not torch.is_autocast_enabled("cpu")
+    after = parameters_of(module)
+    assert all(parameter.dtype == torch.float32 for parameter in after.values())
+    assert any(not torch.equal(after[name], before[name]) for name in after)
