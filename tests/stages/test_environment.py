@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 
@@ -56,7 +57,7 @@ def test_the_environment_says_what_would_be_needed_to_do_it_again():
     assert found["seeds"] == {"seed": 3, "sft.seed": 5}
     assert found["packages"]["torch"] == torch.__version__
     assert found["device"]["type"] == "cpu"
-    assert "pytest" in found["command"]
+    assert shlex.split(found["command"]) == sys.orig_argv
     assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
 
 
