@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
@@ -45,6 +44,7 @@ from lit_rlkv.config import (
 from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.files import write_atomically
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.stages.environment import installed
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.parts import (
     BACKBONE,
@@ -275,7 +275,7 @@ def make_report(
         stage_seconds=results.stage_seconds,
         samples=samples.samples,
         diagnostics=read_rows(run_dir / DIAGNOSTICS),
-        versions={"python": platform.python_version(), **{name: version(name) for name in packages}},
+        versions={"python": platform.python_version(), **installed(packages)},
     )
 
 

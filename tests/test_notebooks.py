@@ -143,7 +143,7 @@ def stream(text: str, name: str = "stdout") -> NotebookNode:
 
 
 def test_a_clean_notebook_has_no_defects():
-    assert defects(finished(stream("report: runs/x/report.html, see https://example.org/tmp/x"))) == []
+    assert defects(finished(stream("report: runs/x/report.html, see https://example.org/opt/x"))) == []
 
 
 @pytest.mark.parametrize(

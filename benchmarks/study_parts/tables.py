@@ -135,6 +135,16 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def rates_table(rows: Sequence[Row]) -> str:
+    """What each learning rate leads to with the tuning seed, by the block `rates`."""
+    headings = ["arm", "lr", "budget before", "budget after", "dense before", "dense after"]
+    names = [f"{view}_accuracy_{moment}" for view in ("sparse", "dense") for moment in ("before", "after")]
+    body = [
+        [f"`{row['name']}`", f"{row['lr']:g}", *(f"{100 * row[name]:.1f}" for name in names)] for row in rows
+    ]
+    return markdown(headings, body)
+
+
 def timing_table(rows: Sequence[Row]) -> str:
     """Seconds of an iteration, by the block `timing`."""
     headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's"]
@@ -158,6 +168,8 @@ def report(rows: Sequence[Row], variances: Sequence[dict]) -> str:
     parts = []
     timed = [row for row in rows if row["n_iterations"] == TIMED_ITERATIONS]
     rows = [row for row in rows if row["n_iterations"] != TIMED_ITERATIONS]
+    if tuning := [row for row in rows if row["seed"] == TUNING_SEED]:
+        parts += [f"## Learning rates, seed {TUNING_SEED}", rates_table(tuning)]
     if any(row["name"] == "naive" for row in timed):
         parts += ["## Seconds of an iteration", timing_table(timed)]
     if variances:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.callbacks.summary import ABSENT
+from lit_rlkv.files import write_atomically
 from lit_rlkv.sweeping.job import Outcome
 from lit_rlkv.sweeping.metric import Metric
 from lit_rlkv.sweeping.parameters import Parameter
@@ -120,19 +120,13 @@ def write_results(folder: Path, sweep: Sweep, ended: Ended) -> None:
         inner = {"values": run.values, "metrics": outcome.metrics, "reason": outcome.reason}
         lines.append(json.dumps(row | inner))
         flat.append({headings[name]: value for name, value in run.values.items()} | row | outcome.metrics)
-    _write(folder / ROWS, "".join(f"{line}\n" for line in lines))
+    write_atomically(folder / ROWS, "".join(f"{line}\n" for line in lines))
     text = io.StringIO(newline="")
     first = (*headings.values(), sweep.metric.name, *ABOUT)
     writer = csv.DictWriter(text, list(dict.fromkeys((*first, *(name for row in flat for name in row)))))
     writer.writeheader()
     writer.writerows(flat)
-    _write(folder / TABLE, text.getvalue())
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, newline="")
-    os.replace(partial, path)
+    write_atomically(folder / TABLE, text.getvalue())
 
 
 def _has(found: Sequence[Setting], metric: str) -> bool:

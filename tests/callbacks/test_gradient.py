@@ -1,96 +1,28 @@
 from dataclasses import dataclass, replace
-from functools import cache
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.callbacks.gradient import GradientVariance
 from lit_rlkv.callbacks.gradient_parts import own_term, policy_outputs
-from lit_rlkv.callbacks.gradient_sources import GradientSources, rms_advantage
+from lit_rlkv.callbacks.gradient_sources import GradientSources
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import ConfigError
-from lit_rlkv.data.credit import CriticCredit, Experience, GroupCredit, PairCredit
-from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule
+from lit_rlkv.data.credit import Experience, GroupCredit, PairCredit
+from lit_rlkv.data.rollouts import KLConfig
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.loop import train
-from lit_rlkv.models.hydra import ROLES, acting_as
-from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.models.hydra import acting_as
+from tests.callbacks.gradients import Run, make_run, measured, square_of, trained_square
 from tests.tiny import config
 from tests.training import (
-    ARMS,
     SPEC,
     MetricLog,
     counted_forwards,
     make_datamodule,
-    make_dpo,
-    make_module,
-    make_ppo,
-    make_roles,
-    shift,
 )
-
-DISTILLATION = ShadowDistillation("sparse_student", 0.3, "reference", anchor_weight=0.2)
-
-
-@dataclass(frozen=True)
-class Run:
-    module: PolicyModule
-    data: RolloutDataModule
-    experience: Experience
-
-
-def make_run(
-    algorithm: str = "grpo",
-    arm: str = "shadow",
-    *,
-    layout="hydra",
-    checkpoints=False,
-    distils=False,
-    **options,
-) -> Run:
-    """A rollout of eight prompts by a policy that has left its start."""
-    make = {"grpo": make_module, "ppo": make_ppo, "online_dpo": make_dpo}[algorithm]
-    credit = {
-        "grpo": GroupCredit("grpo"),
-        "ppo": CriticCredit(1.0, 0.95),
-        "online_dpo": PairCredit(),
-    }
-    needed = ROLES if algorithm == "ppo" else ("policy", "reference")
-    roles = shift(make_roles(layout, needed, checkpoints_layers=checkpoints), std=0.1)
-    module = make(roles, replays=ARMS[arm].replays)
-    module.loss_terms = [DISTILLATION.loss_terms] if distils else []
-    options = {"sampling": {"n_prompts": 8}, "credit": credit[algorithm]} | options
-    data = make_datamodule(roles, ARMS[arm], learner_parts=module.learner_parts, **options)
-    return Run(module, data, data.collect())
-
-
-def measured(diagnostic: Diagnostic, run: Run, experience: Experience | None = None) -> dict[str, float]:
-    diagnostic.on_fit_start(None, run.module)
-    diagnostic.on_update_start(experience or run.experience, run.data.parts)
-    metrics: dict[str, float] = {}
-    diagnostic.on_iteration_end(1, 1, metrics)
-    assert metrics.pop(f"time/diagnostics/{diagnostic.name}") > 0
-    return metrics
-
-
-def trained_square(run: Run) -> float:
-    """‖gradient‖² of one optimizer step on the whole rollout, as training leaves it in the policy."""
-    run.module.zero_grad()
-    for batch in run.data.minibatches(run.experience):
-        if "policy" in batch.learners:
-            _, losses, _ = run.module.policy_terms(batch)
-            torch.stack(list(losses.values())).sum().backward()
-    found = [p.grad for p in run.module.roles.trained_parameters("policy") if p.grad is not None]
-    square = sum(float(gradient.square().sum()) for gradient in found)
-    run.module.zero_grad()
-    return square
-
-
-def square_of(found: dict[str, float], term: str = "loss") -> float:
-    return found[f"gradient/{term}/signal"] + found[f"gradient/{term}/variance"]
 
 
 @pytest.mark.parametrize(
@@ -374,98 +306,6 @@ def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_constant_advantage_is_the_root_mean_square_over_all_parts_by_their_shares():
-    run = make_run(credit=GroupCredit("dr_grpo"))
-    parts = list(run.data.parts(run.experience, 3))  # of 3, 3 and 2 prompts
-    rewards = run.experience.rewards.total.view(8, 4)
-    squares = (rewards - rewards.mean(dim=1, keepdim=True)).square()
-    assert float(rms_advantage(parts)) == pytest.approx(float(squares.mean().sqrt()), rel=1e-5)
-    of_parts = torch.stack([one.mean() for one in squares.split([3, 3, 2])])
-    assert float(of_parts.mean().sqrt()) != pytest.approx(float(squares.mean().sqrt()), rel=1e-3)
-
-
-SOURCES = ("sampling", "rewards", "reweighting")
-
-
-@cache
-def sources(arm: str, algorithm: str = "grpo") -> dict[str, float]:
-    run = make_run(algorithm, arm)
-    if algorithm == "grpo":
-        assert run.experience.rewards.total.view(8, 4).std(dim=1).max() > 0
-    return measured(GradientSources(every=1), run)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_the_sources_add_up_to_the_variance_of_the_policys_term(arm: str):
-    found = sources(arm)
-    whole = measured(GradientVariance(every=1, terms=["policy"]), make_run(arm=arm))
-    assert found["gradient/sources/total"] == pytest.approx(whole["gradient/policy/variance"], rel=1e-4)
-    parts = [found[f"gradient/sources/{name}"] for name in SOURCES]
-    assert sum(parts) == pytest.approx(found["gradient/sources/total"])
-    is_weighted = arm in ("tis", "mis", "sparse_rl")
-    assert (abs(parts[2]) > 1e-4 * sum(parts)) == is_weighted
-
-
-def test_reweighting_is_what_an_arm_has_more_than_the_naive_one_on_the_same_rollout():
-    naive = sources("naive")
-    for arm in ("tis", "mis", "sparse_rl"):
-        found = sources(arm)
-        for name in ("sampling", "rewards"):
-            assert found[f"gradient/sources/{name}"] == pytest.approx(naive[f"gradient/sources/{name}"])
-        gained = found["gradient/sources/total"] - naive["gradient/sources/total"]
-        assert found["gradient/sources/reweighting"] == pytest.approx(gained, rel=1e-3)
-
-
-@pytest.mark.parametrize("place", ["loss", "reward"])
-def test_the_counterfactual_sees_the_reference_densely_too(place: str):
-    kl = KLConfig(weight=0.3, place=place)
-    algorithm = "online_dpo" if place == "loss" else "grpo"
-    options = {"algorithm": algorithm} | ({} if place == "loss" else {"kl": kl})
-    replayed = make_run(**options)
-    found = measured(GradientSources(every=1, counterfactual="tis"), replayed)
-    expected = measured(GradientSources(every=1), make_run(arm="tis", **options))
-    for name in (*SOURCES, "total"):
-        counterfactual, its = found[f"gradient/counterfactual/{name}"], expected[f"gradient/sources/{name}"]
-        assert counterfactual == pytest.approx(its, rel=1e-3, abs=1e-7), name
-    assert found["gradient/sources/total"] != pytest.approx(expected["gradient/sources/total"], rel=1e-2)
-
-
-@pytest.mark.parametrize("correction", ["tis", "mis", "sparse_rl"])
-def test_the_counterfactual_of_replay_is_the_arm_that_corrects_on_the_same_rollout(correction: str):
-    found = measured(GradientSources(every=1, counterfactual=correction), make_run())
-    expected = sources(correction)
-    for name in (*SOURCES, "total"):
-        counterfactual = found[f"gradient/counterfactual/{name}"]
-        assert counterfactual == pytest.approx(expected[f"gradient/sources/{name}"], rel=1e-3), name
-    assert found["gradient/sources/reweighting"] == 0
-    dense = measured(GradientSources(every=1, counterfactual=correction), make_run(arm="naive"))
-    assert not any("counterfactual" in name for name in dense)  # it has no other view to ask about
-
-
-def test_sampling_is_what_constant_advantages_give():
-    run = make_run(credit=GroupCredit("dr_grpo"))
-    found = measured(GradientSources(every=1), run)["gradient/sources/sampling"]
-    rewards = run.experience.rewards.total.view(8, 4)
-    constant = (rewards - rewards.mean(dim=1, keepdim=True)).square().mean().sqrt()
-
-    class Constant(GroupCredit):
-        def assign(self, experience):
-            credit = super().assign(experience)
-            value = torch.where(experience.rollout.is_action, constant, 0.0)
-            return replace(credit, advantages=value)
-
-    run.data.credit = Constant("dr_grpo")
-    expected = measured(GradientVariance(every=1, terms=["policy"]), run)["gradient/policy/variance"]
-    assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_preference_pairs_leave_nothing_to_rewards():
-    found = sources("tis", "online_dpo")
-    assert found["gradient/sources/rewards"] == 0
-    assert abs(found["gradient/sources/reweighting"]) > 1e-6
-    assert sources("shadow", "online_dpo")["gradient/sources/reweighting"] == 0
-
-
 @pytest.mark.usefixtures("_as_users_run_it")
 @pytest.mark.parametrize(
     ("options", "says"),
@@ -490,14 +330,6 @@ def test_mistakes_in_the_config_are_found_before_any_work(tmp_path):
         config(tmp_path, "diagnostics.gradient.n_parts=1")
     with pytest.raises(ConfigError, match="counterfactual='shadow' is unknown"):
         config(tmp_path, "diagnostics.gradient_sources.counterfactual=shadow")
-
-
-@pytest.mark.usefixtures("_as_users_run_it")
-def test_a_correction_that_does_not_exist_is_refused():
-    with pytest.raises(
-        ValueError, match="counterfactual='ppo' is unknown; choose one of tis, mis, sparse_rl"
-    ):
-        GradientSources(every=1, counterfactual="ppo")
 
 
 def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
