@@ -9,7 +9,7 @@ from lit_rlkv.config.building import (
     check_targets,
     expanded,
 )
-from lit_rlkv.config.composing import check_command_line, composed, said_better
+from lit_rlkv.config.composing import check_command_line, composed
 from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
 
 __all__ = [
@@ -24,5 +24,4 @@ __all__ = [
     "check_targets",
     "composed",
     "expanded",
-    "said_better",
 ]

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from lit_rlkv.config import CONF_DIR, ConfigError, said_better
+from lit_rlkv.config import CONF_DIR, ConfigError, composed
 from lit_rlkv.sweeping.parameters import Drawn, listed
 from lit_rlkv.sweeping.spec import Sweep
 
@@ -94,11 +91,7 @@ class Plan:
             ConfigError: it does not compose.
         """
         overrides = self.arguments(values, folder)
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-            try:
-                cfg = compose("config", overrides=overrides, return_hydra_config=True)
-            except (HydraException, OmegaConfBaseException) as error:
-                raise ConfigError(said_better(error, overrides)) from error
+        cfg = composed("config", overrides)
         HydraConfig.instance().set_config(cfg)  # for ${hydra:run.dir}
         choices, added = cfg.hydra.runtime.choices, cfg.hydra.overrides.task
         with open_dict(cfg):
