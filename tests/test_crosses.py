@@ -20,21 +20,12 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.stages.parts import build_parts
 from lit_rlkv.stages.training import make_policy, train_policy
 from lit_rlkv.stages.warmup import start_folder, warm_up
+from tests.tiny import TINY
 from tests.training import MetricLog
 
 SMALL = [
-    "debug=fast",
+    *TINY,
     "experiment=none",
-    "model.preset.hidden_size=32",
-    "model.preset.num_hidden_layers=2",
-    "model.preset.head_dim=8",
-    "model.preset.intermediate_size=32",
-    "task.n_terms=3",
-    "cache.budget=7",
-    "cache.interval=2",
-    "cache.window=2",
-    "evaluation.budgets=[5]",
-    "rollout.max_new_tokens=8",
     "rollout.n_prompts=4",
     "roles.rank=4",
     "reward=mixed",  # this model is seldom right, and groups that agree on that teach nothing

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rlkv.callbacks.gradient import GradientVariance
+from lit_rlkv.callbacks.diagnostics.gradient import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.data.rollouts import Split
+from lit_rlkv.data.steps import Split
 from lit_rlkv.diagnostics.gradient import PartGradients, block_of
 from lit_rlkv.diagnostics.sketch import CountSketch
 

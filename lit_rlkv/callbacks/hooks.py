@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from lightning import Callback
 
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.data.rollouts import Split
+from lit_rlkv.data.steps import Split
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 

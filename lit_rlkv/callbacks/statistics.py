@@ -7,12 +7,14 @@ from torch import Tensor
 from lit_rlkv.advantages.gae import explained_variance, token_rewards
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
+from lit_rlkv.data.rewarding import OWN
 from lit_rlkv.diagnostics.mismatch import as_floats, rollout_correction
 from lit_rlkv.masking import masked_sum
+from lit_rlkv.types import Rewards
 
 
 def rollout_statistics(experience: Experience) -> dict[str, float]:
-    """Rewards, lengths, mismatch and cache bytes of one rollout."""
+    """Rewards, lengths, mismatch and cache bytes of one rollout, that of all ranks."""
     rollout = experience.rollout
     rewards = experience.rewards.total.view(-1, experience.group_size)
     lengths = rollout.is_action.sum(dim=1).float()
@@ -28,9 +30,24 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
         ),
         **critic_statistics(experience),
         **reference_statistics(experience),
-        **{f"rewards/{name}": part.mean() for name, part in experience.rewards.components.items()},
+        **reward_statistics(experience.rewards),
     }
     return {"kv/bytes": float(rollout.kv_bytes), **as_floats(scalars)}
+
+
+def reward_statistics(rewards: Rewards) -> dict[str, Tensor]:
+    """Each component before weights; of reward functions mean and std where they have answered."""
+    found = {}
+    for name, scores in rewards.components.items():
+        if name in OWN:
+            found[f"rewards/{name}"] = scores.mean()
+            continue
+        answered = scores[~scores.isnan()]
+        found[f"rewards/{name}/mean"] = answered.mean()
+        found[f"rewards/{name}/std"] = answered.std(unbiased=len(answered) > 1)
+    if rewards.is_failed is not None:
+        found["reward/failed_fraction"] = rewards.is_failed.float().mean()
+    return found
 
 
 def critic_statistics(experience: Experience) -> dict[str, Tensor]:
@@ -69,7 +86,7 @@ class RolloutStatistics(RLCallback):
         self._behind_s = 0.0
 
     def on_rollout_end(self, experience: Experience) -> None:
-        self._latest = rollout_statistics(experience)
+        self._latest = rollout_statistics(experience.everyone())
         self._collected_at = time.perf_counter()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:

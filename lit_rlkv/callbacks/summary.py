@@ -96,14 +96,14 @@ def summary_table(
     """Both tables for a terminal; one that would be empty is left out."""
     tables: list[RenderableType] = []
     if before or after:
-        tables += [_table(*evaluation_cells(before, after)), Text(KL_MEANING, style="dim")]
+        tables += [table_of(*evaluation_cells(before, after)), Text(KL_MEANING, style="dim")]
     headings, cells = learned_cells(before, after)
     if cells:
-        tables += [Text(), _table(headings, cells)]
+        tables += [Text(), table_of(headings, cells)]
     if reward_model is not None:
         tables += [Text(), Text(reward_sentence(reward_model))]
     if stage_seconds:
-        tables += [Text(), _table(*stage_cells(stage_seconds))]
+        tables += [Text(), table_of(*stage_cells(stage_seconds))]
     return Group(*tables)
 
 
@@ -167,7 +167,7 @@ def _cells(row: Comparison, present: Sequence[str]) -> list[str]:
     ]
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def table_of(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     for number, heading in enumerate(headings):
         # Headings may wrap in a narrow terminal; a figure must not lose its unit to the next line.

@@ -5,8 +5,14 @@ import pytest
 import torch
 
 from lit_rlkv.callbacks import statistics
-from lit_rlkv.callbacks.statistics import RolloutStatistics, reference_statistics, rollout_statistics
+from lit_rlkv.callbacks.statistics import (
+    RolloutStatistics,
+    reference_statistics,
+    reward_statistics,
+    rollout_statistics,
+)
 from lit_rlkv.objectives.corrections import Correction, masked, truncated, unweighted
+from lit_rlkv.types import Rewards
 from tests.training import ARMS, make_datamodule, make_roles, shift
 
 
@@ -41,6 +47,21 @@ def test_statistics_join_the_metrics_of_their_iteration():
     metrics = {"time/data": 2.0}
     callback.on_iteration_end(1, 1, metrics)
     assert metrics["tokens_per_second"] == metrics["num_tokens"] / 2.0
+
+
+def test_reward_functions_are_described_where_they_have_answered():
+    scores = torch.tensor([1.0, float("nan"), 0.0, 1.0])
+    rewards = Rewards(torch.zeros(4), {"learned": torch.ones(4), "format": scores}, scores.isnan())
+    found = {name: float(value) for name, value in reward_statistics(rewards).items()}
+    # 1, 0, 1: mean 2/3, unbiased variance (1/9 + 4/9 + 1/9) / 2 = 1/3
+    assert found == pytest.approx(
+        {
+            "rewards/learned": 1.0,
+            "rewards/format/mean": 2 / 3,
+            "rewards/format/std": (1 / 3) ** 0.5,
+            "reward/failed_fraction": 0.25,
+        }
+    )
 
 
 def test_time_of_diagnostics_behind_the_rollout_does_not_slow_it_down(monkeypatch):

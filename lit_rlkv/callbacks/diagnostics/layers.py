@@ -2,29 +2,20 @@
 
 import torch
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.diagnostics.base import RowsDiagnostic
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.diagnostics.views import check_rows, in_passes, layer_kls, nothing_died, spread_rows
+from lit_rlkv.diagnostics.views import in_passes, layer_kls, nothing_died, spread_rows
 from lit_rlkv.models.hydra import acting_as
 
 
-class LayerMismatch(Diagnostic):
+class LayerMismatch(RowsDiagnostic):
     """KL of the policy with one layer's evictions from the dense policy, layer by layer.
 
-    Where nothing was evicted all of them are 0, and no forward is run.
-
-    Args:
-        n_rows: responses that it looks at, at the cost of n_layers + 2 forwards of them.
-        rows_per_pass: most responses in one forward; None takes what makes up 65,536 tokens.
+    It costs n_layers + 2 forwards of the responses it looks at. Where nothing was evicted all of them are 0,
+    and no forward is run.
     """
 
     name = "layers"
-
-    def __init__(self, every: int = 1, n_rows: int = 8, rows_per_pass: int | None = None) -> None:
-        super().__init__(every)
-        check_rows(self.name, n_rows, rows_per_pass)
-        self.n_rows = n_rows
-        self.rows_per_pass = rows_per_pass
 
     def measure(self, experience: Experience) -> None:
         rollout = experience.rollout

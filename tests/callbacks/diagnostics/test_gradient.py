@@ -4,18 +4,18 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.callbacks.gradient import GradientVariance
-from lit_rlkv.callbacks.gradient_parts import own_term, policy_outputs
-from lit_rlkv.callbacks.gradient_sources import GradientSources
+from lit_rlkv.callbacks.diagnostics.base import Diagnostic
+from lit_rlkv.callbacks.diagnostics.gradient import GradientVariance
+from lit_rlkv.callbacks.diagnostics.gradient_parts import own_term, policy_outputs
+from lit_rlkv.callbacks.diagnostics.gradient_sources import GradientSources
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.credit import Experience, GroupCredit, PairCredit
-from lit_rlkv.data.rollouts import KLConfig
+from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.loop import train
 from lit_rlkv.models.hydra import acting_as
-from tests.callbacks.gradients import Run, make_run, measured, square_of, trained_square
+from tests.callbacks.diagnostics.gradients import Run, make_run, measured, square_of, trained_square
 from tests.tiny import config
 from tests.training import (
     SPEC,
@@ -100,7 +100,7 @@ def test_gradients_are_taken_as_training_takes_them_in_every_precision(precision
     if precision == "bf16-true":
         run.module.bfloat16()
     model, _ = fabric.setup(run.module, run.module.configure_optimizers()["optimizer"])
-    (batch,) = run.data.minibatches(run.experience)
+    (batch,) = run.data.steps.minibatches(run.experience)
     with fabric.autocast():
         loss = model.training_step(batch, 0)["loss"]
     fabric.backward(loss)
@@ -119,7 +119,7 @@ def test_gradients_are_taken_as_training_takes_them_in_every_precision(precision
 
 def test_float16_activations_give_the_gradient_of_float32_nearly():
     run = make_run()
-    (batch,) = run.data.minibatches(run.experience)
+    (batch,) = run.data.steps.minibatches(run.experience)
     tiny = replace(batch, loss_weight=batch.loss_weight * 2.0**-18)
     diagnostic = GradientVariance(every=1, terms=["policy"], blocks="all")
     diagnostic.on_fit_start(None, run.module)
@@ -141,7 +141,7 @@ def test_no_forward_is_larger_than_those_of_training_and_none_changes_the_result
     sizes: list[int] = []
     embedding = run.module.roles.backbone("policy").get_input_embeddings()
     handle = embedding.register_forward_hook(lambda module, args, output: sizes.append(len(args[0])))
-    for batch in split.data.minibatches(run.experience):
+    for batch in split.data.steps.minibatches(run.experience):
         run.module.policy_terms(batch)
     largest = max(sizes)
     sizes.clear()
@@ -206,7 +206,7 @@ def test_it_measures_at_its_interval_alone():
     diagnostic.on_fit_start(None, run.module)
     seen = []
     for iteration in range(5):
-        diagnostic.on_update_start(replace(run.experience, iteration=iteration), run.data.parts)
+        diagnostic.on_update_start(replace(run.experience, iteration=iteration), run.data.steps.parts)
         metrics: dict[str, float] = {}
         diagnostic.on_iteration_end(iteration + 1, 5, metrics)
         seen.append("gradient/loss/variance" in metrics)
@@ -289,7 +289,7 @@ def test_a_critic_and_pairs_have_no_proxies_that_they_should_not():
 def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
     run = make_run(arm="tis", mask_truncated=True)
     run.module.temperature = 1.7
-    (batch,) = (b for part in run.data.parts(run.experience, 1) for b in part.batches)
+    (batch,) = (b for part in run.data.steps.parts(run.experience, 1) for b in part.batches)
     is_counted = batch.loss_weight != 0
     assert (is_counted != batch.rollout.is_action).any()
     assert (batch.correction[is_counted] != 1).any()
@@ -336,7 +336,7 @@ def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
     """What each rank reports when the parts are dealt out to them."""
 
     def dealt(experience: Experience, n_parts: int):
-        yield from list(run.data.parts(experience, n_parts))[fabric.global_rank :: fabric.world_size]
+        yield from list(run.data.steps.parts(experience, n_parts))[fabric.global_rank :: fabric.world_size]
 
     alone = replace(run, data=_Dealing(dealt))
     found = measured(GradientVariance(every=1, n_parts=4), alone)
@@ -347,6 +347,10 @@ def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
 @dataclass
 class _Dealing:
     parts: object
+
+    @property
+    def steps(self) -> "_Dealing":
+        return self
 
 
 SHARED = (
@@ -376,7 +380,7 @@ def test_it_agrees_with_brute_force_over_fresh_rollouts():
         experience = run.data.collect()
         found = measured(diagnostic, run, replace(experience, iteration=0))
         estimates.append(found["gradient/policy/variance"])
-        (part,) = run.data.parts(experience, 1)
+        (part,) = run.data.steps.parts(experience, 1)
         fresh.add(diagnostic.of_batch(part.batches[0])[0]["policy"], 1)
     brute = fresh.spread()
     mean, error = torch.tensor(estimates).mean(), torch.tensor(estimates).std() / len(estimates) ** 0.5

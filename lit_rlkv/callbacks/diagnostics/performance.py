@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.callbacks.memory import Meter
-from lit_rlkv.callbacks.passes import PassCounter
+from lit_rlkv.callbacks.diagnostics.base import Diagnostic
+from lit_rlkv.callbacks.diagnostics.memory import Meter
+from lit_rlkv.callbacks.diagnostics.passes import PassCounter
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.diagnostics.flops import costs_of, sampler_work
 from lit_rlkv.models.hydra import acting_as

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lit_rlkv.callbacks import memory
-from lit_rlkv.callbacks.memory import Meter
+from lit_rlkv.callbacks.diagnostics import memory
+from lit_rlkv.callbacks.diagnostics.memory import Meter
 
 MIB = 2**20
 linux_only = pytest.mark.skipif(not memory.STATUS.exists(), reason="only Linux tells what a process holds")

@@ -3,11 +3,11 @@ import time
 import pytest
 import torch
 
-from lit_rlkv.callbacks import performance
-from lit_rlkv.callbacks.performance import Performance
+from lit_rlkv.callbacks.diagnostics import performance
+from lit_rlkv.callbacks.diagnostics.performance import Performance
 from lit_rlkv.diagnostics.flops import costs_of, sampler_work
 from lit_rlkv.models.hydra import acting_as
-from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
+from tests.callbacks.diagnostics.measuring import ALGORITHMS, assert_same_training, trained
 from tests.training import DigitsAreGood, make_datamodule, make_module, make_roles, shift
 
 TERA = 1e12
@@ -57,7 +57,7 @@ def test_times_and_speeds_match_hand_arithmetic(monkeypatch):
 def test_an_update_is_measured_by_the_passes_that_were_run(monkeypatch):
     roles, diagnostic = started(peak_flops=1e9)
     module, data = make_module(roles), make_datamodule(roles)
-    (batch,) = data.minibatches(data.collect())
+    (batch,) = data.steps.minibatches(data.collect())
     clock = Clock(monkeypatch)
     diagnostic.on_phase_start("update", 0)
     module.training_step(batch, 0)["loss"].backward()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rlkv.callbacks.gradient_parts import (
+from lit_rlkv.callbacks.diagnostics.gradient_parts import (
     GradientDiagnostic,
     Losses,
     Vectors,
@@ -16,7 +16,7 @@ from lit_rlkv.callbacks.gradient_parts import (
     policy_outputs,
 )
 from lit_rlkv.data.credit import Experience, PairCredit
-from lit_rlkv.data.rollouts import Part, Split
+from lit_rlkv.data.steps import Part, Split
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
 from lit_rlkv.models.backbone import head_logits, text_config

@@ -4,11 +4,11 @@ from functools import cache
 import pytest
 import torch
 
-from lit_rlkv.callbacks.gradient import GradientVariance
-from lit_rlkv.callbacks.gradient_sources import GradientSources, rms_advantage
+from lit_rlkv.callbacks.diagnostics.gradient import GradientVariance
+from lit_rlkv.callbacks.diagnostics.gradient_sources import GradientSources, rms_advantage
 from lit_rlkv.data.credit import GroupCredit
-from lit_rlkv.data.rollouts import KLConfig
-from tests.callbacks.gradients import make_run, measured
+from lit_rlkv.data.settings import KLConfig
+from tests.callbacks.diagnostics.gradients import make_run, measured
 from tests.training import (
     ARMS,
 )
@@ -16,7 +16,7 @@ from tests.training import (
 
 def test_the_constant_advantage_is_the_root_mean_square_over_all_parts_by_their_shares():
     run = make_run(credit=GroupCredit("dr_grpo"))
-    parts = list(run.data.parts(run.experience, 3))  # of 3, 3 and 2 prompts
+    parts = list(run.data.steps.parts(run.experience, 3))  # of 3, 3 and 2 prompts
     rewards = run.experience.rewards.total.view(8, 4)
     squares = (rewards - rewards.mean(dim=1, keepdim=True)).square()
     assert float(rms_advantage(parts)) == pytest.approx(float(squares.mean().sqrt()), rel=1e-5)
@@ -94,7 +94,7 @@ def test_sampling_is_what_constant_advantages_give():
             value = torch.where(experience.rollout.is_action, constant, 0.0)
             return replace(credit, advantages=value)
 
-    run.data.credit = Constant("dr_grpo")
+    run.data.steps.credit = Constant("dr_grpo")
     expected = measured(GradientVariance(every=1, terms=["policy"]), run)["gradient/policy/variance"]
     assert found == pytest.approx(expected, rel=1e-4)
 

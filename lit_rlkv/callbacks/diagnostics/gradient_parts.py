@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.diagnostics.base import Diagnostic
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.diagnostics.gradient import BLOCKS, block_of, chosen, over_ranks
+from lit_rlkv.diagnostics.gradient import BLOCKS, block_of, chosen
 from lit_rlkv.diagnostics.sketch import CountSketch
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import action_hidden, action_logps
 from lit_rlkv.modules.base import PolicyModule, StepOutputs
+from lit_rlkv.ranks import over_ranks
 from lit_rlkv.types import TrainBatch
 
 HALF_SCALE = 2.0**12

@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.diagnostics.base import Diagnostic
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.diagnostics.cache import (
     Lifetimes,

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lit_rlkv.callbacks.diagnostic import FILE_NAME, Diagnostic, DiagnosticsFile, read_rows
+from lit_rlkv.callbacks.diagnostics.base import FILE_NAME, Diagnostic, DiagnosticsFile, read_rows
 from tests.training import make_datamodule, make_roles
 
 

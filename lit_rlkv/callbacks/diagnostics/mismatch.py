@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.diagnostics.base import RowsDiagnostic
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.diagnostics.arms import arm_statistics
 from lit_rlkv.diagnostics.mismatch import as_floats, dense_mismatch
@@ -15,7 +15,6 @@ from lit_rlkv.diagnostics.positions import (
     prefixes_by_position,
 )
 from lit_rlkv.diagnostics.views import (
-    check_rows,
     in_passes,
     nothing_died,
     rows_in_pass,
@@ -27,25 +26,16 @@ from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.types import Rollout
 
 
-class Mismatch(Diagnostic):
+class Mismatch(RowsDiagnostic):
     """The sampler against a learner that sees every key, in whatever arm the run trains.
 
     Under a dense learner π_old is that learner already. Under replay one more forward asks what it would
     say, and tells what the other arms would have made of the same rollout. Where nothing was evicted no
-    forward is run.
-
-    Args:
-        n_rows: responses on which whole distributions are compared, at the cost of two more forwards of them.
-        rows_per_pass: most responses in one forward; None takes what makes up 65,536 tokens.
+    forward is run. Whole distributions are compared on a part of the responses, at the cost of two more
+    forwards of them.
     """
 
     name = "mismatch"
-
-    def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
-        super().__init__(every)
-        check_rows(self.name, n_rows, rows_per_pass)
-        self.n_rows = n_rows
-        self.rows_per_pass = rows_per_pass
 
     def measure(self, experience: Experience) -> None:
         rollout = experience.rollout

@@ -11,7 +11,8 @@ import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.data.rollouts import Split
+from lit_rlkv.data.steps import Split
+from lit_rlkv.diagnostics.views import check_rows
 from lit_rlkv.files import write_atomically
 from lit_rlkv.modules.base import PolicyModule
 
@@ -75,6 +76,21 @@ class Diagnostic(RLCallback):
         started_at = time.perf_counter()
         yield
         self._elapsed_s += time.perf_counter() - started_at
+
+
+class RowsDiagnostic(Diagnostic):
+    """Looks at whole distributions, so at a part of the rollout.
+
+    Args:
+        n_rows: responses that it looks at.
+        rows_per_pass: most responses in one forward; None takes what makes up 65,536 tokens.
+    """
+
+    def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
+        super().__init__(every)
+        check_rows(self.name, n_rows, rows_per_pass)
+        self.n_rows = n_rows
+        self.rows_per_pass = rows_per_pass
 
 
 class DiagnosticsFile(RLCallback):

@@ -1,7 +1,7 @@
 import pytest
 
+from lit_rlkv.callbacks.diagnostics.passes import PassCounter
 from lit_rlkv.callbacks.distillation import ShadowDistillation
-from lit_rlkv.callbacks.passes import PassCounter
 from lit_rlkv.data.credit import CriticCredit
 from lit_rlkv.diagnostics.flops import costs_of, learner_work
 from lit_rlkv.models.hydra import ROLES, acting_as
@@ -11,7 +11,7 @@ from tests.training import make_datamodule, make_module, make_ppo, make_roles, s
 
 def counted(module, datamodule):
     """Flops and learned tokens of one iteration's updates, and its batches."""
-    batches = list(datamodule.minibatches(datamodule.collect()))
+    batches = list(datamodule.steps.minibatches(datamodule.collect()))
     counter = PassCounter(module.roles)
     counter.start()
     for batch in batches:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.callbacks.layers import LayerMismatch
-from lit_rlkv.callbacks.mismatch import Mismatch
+from lit_rlkv.callbacks.diagnostics.base import Diagnostic
+from lit_rlkv.callbacks.diagnostics.layers import LayerMismatch
+from lit_rlkv.callbacks.diagnostics.mismatch import Mismatch
 from lit_rlkv.callbacks.statistics import rollout_statistics
 from lit_rlkv.data.credit import CriticCredit, PairCredit
 from lit_rlkv.diagnostics.views import layer_kls, view_overlap

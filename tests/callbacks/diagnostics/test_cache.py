@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rlkv.callbacks.cache import CacheStatistics
-from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.diagnostics.base import Diagnostic
+from lit_rlkv.callbacks.diagnostics.cache import CacheStatistics
 from lit_rlkv.diagnostics.cache import lifetimes, retained
 from lit_rlkv.models.hydra import LAYOUTS
 from lit_rlkv.types import NEVER
-from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
+from tests.callbacks.diagnostics.measuring import ALGORITHMS, assert_same_training, trained
 from tests.training import ARMS, make_datamodule, make_module, make_roles, shift
 
 TRIVIAL = {

@@ -1,0 +1,1 @@
+"""Each looks at what a rollout or an update did, at its own interval, and says what looking cost."""
