@@ -1,6 +1,7 @@
 """The data that flows between the stages: frozen dataclasses of tensors, written once and never into."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +61,8 @@ class Problem:
     prompt: Prompt
     solution: str
     answer: str
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """More that a reward function may ask for, as JSON can hold it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ class Rewards:
 
     total: Float[Tensor, " batch"]
     components: dict[str, Float[Tensor, " batch"]]
+    """NaN where a reward function failed."""
+    is_failed: Bool[Tensor, " batch"] | None = None
+    """Responses without a reward, whose total is their group's mean of the others; None: nothing can fail."""
 
 
 @dataclass(frozen=True)

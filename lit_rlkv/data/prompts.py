@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 
-from lit_rlkv.data.tasks.base import FiniteTask, Task
+from lit_rlkv.data.tasks.base import FiniteTask, Task, UserTask
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.types import Problem, Prompt
 
@@ -86,6 +86,10 @@ def _sampled(task: Task, split: str, seed: int) -> Callable[[int], Problem]:
 
 
 def _members(task: FiniteTask, split: str) -> list[int]:
+    """Places in the list that a split has: as the task says, or else by each prompt."""
+    if isinstance(task, UserTask) and task.n_held_out:
+        n_train = len(task) - task.n_held_out
+        return [*(range(n_train) if split == "train" else range(n_train, len(task)))]
     members = [index for index in range(len(task)) if split_of(task.at(index).prompt) == split]
     if not members:
         raise ValueError(

@@ -1,12 +1,14 @@
-"""One reward for each response: verifier and reward model weighed, normalised, clipped; cut responses pay."""
+"""One reward for each response: what it is scored by weighed, normalised, clipped; cut responses pay."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.shaping import (
     STD_FLOOR,
     RunningMoments,
@@ -17,6 +19,12 @@ from lit_rlkv.rewards.shaping import (
 from lit_rlkv.types import Rewards
 
 NORMALISATIONS = ("none", "batch", "running")
+OWN = ("exact_match", "learned")
+"""Components that are no functions of the config: the task's own score, and the reward role's."""
+
+
+class RewardsFailedError(RuntimeError):
+    """Too few responses have a reward to go on."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +45,29 @@ class RewardConfig:
     """Bound on the size of the normalised reward."""
     missing_eos_penalty: float | int = 0.0
     """Taken off a response that was cut at the longest length allowed, after all else."""
+    functions: Mapping[str, RewardFunction] = field(default_factory=dict)
+    """More scores, by name."""
+    accuracy: str | None = None
+    """The function that says what is right in evaluations; None: the task's own score."""
+    max_failed: float | int = 0.5
+    """Share of an iteration's responses whose functions may fail before the run is stopped."""
 
     def __post_init__(self) -> None:
-        if self.verifier == 0 and self.learned == 0:
-            raise ValueError("verifier=0 and learned=0 leave no reward; give one of them a weight")
+        weights = [self.verifier, self.learned, *(function.weight for function in self.functions.values())]
+        if not any(weights):
+            raise ValueError(
+                "verifier=0 and learned=0 leave no reward; give one of them, or a function, a weight"
+            )
+        bad = [name for name in self.functions if not name.isidentifier() or name in OWN]
+        if bad:
+            raise ValueError(f"functions: {', '.join(map(repr, bad))} cannot be names; give others")
+        if self.accuracy is not None and self.accuracy not in self.functions:
+            known = ", ".join(self.functions) or "none"
+            raise ValueError(
+                f"accuracy={self.accuracy!r} is not among the functions ({known}); name one of them"
+            )
+        if not 0 <= self.max_failed <= 1:
+            raise ValueError(f"max_failed={self.max_failed} is no share; give a number from 0 to 1")
         if self.normalize not in NORMALISATIONS:
             raise ValueError(
                 f"normalize={self.normalize!r} is unknown; choose one of {', '.join(NORMALISATIONS)}"
@@ -57,33 +84,107 @@ class RewardRule:
         self.moments = RunningMoments()
 
     def __call__(
-        self, components: Mapping[str, Float[Tensor, " batch"]], has_eos: Bool[Tensor, " batch"]
+        self,
+        components: Mapping[str, Float[Tensor, " batch"]],
+        has_eos: Bool[Tensor, " batch"],
+        group_size: int = 1,
+        errors: Mapping[str, str] | None = None,
     ) -> Rewards:
         """The total from the components, which are kept as they are for the logs.
 
+        Args:
+            components: a function's are NaN where it failed. Such a response gets the mean of what the others
+                of its group get, or of all where none of them has a reward.
+            group_size: responses to each prompt, side by side.
+            errors: what functions that failed have said.
+
         Raises:
             ValueError: a component that has a weight is not there.
+            RewardsFailedError: more failed than `max_failed` allows.
         """
         config = self.config
-        weights = {"verifier": ("exact_match", config.verifier), "learned": ("learned", config.learned)}
-        for option, (name, weight) in weights.items():
-            if weight != 0 and name not in components:
-                raise ValueError(
-                    f"{option}={weight} weighs a score that this run does not have; give it weight 0, or a "
-                    "task with a verifier and a reward role"
-                )
-        parts = [weight * components[name] for name, weight in weights.values() if weight != 0]
-        total = sum(parts[1:], start=parts[0])
+        is_failed = self._failed(components, has_eos)
+        check_failed(is_failed, errors or {}, config.max_failed)
+        parts = [weight * components[name] for name, weight in self._weights(components).items()]
+        total = sum(parts[1:], start=parts[0]).masked_fill(is_failed, 0.0)
         if config.normalize == "batch":
-            total = normalise_batch(total)
+            total[~is_failed] = normalise_batch(total[~is_failed])
         elif config.normalize == "running":
-            self.moments.update(total)
+            self.moments.update(total[~is_failed])
             total = (total - self.moments.mean) / (self.moments.std + STD_FLOOR)
         total = missing_eos_penalty(clip_rewards(total, config.clip), has_eos, config.missing_eos_penalty)
-        return Rewards(total=total, components=dict(components))
+        return Rewards(
+            total=imputed(total, is_failed, group_size) if is_failed.any() else total,
+            components=dict(components),
+            is_failed=is_failed if config.functions else None,
+        )
+
+    def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
+        """Of the components that count."""
+        config = self.config
+        weights = dict(zip(OWN, (config.verifier, config.learned), strict=True))
+        for option, name in zip(("verifier", "learned"), OWN, strict=True):
+            if weights[name] != 0 and name not in components:
+                raise ValueError(
+                    f"{option}={weights[name]} weighs a score that this run does not have; give it weight 0, "
+                    "or a task with a verifier and a reward role"
+                )
+        weights |= {name: function.weight for name, function in config.functions.items()}
+        return {name: weight for name, weight in weights.items() if weight != 0}
+
+    def _failed(
+        self, components: Mapping[str, Tensor], has_eos: Bool[Tensor, " batch"]
+    ) -> Bool[Tensor, " batch"]:
+        """Responses that a function with a weight has not scored."""
+        is_failed = torch.zeros_like(has_eos)
+        for name in self._weights(components):
+            if name in self.config.functions:
+                is_failed |= components[name].isnan()
+        return is_failed
 
     def state_dict(self) -> dict[str, Any]:
         return self.moments.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.moments.load_state_dict(state_dict)
+
+
+def check_failed(
+    is_failed: Bool[Tensor, " batch"], errors: Mapping[str, str], max_failed: float | int
+) -> None:
+    """Stop where too few responses have a reward.
+
+    Args:
+        errors: what functions that failed have said.
+
+    Raises:
+        RewardsFailedError: more failed than the share `max_failed`.
+    """
+    if float(is_failed.float().mean()) > max_failed:
+        said = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        raise RewardsFailedError(
+            f"{int(is_failed.sum())} of {len(is_failed)} responses have no reward, more than "
+            f"reward.max_failed={max_failed} allows, since reward.functions failed ({said}); mend what they "
+            "say, or raise their timeout_s and retries"
+        )
+
+
+def imputed(
+    total: Float[Tensor, " batch"], is_failed: Bool[Tensor, " batch"], group_size: int
+) -> Float[Tensor, " batch"]:
+    """Where a reward failed the mean of its group's others: a group baseline makes an advantage of 0 of it.
+
+    Where a whole group failed it is the mean of all others, and 0 where there are none.
+    """
+    groups, is_valid = total.view(-1, group_size), ~is_failed.view(-1, group_size)
+    n_valid = is_valid.sum(dim=1)
+    mean_of_all = total[~is_failed].sum() / max(int((~is_failed).sum()), 1)
+    mean = groups.masked_fill(~is_valid, 0.0).sum(dim=1) / n_valid.clamp(min=1)
+    # A mean of equal numbers may miss them by rounding, and the group would no longer agree.
+    infinity = float("inf")
+    mean = mean.clamp(
+        groups.masked_fill(~is_valid, infinity).amin(dim=1),
+        groups.masked_fill(~is_valid, -infinity).amax(dim=1),
+    )
+    mean = torch.where(n_valid > 0, mean, mean_of_all)
+    return torch.where(is_valid, groups, mean[:, None]).flatten()

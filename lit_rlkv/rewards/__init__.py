@@ -1,5 +1,28 @@
 """From completions to rewards."""
 
+from lit_rlkv.rewards.functions import (
+    Command,
+    Endpoint,
+    ExactMatch,
+    MathVerify,
+    Numeric,
+    PythonFunction,
+    Regex,
+    RewardFunction,
+)
+from lit_rlkv.rewards.panel import Answers, Panel
 from lit_rlkv.rewards.verifier import score
 
-__all__ = ["score"]
+__all__ = [
+    "Answers",
+    "Command",
+    "Endpoint",
+    "ExactMatch",
+    "MathVerify",
+    "Numeric",
+    "Panel",
+    "PythonFunction",
+    "Regex",
+    "RewardFunction",
+    "score",
+]

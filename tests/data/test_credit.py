@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.data.credit import CriticCredit, Experience, GroupCredit, PairCredit
+from lit_rlkv.data.credit import Credit, CriticCredit, Experience, GroupCredit, PairCredit
 from lit_rlkv.objectives.corrections import Weights
 from lit_rlkv.rewards.judges import right_then_short
 from lit_rlkv.types import NEVER, Problem, Rewards, Rollout
@@ -151,22 +151,33 @@ def test_a_tie_counts_nothing_unless_ties_are_kept(drop_ties: bool, side: float)
     assert credit.is_counted.any(dim=1).tolist() == [True, True, not drop_ties, not drop_ties]
 
 
+def judged(rule: PairCredit, experience: Experience) -> Credit:
+    """As collect does it: the judge is asked once, and credit may be assigned often."""
+    task_rule = rule.for_task(DigitsAreGood(n_terms=3))
+    verdicts = task_rule.judge_all(experience.problems, experience.completions, experience.group_size)
+    return task_rule.assign(replace(experience, verdicts=verdicts))
+
+
 def test_a_judge_decides_instead_of_the_reward_and_asks_the_verifier_of_the_task():
     # "1 and more" and "2" are both right, and the second is shorter; "three" and "four" are both wrong.
     experience = make_experience([5.0, 0.0, 5.0, 0.0])
     rule = PairCredit(right_then_short)
-    assert rule.for_task(DigitsAreGood(n_terms=3)).assign(experience).units.tolist() == [[1, 0], [3, 2]]
+    assert judged(rule, experience).units.tolist() == [[1, 0], [3, 2]]
     assert PairCredit().assign(experience).units.tolist() == [[0, 1], [2, 3]]
     right_first = replace(experience, completions=["1 and more", "two", "three", "4444444"])
-    assert rule.for_task(DigitsAreGood(n_terms=3)).assign(right_first).units.tolist() == [[0, 1], [3, 2]]
+    assert judged(rule, right_first).units.tolist() == [[0, 1], [3, 2]]
 
 
 def test_a_judge_leaves_ties_to_the_rule_on_ties():
     experience = replace(make_experience([5.0, 0.0, 5.0, 0.0]), completions=["1", "2", "three", "four"])
-    rule = PairCredit(right_then_short).for_task(DigitsAreGood(n_terms=3))
-    assert rule.assign(experience).is_counted.any(dim=1).tolist() == [False, False, True, True]
-    kept = PairCredit(right_then_short, drop_ties=False).for_task(DigitsAreGood(n_terms=3))
-    assert kept.assign(experience).is_counted.any(dim=1).all()
+    assert judged(PairCredit(right_then_short), experience).is_counted.any(dim=1).tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    kept = PairCredit(right_then_short, drop_ties=False)
+    assert judged(kept, experience).is_counted.any(dim=1).all()
 
 
 def test_rules_say_what_they_need():

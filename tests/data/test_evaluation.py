@@ -36,7 +36,7 @@ def make_evaluator(**options):
 
 def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
     evaluator = make_evaluator()
-    row, _ = evaluator.score_cache(SPARSE)
+    row = evaluator.score_cache(SPARSE).row
     n_right = n_tokens = 0
     for problem in evaluator.problems:
         prompt = encode_prompts(evaluator.tokenizer, [problem.prompt])
@@ -59,7 +59,8 @@ def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
 
 def test_mismatch_is_the_mean_log_ratio_of_sampler_and_dense_learner():
     evaluator = make_evaluator(sampling_temperature=0.7)
-    row, sampled = evaluator.score_cache(SPARSE)
+    found = evaluator.score_cache(SPARSE)
+    row, sampled = found.row, found.rollout
     dense = replay_logps(evaluator.roles.backbone("policy"), sampled, shadow=False, temperature=0.7)
     terms = [
         (sampled.sampler_logps[r, c] - dense[r, c]).item() for r, c in sampled.is_action.nonzero().tolist()
@@ -72,8 +73,7 @@ def test_mismatch_is_the_mean_log_ratio_of_sampler_and_dense_learner():
 
 def test_a_dense_cache_has_no_mismatch_and_costs_more_bytes():
     evaluator = make_evaluator()
-    dense, _ = evaluator.score_cache(CacheSpec.dense())
-    sparse, _ = evaluator.score_cache(SPARSE)
+    dense, sparse = (evaluator.score_cache(cache).row for cache in (CacheSpec.dense(), SPARSE))
     assert dense.kl == pytest.approx(0.0, abs=1e-5)
     assert (dense.cache, dense.budget) == ("dense", None)
     assert (sparse.cache, sparse.budget) == ("snapkv 7+2", 7)
@@ -82,13 +82,49 @@ def test_a_dense_cache_has_no_mismatch_and_costs_more_bytes():
 
 
 def test_the_same_seed_gives_the_same_row():
-    first, second = (make_evaluator(temperature=1.0).score_cache(SPARSE)[0] for _ in range(2))
+    first, second = (make_evaluator(temperature=1.0).score_cache(SPARSE).row for _ in range(2))
     assert first == second
-    assert make_evaluator(temperature=1.0, seed=1).score_cache(SPARSE)[0] != first
+    assert make_evaluator(temperature=1.0, seed=1).score_cache(SPARSE).row != first
 
 
 def test_gradients_are_not_kept():
     evaluator = make_evaluator()
-    _, sampled = evaluator.score_cache(SPARSE)
-    assert not sampled.sampler_logps.requires_grad
+    assert not evaluator.score_cache(SPARSE).rollout.sampler_logps.requires_grad
     assert torch.is_grad_enabled()
+
+
+def test_every_sample_of_every_problem_is_kept_with_its_score():
+    evaluator = make_evaluator(temperature=1.0, n_samples=3)
+    found = evaluator.score_cache(SPARSE)
+    assert [(s.problem, s.sample) for s in found.samples] == [(i, j) for i in range(24) for j in range(3)]
+    for sample in found.samples:
+        problem = evaluator.problems[sample.problem]
+        assert (sample.prompt, sample.answer, sample.cache) == (problem.prompt, problem.answer, "snapkv 7+2")
+        assert sample.score == evaluator.task.score(problem, sample.completion)
+    assert found.row.accuracy == pytest.approx(sum(s.score for s in found.samples) / 72)
+    assert found.row.mean_length == pytest.approx(sum(s.n_tokens for s in found.samples) / 72)
+    of_first = {s.completion for s in found.samples if s.problem == 0}
+    assert len(of_first) == 3  # drawn anew each
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "batch_size", "batches"),
+    [
+        (1, 10, [(0, 10, 0, 1), (10, 20, 0, 1), (20, 24, 0, 1)]),
+        (4, 50, [(0, 12, 0, 4), (12, 24, 0, 4)]),
+        (5, 3, [(i, i + 1, *part) for i in range(24) for part in ((0, 3), (3, 5))]),
+    ],
+)
+def test_no_batch_is_larger_than_asked_for(n_samples, batch_size, batches):
+    evaluator = make_evaluator(n_samples=n_samples, batch_size=batch_size)
+    assert list(evaluator._batches()) == batches
+    assert all((stop - start) * (last - first) <= batch_size for start, stop, first, last in batches)
+
+
+def test_samples_that_are_drawn_in_rounds_differ():
+    evaluator = make_evaluator(temperature=1.0, n_samples=4, batch_size=2)
+    texts = [s.completion for s in evaluator.score_cache(SPARSE).samples]
+    assert [texts[i : i + 2] for i in range(0, len(texts), 4)] != [
+        texts[i + 2 : i + 4] for i in range(0, len(texts), 4)
+    ]
+    assert len({*texts[:4]}) == 4

@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from lit_rlkv.data.rewarding import RewardConfig, RewardRule
+from lit_rlkv.data.rewarding import RewardConfig, RewardRule, RewardsFailedError, imputed
+from lit_rlkv.rewards import ExactMatch
 
 EXACT, LEARNED = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([3.0, 5.0, -1.0, 1.0])
 ALL_END = torch.ones(4, dtype=torch.bool)
@@ -100,8 +101,74 @@ def test_a_weight_without_its_component_is_refused():
         ({"normalize": "group"}, "normalize='group' is unknown; choose one of none, batch, running"),
         ({"clip": 0.0}, "clip=0.0 leaves no reward; give more than 0, or null for none"),
         ({"clip": -1.0}, "clip=-1.0 leaves no reward"),
+        ({"verifier": 0.0, "functions": {"a": ExactMatch(weight=0)}}, "leave no reward; give one of them"),
+        ({"functions": {"learned": ExactMatch()}}, "functions: 'learned' cannot be names"),
+        ({"functions": {"a/b": ExactMatch()}}, "functions: 'a/b' cannot be names"),
+        ({"accuracy": "a"}, "accuracy='a' is not among the functions (none)"),
+        ({"functions": {"b": ExactMatch()}, "accuracy": "a"}, "is not among the functions (b)"),
+        ({"max_failed": 1.5}, "max_failed=1.5 is no share"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict, says: str):
     with pytest.raises(ValueError, match=re.escape(says)):
         RewardConfig(**options)
+
+
+NAN = float("nan")
+FUNCTIONS = {"a": ExactMatch(weight=2.0), "b": ExactMatch(weight=-0.5), "seen": ExactMatch(weight=0)}
+
+
+def rewards_of(a: list[float], b: list[float], seen: list[float] | None = None, group_size=4, **options):
+    config = RewardConfig(verifier=0.0, functions=FUNCTIONS, **{"max_failed": 1.0} | options)
+    scores = {"a": a, "b": b, "seen": seen or [0.0] * len(a)}
+    components = {name: torch.tensor(values) for name, values in scores.items()}
+    return RewardRule(config)(components, torch.ones(len(a), dtype=torch.bool), group_size, {"a": "boom"})
+
+
+def test_functions_are_weighed_like_any_component():
+    rewards = rewards_of([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0])
+    assert rewards.total.tolist() == [1.5, -0.5, 2.0, 0.0]
+    assert rewards.is_failed.tolist() == [False] * 4
+    assert RewardRule(RewardConfig())({"exact_match": EXACT}, ALL_END).is_failed is None
+
+
+def test_a_response_without_a_reward_gets_the_mean_of_its_groups_others():
+    # groups of two: 2·1 and failed; failed and −0.5·1; both failed: the mean of all others, 0.75
+    rewards = rewards_of([1.0, NAN, 0.0, 0.0, NAN, 1.0], [0.0, 0.0, NAN, 1.0, 0.0, NAN], group_size=2)
+    assert rewards.total.tolist() == [2.0, 2.0, -0.5, -0.5, 0.75, 0.75]
+    assert rewards.is_failed.tolist() == [False, True, True, False, True, True]
+    assert rewards.components["a"].isnan().tolist() == [False, True, False, False, True, False]
+
+
+def test_a_function_without_weight_may_fail():
+    rewards = rewards_of([1.0, 0.0], [0.0, 0.0], [NAN, NAN], group_size=2)
+    assert rewards.total.tolist() == [2.0, 0.0]
+    assert not rewards.is_failed.any()
+
+
+def test_failed_rewards_do_not_enter_a_normalisation():
+    a = [3.0, 5.0, NAN, -1.0, 1.0]
+    std = math.sqrt(4 * 20 / 3) + 1e-4  # twice 3, 5, −1, 1: mean 4, unbiased variance 4 · 20/3
+    expected = [2 / std, 6 / std, 0.0, -6 / std, -2 / std]
+    for normalize in ("batch", "running"):
+        total = rewards_of(a, [0.0] * 5, group_size=5, normalize=normalize).total
+        assert total.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_group_that_agrees_agrees_still_whatever_its_mean_rounds_to():
+    for value in torch.rand(200):
+        total = imputed(value.repeat(7), torch.arange(7) == 3, 7)
+        assert torch.equal(total, value.repeat(7))
+
+
+def test_too_many_failures_stop_the_run_and_say_why():
+    assert rewards_of([NAN, NAN, 1.0, 1.0], [0.0] * 4, max_failed=0.5).is_failed.sum() == 2
+    with pytest.raises(
+        RewardsFailedError, match=r"3 of 4 responses .* reward\.max_failed=0\.5 .*\(a: boom\)"
+    ):
+        rewards_of([NAN, NAN, NAN, 1.0], [0.0] * 4, max_failed=0.5)
+
+
+def test_nothing_is_left_where_all_fail_and_that_is_allowed():
+    for normalize in ("none", "batch", "running"):
+        assert rewards_of([NAN, NAN], [0.0, 0.0], group_size=2, normalize=normalize).total.tolist() == [0, 0]

@@ -1,5 +1,7 @@
 """Text to token ids and back."""
 
+import json
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -9,11 +11,14 @@ from lit_rlkv.data.tokenizers import (
     TASK_CHARACTERS,
     build_task_tokenizer,
     check_encodable,
+    check_vocabulary,
     decode_completions,
     encode,
     encode_prompt,
     encode_prompts,
+    end_token_ids,
     format_prompt,
+    is_end,
     load_tokenizer,
 )
 from lit_rlkv.types import Message, prompt_text
@@ -154,6 +159,53 @@ def test_only_actions_are_decoded_and_the_eos_is_left_out():
 def test_a_sampled_pad_token_is_seen_rather_than_dropped():
     token_ids, is_action = torch.tensor([[4, 0, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
     assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["2<pad>6"]
+
+
+def test_an_id_without_a_token_is_seen_rather_than_dropped():
+    # A vocabulary padded from 51 to 64: without its mark, 2<|60|>6 would pass for 26.
+    token_ids, is_action = torch.tensor([[4, 60, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
+    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["2<|60|>6"]
+    assert build_task_tokenizer().decode([4, 60, 8]) == "26"
+
+
+def write_ends(folder, ends):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
+def test_the_ends_of_a_response_are_those_of_tokenizer_and_generation_config(tmp_path):
+    tokenizer = word_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.save_pretrained(tmp_path)
+    assert end_token_ids(load_tokenizer(str(tmp_path))) == [2]
+    write_ends(tmp_path, [6, 2])
+    loaded = load_tokenizer(str(tmp_path))
+    assert end_token_ids(loaded) == [2, 6]
+    token_ids = torch.tensor([[4, 5, 6], [4, 2, 3], [4, 5, 4]])
+    assert is_end(loaded, token_ids).tolist() == [
+        [False, False, True],
+        [False, True, False],
+        [False, False, False],
+    ]
+    everything = torch.ones_like(token_ids, dtype=torch.bool)
+    everything[1, 2] = False
+    assert decode_completions(loaded, token_ids, everything) == ["one two", "one", "one two one"]
+    write_ends(tmp_path, 6)
+    assert end_token_ids(load_tokenizer(str(tmp_path))) == [2, 6]
+
+
+def test_a_listed_end_that_is_an_ordinary_word_is_none(tmp_path):
+    word_tokenizer(eos_token="<eos>", pad_token="<pad>").save_pretrained(tmp_path)
+    write_ends(tmp_path, [2, 5])
+    assert end_token_ids(load_tokenizer(str(tmp_path))) == [2]
+
+
+def test_a_model_without_an_embedding_for_padding_or_an_end_is_refused():
+    tokenizer = word_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    check_vocabulary(tokenizer, 4)
+    with pytest.raises(
+        ValueError, match=r"the tokenizer's <pad> \(3\) are beyond the 3 tokens that the model"
+    ):
+        check_vocabulary(tokenizer, 3)
 
 
 def test_no_path_means_the_task_tokenizer():

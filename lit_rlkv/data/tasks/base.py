@@ -46,6 +46,20 @@ class FiniteTask(Task, Protocol):
         ...
 
 
+@runtime_checkable
+class UserTask(FiniteTask, Protocol):
+    """A finite task from rows of a user's data."""
+
+    @property
+    def n_held_out(self) -> int:
+        """How many problems, the last of the list, are for evaluation alone; 0 leaves it to their prompts."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Where a problem stands in its source, for messages."""
+        ...
+
+
 def slip(totals: Sequence[int], rng: random.Random, sizes: Sequence[int] = SLIPS) -> list[int]:
     """The totals with one mistake in arithmetic that is carried on to the last; none becomes negative."""
     start = rng.randrange(len(totals))
@@ -73,22 +87,12 @@ def change_one_character(text: str, rng: random.Random) -> str:
     return text[:place] + replacement + text[place + 1 :]
 
 
-def final_answer(completion: str, answer_after: str | None) -> str | None:
-    """What follows the last marker, stripped; all of the completion if there is no marker to look for.
-
-    None if the marker is missing from the completion.
-    """
-    if answer_after is None:
-        return completion.strip()
-    _, marker, answer = completion.rpartition(answer_after)
-    return answer.strip() if marker else None
-
-
 def solve_with(answer: str, answer_after: str | None) -> str:
     """The shortest completion with this final answer."""
     return answer if answer_after is None else f"{answer_after} {answer}"
 
 
 def corrupt_final_answer(problem: Problem, rng: random.Random) -> str:
-    """The solution, which ends in the answer, with one character of the answer changed."""
-    return problem.solution.removesuffix(problem.answer) + change_one_character(problem.answer, rng)
+    """The solution with one character of its answer changed, where it says that last."""
+    before, _, after = problem.solution.rpartition(problem.answer)
+    return before + change_one_character(problem.answer, rng) + after

@@ -1,15 +1,13 @@
 """Preferences as a task: prompts with a better and a worse completion, as people or models ranked them."""
 
 import random
-import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rlkv.data.tasks.lines import numbered_lines, parse_object, parse_rows
+from lit_rlkv.data.tasks.chat import answerable, text_or_chat
+from lit_rlkv.data.tasks.rows import read_lines
 from lit_rlkv.types import Message, PreferencePair, Problem, Prompt
-
-_ROLES = ("system", "user", "assistant")
 
 
 class Preferences:
@@ -20,12 +18,21 @@ class Preferences:
 
     is_verifiable = False
 
-    def __init__(self, pairs: Sequence[PreferencePair], source: str) -> None:
-        if not pairs:
+    def __init__(
+        self,
+        pairs: Sequence[PreferencePair],
+        source: str,
+        places: Sequence[str] | None = None,
+        n_held_out: int = 0,
+    ) -> None:
+        if len(pairs) == n_held_out:
             raise ValueError(f"{source!r} holds no pairs, so there is nothing to prefer; give at least one")
         self.source = source
         """Where the pairs are from, for messages."""
+        self.n_held_out = n_held_out
+        """The last pairs, which are for evaluation alone."""
         self._pairs = pairs
+        self._places = places
         self._rejected: dict[tuple[Prompt, str], list[str]] = {}
         for pair in pairs:
             self._rejected.setdefault((pair.prompt, pair.chosen), []).append(pair.rejected)
@@ -41,9 +48,13 @@ class Preferences:
         pair = self._pairs[index]
         return Problem(pair.prompt, solution=pair.chosen, answer=pair.chosen)
 
+    def place(self, index: int) -> str:
+        """Where a pair stands in its source."""
+        return f"{self.source} pair {index}" if self._places is None else self._places[index]
+
     def sample(self, rng: random.Random) -> Problem:
-        """Any pair's."""
-        return self.at(rng.randrange(len(self)))
+        """Any pair's of those to train on."""
+        return self.at(rng.randrange(len(self) - self.n_held_out))
 
     def score(self, problem: Problem, completion: str) -> float:
         """1.0 if the completion is the chosen side, both stripped of surrounding whitespace."""
@@ -61,8 +72,8 @@ def read_preferences(path: str | Path) -> Preferences:
         FileNotFoundError: there is no such file.
         ValueError: lines that are no pairs, by number; all lines are looked at before.
     """
-    rows = numbered_lines(Path(path))
-    return Preferences(parse_rows(rows, lambda line: parse_pair(parse_object(line))), str(path))
+    pairs = read_lines(path, parse_pair)
+    return Preferences(pairs.rows, str(path), pairs.places)
 
 
 def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:
@@ -76,32 +87,12 @@ def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:
     if missing:
         raise ValueError(f"missing {' and '.join(missing)}; a preference needs both sides")
     keys = [key for key in ("prompt", "chosen", "rejected") if entry.get(key) is not None]
-    given = {key: _text_or_chat(entry[key], key) for key in keys}
-    prompt = _checked(_prompt(**given))
+    given = {key: text_or_chat(entry[key], key) for key in keys}
+    prompt = answerable(_prompt(**given))
     chosen, rejected = (_completion(given[key], key) for key in ("chosen", "rejected"))
     if chosen.strip() == rejected.strip():
         raise ValueError("both sides are equal, so there is nothing to prefer; drop the line or mend it")
     return PreferencePair(prompt, chosen, rejected)
-
-
-def _text_or_chat(value: Any, key: str) -> Prompt:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
-        raise ValueError(
-            f"{key} is {reprlib.repr(value)}, which is neither a text nor chat messages; write text in "
-            'quotes, or a list of messages like {"role": "user", "content": "..."}'
-        )
-    unknown = sorted({message["role"] for message in value} - set(_ROLES))
-    if unknown:
-        raise ValueError(
-            f"{key} has messages of role {', '.join(map(repr, unknown))}; a chat has {', '.join(_ROLES)} only"
-        )
-    return tuple(Message(message["role"], message["content"]) for message in value)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _prompt(chosen: Prompt, rejected: Prompt, prompt: Prompt | None = None) -> Prompt:
@@ -127,15 +118,6 @@ def _prompt(chosen: Prompt, rejected: Prompt, prompt: Prompt | None = None) -> P
 
 def _context(side: Prompt) -> tuple[Message, ...]:
     return () if isinstance(side, str) else side[:-1]
-
-
-def _checked(prompt: Prompt) -> Prompt:
-    last = Message("user", prompt) if isinstance(prompt, str) else prompt[-1]
-    if last.role != "user":
-        raise ValueError(f"the prompt ends in a message of role {last.role!r}; end it in one of the user")
-    if not last.content.strip():
-        raise ValueError("the prompt is empty; drop the line or mend it")
-    return prompt
 
 
 def _completion(side: Prompt, key: str) -> str:

@@ -30,7 +30,14 @@ def test_lines_become_problems_in_order(write):
         Problem("2+2=", "4", "4"),
         Problem("3+3=", "6", "6"),
     ]
+    assert [task.place(index).rpartition(":")[2] for index in range(len(task))] == ["1", "3"]
     assert task.sample(random.Random(0)) in (task.at(0), task.at(1))
+
+
+def test_numbers_are_answers_as_json_writes_them(write):
+    lines = [{"prompt": "?", "answer": answer} for answer in (2, -1.5)]
+    task = JsonlTask(write(*lines))
+    assert [task.at(index).answer for index in range(2)] == ["2", "-1.5"]
 
 
 def test_without_a_marker_the_whole_completion_is_the_answer(write):
@@ -74,13 +81,15 @@ def test_a_corruption_changes_the_answer_and_nothing_before_it(write, answer):
         ([1, 2], "problems.jsonl:2: got a list"),
         ({"prompt": "1+1="}, "problems.jsonl:2: missing answer; each line needs prompt and answer"),
         ({}, "problems.jsonl:2: missing prompt, answer"),
-        ({"prompt": "1+1=", "answer": 2}, "problems.jsonl:2: answer must be text"),
+        ({"prompt": "1+1=", "answer": None}, "problems.jsonl:2: answer must be text; it is None"),
         ({"prompt": "1+1=", "answer": "2", "solution": None}, "problems.jsonl:2: solution must be text"),
         (
             {"prompt": "1+1=", "answer": "2", "solution": "3"},
             "problems.jsonl:2: the solution '3' must be the answer '2'",
         ),
-        ({"prompt": "1+1=", "answer": ""}, "problems.jsonl:2"),
+        ({"prompt": "1+1=", "answer": ""}, "problems.jsonl:2: the answer is empty"),
+        ({"prompt": " ", "answer": "2"}, "problems.jsonl:2: the prompt is empty"),
+        ({"prompt": 3, "answer": "2"}, "problems.jsonl:2: prompt is 3, which is neither a text nor chat"),
     ],
 )
 def test_a_bad_line_is_named(write, line, message):

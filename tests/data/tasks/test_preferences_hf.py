@@ -41,10 +41,20 @@ def write_lines(path, rows):
     return str(path)
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install lit_rlkv\[data\]"):
         load_preferences("owner/name")
+    assert problems(load_preferences(write_lines(tmp_path / "a.jsonl", ROWS))) == expected(ROWS)
+
+
+def test_pairs_of_another_split_may_be_held_out(datasets, tmp_path):
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=rows.select([0, 1, 2]), test=rows.select([3])).save_to_disk(tmp_path / "a")
+    task = load_preferences(str(tmp_path / "a"), eval_split="test")
+    assert problems(task) == expected(ROWS)
+    assert task.n_held_out == 1
+    assert task.place(3) == f"{tmp_path / 'a'} test row 0"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])
@@ -100,7 +110,7 @@ def test_a_missing_column_is_named_with_those_that_exist(datasets, tmp_path):
 
 def test_bad_rows_are_named_by_their_index(datasets, tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [*ROWS, ROWS[0] | {"rejected": "0"}])
-    with pytest.raises(ValueError, match=r"data.jsonl row 4: both sides are equal"):
+    with pytest.raises(ValueError, match=r"data.jsonl:5: both sides are equal"):
         load_preferences(path)
 
 
@@ -116,7 +126,7 @@ def test_a_dataset_without_rows_is_refused(datasets, tmp_path):
         ({"split": "test"}, "cannot load split 'test' of .*data.jsonl'"),
         ({"dataset": "saved", "split": "test"}, "cannot load split 'test' of .*it was saved with train;"),
         ({"dataset": "folder", "name": "other"}, "cannot load split 'train' of .*other"),
-        ({"dataset": "broken.jsonl"}, "cannot load split 'train' of .*broken.jsonl"),
+        ({"dataset": "broken.jsonl"}, "broken.jsonl:1: not JSON"),
         ({"dataset": "data.txt"}, "is no file that can be read; convert it to .parquet or .json or .jsonl"),
         ({"dataset": "nowhere"}, "cannot load split 'train' of .*nowhere.*give a name on the hub, a folder"),
     ],

@@ -1,0 +1,83 @@
+"""Problems from files and Hugging Face datasets, whatever their columns are called."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from lit_rlkv.data.tasks.problems import Problems, RowFormat
+from lit_rlkv.data.tasks.rows import Table, path_of, read_rows
+from lit_rlkv.types import Problem
+
+_OWN = ("prompt", "answer", "solution")
+_HINT = "set prompt_column, answer_column and solution_column, with null where there is no answer or solution"
+
+
+def load_problems(
+    dataset: str,
+    *,
+    name: str | None = None,
+    split: str = "train",
+    eval_split: str | None = None,
+    prompt_column: str = "prompt",
+    answer_column: str | None = "answer",
+    solution_column: str | None = None,
+    extra_columns: Sequence[str] = (),
+    system_prompt: str | None = None,
+    answer_after: str | None = None,
+) -> Problems:
+    """The problems of a dataset; every row is looked at.
+
+    Args:
+        dataset, name, split: as `lit_rlkv.data.tasks.rows.read_rows` takes them.
+        eval_split: the problems to evaluate on; None holds out about one in ten.
+        prompt_column: a text, or chat messages that end in the user's.
+        answer_column: texts or numbers; None takes what follows `answer_after` in the solution, or where
+            there is no solution either, gives prompts alone.
+        solution_column: worked solutions for the warm-up; None shows the answer alone.
+        extra_columns: what reward functions get beside prompt, answer and solution.
+        system_prompt: a message before every prompt that brings none of its own.
+        answer_after: the marker before the final answer ("####" in GSM8K), for the task's own score. Without
+            it that is the whole completion, and there is no own score where solutions say more than it.
+
+    Raises:
+        ImportError: the package datasets is missing.
+        ValueError: options that contradict each other, nothing can be loaded, or bad rows, by their place.
+    """
+    if answer_column is None and solution_column is not None and answer_after is None:
+        raise ValueError(
+            f"solution_column={solution_column!r} holds no answer that could be found; set answer_column, or "
+            "answer_after to the marker before the answer"
+        )
+    taken = [column for column in extra_columns if column in _OWN or column == "completion"]
+    if taken:
+        raise ValueError(f"extra_columns={list(extra_columns)}: {', '.join(taken)} would hide what is there")
+    columns = {"prompt": prompt_column, "answer": answer_column, "solution": solution_column}
+    columns |= {column: column for column in extra_columns}
+    has_own_score = answer_after is not None or (answer_column is not None and solution_column is None)
+    form = RowFormat(answer_after, system_prompt, has_own_score, tuple(extra_columns))
+    wanted = tuple((key, column) for key, column in columns.items() if column is not None)
+    table, held_out = (
+        None if each is None else _read(dataset, name, each, wanted, form, _fingerprint(dataset))
+        for each in (split, eval_split)
+    )
+    assert table is not None
+    return Problems(table, held_out, answer_after=answer_after, is_verifiable=has_own_score)
+
+
+@lru_cache(maxsize=4)  # the checks of a config build its task more than once
+def _read(
+    dataset: str,
+    name: str | None,
+    split: str,
+    columns: tuple[tuple[str, str], ...],
+    form: RowFormat,
+    fingerprint: tuple[tuple[str, int, int], ...],
+) -> Table[Problem]:
+    return read_rows(dataset, form.parse, dict(columns), hint=_HINT, name=name, split=split)
+
+
+def _fingerprint(dataset: str) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of local files: a file that has changed is read again."""
+    root = Path(path_of(dataset)).expanduser()
+    files = sorted(root.rglob("*")) if root.is_dir() else [root] if root.is_file() else []
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)

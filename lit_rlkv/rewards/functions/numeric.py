@@ -1,0 +1,89 @@
+"""The final answer as a number."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lit_rlkv.rewards.functions.base import RewardFunction
+from lit_rlkv.rewards.graders import Grader, Immediate, Question
+from lit_rlkv.types import Problem
+
+_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_NUMBER = re.compile(
+    # A sign behind a letter, a digit or a bracket is an operator; digits behind a letter are a name.
+    r"(?:(?<![\w.)])(?P<sign>[-−+]))?(?<![\w.])[$€£]?"
+    rf"(?P<number>{_PLAIN})(?:[eE](?P<power>[-+]?[0-9]{{1,2}})(?!\w))?"
+    rf"(?:\s?/\s?(?P<below>{_PLAIN}))?(?P<percent>\s?\\?%)?"
+)
+MAX_DIGITS = 300
+"""Longer numbers are none: no answer is, and arithmetic on them takes long."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    number: Fraction
+    is_percent: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numeric(RewardFunction):
+    """1.0 if the final answer is the reference number; else 0.0.
+
+    1,000 is 1000, $5 is 5, and 3/4 is 0.75; 50% is 50 and is 0.5, so that it may be written either way.
+    """
+
+    answer_after: str | None = None
+    """The answer is the first number behind the last of these; None takes the completion's last number."""
+    tolerance: float | int = 0.0
+    """How far off the answer may be."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.tolerance < float("inf"):
+            raise ValueError(f"tolerance={self.tolerance} is no distance; give a number of at least 0")
+
+    def open(self) -> Grader:
+        return Immediate(self._score)
+
+    def check(self, problem: Problem) -> None:
+        self._reference(problem.answer)
+
+    def _reference(self, answer: str) -> _Value:
+        found = _values(answer)
+        if len(found) != 1:
+            raise ValueError(f"the answer {answer!r} is not one number; mend it, or use another function")
+        return found[0]
+
+    def _score(self, question: Question) -> float:
+        reference, completion = self._reference(question["answer"]), question["completion"]
+        if self.answer_after is not None:
+            _, marker, completion = completion.rpartition(self.answer_after)
+            if not marker:
+                return 0.0
+        found = _values(completion)
+        if not found:
+            return 0.0
+        return float(self._is_equal(found[-1 if self.answer_after is None else 0], reference))
+
+    def _is_equal(self, stated: _Value, reference: _Value) -> bool:
+        gaps = [stated.number - reference.number]
+        if stated.is_percent and not reference.is_percent:
+            gaps.append(stated.number / 100 - reference.number)
+        if reference.is_percent and not stated.is_percent:
+            gaps.append(stated.number - reference.number / 100)
+        return any(abs(gap) <= self.tolerance for gap in gaps)
+
+
+def _values(text: str) -> list[_Value]:
+    return [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
+
+
+def _value(match: re.Match[str]) -> _Value | None:
+    if len(match["number"]) > MAX_DIGITS or len(match["below"] or "") > MAX_DIGITS:
+        return None
+    number, below = (Fraction((match[name] or "1").replace(",", "")) for name in ("number", "below"))
+    if below == 0:
+        return None
+    sign = -1 if match["sign"] in ("-", "−") else 1
+    power = Fraction(10) ** int(match["power"] or 0)
+    return _Value(sign * number * power / below, match["percent"] is not None)

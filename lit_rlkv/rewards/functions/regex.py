@@ -1,0 +1,37 @@
+"""What a regular expression finds."""
+
+import re
+from dataclasses import dataclass
+
+from lit_rlkv.rewards.functions.base import SlowFunction
+from lit_rlkv.rewards.graders import Grader
+from lit_rlkv.rewards.isolated import FOLDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regex(SlowFunction):
+    """1.0 if the pattern is found in the completion, as a reward for its format; else 0.0.
+
+    With a group: 1.0 if that group of its last match is the answer.
+    """
+
+    pattern: str
+    """Of Python's re; `(?s)` before it lets a dot match line ends, `\\A` and `\\Z` are the ends of a text."""
+    group: int | str | None = None
+    """By number or name."""
+    timeout_s: float | int = 1.0
+    n_workers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            compiled = re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from error
+        known = [*range(compiled.groups + 1), *compiled.groupindex]
+        if self.group is not None and self.group not in known:
+            raise ValueError(f"group={self.group!r} is not in pattern={self.pattern!r}; it has {known}")
+
+    def open(self) -> Grader:
+        options = {"pattern": self.pattern, "group": self.group}
+        return self.in_processes(FOLDER / "pattern.py", "matches", options)

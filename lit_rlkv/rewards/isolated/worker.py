@@ -1,0 +1,105 @@
+"""A process that scores completions with a function of a file: JSON lines in, JSON lines out.
+
+It ends when its input ends, also in the middle of a question, so that it never outlives who asks. It is run
+by its path and imports the standard library alone, so that it starts in a moment and is small.
+"""
+
+import faulthandler
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+
+def main() -> None:
+    """Load the function that the first line names, then answer each further line with one."""
+    questions, answers = _private_pipes()
+    lines: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(questions, lines), daemon=True).start()
+    job = json.loads(lines.get())
+    try:
+        function = load(job["path"], job["function"])
+    except BaseException as error:
+        _write(answers, {"error": _said(error)})
+        return
+    _write(answers, {"ready": True})
+    nowhere = open(os.devnull, "w")  # noqa: SIM115, it stays open
+    while True:
+        question = json.loads(lines.get())
+        # A question that holds the interpreter's lock keeps the thread that reads from ending the process.
+        faulthandler.dump_traceback_later(job["limit_s"], exit=True, file=nowhere)
+        answer = _answer(function, question, job["options"])
+        faulthandler.cancel_dump_traceback_later()
+        _write(answers, answer)
+
+
+def load(path: str, name: str) -> Callable[..., Any]:
+    """A function of a Python file, which may import what lies beside it."""
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location("lit_rlkv_reward_function", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def _answer(
+    function: Callable[..., Any], question: dict[str, Any], options: dict[str, Any]
+) -> dict[str, float | str]:
+    try:
+        score = function(**_taken(function, question), **options)
+        if isinstance(score, str | bytes) or score is None:
+            raise TypeError(f"it returned {score!r}; return a number")
+        return {"score": float(score)}
+    except (Exception, SystemExit) as error:
+        return {"error": _said(error)}
+
+
+def _taken(function: Callable[..., Any], question: dict[str, Any]) -> dict[str, Any]:
+    """What of the question the function asks for by the names of its parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return question
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in question.items() if name in names}
+
+
+def _said(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = [frame for frame in frames if frame.filename != __file__]
+    at = f" ({Path(inner[-1].filename).name}, line {inner[-1].lineno})" if inner else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def _read(questions: TextIO, lines: "SimpleQueue[str]") -> None:
+    for line in questions:
+        lines.put(line)
+    os._exit(0)
+
+
+def _write(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def _private_pipes() -> tuple[TextIO, TextIO]:
+    """Input and output that the function cannot touch: what it prints goes to the standard error."""
+    questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return questions, answers
+
+
+if __name__ == "__main__":
+    main()

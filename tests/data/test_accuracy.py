@@ -1,0 +1,30 @@
+import pytest
+
+from lit_rlkv.data.accuracy import accuracy_of
+from lit_rlkv.data.rewarding import RewardsFailedError
+from lit_rlkv.data.tasks import ChainSum
+from lit_rlkv.rewards import Numeric, Panel
+from lit_rlkv.types import Problem
+from tests.rewards.threaded import InThreads
+
+PROBLEMS = [Problem("7+3=", "7,10", "10")] * 3
+COMPLETIONS = ["7,10", "it is 10", "7,11"]
+
+
+def fails_on_words(question):
+    return float("nan") if "it" in question["completion"] else 1.0
+
+
+def test_the_task_says_what_is_right_unless_a_function_does():
+    panel = Panel({"correct": Numeric()})
+    assert accuracy_of(ChainSum(n_terms=2))(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 0.0]
+    assert accuracy_of(ChainSum(n_terms=2), panel)(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 0.0]
+    asked = accuracy_of(ChainSum(n_terms=2), panel, "correct")
+    assert asked(PROBLEMS, COMPLETIONS).tolist() == [1.0, 1.0, 0.0]
+
+
+def test_where_the_function_fails_nothing_is_right_and_too_often_is_an_error():
+    with Panel({"correct": InThreads(ask=fails_on_words)}) as panel:
+        assert accuracy_of(ChainSum(), panel, "correct")(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 1.0]
+        with pytest.raises(RewardsFailedError, match="1 of 3 responses have no reward"):
+            accuracy_of(ChainSum(), panel, "correct", 0.1)(PROBLEMS, COMPLETIONS)

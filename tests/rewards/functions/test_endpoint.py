@@ -1,0 +1,122 @@
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from lit_rlkv.rewards import Endpoint
+from lit_rlkv.rewards.graders import threads
+from tests.rewards.asking import score
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Does what the completion asks for."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((question, self.headers.get("Authorization")))
+        n_asked, completion = len(self.server.asked), question["completion"]
+        if completion == "hang":
+            self.server.is_over.wait(20)
+        if completion == "drip":
+            self.drip()
+        elif completion == "move":
+            self.answer(302, "0", {"Location": "/elsewhere"})
+        elif completion == "third" and n_asked < 3:
+            self.answer(503, "")
+        elif completion == "bad":
+            self.answer(400, "")
+        elif completion == "words":
+            self.answer(200, "great")
+        else:
+            self.answer(200, json.dumps({"reward": 0.25} if completion == "object" else len(completion)))
+
+    def answer(self, status, body, headers=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def drip(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        while not self.server.is_over.wait(0.05):
+            self.wfile.write(b"1")
+            self.wfile.flush()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(threads, "BACKOFF_S", 0.01)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.asked, server.is_over = [], threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}/score"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.is_over.set()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_completion_is_posted_and_the_answer_is_a_number_or_holds_one(server):
+    assert score(Endpoint(url=server.url), "four", "4", prompt="2+2", level=3) == 4.0
+    assert score(Endpoint(url=server.url), "object") == 0.25
+    question = {"prompt": "2+2", "answer": "4", "solution": "", "completion": "four", "level": 3}
+    assert server.asked[0] == (question, None)
+
+
+def test_a_server_that_fails_twice_is_asked_three_times(server):
+    assert score(Endpoint(url=server.url, retries=2), "third") == 5.0
+    assert len(server.asked) == 3
+
+
+def test_more_failures_than_retries_are_said(server):
+    with pytest.raises(RuntimeError, match="/score answered 503 Service Unavailable"):
+        score(Endpoint(url=server.url, retries=1), "third")
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize(("completion", "status"), [("bad", 400), ("move", 302)])
+def test_what_asking_again_would_not_mend_is_asked_once(server, completion, status):
+    with pytest.raises(Exception, match=f"answered {status}"):
+        score(Endpoint(url=server.url, retries=2), completion)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("completion", ["hang", "drip"])
+def test_a_server_that_does_not_come_to_an_end_is_left(server, completion):
+    started_at = time.perf_counter()
+    with pytest.raises(Exception, match=r"timed out|no whole answer within"):
+        score(Endpoint(url=server.url, timeout_s=0.3, retries=0), completion)
+    assert time.perf_counter() - started_at < 10
+
+
+def test_an_answer_that_is_no_number_and_a_server_that_is_not_there_are_said(server):
+    with pytest.raises(Exception, match="Expecting value"):
+        score(Endpoint(url=server.url, retries=0), "words")
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:1/: .*refused"):
+        score(Endpoint(url="http://127.0.0.1:1/", retries=0), "?")
+
+
+def test_a_token_comes_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "secret")
+    score(Endpoint(url=server.url, token_env="JUDGE_TOKEN"), "?")
+    assert server.asked[0][1] == "Bearer secret"
+    monkeypatch.delenv("JUDGE_TOKEN")
+    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' is not set"):
+        Endpoint(url=server.url, token_env="JUDGE_TOKEN").open()
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/x", "localhost:8000", "http://"])
+def test_only_web_addresses_are_taken(url):
+    with pytest.raises(ValueError, match="is no address of a service"):
+        Endpoint(url=url)
