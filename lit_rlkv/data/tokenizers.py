@@ -1,8 +1,11 @@
 """Text to token ids and back: the character tokenizer of the native tasks, and any other by name."""
 
+import json
 import string
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -10,7 +13,10 @@ from jaxtyping import Bool, Int
 from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 
 from lit_rlkv.types import Message, Prompt, PromptBatch, prompt_text
 
@@ -47,12 +53,52 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.end_ids = _listed_ends(tokenizer, path)  # read by end_token_ids
     return tokenizer
+
+
+def _listed_ends(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
+    """The ends of a response that the checkpoint's generation config lists; none where it has none.
+
+    Chat models list several, of which the tokenizer knows one. An id that the tokenizer writes as ordinary
+    text is left out: it comes from a default of the model's class, and would end responses amid a word.
+    """
+    file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    listed = None if file is None else json.loads(Path(file).read_text("utf-8")).get("eos_token_id")
+    ids = [] if listed is None else [listed] if isinstance(listed, int) else listed
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return tuple(id_ for id_ in ids if id_ in special)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a response: the tokenizer's own, then what its checkpoint lists beside it."""
+    listed = vars(tokenizer).get("end_ids", ())
+    return list(dict.fromkeys([tokenizer.eos_token_id, *listed]))
+
+
+def is_end(tokenizer: PreTrainedTokenizerBase, token_ids: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+    """Where a token ends a response."""
+    return torch.isin(token_ids, torch.tensor(end_token_ids(tokenizer), device=token_ids.device))
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embedded: int) -> None:
+    """Refuse a model that has no embedding for what every batch holds: padding and ends.
+
+    Raises:
+        ValueError: naming the tokens.
+    """
+    missing = {id_ for id_ in (tokenizer.pad_token_id, *end_token_ids(tokenizer)) if id_ >= n_embedded}
+    if missing:
+        shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in sorted(missing))
+        raise ValueError(
+            f"the tokenizer's {shown} are beyond the {n_embedded} tokens that the model embeds; it belongs "
+            "to another model, or its pad token was added without resizing the embeddings"
+        )
 
 
 def check_encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """Raise ValueError naming the characters, or words, of `text` that the tokenizer has no token for."""
-    if _is_task_tokenizer(tokenizer):
+    if is_task_tokenizer(tokenizer):
         unknown = {character for character in text if character not in _TASK_VOCABULARY}
     elif tokenizer.unk_token_id is None or tokenizer.unk_token_id not in _plain_ids(tokenizer, text):
         unknown = set()
@@ -128,26 +174,44 @@ def left_pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> PromptBatch:
     return PromptBatch(token_ids, torch.arange(width) >= width - n_tokens[:, None])
 
 
+def padded(prompts: PromptBatch, width: int, pad_token_id: int) -> PromptBatch:
+    """The prompts in `width` columns, with more padding on their left."""
+    n_more = width - prompts.token_ids.shape[1]
+    token_ids = F.pad(prompts.token_ids, (n_more, 0), value=pad_token_id)
+    return PromptBatch(token_ids, F.pad(prompts.attention_mask, (n_more, 0)))
+
+
 def decode_completions(
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Int[Tensor, "batch seq"],
     is_action: Bool[Tensor, "batch seq"],
 ) -> list[str]:
-    """Text of each row's actions without the closing eos.
+    """Text of each row's actions without the closing end token.
 
-    Other special tokens stay visible: dropping them would let `2<pad>6` pass for 26.
+    Other special tokens stay visible: dropping them would let `2<pad>6` pass for 26. So do ids that the
+    tokenizer has no token for, which a vocabulary padded to a round size has; `<|151999|>` is one.
     """
+    ends = set(end_token_ids(tokenizer))
     completions = [row[is_mine].tolist() for row, is_mine in zip(token_ids, is_action, strict=True)]
-    return [cast(str, tokenizer.decode(_without_eos(ids, tokenizer.eos_token_id))) for ids in completions]
+    return [_decoded(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids) for ids in completions]
 
 
-def _without_eos(token_ids: list[int], eos_token_id: int) -> list[int]:
-    return token_ids[:-1] if token_ids[-1:] == [eos_token_id] else token_ids
+def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    tokens = tokenizer.convert_ids_to_tokens(token_ids)
+    if None not in tokens:
+        return cast(str, tokenizer.decode(token_ids))
+    known = groupby(zip(token_ids, tokens, strict=True), key=lambda pair: pair[1] is not None)
+    parts = [(is_known, [id_ for id_, _ in pairs]) for is_known, pairs in known]
+    return "".join(
+        cast(str, tokenizer.decode(ids)) if is_known else "".join(f"<|{id_}|>" for id_ in ids)
+        for is_known, ids in parts
+    )
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _is_task_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_task_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its tokens are the characters of the native tasks."""
     return len(tokenizer) == len(_TASK_VOCABULARY) and tokenizer.get_vocab() == _TASK_VOCABULARY

@@ -36,6 +36,7 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
     with warnings.catch_warnings():
         # Several adapters on one backbone are what this is for.
         warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # of GPT-2, and then set right
         inject_adapter_in_model(config, backbone, adapter_name=name)
     if isinstance(backbone.get_output_embeddings(), LoraLayer):
         raise ValueError(

@@ -101,8 +101,9 @@ def _prove_replayable(
         )
     if not _is_close(dense, expected):
         raise ValueError(
-            f"{name} cannot be replayed: its logits change under our attention, with our output head or in "
-            "training mode; dropout that is no nn.Dropout must be 0 in its config"
+            f"{name} cannot be replayed: its logits change under our attention (to which it may not hand on "
+            "what it is given), with our output head or in training mode; dropout that is no nn.Dropout must "
+            "be 0 in its config"
         )
     if not _is_close(decoded, expected[:, -1:]):
         raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
@@ -217,6 +218,13 @@ def hidden_states(
     )
     hidden: Tensor = output.last_hidden_state
     return hidden
+
+
+def n_embedded(model: PreTrainedModel) -> int:
+    """Tokens that the model has an embedding for: at least those of its tokenizer, often padded to more."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return len(weight)
 
 
 def head_is_frozen(model: PreTrainedModel) -> bool:

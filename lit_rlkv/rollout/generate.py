@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import check_length
+from lit_rlkv.models.backbone import check_length, n_embedded
 from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
 from lit_rlkv.types import NEVER, Rollout
 
@@ -164,6 +164,11 @@ def _check_prompts(
         raise ValueError(
             "a prompt is empty or not left-padded; put padding first, so that each row of attention_mask "
             "reads 0...0 1...1"
+        )
+    if (highest := int(token_ids.max())) >= n_embedded(model):
+        raise ValueError(
+            f"a prompt holds token {highest}, but {type(model).__name__} embeds {n_embedded(model)} tokens; "
+            "its tokenizer belongs to another model, or has tokens that the model was never given"
         )
     check_length(model, token_ids.shape[1] + max_new_tokens)
 

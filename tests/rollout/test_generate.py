@@ -208,6 +208,21 @@ def test_no_prompts_are_refused(shape: tuple[int, int]):
         run(torch.zeros(shape, dtype=torch.long), torch.ones(shape))
 
 
+def test_a_prompt_of_another_vocabulary_is_refused():
+    token_ids, is_prompt = ragged_prompts()
+    token_ids[0, -1] = VOCAB
+    with pytest.raises(ValueError, match="a prompt holds token 64, but LlamaForCausalLM embeds 64 tokens"):
+        generate(
+            tiny_model(),
+            token_ids,
+            is_prompt,
+            cache=CacheSpec.dense(),
+            max_new_tokens=2,
+            eos_token_id=None,
+            pad_token_id=PAD,
+        )
+
+
 def test_tokens_stay_in_the_vocabulary():
     rollout = run()
     assert rollout.token_ids.min() >= 0

@@ -1,0 +1,132 @@
+"""A causal LM from a folder or the hub: safetensors, transformers' own code, and refusals in plain words."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NOISES = ("dropout", "pdrop", "jitter", "layerdrop")
+"""Parts of the names that configs give to randomness in training."""
+QUANTIZATIONS = ("4bit",)
+
+
+def load_causal_lm(
+    path: str | Path,
+    dtype: torch.dtype,
+    *,
+    quantization: str | None = None,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """The model with its weights in `dtype`, on the CPU unless it is quantized.
+
+    Args:
+        quantization: "4bit" keeps the linear layers in NF4 (QLoRA, arXiv:2305.14314) and computes in `dtype`.
+        device: CUDA, where there is a quantization, which works there alone.
+
+    Raises:
+        ValueError: weights that are no safetensors, a model that brings code of its own, or a quantization
+            that cannot be had here.
+    """
+    if Path(path).is_dir():
+        _check_folder(Path(path))
+    options = {} if quantization is None else _quantized(quantization, dtype, device)
+    with _said_plainly(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        # Eager, which every family has: a checkpoint may ask for an implementation that is not installed.
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=without_dropout(config),
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="eager",
+            **options,
+        )
+    return model
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """The same config with every noise of training at 0: sampler and learner must compute one function.
+
+    Families name it differently, and those that call it as a function read it nowhere else.
+    """
+    for name, value in vars(config).items():
+        if isinstance(value, float) and any(noise in name for noise in NOISES):
+            setattr(config, name, 0.0)
+    for name in config.sub_configs:
+        part = vars(config).get(name)
+        if isinstance(part, PretrainedConfig):
+            without_dropout(part)
+    return config
+
+
+def _check_folder(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if not pickles:
+        raise ValueError(
+            f"{folder} holds no weights (no *.safetensors); give a folder written by save_pretrained"
+        )
+    raise ValueError(
+        f"{folder} holds its weights as {pickles[0]}, and pickles, which may run code when they are read, "
+        "are not loaded; where you trust it, convert it once: AutoModelForCausalLM.from_pretrained("
+        f"{str(folder)!r}, use_safetensors=False).save_pretrained('NEW'), and the tokenizer beside it"
+    )
+
+
+@contextmanager
+def _said_plainly(path: str | Path) -> Iterator[None]:
+    """What transformers says of code and of files, in our words."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        text = str(error)
+        if "trust_remote_code" in text or "custom code" in text:
+            raise ValueError(
+                f"{path} brings code of its own ({_model_type(path)}), which is never run; use a model that "
+                "transformers itself knows"
+            ) from error
+        if "safetensors" in text and "model" in text and isinstance(error, OSError):
+            raise ValueError(
+                f"{path} has no weights as safetensors, and pickles are not loaded; use another revision, or "
+                "convert it once where you trust it (AutoModelForCausalLM.from_pretrained(NAME, "
+                f"use_safetensors=False).save_pretrained('NEW')): {' '.join(text.split())}"
+            ) from error
+        raise
+
+
+def _model_type(path: str | Path) -> str:
+    config = Path(path) / "config.json"
+    name = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+    return f"model_type {name}" if name else "auto_map in its config"
+
+
+def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any]:
+    """What from_pretrained needs for it."""
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(
+            f"quantization={quantization!r} is unknown; choose {', '.join(QUANTIZATIONS)} or null"
+        )
+    if device is None or device.type != "cuda":
+        raise ValueError(f"quantization={quantization} needs CUDA, and this run is on {device}; use null")
+    try:
+        import bitsandbytes  # noqa: F401  # of an extra, and looked for only where it is asked for
+    except ImportError as error:
+        raise ValueError(
+            f'quantization={quantization} needs bitsandbytes; pip install "lit_rlkv[quant]", or use null'
+        ) from error
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}

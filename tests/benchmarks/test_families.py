@@ -1,0 +1,48 @@
+"""MODELS.md says of a family what the code says of it."""
+
+import re
+from importlib.metadata import version
+
+import pytest
+from families import PAGE, Verdict, judge, page
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def section(title):
+    return re.search(rf"^## {title}$(.*?)(?=^## |\Z)", TEXT, re.M | re.S)[1]
+
+
+def row_of(title, model_type):
+    return next(line for line in section(title).splitlines() if f"| `{model_type}` |" in line)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral", "deepseek_v3"])
+def test_a_family_that_the_page_calls_exact_is(model_type):
+    verdict = judge(model_type)
+    assert verdict.is_exact
+    assert verdict.dense_gap > 100 * verdict.replay_gap  # the rollout evicted what mattered
+    assert verdict.name in row_of("Exact", model_type)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mamba", "lfm2", "falcon", "doge", "stablelm"])
+def test_a_family_that_the_page_calls_refused_is_with_the_same_words(model_type):
+    verdict = judge(model_type)
+    assert verdict.refusal is not None
+    assert verdict.refusal.replace("|", "\\|") in row_of("Refused", model_type)
+
+
+def test_the_page_knows_every_causal_lm_of_transformers_once():
+    listed = re.findall(r"^\| \w+ \| `(?!model_type)([^`]+)` \|", TEXT, re.M)
+    assert len(listed) == len(set(listed)) > 150
+    if f"transformers {version('transformers')}," in TEXT:
+        assert set(listed) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert "to be fixed" not in TEXT
+
+
+def test_a_family_that_were_accepted_without_being_exact_would_stand_out():
+    wrong = Verdict("wrong", "WrongForCausalLM", replay_gap=0.3, dense_gap=0.4)
+    assert not wrong.is_exact
+    assert "Accepted, but not exact: to be fixed" in page([wrong])
+    assert "WrongForCausalLM" not in page([wrong]).split("to be fixed")[0]

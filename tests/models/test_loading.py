@@ -1,0 +1,99 @@
+"""Checkpoints that must not be loaded, and why; those that must, whatever they ask for."""
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, OPTConfig
+
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.loading import load_causal_lm, without_dropout
+from tests.checkpoints import change_json, save_checkpoint
+from tests.models_zoo import build
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return save_checkpoint(tmp_path / "model")
+
+
+def test_weights_come_in_the_precision_asked_for(checkpoint):
+    model = load_causal_lm(checkpoint, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert load_causal_lm(checkpoint, torch.float32).dtype == torch.float32
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(checkpoint, tmp_path):
+    state = load_causal_lm(checkpoint, torch.float32).state_dict()
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(state, checkpoint / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin, and pickles.*convert it once") as refusal:
+        load_causal_lm(checkpoint, torch.float32)
+    assert "\n" not in str(refusal.value)
+    # what it advises works
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, use_safetensors=False)
+    loaded.save_pretrained(tmp_path / "new")
+    assert load_causal_lm(tmp_path / "new", torch.float32).num_parameters() == loaded.num_parameters()
+
+
+def test_a_folder_without_weights_is_named(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no weights \(no \*\.safetensors\)"):
+        load_causal_lm(checkpoint, torch.float32)
+
+
+def test_code_of_a_checkpoint_is_never_run(checkpoint, tmp_path):
+    ran = tmp_path / "ran"
+    (checkpoint / "mine.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    change_json(checkpoint / "config.json", model_type="mine", auto_map=classes)
+    with pytest.raises(ValueError, match=r"brings code of its own \(model_type mine\), which is never run"):
+        load_causal_lm(checkpoint, torch.float32)
+    assert not ran.exists()
+
+
+def test_of_a_known_family_transformers_own_code_is_taken(checkpoint, tmp_path):
+    (checkpoint / "mine.py").write_text("raise SystemExit\n")
+    change_json(checkpoint / "config.json", auto_map={"AutoModelForCausalLM": "mine.Model"})
+    model = load_causal_lm(checkpoint, torch.float32)
+    assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+
+
+def test_the_attention_that_a_checkpoint_asks_for_does_not_matter(checkpoint):
+    expected = load_causal_lm(checkpoint, torch.float32)
+    change_json(checkpoint / "config.json", attn_implementation="flash_attention_2")
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = prepare_backbone(load_causal_lm(checkpoint, torch.float32))
+    token_ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(token_ids).logits, expected(token_ids).logits)
+
+
+def test_randomness_that_only_the_config_can_switch_off_is_switched_off():
+    # OPT drops by function at the rate in its config, which no walk over modules finds.
+    settings = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
+        "max_position_embeddings": 128, "word_embed_proj_dim": 32, "dropout": 0.5,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"dropout that is no nn\.Dropout must be 0 in its config"):
+        prepare_backbone(build(OPTConfig(**settings)))
+    prepare_backbone(build(without_dropout(OPTConfig(**settings))))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "device", "says"),
+    [
+        ("4bit", "cpu", "quantization=4bit needs CUDA, and this run is on cpu; use null"),
+        ("3bit", "cuda", "quantization='3bit' is unknown; choose 4bit or null"),
+    ],
+)
+def test_a_quantization_that_cannot_be_had_is_refused(checkpoint, quantization, device, says):
+    with pytest.raises(ValueError, match=says):
+        load_causal_lm(checkpoint, torch.float32, quantization=quantization, device=torch.device(device))
+
+
+def test_without_bitsandbytes_its_extra_is_named(checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ValueError, match=r'needs bitsandbytes; pip install "lit_rlkv\[quant\]"'):
+        load_causal_lm(checkpoint, torch.float32, quantization="4bit", device=torch.device("cuda"))

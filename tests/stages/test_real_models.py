@@ -1,0 +1,238 @@
+"""Checkpoints of many families through the config: loaded, rolled out, replayed, updated, exported."""
+
+import csv
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, FalconMambaConfig, GenerationConfig
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
+from lit_rlkv.models import replay_logps
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.rollout import generate
+from lit_rlkv.stages.exporting import export_policy, policy_logits, probe_tokens
+from lit_rlkv.stages.parts import build_parts, load_backbone
+from lit_rlkv.stages.training import make_policy
+from lit_rlkv.types import Message
+from tests.checkpoints import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
+from tests.models_zoo import FAMILIES, build
+from tests.tiny import config, run
+from tests.training import shift
+
+LIGHT = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1", "roles.rank=4"]
+
+
+def opened(folder, checkpoint, *overrides):
+    """The parts of a run on a checkpoint, and its policy."""
+    parts = build_parts(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides))
+    return parts, make_policy(parts, checkpoint)
+
+
+def metrics_of(folder, name, checkpoint, *overrides):
+    """The only row of a run of one iteration."""
+    run(folder, name, *LIGHT, f"model.path={checkpoint}", *overrides)
+    with (folder / name / "metrics.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    return {key: float(value) for key, value in row.items() if value}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_every_family_is_rolled_out_replayed_and_updated(family, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", family)
+    found = metrics_of(tmp_path, "run", checkpoint, "algorithm.kl.weight=0.1")
+    assert found["kv/replay_gap"] < 1e-4
+    assert found["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_recomputed_layers_give_the_same_update(family, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", family)
+    plain = metrics_of(tmp_path, "plain", checkpoint, "algorithm=ppo")
+    again = metrics_of(tmp_path, "again", checkpoint, "algorithm=ppo", "roles.gradient_checkpointing=true")
+    for name in ("loss", "grad_norm", "kv/replay_gap"):
+        assert again[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied"),
+    [("llama", False), ("gpt2", True), ("phi3", False), ("gemma2", True), ("gpt_neox", False)],
+)
+def test_an_export_computes_the_policy_in_plain_transformers(family, is_tied, tmp_path):
+    # gpt2 swaps rows and columns, phi3 has projections in one matrix; where tied, the head is the embedding.
+    checkpoint = save_checkpoint(tmp_path / "model", family, tie_word_embeddings=is_tied, ends=[1, 50])
+    parts, module = opened(tmp_path, checkpoint)
+    shift(module.roles)
+    out = exported(parts, module, checkpoint, tmp_path)[0]
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == is_tied
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [1, 50]
+    token_ids = probe_tokens(merged)
+    expected = policy_logits(module.roles, token_ids)
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(checkpoint)(token_ids).logits
+        torch.testing.assert_close(merged(token_ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert float((base - expected).abs().max()) > 1e-2 * float(expected.abs().max())
+
+
+def test_an_adapter_on_a_shared_embedding_is_not_merged_into_another_model(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    parts, module = opened(tmp_path, checkpoint, "roles.target_modules=[embed_tokens]")
+    for name, parameter in module.roles.named_parameters():
+        if "lora_embedding" in name:
+            parameter.data.normal_()
+    with pytest.raises(ConfigError, match="an adapter on embeddings that are also the output head"):
+        exported(parts, module, checkpoint, tmp_path)
+
+
+def exported(parts, module, checkpoint, folder):
+    out = folder / "out"
+    out.mkdir()
+    found = export_policy(module.roles, parts.tokenizer, checkpoint, out, dtype=None, with_heads=False)
+    return out, found
+
+
+def test_in_bfloat16_replay_is_exact_to_that_precision(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model")
+    found = metrics_of(tmp_path, "half", checkpoint, "fabric.precision=bf16-true")
+    # Logits of a few units are rounded to 1/128 of their size; a key too many moves log-probs by more than 1.
+    assert 1e-4 < found["kv/replay_gap"] < 0.15
+    parts, module = opened(tmp_path, checkpoint, "fabric.precision=bf16-true")
+    assert {p.dtype for p in module.roles.backbone("policy").parameters()} == {torch.bfloat16}
+    assert exported(parts, module, checkpoint, tmp_path)[1].dtype == "bfloat16"
+
+
+def rolled_out(parts, module, prompts, **options):
+    batch = encode_prompts(parts.tokenizer, prompts)
+    with acting_as(module.roles, "policy") as backbone:
+        return generate(
+            backbone, batch.token_ids, batch.attention_mask, cache=parts.cache, max_new_tokens=16,
+            pad_token_id=parts.tokenizer.pad_token_id, generator=torch.Generator().manual_seed(0),
+            **{"eos_token_id": end_token_ids(parts.tokenizer), "n_samples": 64} | options,
+        )  # fmt: skip
+
+
+def test_a_response_ends_at_each_of_the_ends_that_the_checkpoint_lists(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", tokenizer=chat_tokenizer(), ends=[1, N_TOKENS])
+    parts, module = opened(tmp_path, checkpoint)
+    assert end_token_ids(parts.tokenizer) == [1, N_TOKENS]
+    rollout = rolled_out(parts, module, ["1+2="])
+    ended = rollout.is_action.sum(dim=1) < 16
+    last = [int(row[mine][-1]) for row, mine in zip(rollout.token_ids, rollout.is_action, strict=True)]
+    assert {last[i] for i in ended.nonzero().flatten()} == {1, N_TOKENS}
+    inner = [row[mine][:-1] for row, mine in zip(rollout.token_ids, rollout.is_action, strict=True)]
+    assert not any(int(token) in (1, N_TOKENS) for row in inner for token in row)
+    texts = decode_completions(parts.tokenizer, rollout.token_ids, rollout.is_action)
+    assert not any("<turn>" in text or "<eos>" in text for text in texts)
+    # an end that is not listed is a token like others
+    unlisted = rolled_out(parts, module, ["1+2="], eos_token_id=1)
+    texts = decode_completions(parts.tokenizer, unlisted.token_ids, unlisted.is_action)
+    assert any("<turn>" in text for text in texts)
+
+
+def test_an_end_that_the_tokenizer_writes_as_text_is_a_default_and_no_end(tmp_path):
+    # Llama's class has 2 for its end, which here is the digit 0.
+    checkpoint = save_checkpoint(tmp_path / "model", ends=[1, 2])
+    assert end_token_ids(build_parts(config(tmp_path, f"model.path={checkpoint}", *LIGHT)).tokenizer) == [1]
+
+
+def test_a_chat_goes_through_the_template_of_the_checkpoint_and_padding_is_its_end(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", tokenizer=chat_tokenizer())
+    parts, module = opened(tmp_path, checkpoint)
+    assert parts.tokenizer.pad_token_id == parts.tokenizer.eos_token_id == 1
+    chat = (Message("system", "add"), Message("user", "1+2="))
+    batch = encode_prompts(parts.tokenizer, [chat, "7"])
+    texts = [
+        parts.tokenizer.decode(row[is_token])
+        for row, is_token in zip(batch.token_ids, batch.attention_mask, strict=True)
+    ]
+    assert texts == ["add\n1+2=\na:", "7\na:"]
+    rollout = rolled_out(parts, module, [chat, "7"], n_samples=4)
+    with acting_as(module.roles, "policy") as backbone, torch.no_grad():
+        replayed = replay_logps(backbone, rollout)
+    assert float((replayed - rollout.sampler_logps).abs().max()) < 1e-4
+
+
+def test_a_chat_without_a_template_is_refused_before_work(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model")
+    parts, _ = opened(tmp_path, checkpoint)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template to write the chat"):
+        encode_prompts(parts.tokenizer, [(Message("user", "1+2="),)])
+
+
+def test_ids_of_a_padded_vocabulary_are_seen_and_not_dropped(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model")  # 64 embeddings, 51 tokens
+    parts, module = opened(tmp_path, checkpoint)
+    rollout = rolled_out(parts, module, ["1+2="])
+    texts = decode_completions(parts.tokenizer, rollout.token_ids, rollout.is_action)
+    padded = [
+        ((row >= N_TOKENS) & is_mine).any()
+        for row, is_mine in zip(rollout.token_ids, rollout.is_action, strict=True)
+    ]
+    assert any(padded)
+    assert [f"<|{N_TOKENS}" in text or "<|5" in text or "<|6" in text for text in texts] == padded
+    # learner and sampler share one distribution, over all 64
+    with acting_as(module.roles, "policy") as backbone, torch.no_grad():
+        replayed = replay_logps(backbone, rollout)
+    assert float((replayed - rollout.sampler_logps).abs().max()) < 1e-4
+
+
+def loaded(folder, checkpoint, *overrides):
+    load_backbone(build_parts(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides)), checkpoint)
+
+
+def refusal(folder, checkpoint, *overrides):
+    with pytest.raises(ConfigError) as error:
+        loaded(folder, checkpoint, *overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("llama", {"max_position_embeddings": 12}, "has positions for 12; lower max_new_tokens"),
+        ("mistral", {"sliding_window": 8}, "exceed the sliding window of 8 of MistralForCausalLM"),
+    ],
+)
+def test_a_checkpoint_that_is_too_short_is_refused(family, changes, says, tmp_path):
+    assert says in refusal(tmp_path, save_checkpoint(tmp_path / "model", family, **changes))
+
+
+def test_a_checkpoint_that_cannot_be_replayed_is_refused_with_the_reason(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model")
+    mamba = FalconMambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    build(mamba).save_pretrained(checkpoint)
+    assert "layers of type linear_attention keep state" in refusal(tmp_path, checkpoint)
+
+
+def test_pickles_and_foreign_code_are_refused(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model")
+    change_json(checkpoint / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Config"})
+    assert "which is never run" in refusal(tmp_path, checkpoint)
+    change_json(checkpoint / "config.json", model_type="llama", auto_map={})
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    assert "convert it once" in refusal(tmp_path, checkpoint)
+
+
+def test_a_pad_token_without_an_embedding_is_refused(tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens([f"<x{i}>" for i in range(20)])
+    tokenizer.pad_token = "<x19>"
+    checkpoint = save_checkpoint(tmp_path / "model", tokenizer=tokenizer, pad_token_id=0)
+    assert "<x19> (71) are beyond the 64 tokens that the model embeds" in refusal(tmp_path, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "quantization=4bit needs CUDA, and this run is on cpu"),
+        (["stages=[sft,rl]"], "but sft trains all weights"),
+        (["roles=ppo"], "but roles=ppo trains all weights"),
+        (["fabric.quantization=3bit"], "fabric.quantization=3bit is unknown"),
+        (["model.path=null"], "is of a checkpoint; give model.path"),
+    ],
+)
+def test_a_quantized_backbone_is_refused_where_it_cannot_be(overrides, says, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model")
+    assert says in refusal(tmp_path, checkpoint, "fabric.quantization=4bit", *overrides)
