@@ -1,92 +1,122 @@
-"""python -m lit_rlkv.evaluate ckpt=...: score a saved run dense and at each budget."""
+"""python -m lit_rlkv.evaluate ckpt=...: score a saved run dense and at each budget of each policy."""
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.callbacks.summary import summary_table
-from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
-from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_config, expanded
-from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, build_parts, load_config
-from lit_rlkv.stages.training import make_policy
+from lit_rlkv.callbacks.scores import score_table
+from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_command_line
+from lit_rlkv.config.commands import check_draws, check_evaluation
+from lit_rlkv.data.estimates import Estimates, estimate
+from lit_rlkv.data.evaluation import Sample
+from lit_rlkv.files import write_atomically
+from lit_rlkv.stages import environment
+from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
+from lit_rlkv.stages.saved import find_run, open_run
 from lit_rlkv.types import EvalRow
 
-RESULT = "evaluate.json"
+PLAIN_WIDTH = 160
+"""Columns where there is no terminal: a table with many pass@k is not cut."""
 
 
-def find_run(ckpt: Path) -> tuple[Path, Checkpoint | None]:
-    """The run folder and checkpoint that a path means: a run (its newest checkpoint) or one checkpoint of it.
+@dataclass(frozen=True)
+class Evaluation:
+    """What a saved policy scores, and how that was found."""
+
+    run_dir: Path
+    settings: dict[str, Any]
+    """What was scored, on what and how, in plain types."""
+    scored: list[tuple[EvalRow, Estimates]]
+    """By cache."""
+    samples: list[Sample]
+
+    @property
+    def rows(self) -> list[EvalRow]:
+        return [row for row, _ in self.scored]
+
+    def save(self, name: str) -> Path:
+        """Write `NAME.json` and, with a line for each sample, `NAME_samples.jsonl` into the run's folder."""
+        lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.samples]
+        write_atomically(self.run_dir / f"{name}_samples.jsonl", "".join(lines))
+        rows = [asdict(row) | {"estimates": asdict(found)} for row, found in self.scored]
+        result = self.run_dir / f"{name}.json"
+        write_atomically(result, json.dumps(self.settings | {"rows": rows}, indent=1))
+        return result
+
+
+def evaluate(asked: DictConfig) -> Evaluation:
+    """Score a saved run as conf/evaluate.yaml describes.
+
+    What is null there is as the run had it. A run without a checkpoint is scored as it started.
 
     Raises:
-        ConfigError: the path is neither.
+        ConfigError: what is asked for cannot be meant, or there is no such run; before anything is loaded.
     """
-    if (ckpt / CONFIG).is_file():
-        return ckpt, CheckpointDir(ckpt / CHECKPOINTS).latest()
-    run_dir = ckpt.parent.parent
-    if not (run_dir / CONFIG).is_file():
-        raise ConfigError(
-            f"ckpt={ckpt} is neither a run folder (with {CONFIG}) nor a checkpoint in one; "
-            "give runs/NAME or runs/NAME/checkpoints/iteration-N"
-        )
-    try:
-        return run_dir, load_checkpoint(ckpt)
-    except FileNotFoundError as error:
-        raise ConfigError(str(error)) from error
-
-
-def evaluate(overrides: DictConfig) -> tuple[Path, dict[str, object], list[EvalRow]]:
-    """The run's folder, what was scored and how, and the accuracy table.
-
-    What `overrides` leaves null is as the run had it. A run without a checkpoint is scored as it started.
-    """
-    run_dir, checkpoint = find_run(Path(overrides.ckpt))
-    cfg = load_config(run_dir)
-    for key in ("budgets", "n_prompts", "temperature"):
-        if overrides[key] is not None:
-            cfg.evaluation[key] = overrides[key]
-    if overrides.kernels is not None:
-        cfg.kernels = overrides.kernels
-    if overrides.policy is not None:
-        cfg.cache.policy = overrides.policy
-    cfg.distillation = None  # of no meaning here, and not to be checked against another cache
-    cfg.logger = None
-    check_config(cfg)
-    parts = build_parts(cfg)
-    own = run_dir / BACKBONE
-    start = own if own.is_dir() else expanded(cfg.model.path)
-    assert start is not None  # a run without a warm model has a model.path
-    module = make_policy(parts, start)
-    if checkpoint is not None:
-        with as_config_errors(f"ckpt={overrides.ckpt}"):
-            load_trainable(module, checkpoint.weights())
-    rows, _ = evaluate_policy(parts, module.roles)
-    scored = {
-        "iteration": 0 if checkpoint is None else checkpoint.iteration,
-        "temperature": cfg.evaluation.temperature,
+    check_evaluation(asked)
+    run = find_run(Path(asked.ckpt).expanduser())
+    cfg = run.cfg
+    for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", "temperature"):
+        if asked[key] is not None:
+            cfg.evaluation[key] = asked[key]
+    cfg.kernels = cfg.kernels if asked.kernels is None else asked.kernels
+    check_draws(asked.n_samples, cfg.evaluation.temperature)
+    policies = None if asked.policies is None else list(asked.policies)
+    with as_config_errors("cache"):
+        caches = evaluation_caches(cfg, policies)
+    parts, module = open_run(run)
+    spread = {"level": asked.level, "n_resamples": asked.n_resamples}
+    scored, samples = [], []
+    for found in score_caches(parts, module.roles, caches, asked.n_samples):
+        scored.append((found.row, estimate(found.samples, list(asked.pass_at_k), **spread, seed=cfg.seed)))
+        samples += found.samples
+    settings = {
+        "checkpoint": None if run.checkpoint is None else run.checkpoint.path.name,
+        "iteration": run.iteration,
         "seed": cfg.seed,
+        "n_prompts": scored[0][0].n_problems,
+        "n_samples": asked.n_samples,
+        "temperature": cfg.evaluation.temperature,
+        "batch_size": cfg.evaluation.batch_size,
+        "n_mismatch": cfg.evaluation.n_mismatch,
+        **spread,
+        "environment": environment.describe(cfg, parts.fabric.device),
     }
-    return run_dir, scored, rows
+    return Evaluation(run.run_dir, settings, scored, samples)
+
+
+def main() -> None:
+    """The command line: mistakes end in one line, before any work."""
+    try:
+        check_command_line("evaluate", sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    run_command_line()
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="evaluate")
-def main(overrides: DictConfig) -> None:
-    """The command line."""
+def run_command_line(asked: DictConfig) -> None:
+    """What a command line that composes asks for."""
     try:
-        run_dir, scored, rows = evaluate(overrides)
+        found = evaluate(asked)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    result = run_dir / RESULT
-    result.write_text(json.dumps(scored | {"rows": [asdict(row) for row in rows]}, indent=1))
+    result = found.save(asked.name)
+    settings = found.settings
     console = Console()
-    console.print(f"after {scored['iteration']} iterations of RL, temperature {scored['temperature']}")
-    console.print(summary_table([], rows, {}))
-    console.print(f"written to {result}")
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(
+        f"after {settings['iteration']} iterations of RL, {settings['n_prompts']} prompts × "
+        f"{settings['n_samples']} samples, temperature {settings['temperature']}"
+    )
+    console.print(score_table(found.scored, asked.level))
+    console.print(f"written to {result} and {result.stem}_samples.jsonl")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
 """Score a policy on held-out prompts, with each cache that a user may want to run it with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lit_rlkv.data.accuracy import Accuracy, accuracy_of
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_mean
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.scoring import score_rollout
-from lit_rlkv.rewards import score
+from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import EvalRow, Problem, Rollout
+from lit_rlkv.types import EvalRow, Problem, Rollout, prompt_text
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,62 @@ class EvalConfig:
     """Of the responses that mismatch and replay gap are measured on: a greedy choice has no log-prob."""
     n_mismatch: int
     batch_size: int
+    """Most responses under way, or replayed, at a time."""
     seed: int
+    n_samples: int = 1
+    """Responses to each prompt that are scored."""
     rows_per_pass: int | None = None
     """Most responses in one forward when the reward role scores them; None: all of a batch."""
     cuda_graph: bool | None = None
     """Whether the decode step is captured; None: on CUDA."""
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One response that was scored."""
+
+    cache: str
+    """The label of its row."""
+    problem: int
+    """Place of the problem among those of the evaluation."""
+    sample: int
+    """Which of the responses to that problem it is, from 0."""
+    prompt: str
+    answer: str
+    completion: str
+    n_tokens: int
+    score: float
+
+
+@dataclass(frozen=True)
+class CacheScore:
+    """What one cache scored."""
+
+    row: EvalRow
+    samples: list[Sample]
+    """Every response that the row's accuracy is the mean of; those to one problem side by side."""
+    rollout: Rollout
+    """On which the mismatch was measured."""
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """One batch."""
+
+    number: int
+    samples: list[Sample]
+    score: float
+    """Sum over the samples."""
+    learned: float
+    """The same of the reward role's."""
+    kv_bytes: int
+
+
 class Evaluator:
-    """The policy on one list of held-out problems; where there is a reward role, its opinion too."""
+    """The policy on one list of held-out problems; where there is a reward role, its opinion too.
+
+    Ranks share the batches, and each has the result.
+    """
 
     def __init__(
         self,
@@ -47,44 +98,101 @@ class Evaluator:
         task: Task,
         problems: Sequence[Problem],
         config: EvalConfig,
+        accuracy: Accuracy | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.roles = roles
         self.tokenizer = tokenizer
         self.task = task
+        self.accuracy = accuracy or accuracy_of(task)
         self.problems = problems
         self.config = config
+        self.ranks = ranks
 
     @torch.no_grad()
-    def score_cache(self, cache: CacheSpec) -> tuple[EvalRow, Rollout]:
-        """Accuracy and mismatch with one cache, and the rollout on which the mismatch was measured."""
+    def score_cache(self, cache: CacheSpec) -> CacheScore:
+        """Accuracy and mismatch with one cache."""
         config, n = self.config, len(self.problems)
-        n_right, n_tokens, learned, kv_bytes = 0.0, 0, 0.0, 0
-        for start in range(0, n, config.batch_size):
-            batch = self.problems[start : start + config.batch_size]
-            rollout = self._generate(batch, cache, config.temperature, start)
-            completions = decode_completions(self.tokenizer, rollout.token_ids, rollout.is_action)
-            n_right += float(score(self.task.score, batch, completions).total.sum())
-            learned += self._learned_reward(rollout)
-            n_tokens += int(rollout.is_action.sum())
-            kv_bytes = max(kv_bytes, rollout.kv_bytes)
+        n_scored = n * config.n_samples
+        own = [self._answer(cache, batch) for batch in self._own_batches()]
+        batches = sorted(self.ranks.gather_list(own), key=lambda batch: batch.number)
+        samples = [sample for batch in batches for sample in batch.samples]
+        samples.sort(key=lambda sample: (sample.problem, sample.sample))
         sampled = self._generate(self.problems[: config.n_mismatch], cache, config.sampling_temperature, n)
-        with acting_as(self.roles, "policy") as backbone:
-            shadow, dense = (
-                replay_logps(backbone, sampled, shadow=shadow, temperature=config.sampling_temperature)
-                for shadow in (True, False)
-            )
+        shadow, dense = (self._replayed(sampled, shadow=shadow) for shadow in (True, False))
         row = EvalRow(
             cache=cache.label,
             budget=None if cache.is_dense else cache.budget,
-            accuracy=n_right / n,
+            accuracy=sum(batch.score for batch in batches) / n_scored,
             n_problems=n,
-            mean_length=n_tokens / n,
-            kv_bytes=kv_bytes,
+            mean_length=sum(sample.n_tokens for sample in samples) / n_scored,
+            kv_bytes=max(batch.kv_bytes for batch in batches),
             kl=float(masked_mean(sampled.sampler_logps - dense, sampled.is_action)),
             replay_gap=float((shadow - sampled.sampler_logps).abs().max()),
-            learned_reward=learned / n if "reward" in self.roles.needed else None,
+            learned_reward=(
+                sum(batch.learned for batch in batches) / n_scored if "reward" in self.roles.needed else None
+            ),
         )
-        return row, sampled
+        return CacheScore(row, samples, sampled)
+
+    def _own_batches(self) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+        """This rank's, each with its number among those of all."""
+        return islice(enumerate(self._batches()), self.ranks.rank, None, self.ranks.size)
+
+    def _answer(self, cache: CacheSpec, batch: tuple[int, tuple[int, int, int, int]]) -> _Answered:
+        """The samples of one batch."""
+        number, (start, stop, first, last) = batch
+        problems = self.problems[start:stop]
+        rollout = self._generate(problems, cache, self.config.temperature, start, first, last - first)
+        completions = decode_completions(self.tokenizer, rollout.token_ids, rollout.is_action)
+        places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
+        scores = self.accuracy([self.problems[problem] for problem, _ in places], completions)
+        lengths = rollout.is_action.sum(dim=1).tolist()
+        found = zip(places, completions, lengths, scores.tolist(), strict=True)
+        return _Answered(
+            number=number,
+            samples=[
+                self._sample(cache, *place, text, n_tokens, score) for place, text, n_tokens, score in found
+            ],
+            score=float(scores.sum()),
+            learned=self._learned_reward(rollout),
+            kv_bytes=rollout.kv_bytes,
+        )
+
+    def _sample(
+        self, cache: CacheSpec, problem: int, sample: int, text: str, n_tokens: int, score: float
+    ) -> Sample:
+        return Sample(
+            cache=cache.label,
+            problem=problem,
+            sample=sample,
+            prompt=prompt_text(self.problems[problem].prompt),
+            answer=self.problems[problem].answer,
+            completion=text,
+            n_tokens=n_tokens,
+            score=score,
+        )
+
+    def _batches(self) -> Iterator[tuple[int, int, int, int]]:
+        """Problems [start, stop) and which of their samples [first, last) are drawn together.
+
+        Many samples of one problem are drawn in several rounds, so that `batch_size` always holds.
+        """
+        n_samples, batch_size = self.config.n_samples, self.config.batch_size
+        n_together = max(batch_size // n_samples, 1)
+        for start in range(0, len(self.problems), n_together):
+            stop = min(start + n_together, len(self.problems))
+            for first in range(0, n_samples, batch_size):
+                yield start, stop, first, min(first + batch_size, n_samples)
+
+    def _replayed(self, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "batch seq"]:
+        """Log-probs of the rollout under the policy, by as many rows at a time as it was sampled with."""
+        n, temperature = self.config.batch_size, self.config.sampling_temperature
+        parts = [rollout.rows(slice(start, start + n)) for start in range(0, len(rollout.token_ids), n)]
+        with acting_as(self.roles, "policy") as backbone:
+            return torch.cat(
+                [replay_logps(backbone, part, shadow=shadow, temperature=temperature) for part in parts]
+            )
 
     def _learned_reward(self, rollout: Rollout) -> float:
         """Sum over the responses; 0 where there is no reward role."""
@@ -97,11 +205,18 @@ class Evaluator:
         return float(scores["reward"].sum())
 
     def _generate(
-        self, problems: Sequence[Problem], cache: CacheSpec, temperature: float, start: int
+        self,
+        problems: Sequence[Problem],
+        cache: CacheSpec,
+        temperature: float,
+        start: int,
+        first: int = 0,
+        n_samples: int = 1,
     ) -> Rollout:
         device = self.roles.backbone("policy").device
         prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(device)
-        generator = stream(self.config.seed, "evaluate", cache.label, start, device=device)
+        rounds = () if first == 0 else (first,)
+        generator = stream(self.config.seed, "evaluate", cache.label, start, *rounds, device=device)
         with acting_as(self.roles, "policy") as backbone:
             return generate(
                 backbone,
@@ -109,9 +224,11 @@ class Evaluator:
                 prompts.attention_mask,
                 cache=cache,
                 max_new_tokens=self.config.max_new_tokens,
-                eos_token_id=self.tokenizer.eos_token_id,
+                eos_token_id=end_token_ids(self.tokenizer),
                 pad_token_id=self.tokenizer.pad_token_id,
                 temperature=temperature,
                 generator=generator,
+                n_samples=n_samples,
+                max_rows=max(self.config.batch_size, n_samples),
                 cuda_graph=self.config.cuda_graph,
             )

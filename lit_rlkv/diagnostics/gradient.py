@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from math import isnan, nan
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+
+from lit_rlkv.ranks import over_ranks
 
 BLOCKS = ("layer", "module", "all")
 """What parameters are counted together: decoder layers, kinds of module, or all of them."""
@@ -213,14 +214,6 @@ def square_of(vector: Float[Tensor, " coordinate"]) -> Float[Tensor, ""]:
 
 def _product(vector: Float[Tensor, " coordinate"], other: Float[Tensor, " coordinate"]) -> Float[Tensor, ""]:
     return torch.dot(vector, other).double()
-
-
-def over_ranks(values: Tensor) -> Tensor:
-    """The sum over all processes that train together."""
-    if dist.is_available() and dist.is_initialized():
-        values = values.clone()
-        dist.all_reduce(values)
-    return values
 
 
 def _std(values: Float[Tensor, " contrast"]) -> float:

@@ -1,26 +1,42 @@
-"""Score a policy on held-out prompts, dense and at each budget."""
+"""Score a policy on held-out prompts, dense and at each budget of each policy."""
+
+from collections.abc import Iterator, Sequence
+
+from omegaconf import DictConfig
 
 from lit_rlkv.callbacks.progress import track
-from lit_rlkv.data.evaluation import EvalConfig, Evaluator
+from lit_rlkv.data.evaluation import CacheScore, EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles
+from lit_rlkv.ranks import ranks_of
 from lit_rlkv.stages.parts import Parts
 from lit_rlkv.types import EvalRow, Rollout
 
 
-def evaluation_caches(parts: Parts) -> list[CacheSpec]:
-    """Dense, then the run's cache at each budget asked for, the one of the rollouts among them."""
-    spec = parts.cache
-    if spec.is_dense:
-        return [spec]
-    budgets = sorted({*parts.cfg.evaluation.budgets, spec.budget}, reverse=True)
-    sparse = [CacheSpec(**{**parts.cfg.cache, "budget": budget}) for budget in budgets]
+def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) -> list[CacheSpec]:
+    """Dense, then each policy at each budget asked for, the one of the rollouts among them.
+
+    Args:
+        policies: of eviction; None takes the run's own.
+
+    Raises:
+        ValueError: a budget that the cache's sink and window leave no slot of.
+    """
+    chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
+    budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
+    sparse = [
+        CacheSpec(**{**cfg.cache, "policy": policy, "budget": budget})
+        for policy in chosen
+        for budget in budgets
+    ]
     return [CacheSpec.dense(), *sparse]
 
 
-def evaluate_policy(parts: Parts, roles: Roles) -> tuple[list[EvalRow], Rollout]:
-    """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
+def score_caches(
+    parts: Parts, roles: Roles, caches: Sequence[CacheSpec], n_samples: int = 1
+) -> Iterator[CacheScore]:
+    """What the policy scores with each cache on the same held-out prompts, one after the other."""
     cfg = parts.cfg.evaluation
     source = PromptSource(parts.task, split="eval", seed=parts.cfg.seed)
     problems = source.take(min(cfg.n_prompts, source.size or cfg.n_prompts))
@@ -31,18 +47,27 @@ def evaluate_policy(parts: Parts, roles: Roles) -> tuple[list[EvalRow], Rollout]
         n_mismatch=cfg.n_mismatch,
         batch_size=cfg.batch_size,
         seed=parts.cfg.seed,
+        n_samples=n_samples,
         rows_per_pass=parts.cfg.rollout.rows_per_pass,
         cuda_graph=parts.cfg.rollout.cuda_graph,
     )
-    evaluator = Evaluator(roles, parts.tokenizer, parts.task, problems, config)
-    caches = evaluation_caches(parts)
-    rows, pictured = [], None
+    evaluator = Evaluator(
+        roles, parts.tokenizer, parts.task, problems, config, parts.accuracy, ranks_of(parts.fabric)
+    )
     with track("eval", len(caches)) as advance, parts.fabric.autocast():
         for cache in caches:
-            row, rollout = evaluator.score_cache(cache)
-            rows.append(row)
-            advance(accuracy=row.accuracy)
-            if cache == parts.cache or pictured is None:
-                pictured = rollout
+            found = evaluator.score_cache(cache)
+            advance(accuracy=found.row.accuracy)
+            yield found
+
+
+def evaluate_policy(parts: Parts, roles: Roles) -> tuple[list[EvalRow], Rollout]:
+    """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
+    caches = evaluation_caches(parts.cfg)
+    rows, pictured = [], None
+    for cache, found in zip(caches, score_caches(parts, roles, caches), strict=True):
+        rows.append(found.row)
+        if cache == parts.cache or pictured is None:
+            pictured = found.rollout
     assert pictured is not None
     return rows, pictured

@@ -1,0 +1,98 @@
+"""python -m lit_rlkv.export ckpt=... to=DIR: a saved policy for plain transformers and peft."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_command_line
+from lit_rlkv.config.commands import check_export
+from lit_rlkv.files import appearing_whole
+from lit_rlkv.models.layouts import CRITICS
+from lit_rlkv.stages.exporting import Exported, export_policy
+from lit_rlkv.stages.model_card import write_card
+from lit_rlkv.stages.saved import SavedRun, find_run, open_run
+from lit_rlkv.stages.training import needed_roles
+
+MANIFEST = "export.json"
+"""In every export: what was exported, and the sign that a folder is one and may be overwritten."""
+
+
+def export(asked: DictConfig) -> tuple[Path, Exported]:
+    """Write a saved run's policy as conf/export.yaml describes, whole or not at all; on the CPU.
+
+    Raises:
+        ConfigError: what is asked for cannot be meant, there is no such run, or the folder exists.
+    """
+    check_export(asked)
+    run = find_run(Path(asked.ckpt).expanduser())
+    folder = Path(asked.to).expanduser().resolve()
+    _check_target(folder, asked.overwrite)
+    if asked.heads and not needed_roles(run.cfg) & set(CRITICS):
+        raise ConfigError(
+            "heads=true, but this run has no reward or value head: it asked for neither; leave heads out"
+        )
+    run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
+    run.cfg.fabric.quantization = None  # an adapter is merged into weights that have not been rounded
+    parts, module = open_run(run)
+    dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
+    with as_config_errors(f"to={asked.to}"), appearing_whole(folder, replaces=asked.overwrite) as partial:
+        exported = export_policy(
+            module.roles, parts.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
+        )
+        write_card(run, exported, partial)
+        (partial / MANIFEST).write_text(json.dumps(_manifest(run) | asdict(exported), indent=1))
+    return folder, exported
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not overwrite:
+        raise ConfigError(f"to={folder} exists already; give another folder, or overwrite=true")
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise ConfigError(
+            f"to={folder} is no earlier export (no {MANIFEST} there), so it is not replaced; give another "
+            "folder, or remove it yourself"
+        )
+
+
+def _manifest(run: SavedRun) -> dict[str, str | int]:
+    return {
+        "run": run.run_dir.resolve().name,
+        "iteration": run.iteration,
+        "layout": run.cfg.roles.layout,
+        "base": str(run.start),
+    }
+
+
+def main() -> None:
+    """The command line: mistakes end in one line, before any work."""
+    try:
+        check_command_line("export", sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    run_command_line()
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="export")
+def run_command_line(asked: DictConfig) -> None:
+    """What a command line that composes asks for."""
+    try:
+        folder, exported = export(asked)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    console = Console()
+    console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")
+    if not exported.has_adapter:
+        console.print("no adapter: this layout trains the whole backbone")
+    if not exported.heads:
+        console.print("no reward or value head written (heads=true writes those that the run has)")
+    console.print(f"written to {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A policy as plain transformers and peft load it: merged weights, adapters and heads, proven equal."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel, TaskType, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.layouts import CRITICS
+from lit_rlkv.models.replay import dense_death
+from lit_rlkv.rng import stream
+from lit_rlkv.stages.warmup import critic_folder
+
+ADAPTER, VALUE_ADAPTER, HEADS = "adapter", "value_adapter", "heads.safetensors"
+PROBE_SHAPE = (2, 12)
+"""Rows and tokens of the texts on which the export is compared with the policy."""
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest difference of logits by the coarser precision of both sides, as a share of the largest logit."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far the merged model is from the policy."""
+
+    dtype: str
+    logit_gap: float
+    """max |merged − policy| over the logits of a few tokens."""
+    has_adapter: bool
+    has_value_adapter: bool
+    heads: tuple[str, ...]
+
+
+def export_policy(
+    roles: Roles,
+    tokenizer: PreTrainedTokenizerBase,
+    start: str | Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    with_heads: bool,
+) -> Exported:
+    """Write model, tokenizer and generation config into a folder, and adapters and heads where there are any.
+
+    Args:
+        start: the base model, path or hub name; its weights are read again, and the adapter merged into them.
+        dtype: of the merged weights; None keeps the policy's.
+
+    Raises:
+        ConfigError: the merged model does not compute what the policy does.
+    """
+    policy = roles.backbone("policy")
+    adapter = roles.layout.adapter["policy"]
+    if adapter is None:
+        merged = plain_model(start, policy.dtype)
+        merged.load_state_dict(policy.state_dict())
+    else:
+        save_adapter(policy, adapter, start, folder / ADAPTER)
+        # Where steps of the adapter are smaller than those of the weights, only a wider sum keeps them.
+        base = plain_model(start, torch.promote_types(policy.dtype, torch.float32))
+        merged = PeftModel.from_pretrained(base, str(folder / ADAPTER)).merge_and_unload()
+    merged = merged.to(dtype or policy.dtype).eval()  # type: ignore[arg-type]
+    gap = check_equal(roles, merged)
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    heads = save_heads(roles, folder / HEADS) if with_heads else ()
+    has_value_adapter = "value" in heads and _has_own_adapter(roles)
+    if has_value_adapter:
+        value = roles.layout.adapter["value"]
+        assert value is not None
+        save_adapter(roles.backbone("value"), value, critic_folder(start), folder / VALUE_ADAPTER)
+    name = str(merged.dtype).removeprefix("torch.")
+    return Exported(name, gap, adapter is not None, has_value_adapter, heads)
+
+
+def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as transformers alone loads it."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
+    return model.eval()
+
+
+def save_adapter(backbone: PreTrainedModel, adapter: str, base: str | Path, folder: Path) -> None:
+    """One adapter of a backbone in peft's own format, for a model that `base` names."""
+    config = copy.deepcopy(cast("dict[str, Any]", backbone.peft_config)[adapter])
+    config.task_type = TaskType.CAUSAL_LM
+    config.base_model_name_or_path = str(Path(base).resolve() if Path(base).exists() else base)
+    config.inference_mode = True
+    weights = get_peft_model_state_dict(backbone, adapter_name=adapter, save_embedding_layers=False)
+    folder.mkdir()
+    # peft wraps a model twice, in itself and in the kind of adapter, and names weights by that.
+    save_file(
+        {f"base_model.model.{name}": value.detach().contiguous().cpu() for name, value in weights.items()},
+        folder / "adapter_model.safetensors",
+    )
+    config.save_pretrained(str(folder))
+
+
+def save_heads(roles: Roles, path: Path) -> tuple[str, ...]:
+    """Weights and biases of the scalar heads as `ROLE.linear.weight` [1, dim] and `ROLE.linear.bias` [1]."""
+    names = tuple(role for role in CRITICS if role in roles.heads)
+    weights = {
+        f"{role}.{name}": value.detach().contiguous().cpu()
+        for role in names
+        for name, value in roles.head(role).state_dict().items()
+    }
+    save_file(weights, path)
+    return names
+
+
+def _has_own_adapter(roles: Roles) -> bool:
+    adapter = roles.layout.adapter
+    return adapter["value"] is not None and adapter["value"] != adapter["policy"]
+
+
+def check_equal(roles: Roles, merged: PreTrainedModel) -> float:
+    """max |merged − policy| over the logits of a few tokens.
+
+    Raises:
+        ConfigError: it is more than float error.
+    """
+    expected = policy_logits(roles, probe_tokens(merged))
+    with torch.no_grad():
+        found = merged(probe_tokens(merged), use_cache=False).logits
+    gap = float((found.double() - expected.double()).abs().max())
+    dtypes = (merged.dtype, expected.dtype)
+    allowed = max(TOLERANCE[dtype] for dtype in dtypes) * float(expected.abs().max())
+    if not gap <= allowed:
+        raise ConfigError(
+            f"the merged model's logits differ from the policy's by {gap:.2g}, where float error would be "
+            f"below {allowed:.2g}; an adapter on embeddings that are also the output head "
+            "(roles.target_modules) cannot be merged, and float16 may overflow: use dtype=float32"
+        )
+    return gap
+
+
+@torch.no_grad()
+def policy_logits(roles: Roles, token_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+    """What the policy computes where no key is evicted."""
+    is_token = torch.ones_like(token_ids, dtype=torch.bool)
+    with acting_as(roles, "policy") as backbone:
+        token_ids, is_token = token_ids.to(backbone.device), is_token.to(backbone.device)
+        hidden = hidden_states(backbone, token_ids, token_positions(is_token), death=dense_death(is_token))
+        return head_logits(backbone, hidden).cpu()
+
+
+def probe_tokens(model: PreTrainedModel) -> Int[Tensor, "batch seq"]:
+    """A few random tokens, the same for every model of that vocabulary."""
+    return torch.randint(text_config(model).vocab_size, PROBE_SHAPE, generator=stream(0, "export"))

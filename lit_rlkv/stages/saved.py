@@ -1,0 +1,75 @@
+"""Runs of earlier: which one a path means, and its policy as it was at a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
+from lit_rlkv.config import ConfigError, as_config_errors, check_config, expanded
+from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts, load_config
+from lit_rlkv.stages.training import make_policy
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run's folder, its config, and one of its checkpoints."""
+
+    run_dir: Path
+    cfg: DictConfig
+    """May be changed before the run is opened."""
+    checkpoint: Checkpoint | None
+    """None where it has none: the policy as it started."""
+
+    @property
+    def iteration(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.iteration
+
+    @property
+    def start(self) -> str | Path:
+        """The model that RL started from: the warm model kept in the run, or the `model.path` given."""
+        own = self.run_dir / BACKBONE
+        start = own if own.is_dir() else expanded(self.cfg.model.path)
+        if start is None:
+            raise ConfigError(
+                f"{self.run_dir} has no {BACKBONE} folder, so it ended before there was a model; go on with "
+                f"it (python -m lit_rlkv.fit resume={self.run_dir}), or give another run"
+            )
+        return start
+
+
+def find_run(ckpt: Path) -> SavedRun:
+    """The run and checkpoint that a path means: a run (its newest checkpoint) or one checkpoint of it.
+
+    Raises:
+        ConfigError: the path is neither, or the checkpoint is broken.
+    """
+    with as_config_errors(f"ckpt={ckpt}"):
+        if (ckpt / CONFIG).is_file():
+            return SavedRun(ckpt, load_config(ckpt), CheckpointDir(ckpt / CHECKPOINTS).latest())
+        run_dir = ckpt.parent.parent
+        if not (run_dir / CONFIG).is_file():
+            raise ConfigError(
+                f"ckpt={ckpt} is neither a run folder (with {CONFIG}) nor a checkpoint in one; "
+                "give runs/NAME or runs/NAME/checkpoints/iteration-N"
+            )
+        return SavedRun(run_dir, load_config(run_dir), load_checkpoint(ckpt))
+
+
+def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
+    """The parts of a run and its policy with the weights of the checkpoint.
+
+    Raises:
+        ConfigError: the config breaks a rule, or the weights are of another layout.
+    """
+    run.cfg.distillation = None  # of no meaning after training, and not to be checked against another cache
+    run.cfg.logger = None
+    check_config(run.cfg)
+    start = run.start
+    parts = build_parts(run.cfg)
+    module = make_policy(parts, start)
+    if run.checkpoint is not None:
+        with as_config_errors(str(run.checkpoint.path)):
+            load_trainable(module, run.checkpoint.weights())
+    return parts, module

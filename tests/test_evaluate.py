@@ -1,0 +1,126 @@
+"""Scoring a saved run: caches, samples, intervals, and what is refused before any work."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.evaluate import evaluate, main
+from tests.tiny import run
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run that has been trained for two iterations."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "run", "stages=[sft,rl]", "evaluation.n_prompts=6")
+    return folder / "run"
+
+
+def asking(ckpt, **options):
+    asked = OmegaConf.load(CONF_DIR / "evaluate.yaml")
+    return OmegaConf.merge(asked, {"ckpt": str(ckpt), **options})
+
+
+def test_every_policy_is_scored_at_every_budget(saved):
+    found = evaluate(asking(saved, budgets=[4], policies=["streaming", "snapkv"], batch_size=4))
+    labels = [row.cache for row in found.rows]
+    assert labels == ["dense", "streaming 7+2", "streaming 4+2", "snapkv 7+2", "snapkv 4+2"]
+    assert len({row.kl for row in found.rows}) == 5
+    assert max(row.replay_gap for row in found.rows) < 1e-4
+
+
+def test_a_policy_named_twice_and_dense_are_scored_once(saved):
+    found = evaluate(asking(saved, budgets=[], policies=["dense", "tova", "tova"], n_prompts=2))
+    assert [row.cache for row in found.rows] == ["dense", "tova 7+2"]
+
+
+def test_several_samples_give_pass_at_k_with_intervals(saved):
+    found = evaluate(asking(saved, budgets=[], n_samples=4, pass_at_k=[1, 4], temperature=1.5, n_prompts=5))
+    assert len(found.samples) == 2 * 5 * 4
+    for row, estimates in found.scored:
+        assert estimates.accuracy.value == pytest.approx(row.accuracy)
+        assert estimates.mean_length.low <= row.mean_length <= estimates.mean_length.high
+        assert estimates.pass_at_k[1].value <= estimates.pass_at_k[4].value
+    assert found.settings["temperature"] == 1.5
+    assert found.settings["n_prompts"] == 5
+
+
+def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
+    first = evaluate(asking(saved / "checkpoints" / "iteration-000001", n_prompts=2, budgets=[]))
+    assert first.run_dir == saved
+    assert (first.settings["iteration"], first.settings["checkpoint"]) == (1, "iteration-000001")
+    assert evaluate(asking(saved, n_prompts=2, budgets=[])).settings["iteration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ckpt": "nothing"}, "is neither a run folder"),
+        ({"pass_at_k": [4]}, "pass@4 cannot be estimated from n_samples=1; give k from 1 to n_samples"),
+        ({"pass_at_k": [0]}, "pass@0 cannot be estimated"),
+        ({"pass_at_k": 4}, r"pass_at_k=4 is not a list; write pass_at_k=\[4\]"),
+        ({"n_samples": 4}, r"n_samples=4 responses at temperature=0\.0 are 4 times the same one"),
+        ({"n_samples": 0}, "n_samples=0 is not a count"),
+        ({"policies": "snapkv"}, r"policies=snapkv is not a list; write policies=\[snapkv\]"),
+        ({"policies": ["snapvk"]}, "policies: unknown cache policy 'snapvk'; choose from dense, "),
+        ({"budgets": 4}, r"budgets=4 is not a list; write budgets=\[4\]"),
+        ({"budgets": [4.5]}, r"budgets: 4\.5 is no number of keys"),
+        ({"budgets": [2]}, r"cache: sink=1 \+ window=2 leave no slot to choose in budget=2"),
+        ({"batch_size": 0}, "batch_size=0 is not a count"),
+        ({"temperature": -1}, "temperature=-1 is not a number of at least 0"),
+        ({"level": 95}, "level=95 is no probability between 0 and 1"),
+        ({"name": "../evaluation"}, "name=../evaluation is no plain file name"),
+        ({"name": "evaluation"}, "name=evaluation: the run keeps evaluation.json itself"),
+        ({"kernels": "cuda"}, "kernels=cuda is unknown; choose one of"),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_is_loaded(saved, monkeypatch, options, says):
+    monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=says):
+        evaluate(asking(**{"ckpt": saved, **options}))
+
+
+def command(*arguments):
+    command = [sys.executable, "-m", "lit_rlkv.evaluate", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_line_prints_the_table_and_writes_result_and_samples(saved):
+    done = command(
+        f"ckpt={saved}", "budgets=[4]", "n_samples=2", "pass_at_k=[1,2]", "temperature=1", "n_prompts=3"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "random 4+2" in done.stdout
+    assert "3 prompts × 2 samples" in done.stdout
+    result = json.loads((saved / "evaluate.json").read_text())
+    assert [row["budget"] for row in result["rows"]] == [None, 7, 4]
+    assert result["environment"]["packages"]["torch"]
+    lines = [json.loads(line) for line in (saved / "evaluate_samples.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 3 * 2
+    assert lines[0].keys() == {
+        "cache", "problem", "sample", "prompt", "answer", "completion", "n_tokens", "score",
+    }  # fmt: skip
+    for row in result["rows"]:
+        scores = [line["score"] for line in lines if line["cache"] == row["cache"]]
+        estimates = row["estimates"]
+        assert sum(scores) / len(scores) == pytest.approx(row["accuracy"])
+        assert estimates["pass_at_k"]["1"]["value"] == pytest.approx(row["accuracy"])
+        assert estimates["accuracy"]["low"] <= row["accuracy"] <= estimates["accuracy"]["high"]
+
+
+def test_a_mistake_on_the_command_line_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluate", "policy=snapkv"])
+    with pytest.raises(SystemExit, match=r"^error: unknown key 'policy': did you mean 'policies'\?$"):
+        main()
+
+
+def test_what_to_score_must_be_said():
+    with pytest.raises(ConfigError, match=r"ckpt is not given; add ckpt=\.\.\. \(runs/NAME\)"):
+        evaluate(OmegaConf.load(CONF_DIR / "evaluate.yaml"))

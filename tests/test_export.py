@@ -1,0 +1,202 @@
+"""What an export holds is what plain transformers and peft make of it, in a process without this package."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.export import export
+from lit_rlkv.stages import exporting
+from lit_rlkv.stages.exporting import policy_logits, probe_tokens
+from lit_rlkv.stages.saved import find_run, open_run
+from tests.tiny import config, run
+
+ROOT = Path(__file__).parent.parent
+LOADER = """
+import json, sys, torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base, merged, tokens, out = sys.argv[1:]
+token_ids = torch.tensor(json.loads(tokens))
+found = {}
+with torch.no_grad():
+    found["merged"] = AutoModelForCausalLM.from_pretrained(merged)(token_ids).logits
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    found["base"] = plain(token_ids).logits
+    found["adapter"] = PeftModel.from_pretrained(plain, merged + "/adapter")(token_ids).logits
+AutoTokenizer.from_pretrained(merged)
+assert not any(name.startswith("lit_rlkv") for name in sys.modules)
+save_file(found, out)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of two layouts that have trained away from their start, and been evaluated."""
+    folder = tmp_path_factory.mktemp("runs")
+    far = ["optimizer.lr=0.05", "evaluation.n_prompts=4", "evaluation.n_mismatch=4"]
+    run(folder, "hydra", *far, "algorithm=ppo")
+    run(folder, "ppo", *far, "stages=[rl]", "algorithm=ppo", "roles=ppo", "optimizer.lr=0.003")
+    return folder
+
+
+def asking(runs, name, to, **options):
+    asked = OmegaConf.load(CONF_DIR / "export.yaml")
+    return OmegaConf.merge(asked, {"ckpt": str(runs / name), "to": str(to), **options})
+
+
+def expected_logits(folder):
+    """The policy's own, on the tokens that the export was compared on."""
+    _, module = open_run(find_run(folder))
+    token_ids = probe_tokens(module.roles.backbone("policy"))
+    return token_ids, policy_logits(module.roles, token_ids)
+
+
+@pytest.fixture(scope="module")
+def exported(runs, tmp_path_factory):
+    folder, _ = export(asking(runs, "hydra", tmp_path_factory.mktemp("out") / "model", heads=True))
+    return folder
+
+
+def test_plain_transformers_and_peft_compute_the_policy_in_a_process_of_their_own(runs, exported, tmp_path):
+    token_ids, expected = expected_logits(runs / "hydra")
+    base, out = runs / "hydra" / "backbone", tmp_path / "logits.safetensors"
+    command = [sys.executable, "-c", LOADER, str(base), str(exported), str(token_ids.tolist()), str(out)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = load_file(out)
+    scale = float(expected.abs().max())
+    assert float((found["merged"] - expected).abs().max()) < 1e-5 * scale
+    assert float((found["adapter"] - expected).abs().max()) < 1e-5 * scale
+    assert float((found["base"] - expected).abs().max()) > 1e-2 * scale
+
+
+def test_the_folder_holds_weights_tokenizer_generation_config_heads_and_the_critics_adapter(exported):
+    names = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
+    assert names >= {
+        "README.md", "config.json", "export.json", "generation_config.json", "heads.safetensors",
+        "model.safetensors", "tokenizer.json", "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors", "value_adapter/adapter_model.safetensors",
+    }  # fmt: skip
+    assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in names)
+    assert "lora" not in "".join(load_file(exported / "model.safetensors"))
+    assert load_file(exported / "heads.safetensors")["value.linear.weight"].shape == (1, 32)
+    assert "lit_rlkv" not in (exported / "config.json").read_text()
+    assert GenerationConfig.from_pretrained(exported).eos_token_id == 1
+    assert AutoTokenizer.from_pretrained(exported).decode([2, 3]) == "01"
+    policy, value = (
+        load_file(exported / name / "adapter_model.safetensors") for name in ("adapter", "value_adapter")
+    )
+    assert policy.keys() == value.keys()
+    assert any(not torch.equal(policy[name], value[name]) for name in policy)
+
+
+def test_the_card_holds_scores_config_commit_packages_and_how_to_load(runs, exported):
+    card = (exported / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    saved = json.loads((runs / "hydra" / "evaluation.json").read_text())["after"]
+    for row in saved:
+        assert re.search(rf"\| {re.escape(row['cache'])} \| {row['accuracy']:.4g} \|", card)
+    assert "budget: 7" in card
+    assert f"torch {torch.__version__}" in card
+    assert re.search(r"trained with (commit [0-9a-f]{40}|no commit known)", card)
+    assert f'base = AutoModelForCausalLM.from_pretrained("{runs / "hydra" / "backbone"}")' in card
+    assert "after 2 iterations of RL: PPO on ChainSum" in card
+
+
+def test_a_layout_that_trains_the_whole_backbone_has_no_adapter(runs, tmp_path):
+    folder, found = export(asking(runs, "ppo", tmp_path / "whole"))
+    assert not found.has_adapter
+    assert not (folder / "adapter").exists()
+    assert "no adapter: this layout" in (folder / "README.md").read_text()
+    token_ids, expected = expected_logits(runs / "ppo")
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(folder)(token_ids).logits
+        base = AutoModelForCausalLM.from_pretrained(runs / "ppo" / "backbone")(token_ids).logits
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(base, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_weights_may_be_written_in_another_precision(runs, tmp_path):
+    folder, found = export(asking(runs, "hydra", tmp_path / "small", dtype="bfloat16"))
+    assert found.dtype == "bfloat16"
+    assert {value.dtype for value in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert found.heads == ()
+    assert not (folder / "heads.safetensors").exists()
+    assert "no reward or value head" in (folder / "README.md").read_text()
+
+
+def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
+    asked = asking(runs, "hydra", tmp_path / "first")
+    asked.ckpt = str(runs / "hydra" / "checkpoints" / "iteration-000001")
+    folder, _ = export(asked)
+    first, last = (load_file(path / "model.safetensors") for path in (folder, exported))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert "Of the run's end, 2 iterations; this is the policy after 1." in (folder / "README.md").read_text()
+
+
+def test_a_merge_that_is_not_the_policy_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch):
+    def unmerged(self, *args, **kwargs):
+        return self.unload()
+
+    monkeypatch.setattr(exporting.PeftModel, "merge_and_unload", unmerged, raising=False)
+    with pytest.raises(ConfigError, match="the merged model's logits differ from the policy's by"):
+        export(asking(runs, "hydra", tmp_path / "wrong"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ckpt": "nothing"}, "is neither a run folder"),
+        ({"to": ""}, r"to is not given; add to=\.\.\. \(a folder to write\)"),
+        ({"dtype": "int8"}, "dtype=int8 is unknown; choose one of float32, bfloat16, float16"),
+        ({"overwrite": "maybe"}, "overwrite=maybe is neither true nor false"),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_is_loaded(runs, tmp_path, monkeypatch, options, says):
+    monkeypatch.setattr("lit_rlkv.export.open_run", lambda run: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=says):
+        export(asking(runs, "hydra", **{"to": tmp_path / "out", **options}))
+
+
+def test_only_an_earlier_export_is_overwritten_and_only_when_asked(runs, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already; give another folder, or overwrite=true"):
+        export(asking(runs, "ppo", target))
+    with pytest.raises(ConfigError, match=r"is no earlier export \(no export.json there\)"):
+        export(asking(runs, "ppo", target, overwrite=True))
+    assert [path.name for path in target.iterdir()] == ["thesis.txt"]
+    (target / "thesis.txt").rename(tmp_path / "thesis.txt")
+    (target / "export.json").write_text("{}")
+    export(asking(runs, "ppo", target, overwrite=True))
+    assert json.loads((target / "export.json").read_text())["layout"] == "ppo"
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "thesis.txt"}
+
+
+def test_heads_are_refused_where_the_run_has_none(runs, tmp_path):
+    copytree(runs / "hydra", runs / "grpo")
+    OmegaConf.save(config(tmp_path), runs / "grpo" / "config.yaml")
+    with pytest.raises(ConfigError, match="heads=true, but this run has no reward or value head"):
+        export(asking(runs, "grpo", tmp_path / "out", heads=True))
+
+
+def test_the_command_line_says_what_it_wrote_and_what_not(runs, tmp_path):
+    command = [sys.executable, "-m", "lit_rlkv.export", f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no adapter: this layout trains the whole backbone" in done.stdout
+    assert "no reward or value head written (heads=true writes those that the run has)" in done.stdout
+    assert (tmp_path / "out" / "model.safetensors").is_file()
