@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Two workers with one thread each: more threads than cores make small tensors slower.
 test lint notebooks: export OMP_NUM_THREADS = 1
 
-.PHONY: fit test lint notebooks clean help
+.PHONY: fit test lint notebooks audit clean help
 .DEFAULT_GOAL := help
 
 fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
@@ -28,8 +28,14 @@ lint: $(STAMP) ## ruff, import layers, mypy
 notebooks: $(STAMP) ## run the notebooks at full size and keep what they show (ARGS=notebooks/01_quickstart.ipynb for one)
 	$(BIN)/python notebooks/execute.py $(ARGS)
 
+# In an environment of its own, so that it changes nothing of what it looks at.
+audit: $(STAMP) ## known vulnerabilities of what is installed; asks a service on the network
+	test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/python -m pip install --quiet pip-audit; }
+	.audit/bin/pip-audit --progress-spinner off --skip-editable \
+		--path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 clean: ## remove the virtual environment and every cache
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)

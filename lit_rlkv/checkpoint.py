@@ -1,9 +1,11 @@
 """Checkpoints of a run: what training changes, written whole or not at all, and how to load it again."""
 
+import hashlib
 import json
+import logging
 import os
-import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-WEIGHTS, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
+from lit_rlkv.files import appearing_whole, discard, sweep_partial
+
+WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
+BEST = "best"
+"""Link to the best checkpoint, where there is a metric to judge by."""
+PREFIX = "iteration-"
+MODES = ("max", "min")
+
+log = logging.getLogger(__name__)
+
+
+class BrokenCheckpointError(ValueError):
+    """A checkpoint that is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -21,66 +35,188 @@ class Checkpoint:
     path: Path
     iteration: int
     data_state: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the iteration that it ends."""
+    n_ranks: int = 1
+    """Processes that the run had."""
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters that training changed, by name."""
         return load_file(self.path / WEIGHTS)
 
-    def optimizer_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(self.path / OPTIMIZER, weights_only=True)
+    def learner_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = torch.load(self.path / LEARNER, weights_only=True)
         return state
 
 
-class CheckpointDir:
-    """The checkpoints of one run, the newest `keep` of them."""
+@dataclass(frozen=True)
+class Keeping:
+    """Which checkpoints stay: the newest, and the best by a metric of their iteration.
 
-    def __init__(self, root: Path, keep: int = 2) -> None:
+    Raises:
+        ValueError: nothing would stay, or a mode that does not exist.
+    """
+
+    n_last: int = 2
+    n_best: int = 0
+    metric: str = "reward"
+    mode: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.n_last < 1 or self.n_best < 0:
+            raise ValueError(
+                f"n_last={self.n_last}, n_best={self.n_best}: a run goes on from its last checkpoint; give "
+                "n_last of at least 1 and n_best of at least 0"
+            )
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r} is unknown; choose one of {', '.join(MODES)}")
+
+    def best(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """The best of those that have the metric, the best first and the newer of equals before the older."""
+        sign = 1 if self.mode == "max" else -1
+        judged = [
+            one
+            for one in checkpoints
+            if one.metrics.get(self.metric, torch.nan) == one.metrics.get(self.metric)
+        ]
+        ranked = sorted(
+            judged, key=lambda one: (sign * one.metrics[self.metric], one.iteration), reverse=True
+        )
+        return ranked[: self.n_best]
+
+
+class CheckpointDir:
+    """The checkpoints of one run."""
+
+    def __init__(self, root: Path, keeping: Keeping | None = None) -> None:
         self.root = root
-        self.keep = keep
+        self.keeping = keeping or Keeping()
 
     def save(
         self,
         iteration: int,
-        weights: dict[str, Tensor],
-        optimizer_state: dict[str, Any],
+        weights: Mapping[str, Tensor],
+        learner_state: dict[str, Any],
         data_state: dict[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        n_ranks: int = 1,
     ) -> Path:
-        """Write under a temporary name, then rename: a kill at any moment leaves the older checkpoints."""
+        """Write it under another name, wait for the disk, rename: a kill at any moment leaves the older ones.
+
+        Raises:
+            OSError: it cannot be written, such as to a full disk; nothing is left of it.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        target = self.root / f"iteration-{iteration:06d}"
-        partial = self.root / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        save_file({name: value.contiguous().cpu() for name, value in weights.items()}, partial / WEIGHTS)
-        torch.save(optimizer_state, partial / OPTIMIZER)
-        (partial / STATE).write_text(json.dumps({"iteration": iteration, "data": data_state}))
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
-        for old in self.all()[: -self.keep]:
-            shutil.rmtree(old)
+        sweep_partial(self.root, PREFIX)
+        target = self.root / f"{PREFIX}{iteration:06d}"
+        with appearing_whole(target) as partial:
+            save_file({name: value.contiguous().cpu() for name, value in weights.items()}, partial / WEIGHTS)
+            torch.save(learner_state, partial / LEARNER)
+            state = {
+                "iteration": iteration,
+                "data": data_state,
+                "metrics": dict(metrics or {}),
+                "n_ranks": n_ranks,
+                "files": {name: digest(partial / name) for name in (WEIGHTS, LEARNER)},
+            }
+            (partial / STATE).write_text(json.dumps(state | {"digest": _digest_of(state)}))
+        self._tidy()
         return target
 
+    def _tidy(self) -> None:
+        """Remove what need not be kept, and point to the best."""
+        readable = [found for path in self.all() if (found := _read(path)) is not None]
+        best = self.keeping.best(readable)
+        kept = {one.path for one in (*readable[-self.keeping.n_last :], *best)}
+        for one in readable:
+            if one.path not in kept:
+                discard(one.path)
+        if best:
+            link, new = self.root / BEST, self.root / f".{BEST}.partial"
+            new.unlink(missing_ok=True)
+            try:
+                new.symlink_to(best[0].path.name)
+                os.replace(new, link)
+            except OSError as error:
+                log.warning("no link to the best checkpoint, %s: %s", best[0].path.name, error)
+
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(path for path in self.root.glob("iteration-*") if (path / STATE).is_file())
+        """Checkpoints by name, oldest first, whole or not."""
+        return sorted(path for path in self.root.glob(f"{PREFIX}*") if path.is_dir())
 
     def latest(self) -> Checkpoint | None:
+        """The last whole checkpoint, None where there is none; says which broken ones it passed over.
+
+        Raises:
+            BrokenCheckpointError: there are checkpoints, and none of them is whole.
+        """
         paths = self.all()
-        return load_checkpoint(paths[-1]) if paths else None
+        for path in reversed(paths):
+            try:
+                return load_checkpoint(path)
+            except BrokenCheckpointError as error:
+                broken = error
+                log.warning("%s; looking for an older one", error)
+        if paths:
+            raise BrokenCheckpointError(
+                f"none of the {len(paths)} checkpoints in {self.root} is whole ({broken}); remove the folder "
+                "to begin training anew"
+            )
+        return None
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Open one checkpoint folder.
+    """Open one checkpoint folder, after a look at every byte of it.
 
     Raises:
-        FileNotFoundError: the folder holds no complete checkpoint.
+        FileNotFoundError: the folder holds no checkpoint.
+        BrokenCheckpointError: it is not what was written.
     """
     if not (path / STATE).is_file():
-        raise FileNotFoundError(
-            f"{path} holds no checkpoint ({STATE} is missing); give a folder named iteration-..."
-        )
+        kind = BrokenCheckpointError if path.is_dir() and path.name.startswith(PREFIX) else FileNotFoundError
+        raise kind(f"{path} holds no checkpoint ({STATE} is missing); give a folder named {PREFIX}...")
+    found = _read(path)
+    if found is None:
+        raise BrokenCheckpointError(f"{path / STATE} is broken")
     state = json.loads((path / STATE).read_text())
-    return Checkpoint(path=path, iteration=state["iteration"], data_state=state["data"])
+    for name, expected in state.get("files", {}).items():
+        if not (path / name).is_file():
+            raise BrokenCheckpointError(f"{path / name} is missing")
+        if digest(path / name) != expected:
+            raise BrokenCheckpointError(f"{path / name} is not the file that was written")
+    return found
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """What its state says, None where that is broken."""
+    try:
+        state = json.loads((path / STATE).read_text())
+        if "digest" in state and state.pop("digest") != _digest_of(state):
+            return None
+        return Checkpoint(
+            path=path,
+            iteration=state["iteration"],
+            data_state=state["data"],
+            metrics=state.get("metrics", {}),
+            n_ranks=state.get("n_ranks", 1),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def digest(path: Path) -> str:
+    """BLAKE2 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _digest_of(state: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def trainable_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that training changes, by name; a frozen backbone is saved once, elsewhere."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
 def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:

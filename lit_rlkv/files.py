@@ -1,6 +1,9 @@
 """Writing files so that no reader, and no run that goes on after a kill, ever sees half of one."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -9,6 +12,55 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8", newline="")
+        sync(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
+    """A folder to write in, which takes its name once the block is done and all of it is on the disk.
+
+    A folder that has the name by then is replaced, or else left as it is. After an error nothing stays;
+    after a kill, a name that begins with a dot. It holds the process: two may write the same folder.
+    """
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        if replaces:
+            discard(folder)
+        if not folder.exists():
+            os.replace(partial, folder)
+            sync(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Take a folder's name away before its files, so that nobody ever finds half of it."""
+    if folder.is_dir():
+        doomed = folder.with_name(f".{folder.name}.{os.getpid()}.partial-discarded")
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep_partial(root: Path, prefix: str) -> None:
+    """Remove what killed processes left of folders whose names begin with the prefix."""
+    for path in root.glob(f".{prefix}*.partial*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,19 +1,31 @@
 """The one training loop: Hydra-SFT and every RL algorithm run through it."""
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-import torch
 from lightning import Callback
 from lightning.fabric import Fabric
-from torch import Tensor
 
-MAXIMA = ("kv/replay_gap",)
-"""Metrics of which the largest counts; all others add up over micro-batches and are averaged over steps."""
+from lit_rlkv.faults import InterruptedRunError, Interruption
+from lit_rlkv.learner import Learner, call
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Training between two iterations: with the parameters, all that a checkpoint needs."""
+
+    iteration: int
+    """Iterations done."""
+    metrics: Mapping[str, float]
+    """Of the last one; empty before the first."""
+    data_state: dict[str, Any]
+    learner_state: Callable[[], dict[str, Any]]
+    is_last: bool
+    """Nothing comes after it in this process."""
 
 
 def train(
@@ -24,72 +36,63 @@ def train(
     callbacks: Sequence[Callback],
     n_iterations: int,
     first_iteration: int = 0,
-    optimizer_state: dict[str, Any] | None = None,
+    learner_state: dict[str, Any] | None = None,
     max_grad_norm: float,
-    save: Callable[[int, dict[str, Any]], None] | None = None,
+    save: Callable[[Moment], None] = lambda moment: None,
+    interruption: Interruption | None = None,
 ) -> None:
     """Run iterations `first_iteration` to `n_iterations`, each one loader of the datamodule.
 
-    A loader may sample from the policy as it is now; that happens when it is asked for. `save` gets the
-    number of iterations done and the optimizer's state after each of them.
+    A loader may sample from the policy as it is now; that happens when it is asked for. What it does may be
+    thrown away: nothing that is saved changes before the first update.
+
+    Args:
+        learner_state: of a checkpoint to go on from.
+        save: called between iterations.
+        interruption: of a run that may be asked to end, which it does before or after the updates.
+
+    Raises:
+        NonFiniteError: several optimizer steps in a row had no finite gradient.
+        InterruptedRunError: the run was asked to end; `save` has had its last whole moment.
     """
     # 1. set up
-    configured = module.configure_optimizers()
-    optimizer, scheduler = _unpack(configured)
-    model, optimizer = fabric.setup(module, optimizer)
-    if optimizer_state is not None:
-        optimizer.load_state_dict(optimizer_state["optimizer"])
-        if scheduler is not None:
-            scheduler.load_state_dict(optimizer_state["scheduler"])
+    interruption = interruption or Interruption()
+    learner = Learner(fabric, module, callbacks, max_grad_norm, learner_state)
+    metrics: dict[str, float] = {}
     call(callbacks, "on_fit_start", None, module)
     with reporting_failure(callbacks, module):
         for iteration in range(first_iteration, n_iterations):
             started_at = time.perf_counter()
-            sums = MetricSums()
+            data_state = datamodule.state_dict()
             # 2. data: for RL this is rollout, reward and credit
-            with fabric.autocast():
-                loader = fabric.setup_dataloaders(datamodule.train_dataloader())
+            try:
+                # One rank that ends would leave the others waiting for it.
+                with fabric.autocast(), interruption.held(fabric.world_size > 1):
+                    loader = fabric.setup_dataloaders(datamodule.train_dataloader())
+                interruption.agree(fabric)
+            except InterruptedRunError:
+                save(Moment(iteration, metrics, data_state, learner.state_dict, is_last=True))
+                raise
             loaded_at = time.perf_counter()
-            call(callbacks, "on_phase_start", "update", iteration)
-            for index, batch in enumerate(loader):
-                if module.on_train_batch_start(batch, index) == -1:
-                    break  # Lightning's way to leave out the rest of a loader
-                # 3. loss and gradient
-                ends_step = getattr(batch, "ends_step", True)
-                with fabric.no_backward_sync(model, enabled=not ends_step):
-                    # Fabric enters autocast by itself only where a strategy wraps the module.
-                    with fabric.autocast():
-                        outputs = model.training_step(batch, index)
-                    fabric.backward(outputs["loss"])
-                sums.add(outputs)
-                # 4. update
-                if ends_step:
-                    norm = fabric.clip_gradients(
-                        model, optimizer, max_norm=max_grad_norm, error_if_nonfinite=False
-                    )
-                    assert norm is not None  # None is for clipping by value
-                    call(callbacks, "on_before_optimizer_step", None, module, optimizer)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if scheduler is not None:
-                        scheduler.step()
-                    sums.end_step(grad_norm=norm)
-            # Let go of this rollout before the next one is sampled.
-            batch = outputs = None
-            del loader
-            call(callbacks, "on_phase_end", "update", iteration)
-            # 5. report and save
-            metrics = sums.means()
-            metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
-            metrics["time/data"] = loaded_at - started_at
-            metrics["time/update"] = time.perf_counter() - loaded_at
-            call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
-            if save is not None:
-                state = {"optimizer": optimizer.state_dict()}
-                save(
-                    iteration + 1,
-                    state | ({} if scheduler is None else {"scheduler": scheduler.state_dict()}),
-                )
+            with interruption.held():
+                # 3. updates
+                call(callbacks, "on_phase_start", "update", iteration)
+                for index, batch in enumerate(loader):
+                    if module.on_train_batch_start(batch, index) == -1:
+                        break  # Lightning's way to leave out the rest of a loader
+                    learner.learn(batch, index)
+                # Let go of this rollout before the next one is sampled.
+                batch = None
+                del loader
+                call(callbacks, "on_phase_end", "update", iteration)
+                # 4. report and save
+                metrics = learner.metrics()
+                metrics["time/data"] = loaded_at - started_at
+                metrics["time/update"] = time.perf_counter() - loaded_at
+                call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
+                is_last = iteration + 1 == n_iterations or interruption.is_asked(fabric)
+                save(Moment(iteration + 1, metrics, datamodule.state_dict(), learner.state_dict, is_last))
+            interruption.agree(fabric)
     call(callbacks, "on_fit_end", None, module)
 
 
@@ -101,43 +104,3 @@ def reporting_failure(callbacks: Sequence[Callback], module: L.LightningModule) 
     except BaseException as error:
         call(callbacks, "on_exception", None, module, error)
         raise
-
-
-def call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Call one hook of every callback, in their order; a plain Lightning callback lacks those of RL."""
-    for callback in callbacks:
-        method = getattr(callback, hook, None)
-        if method is not None:
-            method(*args)
-
-
-def _unpack(configured: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """Lightning's two ways to return an optimizer: alone, or in a dict with its scheduler."""
-    if isinstance(configured, dict):
-        return configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    return configured, None
-
-
-class MetricSums:
-    """Metrics of one iteration, summed on the device so that no step waits for the host."""
-
-    def __init__(self) -> None:
-        self.step: dict[str, Tensor] = {}
-        self.done: dict[str, list[Tensor]] = defaultdict(list)
-
-    def add(self, outputs: dict[str, Tensor]) -> None:
-        """One micro-batch."""
-        for name, value in outputs.items():
-            value = value.detach()
-            before = self.step.get(name, torch.zeros_like(value))
-            self.step[name] = torch.maximum(before, value) if name in MAXIMA else before + value
-
-    def end_step(self, grad_norm: Tensor) -> None:
-        """One optimizer step is complete."""
-        for name, value in {**self.step, "grad_norm": grad_norm}.items():
-            self.done[name].append(value)
-        self.step = {}
-
-    def means(self) -> dict[str, float]:
-        """Per step mean, over the steps that reported the metric."""
-        return {name: float(torch.stack(values).float().mean()) for name, values in self.done.items()}

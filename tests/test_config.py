@@ -6,7 +6,15 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from lit_rlkv.config import CONF_DIR, ConfigError, build, check_command_line, check_config, check_keys
+from lit_rlkv.config import (
+    CONF_DIR,
+    ConfigError,
+    build,
+    build_reward,
+    check_command_line,
+    check_config,
+    check_keys,
+)
 from lit_rlkv.kvcache import POLICIES
 
 GROUPS = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
@@ -18,6 +26,11 @@ OPTIONS = sorted(
 # Options that need something of the user's, or of the running program.
 EXTRAS = {
     "task=jsonl": ["task.path=tests/data/problems.jsonl"],
+    "task=dataset": ["task.dataset=tests/data/problems.jsonl"],
+    "task=gsm8k": ["task.dataset=tests/data/gsm8k", "task.name=null"],
+    "reward=python": ["reward.functions.custom.path=tests/data/rewards.py:score"],
+    "reward=command": ["reward.functions.custom.argv=[sh,score.sh]"],
+    "reward=endpoint": ["reward.functions.custom.url=http://localhost:8000/score"],
     "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
     "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
@@ -25,7 +38,8 @@ EXTRAS = {
     "correction=dense": ["distillation=none"],
 }
 PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}
-"""Of the extras `data` and `gym`."""
+PACKAGES |= {"task=gsm8k": "datasets", "reward=math": "math_verify"}
+"""Of the extras `data`, `gym` and `math`."""
 JUDGED = [
     "algorithm=online_dpo",
     "algorithm.credit.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}",
@@ -64,6 +78,15 @@ def test_every_option_of_every_group_composes_and_passes_the_checks(hydra_conf, 
     checked(option, *EXTRAS.get(option, []))
 
 
+def test_a_reward_function_may_be_added_and_another_left_out(hydra_conf):
+    short = "{_target_: lit_rlkv.rewards.Regex, pattern: '^.{0,200}$', weight: 0.1}"
+    cfg = checked("task=word_problems", "reward=numeric", f"+reward.functions.short={short}")
+    assert [*cfg.reward.functions] == ["correct", "format", "short"]
+    assert build_reward(cfg.reward).functions["short"].pattern == "^.{0,200}$"
+    cfg = checked("task=word_problems", "reward=numeric", "~reward.functions.format", "reward.verifier=0.5")
+    assert [*build_reward(cfg.reward).functions] == ["correct"]
+
+
 def test_the_names_of_the_command_line_stay(hydra_conf):
     cfg = compose("config")
     missing = [name for name in STABLE_NAMES if OmegaConf.select(cfg, name, default="absent") == "absent"]
@@ -94,7 +117,15 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
         (["task.n_terms=1"], "n_terms=1 leaves nothing to add"),
         (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
         (["stages=rl"], "stages=rl is not a list; write stages=[rl]"),
-        (["fabric.devices=4"], "a run is one process"),
+        (["fabric.devices=0"], "fabric.devices=0 is no number of processes"),
+        (["fabric.num_nodes=two"], "fabric.num_nodes=two is no number of machines"),
+        (["fabric.strategy=dp"], "fabric.strategy='dp' is unknown; choose one of auto, ddp"),
+        (["rollout.n_shards=0"], "rollout.n_shards=0 is no number of shards"),
+        (["callbacks.keep_last=0"], "callbacks.keep_last=0 is not a count"),
+        (
+            ["callbacks.best_mode=most", "callbacks.keep_best=1"],
+            "best_mode='most' is unknown; choose max or min",
+        ),
         (["algorithm.lr_schedule=cosine"], "algorithm.lr_schedule='cosine' is unknown"),
         (["model.path='~/no-such-folder'"], "model.path=~/no-such-folder is not a checkpoint folder"),
         (["task._target_=lit_rlkv.checkpoint.torch.load"], "is no class or function of a trusted package"),
@@ -118,6 +149,29 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
         (["algorithm=ppo", "algorithm.credit.lam=1.5"], "lam=1.5 is no discount"),
         (["algorithm.loss.clip_low=0"], "clip_low=0 leaves nothing to learn from"),
         (["reward.verifier=0"], "verifier=0 and learned=0 leave no reward"),
+        (["reward.accuracy=correct"], "accuracy='correct' is not among the functions (none)"),
+        (["reward.max_failed=2"], "max_failed=2 is no share"),
+        (["+reward.functions.a={weight: 1}"], "reward.functions.a={'weight': 1} names no function"),
+        (
+            ["+reward.functions.a={_target_: lit_rlkv.data.tasks.ChainSum}"],
+            "reward.functions.a: lit_rlkv.data.tasks.ChainSum is no reward function",
+        ),
+        (
+            ["+reward.functions.a={_target_: lit_rlkv.rewards.Regex, pattern: '('}"],
+            "reward.functions.a: lit_rlkv.rewards.Regex: pattern='(' is no regular expression",
+        ),
+        (["+reward.functions.a={_target_: os.system}"], "is not from a trusted package"),
+        (["reward=python", "reward.functions.custom.path=a.py"], "path='a.py' names no function"),
+        (["reward=command", "reward.functions.custom.argv=sh"], "argv='sh' is no list of a program"),
+        (["reward=endpoint", "reward.functions.custom.url=file:///etc/passwd"], "is no address of a service"),
+        (
+            ["task=dataset", "task.dataset=tests/data/problems.jsonl", "task.prompt_column=question"],
+            "no column 'question', it has prompt, answer; set prompt_column",
+        ),
+        (
+            ["task=dataset", "task.dataset=tests/data/problems.jsonl", "task.answer_column=null"],
+            "reward.verifier=1.0: Problems does not say what is exactly right",
+        ),
         (["reward.normalize=yes"], "normalize='yes' is unknown"),
         (["reward=learned", "sft.n_pairs=0"], "needs a reward head, but sft.n_pairs=0 with"),
         (["reward=learned", "sft.reward_weight=0"], "with sft.reward_weight=0 trains none"),
@@ -160,7 +214,7 @@ def test_every_eviction_policy_is_an_option(hydra_conf, policy):
                 "reward=learned",
                 "sft.mistakes.n_prompts=8",
             ],
-            "preferences do not say which answers",
+            "the task does not say which answers",
         ),
         (["roles.layout=hydro"], "roles.layout='hydro' is unknown; choose one of ppo, lora_ppo"),
         (["roles.value_view=sparse"], "roles.value_view='sparse' is unknown"),

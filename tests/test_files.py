@@ -1,6 +1,6 @@
 import pytest
 
-from lit_rlkv.files import write_atomically
+from lit_rlkv.files import appearing_whole, sweep_partial, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -18,3 +18,29 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path):
         write_atomically(path, "new \ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("replaces", "holds"), [(True, "new"), (False, "old")])
+def test_a_folder_appears_whole_or_not_at_all(tmp_path, replaces, holds):
+    folder = tmp_path / "model"
+    with appearing_whole(folder) as partial:
+        (partial / "weights").write_text("old")
+        assert not folder.exists()
+    with appearing_whole(folder, replaces=replaces) as partial:
+        (partial / "weights").write_text("new")
+    assert (folder / "weights").read_text() == holds
+    with pytest.raises(FileNotFoundError), appearing_whole(folder) as partial:
+        (partial / "nowhere" / "weights").touch()
+    assert (folder / "weights").read_text() == holds
+    assert names_in(tmp_path) == ["model"]
+
+
+def test_what_a_killed_process_left_is_swept_away_and_nothing_else(tmp_path):
+    for name in (".model-1.77.partial", ".model-2.77.partial-discarded", ".other.77.partial", "model-1"):
+        (tmp_path / name).mkdir()
+    sweep_partial(tmp_path, "model")
+    assert names_in(tmp_path) == [".other.77.partial", "model-1"]

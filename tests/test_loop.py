@@ -7,9 +7,10 @@ from lightning.fabric import Fabric
 
 from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checkpoint import CheckpointDir, load_trainable
-from lit_rlkv.data.rollouts import KLConfig
-from lit_rlkv.loop import MetricSums, train
+from lit_rlkv.checkpoint import CheckpointDir, load_trainable, trainable_weights
+from lit_rlkv.data.settings import KLConfig
+from lit_rlkv.learner import MetricSums
+from lit_rlkv.loop import train
 from tests.training import make_datamodule, make_module, make_roles
 
 
@@ -97,14 +98,10 @@ def test_three_iterations_and_three_more_after_a_restart_equal_six(tmp_path):
     checkpoints = CheckpointDir(tmp_path)
 
     def saver(module, datamodule):
-        def save(iteration, optimizer_state):
+        def save(moment):
             # A kill can come right after this, so what is written must already be everything.
-            checkpoints.save(
-                iteration,
-                module.trainable_state_dict(),
-                copy.deepcopy(optimizer_state),
-                datamodule.state_dict(),
-            )
+            state = copy.deepcopy(moment.learner_state())
+            checkpoints.save(moment.iteration, trainable_weights(module), state, moment.data_state)
 
         return save
 
@@ -117,9 +114,7 @@ def test_three_iterations_and_three_more_after_a_restart_equal_six(tmp_path):
     saved = checkpoints.latest()
     load_trainable(module, saved.weights())
     data.load_state_dict(saved.data_state)
-    rest = train_here(
-        module, data, 6, first_iteration=saved.iteration, optimizer_state=saved.optimizer_state()
-    )
+    rest = train_here(module, data, 6, first_iteration=saved.iteration, learner_state=saved.learner_state())
 
     assert saved.iteration == 3
     assert [row["loss"] for row in rest] == [row["loss"] for row in six[3:]]
@@ -140,11 +135,15 @@ def test_metrics_add_up_over_micro_batches_and_average_over_steps():
     sums = MetricSums()
     for loss, gap in ((1.0, 0.3), (2.0, 0.1)):
         sums.add({"loss": torch.tensor(loss), "kv/replay_gap": torch.tensor(gap)})
-    sums.end_step(grad_norm=torch.tensor(5.0))
+    sums.end_step(torch.tensor(5.0), is_finite=True)
     sums.add({"loss": torch.tensor(1.0)})
-    sums.end_step(grad_norm=torch.tensor(7.0))
-    # steps: 1 + 2 = 3 and 1, mean 2; the gap is the larger one, and only the first step reported it
-    assert sums.means() == pytest.approx({"loss": 2.0, "kv/replay_gap": 0.3, "grad_norm": 6.0})
+    sums.end_step(torch.tensor(7.0), is_finite=True)
+    sums.add({"loss": torch.tensor(torch.nan)})
+    sums.end_step(torch.tensor(torch.nan), is_finite=False)
+    # steps: 1 + 2 = 3 and 1, mean 2; the gap is the larger one, and only the first step reported it;
+    # the third was left out
+    expected = {"loss": 2.0, "kv/replay_gap": 0.3, "grad_norm": 6.0, "skipped_steps": 1.0}
+    assert sums.means(Fabric(accelerator="cpu")) == pytest.approx(expected)
 
 
 def test_the_first_minibatch_of_replay_has_ratio_one_and_clips_nothing():

@@ -16,7 +16,12 @@ ON_CUDA = "CUDA"
 RUNS = {
     "smd": ["experiment=smd", "diagnostics.gradient_sources.counterfactual=tis"],
     "tis": ["experiment=tis", "algorithm.kl.weight=0.1"],
-    "rlhf": ["experiment=rlhf", "sft.mistakes.n_prompts=0", "reward=mixed"],
+    "rlhf": [
+        "experiment=rlhf",
+        "sft.mistakes.n_prompts=0",
+        "reward=mixed",
+        "+reward.functions.number={_target_: lit_rlkv.rewards.Numeric, weight: 0.1}",
+    ],
     "online_dpo": ["experiment=online_dpo_smd"],
 }
 

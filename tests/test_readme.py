@@ -15,15 +15,24 @@ COMMANDS = [
 ]
 
 
+FILES = {"pairs.jsonl": "preferences.jsonl", "problems.jsonl": "problems.jsonl", "rewards.py:": "rewards.py:"}
+"""What a user brings, and what stands for it in tests/data."""
+
+
+def here(argument):
+    for name, file in FILES.items():
+        argument = argument.replace(f"={name}", f"=tests/data/{file}")
+    return argument.strip("\"'")
+
+
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_every_command_for_fit_composes_and_passes_the_checks(arguments):
     if "task=reasoning_gym" in arguments:
         pytest.importorskip("reasoning_gym")
-    overrides = [
-        argument.strip("\"'").replace("=pairs.jsonl", "=tests/data/preferences.jsonl")
-        for argument in arguments
-        if not argument.startswith(("--", "resume="))
-    ]
+    overrides = [here(argument) for argument in arguments if not argument.startswith(("--", "resume="))]
+    if "task=gsm8k" in arguments:
+        pytest.importorskip("datasets")
+        overrides += ["task.dataset=tests/data/gsm8k", "task.name=null"]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         full = compose("config", overrides=overrides, return_hydra_config=True)
         cfg = compose("config", overrides=overrides)

@@ -1,17 +1,22 @@
 """Whole runs at a size that takes a second, for tests that need a run's folder."""
 
 from hydra import compose, initialize_config_dir
+from lightning.fabric import Fabric
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, check_config
 from lit_rlkv.fit import fit
 
-TINY = [
+MODEL = [
     "debug=fast",
     "model.preset.hidden_size=32",
     "model.preset.num_hidden_layers=2",
     "model.preset.head_dim=8",
     "model.preset.intermediate_size=32",
+]
+TINY = [
+    *MODEL,
     "task.n_terms=3",
     "cache.budget=7",
     "cache.interval=2",
@@ -19,6 +24,7 @@ TINY = [
     "evaluation.budgets=[5]",
     "rollout.max_new_tokens=8",
 ]
+"""Sums of three terms; a cache that evicts on both sides of the prompt's end."""
 
 
 def config(tmp_path, *overrides):
@@ -28,6 +34,24 @@ def config(tmp_path, *overrides):
     return cfg
 
 
-def run(tmp_path, name, *overrides):
+def run(tmp_path, name, *overrides, resumes=False):
     cfg = config(tmp_path, *overrides)
-    return fit(cfg, tmp_path / name, Console(quiet=True))
+    return fit(cfg, tmp_path / name, Console(quiet=True), resumes=resumes)
+
+
+def run_on_ranks(tmp_path, name, n_ranks, *overrides, resumes=False):
+    """The same on several processes, which are forks of this one."""
+    cfg = config(tmp_path, *overrides)
+    fabric = Fabric(accelerator="cpu", devices=n_ranks, strategy="ddp_fork", precision=cfg.fabric.precision)
+    fabric.launch(_fit_on_a_rank, cfg, tmp_path / name, resumes)
+
+
+def _fit_on_a_rank(fabric, cfg, run_dir, resumes):
+    fit(cfg, run_dir, Console(quiet=True), resumes=resumes, fabric=fabric)
+
+
+def scoring(folder):
+    """What the command line of evaluate asks for where nothing else is said."""
+    options = OmegaConf.load(CONF_DIR / "evaluate.yaml")
+    options.ckpt = str(folder)
+    return options

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import CreditRule, GroupCredit
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
+from lit_rlkv.data.rollouts import RolloutDataModule
+from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.kvcache import CacheSpec

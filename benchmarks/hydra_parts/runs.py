@@ -21,7 +21,8 @@ from lit_rlkv.data.demonstrations import WarmupBatch
 from lit_rlkv.data.pairs import DemonstrationBatch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig
-from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule, SamplingConfig, UpdateConfig
+from lit_rlkv.data.rollouts import RolloutDataModule
+from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.loop import train
 from lit_rlkv.models.hydra import ROLES, LoraSpec, Roles, checkpointed_layers
 from lit_rlkv.modules.hydra_sft import HydraSFT

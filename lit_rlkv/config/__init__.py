@@ -10,6 +10,7 @@ from lit_rlkv.config.building import (
     expanded,
 )
 from lit_rlkv.config.composing import check_command_line, composed
+from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigError",
     "as_config_errors",
     "build",
+    "build_reward",
     "check_command_line",
     "check_config",
     "check_keys",

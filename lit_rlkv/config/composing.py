@@ -12,6 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_rlkv.config.building import CONF_DIR, ConfigError
 
+PROGRAMS = {"config": "fit"}
+"""The program of a config whose name is another."""
+
 
 def check_command_line(name: str, arguments: Sequence[str]) -> None:
     """Compose the config of a program before Hydra does.
@@ -74,7 +77,7 @@ def _closest(key: str, overrides: Sequence[str], name: str) -> str:
     }
     close = get_close_matches(key, sorted(known | elsewhere.keys()), n=1)
     if not close:
-        return "python -m lit_rlkv.fit --cfg job shows all"
+        return f"python -m lit_rlkv.{PROGRAMS.get(name, name)} --cfg job shows all"
     if close[0] == key:
         return f"{elsewhere[key]} has it"
     of_option = f" of {elsewhere[close[0]]}" if close[0] in elsewhere else ""

@@ -8,8 +8,10 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config.building import ConfigError, as_config_errors, build, check_targets, is_local
+from lit_rlkv.config.fabric_rules import check_fabric
+from lit_rlkv.config.model_rules import check_quantization
+from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.data.credit import CreditRule, PairCredit
-from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.kernels.backend import KERNELS
 from lit_rlkv.kvcache import CacheSpec
@@ -38,15 +40,17 @@ def check_config(cfg: DictConfig) -> None:
     for check in (
         _check_numbers,
         _check_stages,
+        check_fabric,
         _check_paths,
         _check_cache,
         _check_sampling,
         _check_algorithm,
         _check_reward,
         _check_roles,
-        _check_logger,
+        _check_records,
     ):
         check(cfg)
+    check_quantization(cfg)
     _check_arm(cfg)
     if cfg.distillation is not None:
         build(cfg.distillation)
@@ -86,8 +90,11 @@ COUNTS = (
     "callbacks.checkpoint_every",
     "callbacks.samples_every",
     "callbacks.n_samples",
+    "callbacks.keep_last",
+    "callbacks.keep_best",
 )
 MAY_BE_ZERO = (
+    "callbacks.keep_best",
     "sft.mistakes.n_prompts",
     "sft.n_warmup_steps",
     "sft.n_pairs",
@@ -148,15 +155,11 @@ def _check_stages(cfg: DictConfig) -> None:
         cfg.fabric.precision in WEIGHT_DTYPES,
         f"fabric.precision={cfg.fabric.precision!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}",
     )
-    _require(
-        cfg.fabric.devices in (1, "auto"),
-        f"fabric.devices={cfg.fabric.devices}: a run is one process; give 1",
-    )
     _check_sft(cfg.sft)
     _require(
         cfg.sft.mistakes.n_prompts == 0 or build(cfg.task).is_verifiable,
-        f"sft.mistakes.n_prompts={cfg.sft.mistakes.n_prompts}: preferences do not say which answers of the "
-        "model are wrong; use 0",
+        f"sft.mistakes.n_prompts={cfg.sft.mistakes.n_prompts}: the task does not say which answers of the "
+        "model are wrong, as preferences do not; use 0",
     )
 
 
@@ -302,13 +305,13 @@ def _check_algorithm(cfg: DictConfig) -> None:
 
 
 def _check_reward(cfg: DictConfig) -> None:
-    with as_config_errors("reward"):
-        reward = RewardConfig(**cfg.reward)
+    reward = build_reward(cfg.reward)
     task = build(cfg.task)
     _require(
         reward.verifier == 0 or task.is_verifiable,
-        f"reward.verifier={reward.verifier}: {type(task).__name__} holds preferences, which say what is "
-        "better and not what is right; use reward=learned",
+        f"reward.verifier={reward.verifier}: {type(task).__name__} does not say what is exactly right, as "
+        "preferences do not, or answers without answer_after; use reward=learned, or reward.verifier=0 and "
+        "reward.functions",
     )
     sft = cfg.sft
     _require(
@@ -358,10 +361,13 @@ def _check_roles(cfg: DictConfig) -> None:
     )
 
 
-def _check_logger(cfg: DictConfig) -> None:
-    """A logger's constructor looks at its settings and does nothing yet."""
+def _check_records(cfg: DictConfig) -> None:
+    _require(
+        cfg.callbacks.best_mode in ("max", "min"),
+        f"callbacks.best_mode={cfg.callbacks.best_mode!r} is unknown; choose max or min",
+    )
     if cfg.logger is not None:
-        build(cfg.logger)
+        build(cfg.logger)  # a logger's constructor looks at its settings and does nothing yet
 
 
 def _check_arm(cfg: DictConfig) -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lit_rlkv.advantages import group
 from lit_rlkv.advantages.gae import gae, returns, token_rewards, whiten
+from lit_rlkv.data.shards import of_all_ranks
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.objectives.corrections import Weights
 from lit_rlkv.objectives.preference import best_and_worst
+from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rewards.judges import tournament
 from lit_rlkv.types import Problem, Rewards, Rollout
 
@@ -43,6 +45,40 @@ class Experience:
     group_size: int
     kl_estimator: str | None = None
     """Of the KL that the reward pays for; None where it pays for none."""
+    verdicts: Float[Tensor, " batch"] | None = None
+    """What the credit rule's judge makes of the responses; None where none is asked."""
+    ranks: Ranks = ALONE
+    """Each of which has rows of its own."""
+
+    def everyone(self) -> "Experience":
+        """The rows of all ranks, without death tables; all ranks must ask for it together."""
+        if self.ranks.size == 1:
+            return self
+        gather = self.ranks.gather
+        rewards, weights = self.rewards, self.weights
+        return replace(
+            self,
+            problems=self.ranks.gather_list(self.problems),
+            completions=self.ranks.gather_list(self.completions),
+            rollout=of_all_ranks(self.rollout, self.ranks),
+            rewards=Rewards(
+                total=gather(rewards.total),
+                components={name: gather(part) for name, part in rewards.components.items()},
+                is_failed=_each(gather, rewards.is_failed),
+            ),
+            has_eos=gather(self.has_eos),
+            old_logps=gather(self.old_logps),
+            ref_logps=_each(gather, self.ref_logps),
+            kl_penalty=gather(self.kl_penalty),
+            values=_each(gather, self.values),
+            weights=Weights(gather(weights.weight), gather(weights.is_counted)),
+            verdicts=_each(gather, self.verdicts),
+            ranks=ALONE,
+        )
+
+
+def _each(change: Callable[[Tensor], Tensor], values: Tensor | None) -> Tensor | None:
+    return None if values is None else change(values)
 
 
 @dataclass(frozen=True)
@@ -67,6 +103,12 @@ class CreditRule(ABC):
     def for_task(self, task: Task) -> "CreditRule":
         """The same rule where it may ask the task's verifier."""
         return self
+
+    def judge_all(
+        self, problems: Sequence[Problem], completions: Sequence[str], group_size: int
+    ) -> Float[Tensor, " batch"] | None:
+        """What a judge makes of the responses, who is asked once, by the rank that has them; None without."""
+        return None
 
     @abstractmethod
     def assign(self, experience: Experience) -> Credit:
@@ -140,7 +182,7 @@ class PairCredit(CreditRule):
 
     Args:
         judge: compares two completions of a problem, and may ask for the task's `verifier`; None ranks by
-            the reward. It is asked once about a rollout, however often credit for it is assigned.
+            the reward.
         drop_ties: a pair whose sides score the same counts nothing; else its first one is preferred.
     """
 
@@ -152,7 +194,6 @@ class PairCredit(CreditRule):
             raise ValueError(f"judge={judge!r} is no function; give it as _target_ with _partial_: true")
         self.judge = judge
         self.drop_ties = drop_ties
-        self._judged: tuple[Sequence[str], Float[Tensor, " batch"]] | None = None
 
     def for_task(self, task: Task) -> "PairCredit":
         if self.judge is None or "verifier" not in signature(self.judge).parameters:
@@ -163,9 +204,17 @@ class PairCredit(CreditRule):
             )
         return PairCredit(partial(self.judge, verifier=task.score), self.drop_ties)
 
+    def judge_all(
+        self, problems: Sequence[Problem], completions: Sequence[str], group_size: int
+    ) -> Float[Tensor, " batch"] | None:
+        if self.judge is None:
+            return None
+        return tournament(self.judge, problems, completions, group_size)
+
     def assign(self, experience: Experience) -> Credit:
         rollout, group_size = experience.rollout, experience.group_size
-        best, worst, is_tie = best_and_worst(self._scores(experience).view(-1, group_size))
+        verdicts = experience.rewards.total if experience.verdicts is None else experience.verdicts
+        best, worst, is_tie = best_and_worst(verdicts.view(-1, group_size))
         first_row = torch.arange(len(best), device=best.device) * group_size
         pairs = torch.stack([first_row + best, first_row + worst], dim=1)
         side = torch.zeros(len(rollout.token_ids), device=best.device)
@@ -174,13 +223,3 @@ class PairCredit(CreditRule):
         side[pairs[:, 1]] = -is_counted.float()
         advantages = group.broadcast_to_actions(side, rollout.is_action)
         return Credit(advantages, experience.weights.is_counted & (advantages != 0), pairs)
-
-    def _scores(self, experience: Experience) -> Float[Tensor, " batch"]:
-        if self.judge is None:
-            return experience.rewards.total
-        completions = experience.completions
-        # The very object: a changed copy of an experience keeps it, and no other rollout has it.
-        if self._judged is None or self._judged[0] is not completions:
-            scores = tournament(self.judge, experience.problems, completions, experience.group_size)
-            self._judged = completions, scores.to(experience.rollout.token_ids.device)
-        return self._judged[1]

@@ -17,6 +17,7 @@ from lit_rlkv.data.pairs import (
 )
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
+from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.types import Problem, TensorBatch
 
@@ -28,13 +29,19 @@ class WarmupBatch(TensorBatch):
     chosen: DemonstrationBatch
     rejected: DemonstrationBatch | None
     """Row i pairs with row i of `chosen`; there may be fewer rows. None without any pairs."""
+    n_targets: int | None = None
+    """Tokens to imitate, in the batches of all ranks; None: this one is all there is."""
+    n_ranks: int = 1
+    """That share one step, each with as many rows."""
 
 
 class PreferenceDataModule(L.LightningDataModule):
     """Endless problems, `steps_per_loader` batches a loader; each loader goes on where the last ended.
 
     Args:
+        batch_size: rows of a step, shared by the ranks.
         n_pairs: rows of a batch, from the first, that also bring a rejected completion; 0 for none.
+        ranks: which `source` gives each its own problems.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class PreferenceDataModule(L.LightningDataModule):
         n_pairs: int,
         steps_per_loader: int,
         seed: int,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         if not 0 <= n_pairs <= batch_size:
@@ -54,8 +62,9 @@ class PreferenceDataModule(L.LightningDataModule):
         self.task = task
         self.source = source
         self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.n_pairs = n_pairs
+        self.ranks = ranks
+        self.batch_size = batch_size // ranks.size
+        self.n_pairs = n_pairs // ranks.size
         self.steps_per_loader = steps_per_loader
         self.seed = seed
         self.n_batches = 0
@@ -68,7 +77,9 @@ class PreferenceDataModule(L.LightningDataModule):
         problems = self.source.take(self.batch_size)
         rejected = self._rejected(problems[: self.n_pairs]) if self.n_pairs else None
         self.n_batches += 1
-        return WarmupBatch(chosen=encode_demonstrations(self.tokenizer, problems), rejected=rejected)
+        chosen = encode_demonstrations(self.tokenizer, problems)
+        n_targets = sum(self.ranks.gather_list([int(chosen.is_target.sum())]))
+        return WarmupBatch(chosen, rejected, n_targets, self.ranks.size)
 
     def _rejected(self, problems: Sequence[Problem]) -> DemonstrationBatch:
         rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, self.source.rank))

@@ -1,58 +1,36 @@
 """RolloutDataModule: each epoch of its loader is one iteration of RL, sampled by the policy as it is now."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import ceil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.data.credit import Credit, CreditRule, Experience
+from lit_rlkv.data.credit import CreditRule, Experience
 from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig, RewardRule
 from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
+from lit_rlkv.data.shards import joined
+from lit_rlkv.data.steps import Split, Steps
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids, is_end, padded
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.scoring import score_rollout
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
-from lit_rlkv.objectives.corrections import Correction
+from lit_rlkv.objectives.corrections import Correction, Weights
 from lit_rlkv.objectives.kl import ESTIMATORS, adapted_weight, k1
-from lit_rlkv.rewards import score
+from lit_rlkv.ranks import ALONE, Ranks
+from lit_rlkv.rewards import Panel, score
+from lit_rlkv.rewards.panel import Asked
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
-
-
-@dataclass(frozen=True)
-class Part:
-    """Whole groups of a rollout, with the denominators of one optimizer step on all of it.
-
-    Gradients of parts add up to that of the step.
-    """
-
-    batches: Sequence[TrainBatch]
-    """In micro-batches for the policy alone, no larger than those of training; the last one `ends_step`."""
-    n_groups: int
-    """Groups that the policy's loss counts: those of which it leaves out everything are not among them."""
-    share: float
-    """Of the denominator of the policy's loss: of the tokens, responses or pairs that it counts."""
-    n_prompts: int
-    """All groups, whatever the policy's loss leaves out."""
-    action_share: float
-    """Of all actions that are learned from, the denominator of what callbacks add to the loss."""
-
-
-Split = Callable[[Experience, int], Iterator[Part]]
-"""Cuts a rollout, or a changed copy of its experience, into so many parts."""
+from lit_rlkv.types import Problem, PromptBatch, Rewards, Rollout, TrainBatch
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -76,9 +54,11 @@ class RolloutDataModule(L.LightningDataModule):
         seed: int,
         kl: KLConfig | None = None,
         reward: RewardConfig | None = None,
+        panel: Panel | None = None,
         on_rollout_end: Sequence[Callable[[Experience], None]] = (),
         on_update_start: Sequence[Callable[[Experience, Split], None]] = (),
         phases: Phases | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.roles = roles
@@ -91,9 +71,20 @@ class RolloutDataModule(L.LightningDataModule):
         self.sampling = sampling
         self.update = update
         self.seed = seed
+        self.ranks = ranks
+        self.n_shards = sampling.n_shards or ranks.size
         self.kl = kl or KLConfig()
         self.kl_weight = self.kl.weight
         self.reward = RewardRule(reward or RewardConfig())
+        self.panel = panel or Panel(self.reward.config.functions)
+        self.steps = Steps(
+            self.credit,
+            update,
+            max_new_tokens=sampling.max_new_tokens,
+            has_kl_loss=self.kl.place == "loss",
+            seed=seed,
+            n_shards=self.n_shards,
+        )
         self.iteration = 0
         self.on_rollout_end = list(on_rollout_end)
         self.on_update_start = list(on_update_start)
@@ -105,26 +96,28 @@ class RolloutDataModule(L.LightningDataModule):
         for listener in self.on_rollout_end:
             listener(experience)
         for watcher in self.on_update_start:
-            watcher(experience, self.parts)
+            watcher(experience, self.steps.parts)
         self.iteration += 1
         return DataLoader(_Stream(self, experience), batch_size=None)
 
     @torch.no_grad()
     def collect(self) -> Experience:
-        """Sample, score and judge one batch of responses."""
+        """Sample, score and judge this rank's share of one batch of responses."""
         group_size = self.sampling.group_size
-        problems = [p for p in self.source.take(self.sampling.n_prompts) for _ in range(group_size)]
+        shards = self._shards()
+        problems = [problem for shard in shards.values() for problem in shard for _ in range(group_size)]
         with self.phases("rollout", self.iteration):
-            rollout = self._sample(problems[::group_size])
+            rollout = self._sample(shards)
         is_action = rollout.is_action
+        completions = decode_completions(self.tokenizer, rollout.token_ids, is_action)
+        asked = self.panel.ask(problems, completions)  # they think while the roles score
         with self.phases("score", self.iteration):
             scores = self._scores(rollout)
         old_logps = scores.get("policy", rollout.sampler_logps)
         ref_logps = scores.get("reference")
-        has_eos = ((rollout.token_ids == self.tokenizer.eos_token_id) & is_action).any(dim=1)
+        has_eos = (is_end(self.tokenizer, rollout.token_ids) & is_action).any(dim=1)
         with self.phases("reward", self.iteration):
-            completions = decode_completions(self.tokenizer, rollout.token_ids, is_action)
-            rewards = self._rewards(problems, completions, scores.get("reward"), has_eos)
+            rewards = self._rewards(problems, completions, asked, scores.get("reward"), has_eos)
         kl_weight = self.kl_weight
         self._steer_kl(old_logps, ref_logps, is_action)
         return Experience(
@@ -139,15 +132,35 @@ class RolloutDataModule(L.LightningDataModule):
             kl_weight=kl_weight,
             kl_penalty=self._kl_penalty(old_logps, ref_logps, is_action, kl_weight),
             values=scores.get("value"),
-            weights=self.correction.weigh(old_logps - rollout.sampler_logps, is_action),
+            weights=self._weights(old_logps - rollout.sampler_logps, is_action),
             group_size=group_size,
             kl_estimator=self.kl.estimator if self.kl.place == "reward" else None,
+            verdicts=_on(is_action.device, self.credit.judge_all(problems, completions, group_size)),
+            ranks=self.ranks,
         )
 
-    def _sample(self, problems: Sequence[Problem]) -> Rollout:
-        """A group of responses to each problem, side by side."""
+    def _shards(self) -> dict[int, list[Problem]]:
+        """This rank's next problems by the shard that they belong to, of which every rank has as many."""
+        n_ranks = self.ranks.size
+        problems = self.source.take(self.sampling.n_prompts // n_ranks)
+        # The ranks take turns in one stream of problems, and so do the shards.
+        numbers = range(self.ranks.rank, self.n_shards, n_ranks)
+        return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
+
+    def _sample(self, shards: Mapping[int, Sequence[Problem]]) -> Rollout:
+        """A group of responses to each problem, side by side, one shard after the other."""
+        texts = {number: [p.prompt for p in problems] for number, problems in shards.items()}
+        encoded = {number: encode_prompts(self.tokenizer, prompts) for number, prompts in texts.items()}
+        # Columns are common to all ranks, and so is what eviction draws.
+        width = self.ranks.largest(max(prompts.token_ids.shape[1] for prompts in encoded.values()))
+        pad = self.tokenizer.pad_token_id
+        rollouts = [self._sample_shard(number, padded(part, width, pad)) for number, part in encoded.items()]
+        n_columns = self.ranks.largest(max(rollout.token_ids.shape[1] for rollout in rollouts))
+        return joined(rollouts, n_columns, pad)
+
+    def _sample_shard(self, number: int, prompts: PromptBatch) -> Rollout:
         config, device = self.sampling, self.roles.backbone("policy").device
-        prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(device)
+        prompts = prompts.to(device)
         with acting_as(self.roles, "policy") as backbone:
             return generate(
                 backbone,
@@ -155,10 +168,10 @@ class RolloutDataModule(L.LightningDataModule):
                 prompts.attention_mask,
                 cache=self.cache,
                 max_new_tokens=config.max_new_tokens,
-                eos_token_id=self.tokenizer.eos_token_id,
+                eos_token_id=end_token_ids(self.tokenizer),
                 pad_token_id=self.tokenizer.pad_token_id,
                 temperature=config.temperature,
-                generator=stream(self.seed, "sample", self.iteration, self.source.rank, device=device),
+                generator=stream(self.seed, "sample", self.iteration, number, device=device),
                 n_samples=config.group_size,
                 max_rows=config.max_rows,
                 cuda_graph=config.cuda_graph,
@@ -189,17 +202,34 @@ class RolloutDataModule(L.LightningDataModule):
         self,
         problems: Sequence[Problem],
         completions: Sequence[str],
+        asked: Asked,
         learned: Float[Tensor, " batch"] | None,
         has_eos: Bool[Tensor, " batch"],
     ) -> Rewards:
-        """What the verifier and the reward role make of the completions."""
+        """What the verifier, the reward role and the functions make of the completions."""
         components = {}
         if self.task.is_verifiable:
             verified = score(self.task.score, problems, completions)
             components = {name: value.to(has_eos.device) for name, value in verified.components.items()}
         if learned is not None:
             components["learned"] = learned
-        return self.reward(components, has_eos)
+        answers = asked.collect()
+        components |= {name: value.to(has_eos.device) for name, value in answers.scores.items()}
+        errors = dict(self.ranks.gather_list([*answers.errors.items()]))
+        gathered = {name: self.ranks.gather(value) for name, value in components.items()}
+        rewards = self.reward(gathered, self.ranks.gather(has_eos), self.sampling.group_size, errors)
+        mine = self.ranks.mine(len(problems))
+        return Rewards(
+            total=rewards.total[mine],
+            components=components,
+            is_failed=None if rewards.is_failed is None else rewards.is_failed[mine],
+        )
+
+    def _weights(self, log_ratio: Tensor, is_action: Tensor) -> Weights:
+        """Of the actions; what a weight is normalised by is that of all ranks."""
+        found = self.correction.weigh(self.ranks.gather(log_ratio), self.ranks.gather(is_action))
+        mine = self.ranks.mine(len(log_ratio))
+        return Weights(found.weight[mine], found.is_counted[mine])
 
     def _kl_penalty(
         self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int
@@ -214,107 +244,10 @@ class RolloutDataModule(L.LightningDataModule):
         is_still = self.iteration < self.update.critic_warmup  # the policy cannot answer yet
         if self.kl.target is None or ref_logps is None or is_still:
             return
-        n = len(old_logps)
-        kl = float(masked_sum(k1(old_logps, ref_logps), is_action)) / n
+        sums = self.ranks.gather(masked_sum(k1(old_logps, ref_logps), is_action)[None])
+        n = len(old_logps) * self.ranks.size
+        kl = float(sums.sum()) / n
         self.kl_weight = adapted_weight(self.kl_weight, kl, n, target=self.kl.target, horizon=self.kl.horizon)
-
-    def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
-        """The optimizer steps of an iteration, each in its micro-batches."""
-        whole, credit = self._credited(experience)
-        update = self.update
-        learner_parts = update.learner_parts
-        if experience.iteration < update.critic_warmup:
-            learner_parts = (update.warmup_part,)
-        for epoch in range(update.n_epochs):
-            generator = stream(self.seed, "shuffle", experience.iteration, epoch)
-            order = torch.randperm(len(credit.units), generator=generator).to(credit.units.device)
-            for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
-                is_fresh = epoch == 0 and number == 0
-                step = self._step(whole, credit.units[chosen], credit.is_counted)
-                yield from self._micro_batches(
-                    replace(step, is_fresh=is_fresh),
-                    credit.units[chosen],
-                    learner_parts,
-                    self.update.n_micro_batches,
-                )
-
-    def parts(self, experience: Experience, n_parts: int) -> Iterator[Part]:
-        """The rollout in parts of whole groups, as near to equal as can be.
-
-        Credit and denominators are those of the whole. What an advantage takes from it, such as the mean and
-        standard deviation of whitening, all parts have in common.
-
-        Raises:
-            ValueError: there are fewer groups than parts.
-        """
-        n_groups = len(experience.problems) // experience.group_size
-        if not 1 <= n_parts <= n_groups:
-            raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
-        whole, credit = self._credited(experience)
-        step = self._step(whole, credit.units, credit.is_counted)
-        of_group = credit.units.view(n_groups, -1, credit.units.shape[1])
-        n_actions = whole.rollout.is_action[of_group].flatten(1).sum(dim=1)
-        by_token = self.update.aggregation == "token"
-        sizes = *_sizes(step.loss_weight, of_group, by_token=by_token), n_actions.double() / step.n_actions
-        n_units = ceil(ceil(len(credit.units) / self.update.n_minibatches) / self.update.n_micro_batches)
-        pieces = [one.tensor_split(n_parts) for one in (of_group, *sizes)]
-        for groups, is_counted, share, actions in zip(*pieces, strict=True):
-            units = groups.flatten(0, 1)
-            batches = self._micro_batches(step, units, (("policy",),), ceil(len(units) / n_units))
-            yield Part(
-                batches=list(batches),
-                n_groups=int(is_counted.sum()),
-                share=float(share.sum()),
-                n_prompts=len(groups),
-                action_share=float(actions.sum()),
-            )
-
-    def _credited(self, experience: Experience) -> tuple[TrainBatch, Credit]:
-        """The whole rollout as one batch without denominators, and what its actions are worth."""
-        rollout, update = experience.rollout, self.update
-        if update.mask_truncated:
-            is_counted = experience.weights.is_counted & experience.has_eos[:, None]
-            experience = replace(experience, weights=replace(experience.weights, is_counted=is_counted))
-        credit = self.credit.assign(experience)
-        ref_logps = experience.ref_logps
-        whole = TrainBatch(
-            rollout=rollout,
-            advantages=credit.advantages,
-            old_logps=experience.old_logps,
-            ref_logps=torch.zeros_like(experience.old_logps) if ref_logps is None else ref_logps,
-            correction=experience.weights.weight,
-            loss_weight=torch.zeros_like(rollout.sampler_logps),
-            kl_weight=experience.kl_weight if self.kl.place == "loss" else 0.0,
-            n_actions=0,
-            is_fresh=True,
-            ends_step=True,
-            old_values=experience.values,
-            returns=credit.returns,
-        )
-        return whole, credit
-
-    def _step(self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"]) -> TrainBatch:
-        """The rollout with the denominators of the optimizer step that learns from these units."""
-        rows = units.flatten()
-        loss_weight = torch.zeros_like(whole.loss_weight)
-        aggregate = AGGREGATIONS[self.update.aggregation]
-        loss_weight[rows] = aggregate(is_counted[rows], self.sampling.max_new_tokens)
-        return replace(
-            whole,
-            loss_weight=loss_weight,
-            n_actions=int(whole.rollout.is_action[rows].sum()),
-            n_pairs=_n_pairs(loss_weight, units),
-        )
-
-    def _micro_batches(
-        self, step: TrainBatch, units: Tensor, learner_parts: tuple[tuple[str, ...], ...], n: int
-    ) -> Iterator[TrainBatch]:
-        parts = [part.flatten() for part in units.tensor_split(n) if len(part)]
-        for number, part in enumerate(parts):
-            rows = step.rows(part)
-            for learners in learner_parts:
-                is_last = number == len(parts) - 1 and learners == learner_parts[-1]
-                yield replace(rows, ends_step=is_last, learners=learners)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -339,7 +272,7 @@ class _Stream(IterableDataset[TrainBatch]):
         self.experience = experience
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        return self.module.minibatches(self.experience)
+        return self.module.steps.minibatches(self.experience)
 
 
 def kl_penalty(
@@ -353,22 +286,5 @@ def kl_penalty(
     return weight * ESTIMATORS[estimator](old_logps, ref_logps).masked_fill(~is_action, 0.0)
 
 
-def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
-    """Pairs of which both sides count; 0 where a unit is a single row."""
-    if units.shape[1] == 1:
-        return 0
-    return int((loss_weight[units] != 0).any(dim=2).all(dim=1).sum())
-
-
-def _sizes(
-    loss_weight: Float[Tensor, "batch seq"], of_group: Int[Tensor, "group unit member"], *, by_token: bool
-) -> tuple[Bool[Tensor, " group"], Float[Tensor, " group"]]:
-    """Of each group: whether the policy's loss counts it, and its share of the loss's denominator.
-
-    The denominator is a number of tokens, or of responses; pairs are counted whole or not at all.
-    """
-    weight = loss_weight[of_group]
-    is_unit = (weight != 0).any(dim=3).all(dim=2)
-    by_token = by_token and of_group.shape[2] == 1
-    count = ((weight != 0).flatten(1) if by_token else is_unit).sum(dim=1)
-    return is_unit.any(dim=1), count.double() / count.sum().clamp(min=1)
+def _on(device: torch.device, values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.to(device)

@@ -24,6 +24,9 @@ class SamplingConfig:
     """Different passes of one backbone run as one batch."""
     value_shadow: bool = True
     """Whether the critic sees what the sampler saw, or the whole text."""
+    n_shards: int | None = None
+    """Parts of the prompts that are sampled apart, each by random numbers of its own; None: one a rank. With
+    a fixed number of them a run is the same on any number of ranks that divides it, but for float error."""
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,7 @@ class PolicyModule(L.LightningModule, ABC):
                 "for PPO, loss.separate_passes=false with it"
             )
         losses, metrics = self.step_terms(batch)
-        loss = torch.stack(list(losses.values())).sum()
-        if dist.is_available() and dist.is_initialized():
-            # A part of the roles learns from this micro-batch, but ranks exchange the gradients of all: DDP
-            # waits for every parameter, and would leave out what earlier parts have accumulated.
-            loss = loss + 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+        loss = touching_all(self, torch.stack(list(losses.values())).sum())
         return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
 
     def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:
@@ -167,6 +163,13 @@ class PolicyModule(L.LightningModule, ABC):
         left = 1.0 if self.n_decay_steps is None else max(1.0 - step / self.n_decay_steps, 0.0)
         return scale * warm * left
 
-    def trainable_state_dict(self) -> dict[str, Any]:
-        """The parameters that training changes; the frozen backbone is saved once, elsewhere."""
-        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+
+def touching_all(module: nn.Module, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """The loss with a gradient for every parameter that trains, where several ranks exchange gradients.
+
+    A part of the roles may learn from a micro-batch, but ranks exchange the gradients of all: DDP waits for
+    every parameter, and would leave out what earlier parts have accumulated.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return loss
+    return loss + 0.0 * torch.stack([p.sum() for p in module.parameters() if p.requires_grad]).sum()

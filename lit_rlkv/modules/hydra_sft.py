@@ -18,6 +18,7 @@ from lit_rlkv.data.pairs import DemonstrationBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token
+from lit_rlkv.modules.base import touching_all
 from lit_rlkv.objectives.preference import ranking_loss
 
 FINAL_LR_FRACTION = 0.02
@@ -76,7 +77,7 @@ class HydraSFT(L.LightningModule):
         losses: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         if self.lm_weight != 0:
-            lm_loss = self._lm_loss(chosen, hidden)
+            lm_loss = self._lm_loss(chosen, hidden, batch.n_targets)
             losses.append(self.lm_weight * lm_loss)
             metrics["lm_loss"] = lm_loss.detach()
         if self.reward_head is not None:
@@ -84,12 +85,12 @@ class HydraSFT(L.LightningModule):
             n_pairs = len(rejected.token_ids)
             better = self.reward_head(last_token(hidden[:n_pairs], chosen.is_token[:n_pairs]))
             worse = self.reward_head(last_token(dense_hidden(self.backbone, rejected), rejected.is_token))
-            reward_loss = ranking_loss(better, worse)
+            reward_loss = ranking_loss(better, worse) / batch.n_ranks
             losses.append(self.reward_weight * reward_loss)
             metrics["reward_loss"] = reward_loss.detach()
-            metrics["pair_accuracy"] = (better > worse).float().mean()  # neither a tie nor NaN is right
-            metrics["margin"] = (better - worse).detach().mean()
-        return {"loss": torch.stack(losses).sum(), **metrics}
+            metrics["pair_accuracy"] = (better > worse).float().mean() / batch.n_ranks  # no tie, no NaN
+            metrics["margin"] = (better - worse).detach().mean() / batch.n_ranks
+        return {"loss": touching_all(self, torch.stack(losses).sum()), **metrics}
 
     def _rejected(self, batch: WarmupBatch) -> DemonstrationBatch:
         if batch.rejected is None:
@@ -100,17 +101,18 @@ class HydraSFT(L.LightningModule):
         return batch.rejected
 
     def _lm_loss(
-        self, batch: DemonstrationBatch, hidden: Float[Tensor, "batch seq dim"]
+        self, batch: DemonstrationBatch, hidden: Float[Tensor, "batch seq dim"], n_targets: int | None
     ) -> Float[Tensor, ""]:
         predicts = hidden[:, :-1][batch.is_target[:, 1:]]
         head = partial(head_logits, self.backbone)
         targets = batch.token_ids[batch.is_target]
         logps, _ = token_logps(predicts, head, targets, 1.0, text_config(self.backbone).vocab_size)
-        return -logps.mean()
+        return -logps.sum() / (len(logps) if n_targets is None else n_targets)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(list(self.parameters()))
-        scheduler = LambdaLR(optimizer, self._lr_fraction)
+        # A method would be saved with what it is wrapped in; a function is not saved.
+        scheduler = LambdaLR(optimizer, lambda step: self._lr_fraction(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _lr_fraction(self, step: int) -> float:

@@ -14,6 +14,7 @@ from lit_rlkv.models.scoring import on_actions, pass_of
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.modules.clipped import check_clips, clipped_terms
 from lit_rlkv.objectives.value import clipped_value
+from lit_rlkv.ranks import over_ranks
 from lit_rlkv.types import TrainBatch
 
 
@@ -104,7 +105,7 @@ class PPO(PolicyModule):
                 "UpdateConfig(learner_parts=module.learner_parts)"
             )
         if batch.ends_step and self._step_kl:  # none while the critic learns alone
-            self._last_kl, self._step_kl = torch.stack(self._step_kl).sum(), []
+            self._last_kl, self._step_kl = over_ranks(torch.stack(self._step_kl).sum()), []
         return losses, metrics
 
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:

@@ -7,7 +7,7 @@ from lit_rlkv.callbacks.progress import track
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Preferences
-from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts
+from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts, end_token_ids
 from lit_rlkv.rng import derive_seed, stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.stages.parts import Parts
@@ -51,7 +51,7 @@ def _wrong_answers(
             prompts.attention_mask,
             cache=parts.cache,
             max_new_tokens=parts.cfg.rollout.max_new_tokens,
-            eos_token_id=parts.tokenizer.eos_token_id,
+            eos_token_id=end_token_ids(parts.tokenizer),
             pad_token_id=parts.tokenizer.pad_token_id,
             temperature=parts.cfg.rollout.temperature,
             generator=generator,

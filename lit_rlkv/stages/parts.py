@@ -6,17 +6,20 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, as_config_errors, build, expanded
-from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, as_config_errors, build, build_reward, expanded
+from lit_rlkv.data.accuracy import Accuracy, accuracy_of
+from lit_rlkv.data.checking import Sizes, check_prompts_fit, measure
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.data.tokenizers import encode, encode_prompts, load_tokenizer
+from lit_rlkv.data.tokenizers import check_vocabulary, load_tokenizer
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.backbone import check_length
+from lit_rlkv.models.backbone import n_embedded
+from lit_rlkv.models.loading import load_causal_lm
+from lit_rlkv.rewards import Panel
 from lit_rlkv.rng import derive_seed
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
@@ -24,13 +27,14 @@ EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
 """Where a run folder keeps them; the report is the last that a run writes."""
 KEYS_SINCE = {
     "kernels": "auto",
-    "rollout": {"max_rows": None, "cuda_graph": None},
+    "rollout": {"max_rows": None, "cuda_graph": None, "n_shards": None},
     "algorithm": {"policy_weight": 1.0},
     "diagnostics": {},
+    "reward": {"functions": {}, "accuracy": None, "max_failed": 0.5},
+    "callbacks": {"keep_last": 2, "keep_best": 0, "best_metric": "reward", "best_mode": "max"},
+    "fabric": {"num_nodes": 1, "strategy": "auto", "quantization": None},
 }
 """Keys that runs of earlier versions lack, and what they did."""
-N_SEEN = 64
-"""Problems looked at before work starts."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,20 @@ class Parts:
     fabric: Fabric
     tokenizer: PreTrainedTokenizerBase
     task: Task
-    prompt_len: int
-    """Tokens of the longest prompt among the first ones."""
+    sizes: Sizes
+    """Of the task's texts, all or the first ones."""
+    panel: Panel
+    """The reward functions, which start when they are first asked."""
 
     @property
     def cache(self) -> CacheSpec:
         return CacheSpec(**self.cfg.cache)
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """What evaluations call right."""
+        reward = self.cfg.reward
+        return accuracy_of(self.task, self.panel, reward.accuracy, reward.max_failed)
 
 
 def load_config(run_dir: Path) -> DictConfig:
@@ -57,20 +69,19 @@ def load_config(run_dir: Path) -> DictConfig:
     return merged
 
 
-def build_parts(cfg: DictConfig) -> Parts:
-    """Tokenizer, task and device of a run."""
+def build_parts(cfg: DictConfig, fabric: Fabric | None = None) -> Parts:
+    """Tokenizer, task and device of a run, alone on its device where no fabric is given."""
     disable_progress_bar()  # transformers' own, of which every load shows one
     if cfg.fabric.n_threads is not None:
         torch.set_num_threads(cfg.fabric.n_threads)
     set_kernels(cfg.kernels)
-    fabric = Fabric(
-        accelerator=cfg.fabric.accelerator, devices=cfg.fabric.devices, precision=cfg.fabric.precision
-    )
+    fabric = fabric or Fabric(accelerator=cfg.fabric.accelerator, devices=1, precision=cfg.fabric.precision)
     _check_device(cfg, fabric.device)
     with as_config_errors("model"):
         tokenizer = load_tokenizer(expanded(cfg.model.path))
     task = build(cfg.task)
-    return Parts(cfg, fabric, tokenizer, task, _measured_prompt(cfg, tokenizer, task))
+    panel = Panel(build_reward(cfg.reward).functions)
+    return Parts(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), panel)
 
 
 def _check_device(cfg: DictConfig, device: torch.device) -> None:
@@ -84,21 +95,24 @@ def _check_device(cfg: DictConfig, device: torch.device) -> None:
         )
 
 
-def _measured_prompt(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> int:
-    """Tokens of the longest of the first prompts; refuses a limit that their worked solutions exceed."""
+def _measured(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> Sizes:
+    """Tokens of prompts and worked solutions; refuses a limit that solutions to learn from exceed."""
     limit = cfg.rollout.max_new_tokens
     with as_config_errors("task"):
-        problems = PromptSource(task, split="train", seed=cfg.seed).take(N_SEEN)
-        if "eval" in cfg.stages:
-            PromptSource(task, split="eval", seed=cfg.seed).take(1)
-        longest = max(len(encode(tokenizer, problem.solution)) for problem in problems) + 1
-        prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems])
+        sizes = measure(task, tokenizer, cfg.seed, holds_out="eval" in cfg.stages)
+    longest = max(sizes.solutions)
+    if "sft" in cfg.stages and min(sizes.solutions) == 1:
+        raise ConfigError(
+            f"stages={list(cfg.stages)}: sft imitates worked solutions, and {task} has prompts alone; leave "
+            "it out, or set task.answer_column or task.solution_column"
+        )
     if "sft" in cfg.stages and task.is_verifiable and longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens={limit} cuts worked solutions, which take up to {longest} tokens "
             f"with their end; raise it to at least {longest}"
+            + sizes.named(sizes.solutions, lambda n_tokens: n_tokens > limit)
         )
-    return prompts.token_ids.shape[1]
+    return sizes
 
 
 def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
@@ -111,15 +125,16 @@ def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
 
 
 def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:
+    quantization = None if path is None else parts.cfg.fabric.quantization
     if path is not None:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        )
+        model = load_causal_lm(path, dtype, quantization=quantization, device=parts.fabric.device)
     else:
         torch.manual_seed(derive_seed(parts.cfg.sft.seed, "init"))
         tokenizer = parts.tokenizer
         model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
         model = model.type(dtype)
-    parts.fabric.to_device(model)
-    check_length(model, parts.prompt_len + parts.cfg.rollout.max_new_tokens)
+    if quantization is None:  # what is quantized is where it was loaded to
+        parts.fabric.to_device(model)
+    check_vocabulary(parts.tokenizer, n_embedded(model))
+    check_prompts_fit(model, parts.sizes, parts.cfg.rollout.max_new_tokens)
     return prepare_backbone(model.eval())

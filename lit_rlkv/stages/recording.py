@@ -24,16 +24,18 @@ EVALUATION_HEADINGS = (
 
 
 def start_logger(parts: Parts, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
-    """Write down what the run runs on, and make its logger, which a `with` block opens.
+    """Write down what the run runs on, and make its logger, which a `with` block opens; the first rank does.
 
     Raises:
         ConfigError: the logger's settings cannot be meant.
     """
     cfg = parts.cfg
     found = environment.describe(cfg, parts.fabric.device)
-    environment.record(run_dir, found)
+    is_first = parts.fabric.is_global_zero
+    if is_first:
+        environment.record(run_dir, found)
     with as_config_errors("logger"):
-        logger = None if cfg.logger is None else as_run_logger(build(cfg.logger))
+        logger = None if cfg.logger is None or not is_first else as_run_logger(build(cfg.logger))
     config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     return GuardedLogger(logger, RunStart(run_dir, config, found, resumed_at), console)
 

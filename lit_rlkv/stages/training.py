@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -10,19 +9,21 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
-from lit_rlkv.config import ConfigError, as_config_errors, build
+from lit_rlkv.config import ConfigError, as_config_errors, build, build_reward
 from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.rollouts import RolloutDataModule
 from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
+from lit_rlkv.faults import Interruption
 from lit_rlkv.loop import train
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.parts import Parts, load_backbone
+from lit_rlkv.stages.saving import Saver
 from lit_rlkv.stages.warmup import critic_folder, load_reward_head
 
 
@@ -121,15 +122,23 @@ def train_policy(
     callbacks: Sequence[RLCallback],
     checkpoints: CheckpointDir,
     resume_from: Checkpoint | None,
+    interruption: Interruption | None = None,
 ) -> None:
     """RL from the first iteration, or from a checkpoint."""
     cfg = parts.cfg
     algorithm = cfg.algorithm
+    ranks = ranks_of(parts.fabric)
     datamodule = RolloutDataModule(
         module.roles,
         parts.tokenizer,
         parts.task,
-        PromptSource(parts.task, split="train", seed=derive_seed(cfg.seed, "prompts", "rl")),
+        PromptSource(
+            parts.task,
+            split="train",
+            seed=derive_seed(cfg.seed, "prompts", "rl"),
+            rank=ranks.rank,
+            world_size=ranks.size,
+        ),
         parts.cache,
         build(cfg.correction),
         build(algorithm.credit),
@@ -143,6 +152,7 @@ def train_policy(
             rows_per_pass=cfg.rollout.rows_per_pass,
             stacks_passes=cfg.roles.stack_passes,
             value_shadow=value_shadow(parts),
+            n_shards=cfg.rollout.n_shards,
         ),
         UpdateConfig(
             aggregation=algorithm.aggregation,
@@ -156,13 +166,15 @@ def train_policy(
         ),
         seed=cfg.seed,
         kl=KLConfig(**algorithm.kl),
-        reward=RewardConfig(**cfg.reward),
+        reward=build_reward(cfg.reward),
+        panel=parts.panel,
         on_rollout_end=[callback.on_rollout_end for callback in callbacks],
         on_update_start=[callback.on_update_start for callback in callbacks],
         phases=Phases(
             [callback.on_phase_start for callback in callbacks],
             [callback.on_phase_end for callback in callbacks],
         ),
+        ranks=ranks,
     )
     module.loss_terms = [callback.loss_terms for callback in callbacks]
     check_hooks(callbacks)
@@ -171,12 +183,6 @@ def train_policy(
             load_trainable(module, resume_from.weights())
         datamodule.load_state_dict(resume_from.data_state)
 
-    def save(iteration: int, optimizer_state: dict[str, Any]) -> None:
-        if iteration % cfg.callbacks.checkpoint_every == 0 or iteration == algorithm.n_iterations:
-            checkpoints.save(
-                iteration, module.trainable_state_dict(), optimizer_state, datamodule.state_dict()
-            )
-
     train(
         parts.fabric,
         module,
@@ -184,7 +190,14 @@ def train_policy(
         callbacks=callbacks,
         n_iterations=algorithm.n_iterations,
         first_iteration=0 if resume_from is None else resume_from.iteration,
-        optimizer_state=None if resume_from is None else resume_from.optimizer_state(),
+        learner_state=None if resume_from is None else resume_from.learner_state(),
         max_grad_norm=algorithm.max_grad_norm,
-        save=save,
+        save=Saver(
+            parts.fabric,
+            module,
+            checkpoints,
+            cfg.callbacks.checkpoint_every,
+            saved_at=None if resume_from is None else resume_from.iteration,
+        ),
+        interruption=interruption,
     )

@@ -3,36 +3,39 @@
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from lightning import Callback
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
+from lit_rlkv.checkpoint import load_trainable
 from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
+from lit_rlkv.files import appearing_whole
 from lit_rlkv.loop import train
-from lit_rlkv.models.backbone import check_length
+from lit_rlkv.models.backbone import check_length, text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone
+from lit_rlkv.stages.warm_progress import REWARD_HEAD, WarmProgress, link_tree
 
 WARM_FORMAT = 1
 """Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
 WARM_DONE = "warm.json"
-REWARD_HEAD = "reward_head.safetensors"
+NEVER_SAVED = 10**9
+"""Iterations between checkpoints of a warm-up that nobody will go on with."""
 REWARD_MODEL = "reward_model"
 """Folder in a warm model for a reward model with weights of its own."""
 
@@ -140,35 +143,112 @@ def training_passes(cfg: DictConfig) -> list[Pass]:
     return passes
 
 
-def warm_up(parts: Parts, callbacks: Sequence[Callback]) -> Path:
+def warm_up(parts: Parts, callbacks: Sequence[Callback], progress: WarmProgress | None = None) -> Path:
     """Hydra-SFT on worked solutions; the result is kept for the next run with this config to start from.
 
     The folder holds backbone and tokenizer, and `REWARD_HEAD` if that head was trained with the LM head. A
     reward model trained apart, which starts as the finished LM, has backbone and head in `REWARD_MODEL`.
 
+    Args:
+        progress: goes on where an earlier process was cut short; None begins, and keeps nothing if it fails.
+
     Raises:
         ConfigError: the task's solutions or pairs cannot be learned from; said before any training.
+        InterruptedRunError: it was asked to end; its state is saved.
     """
     check_hooks(callbacks)
-    backbone = load_backbone(parts, expanded(parts.cfg.model.path))
-    passes = training_passes(parts.cfg.sft)
-    _check_data(parts, backbone, passes)
     folder = warm_folder(parts.cfg)
-    n_done, head = 0, None
-    with _appearing_whole(folder) as partial:
-        # A reward model of its own goes on training in place, once the LM's weights are on the disk.
-        for stage in passes:
-            task = parts.task
-            if stage.n_mistakes_of > 0:
-                task = own_mistakes(parts, backbone, stage.n_mistakes_of, stage.seed)
-            n_done, head = _train(parts, backbone, stage, task, callbacks, n_done, head)
-            backbone.save_pretrained(partial / stage.folder)
-            if head is not None:
-                save_file(head.state_dict(), partial / stage.folder / REWARD_HEAD)
-        parts.tokenizer.save_pretrained(partial)
-        config = OmegaConf.to_container(parts.cfg.sft, resolve=True)
-        (partial / WARM_DONE).write_text(json.dumps({"config": config}))
+    if progress is not None:
+        WarmUp(parts, callbacks, progress).go(folder)
+        return folder
+    own = WarmProgress(parts.fabric, folder.with_name(f".{folder.name}.{os.getpid()}.work"), NEVER_SAVED)
+    try:
+        WarmUp(parts, callbacks, own).go(folder)
+    finally:
+        own.clear()
     return folder
+
+
+class WarmUp:
+    """The passes of a warm-up, from where its progress is."""
+
+    def __init__(self, parts: Parts, callbacks: Sequence[Callback], progress: WarmProgress) -> None:
+        self.parts = parts
+        self.callbacks = callbacks
+        self.progress = progress
+        self.passes = training_passes(parts.cfg.sft)
+
+    def go(self, folder: Path) -> None:
+        """All passes; their models are put together in a folder, which appears whole."""
+        progress = self.progress
+        first = progress.number
+        is_begun = first > 0
+        source = progress.output(first - 1) if is_begun else expanded(self.parts.cfg.model.path)
+        backbone = load_backbone(self.parts, source)
+        _check_data(self.parts, backbone, self.passes)
+        head = _head_of(progress.output(first - 1), backbone) if is_begun else None
+        # A reward model of its own goes on training in place, once the LM's weights are on the disk.
+        for number in range(first, len(self.passes)):
+            head = self._train(number, backbone, head)
+            progress.finish(number, backbone, head)
+        if self.parts.fabric.is_global_zero:
+            self._publish(folder)
+        self.parts.fabric.barrier()
+        progress.clear()
+
+    def _train(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> ScalarHead | None:
+        """The reward head that a pass has trained, beside the backbone."""
+        parts, stage, cfg = self.parts, self.passes[number], self.parts.cfg.sft
+        task = parts.task
+        if stage.n_mistakes_of > 0:
+            task = own_mistakes(parts, backbone, stage.n_mistakes_of, stage.seed)
+        module = HydraSFT(
+            backbone,
+            build(cfg.optimizer),
+            lm_weight=stage.lm_weight,
+            reward_weight=stage.reward_weight,
+            n_steps=stage.n_steps,
+            n_warmup_steps=cfg.n_warmup_steps,
+            reward_head=head,
+        )
+        datamodule = _data(parts, stage, task)
+        lengths = [one.n_steps // min(cfg.steps_per_iteration, one.n_steps) for one in self.passes]
+        begin, end = sum(lengths[:number]), sum(lengths[: number + 1])
+        resumed = self.progress.resumed if number == self.progress.number else None
+        if resumed is not None:
+            load_trainable(module, resumed.weights())
+            datamodule.load_state_dict(resumed.data_state["data"])
+        train(
+            parts.fabric,
+            module,
+            datamodule,
+            callbacks=self.callbacks,
+            first_iteration=begin if resumed is None else resumed.iteration,
+            n_iterations=end,
+            learner_state=None if resumed is None else resumed.learner_state(),
+            max_grad_norm=cfg.max_grad_norm,
+            save=self.progress.saver(module, number, end),
+            interruption=self.progress.interruption,
+        )
+        return module.reward_head
+
+    def _publish(self, folder: Path) -> None:
+        """Put the warm model where runs look for it, unless another run has been faster."""
+        with appearing_whole(folder, replaces=False) as partial:
+            for number, stage in enumerate(self.passes):
+                link_tree(self.progress.output(number), partial / stage.folder)
+            self.parts.tokenizer.save_pretrained(partial)
+            config = OmegaConf.to_container(self.parts.cfg.sft, resolve=True)
+            (partial / WARM_DONE).write_text(json.dumps({"config": config}))
+
+
+def _head_of(folder: Path, backbone: PreTrainedModel) -> ScalarHead | None:
+    weights = load_reward_head(folder)
+    if weights is None:
+        return None
+    head = ScalarHead(text_config(backbone).hidden_size)
+    head.load_state_dict(weights)
+    return head
 
 
 def _check_data(parts: Parts, backbone: PreTrainedModel, passes: Sequence[Pass]) -> None:
@@ -181,61 +261,14 @@ def _check_data(parts: Parts, backbone: PreTrainedModel, passes: Sequence[Pass])
 
 
 def _data(parts: Parts, stage: Pass, task: Task) -> PreferenceDataModule:
+    ranks = ranks_of(parts.fabric)
     return PreferenceDataModule(
         task,
-        PromptSource(task, split="train", seed=stage.seed),
+        PromptSource(task, split="train", seed=stage.seed, rank=ranks.rank, world_size=ranks.size),
         parts.tokenizer,
         batch_size=stage.batch_size,
         n_pairs=stage.n_pairs,
         steps_per_loader=min(parts.cfg.sft.steps_per_iteration, stage.n_steps),
         seed=stage.seed,
+        ranks=ranks,
     )
-
-
-def _train(
-    parts: Parts,
-    backbone: PreTrainedModel,
-    stage: Pass,
-    task: Task,
-    callbacks: Sequence[Callback],
-    n_done: int,
-    head: ScalarHead | None,
-) -> tuple[int, ScalarHead | None]:
-    """Iterations done after this pass, counted on from those before it, and the reward head it trained."""
-    cfg = parts.cfg.sft
-    module = HydraSFT(
-        backbone,
-        build(cfg.optimizer),
-        lm_weight=stage.lm_weight,
-        reward_weight=stage.reward_weight,
-        n_steps=stage.n_steps,
-        n_warmup_steps=cfg.n_warmup_steps,
-        reward_head=head,
-    )
-    datamodule = _data(parts, stage, task)
-    n_iterations = n_done + stage.n_steps // datamodule.steps_per_loader
-    train(
-        parts.fabric,
-        module,
-        datamodule,
-        callbacks=callbacks,
-        first_iteration=n_done,
-        n_iterations=n_iterations,
-        max_grad_norm=cfg.max_grad_norm,
-    )
-    return n_iterations, module.reward_head
-
-
-@contextmanager
-def _appearing_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write in, which takes its name when the block is done; nothing stays of it after an error.
-
-    It is named by process until then: two runs may write the same one, and the first to finish stays.
-    """
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        if not folder.exists():
-            os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

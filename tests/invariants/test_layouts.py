@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_rlkv.data.credit import CriticCredit, Experience
 from lit_rlkv.data.rewarding import RewardConfig
-from lit_rlkv.data.rollouts import KLConfig
+from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.models.hydra import LAYOUTS, ROLES
 from lit_rlkv.modules.ppo import PPO
 from tests.training import TRAINED_HEAD, make_datamodule, make_model, make_ppo, make_roles, train_here

@@ -23,7 +23,7 @@ def make_run(layout: str, *, separate: bool, checkpoints: bool) -> tuple[PPO, li
         value_weight=0.5, value_shadow=False, separate_passes=separate,
     )  # fmt: skip
     data = make_datamodule(roles, credit=CriticCredit(1.0, 0.95), learner_parts=module.learner_parts)
-    return module, list(data.minibatches(data.collect()))
+    return module, list(data.steps.minibatches(data.collect()))
 
 
 def gradients(module: PPO) -> dict[str, Tensor]:

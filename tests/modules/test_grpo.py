@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_rlkv.data.credit import GroupCredit
-from lit_rlkv.data.rollouts import KLConfig
+from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
@@ -41,7 +41,7 @@ def test_loss_equals_its_definition(arm, aggregation):
     module = make_module(roles, replays=correction.replays)
     data = make_datamodule(roles, correction=correction, aggregation=aggregation)
     experience = data.collect()
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     # a policy that has moved since the rollout: some ratios leave the clip range
     for name, parameter in roles.named_parameters():
         if "lora_B" in name:
@@ -112,7 +112,7 @@ def test_dapo_learns_from_disagreeing_groups_only():
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
     experience = replace(experience, rewards=Rewards(total=total, components={}))
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     # the first and the last group disagree; the others stay in the batch, but weigh nothing in the loss
     counted = {tuple(row) for row in batch.rollout.token_ids[(batch.loss_weight > 0).any(dim=1)].tolist()}
     rows = experience.rollout.token_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()

@@ -104,7 +104,7 @@ def loss_of(module: OnlineDPO, batch: TrainBatch) -> float:
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_the_loss_equals_its_definition(options: dict):
     roles, data, experience = roll_out()
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     found = loss_of(make_dpo(roles, **options), batch)
     assert found == pytest.approx(loss_by_definition(roles, experience, **options), rel=1e-6, abs=1e-6)
     # the control: log-probs of the whole text, which the sampler did not see
@@ -115,7 +115,7 @@ def test_the_loss_equals_its_definition(options: dict):
 @pytest.mark.parametrize("mistake", ["sum of sides", "ties count"])
 def test_the_comparison_catches(mistake: str):
     roles, data, experience = roll_out()
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     wrong = loss_by_definition(roles, experience, mistake=mistake)
     assert abs(loss_of(make_dpo(roles), batch) - wrong) > 1e-3
 
@@ -123,7 +123,7 @@ def test_the_comparison_catches(mistake: str):
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_weighs_the_log_ratio_of_an_action(arm: str):
     roles, data, experience = roll_out(arm)
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     found = loss_of(make_dpo(roles, ARMS[arm].replays), batch)
     assert found == pytest.approx(loss_by_definition(roles, experience, arm), rel=1e-6, abs=1e-6)
     unweighted = loss_by_definition(roles, experience, arm, mistake="unweighted")
@@ -132,7 +132,7 @@ def test_every_arm_weighs_the_log_ratio_of_an_action(arm: str):
 
 def test_the_logged_rewards_are_those_of_the_pairs():
     roles, data, experience = roll_out()
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     found = {
         name: float(value)
         for name, value in make_dpo(roles).training_step(batch, 0).items()
@@ -165,7 +165,7 @@ def rows_of(experience: Experience, batch: TrainBatch) -> list[int]:
 
 def test_a_group_of_four_sends_its_first_best_and_last_worst():
     _, data, experience = roll_out(drop_ties=False)
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     rows = rows_of(experience, batch)
     pairs = {(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)}
     assert pairs == {*PAIRS, (4, 7)}  # the tie takes the first and the last
@@ -174,16 +174,16 @@ def test_a_group_of_four_sends_its_first_best_and_last_worst():
 
 def test_pairs_whose_sides_are_tied_count_nothing():
     roles, data, experience = roll_out()
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     assert batch.n_pairs == 3
     tied = with_rewards(experience, [0.5] * 16)
-    (batch,) = data.minibatches(tied)
+    (batch,) = data.steps.minibatches(tied)
     module = make_dpo(roles)
     assert loss_of(module, batch) == 0.0
     assert all((gradient == 0).all() for gradient in gradients_of(module, [batch]).values())
 
-    data.credit = PairCredit(drop_ties=False)
-    (batch,) = data.minibatches(tied)
+    data.steps.credit = PairCredit(drop_ties=False)
+    (batch,) = data.steps.minibatches(tied)
     assert loss_of(module, batch) > 0.1
     assert max(float(g.abs().max()) for g in gradients_of(module, [batch]).values()) > 1e-2
 
@@ -191,7 +191,7 @@ def test_pairs_whose_sides_are_tied_count_nothing():
 @pytest.mark.parametrize(("n_minibatches", "n_micro_batches"), [(1, 4), (2, 2), (3, 1), (1, 3)])
 def test_no_split_parts_a_pair(n_minibatches: int, n_micro_batches: int):
     _, data, experience = roll_out(n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=2)
-    batches = list(data.minibatches(experience))
+    batches = list(data.steps.minibatches(experience))
     assert len(batches) >= 2 * 3
     seen = []
     for batch in batches:
@@ -213,9 +213,9 @@ def steps_of(batches: list[TrainBatch]) -> list[list[TrainBatch]]:
 def test_micro_batches_do_not_change_the_gradient(kind: str):
     roles, data, experience = roll_out(n_minibatches=2)
     module = make_dpo(roles, kind=kind)
-    whole = steps_of(list(data.minibatches(experience)))
-    data.update = replace(data.update, n_micro_batches=2)
-    split = steps_of(list(data.minibatches(experience)))
+    whole = steps_of(list(data.steps.minibatches(experience)))
+    data.steps.update = replace(data.steps.update, n_micro_batches=2)
+    split = steps_of(list(data.steps.minibatches(experience)))
     for one, parts in zip(whole, split, strict=True):
         assert (len(one), len(parts)) == (1, 2)
         expected, found = gradients_of(module, one), gradients_of(module, parts)
@@ -258,7 +258,7 @@ def test_a_judge_ranks_where_the_reward_ties():
     lengths = [len(completion) for completion in experience.completions]
     by_judge = pairs_by(list(zip(experience.rewards.total.tolist(), (-n for n in lengths), strict=True)))
     assert pairs_of(data, experience) == by_judge != by_reward
-    assert pairs_of(make_data(make_roles()), experience) == by_reward
+    assert pairs_of(data, replace(experience, verdicts=None)) == by_reward
 
 
 def test_a_penalty_for_cut_responses_changes_the_ranking():
@@ -292,11 +292,11 @@ def test_pairs_with_a_response_that_was_cut_count_nothing_where_that_is_asked_fo
     # of the three pairs that do not tie, only the last has two sides that ended
     has_eos = torch.ones(16, dtype=torch.bool)
     has_eos[PAIRS[0][0]] = has_eos[PAIRS[1][1]] = False
-    (batch,) = data.minibatches(replace(experience, has_eos=has_eos))
+    (batch,) = data.steps.minibatches(replace(experience, has_eos=has_eos))
     assert batch.n_pairs == 1
     found = gradients_of(make_dpo(roles), [batch])
     only = with_rewards(experience, [*[0] * 12, *REWARDS[12:]])
-    data.update = replace(data.update, mask_truncated=False)
-    (alone,) = data.minibatches(only)
+    data.steps.update = replace(data.steps.update, mask_truncated=False)
+    (alone,) = data.steps.minibatches(only)
     assert loss_of(make_dpo(roles), batch) == pytest.approx(loss_of(make_dpo(roles), alone), rel=1e-6)
     assert difference(found, gradients_of(make_dpo(roles), [alone])) < 1e-5

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.data.credit import CriticCredit, Experience
-from lit_rlkv.data.rollouts import KLConfig, RolloutDataModule
+from lit_rlkv.data.rollouts import RolloutDataModule
+from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.models.hydra import LAYOUTS, ROLES, Roles, acting_as
 from lit_rlkv.models.replay import action_hidden, replay_logps
 from lit_rlkv.modules.ppo import PPO
@@ -123,7 +124,7 @@ def step(module: PPO, batch: TrainBatch) -> dict[str, float]:
 @pytest.mark.parametrize("arm", ARMS)
 def test_advantages_returns_and_losses_equal_their_definition(arm: str):
     roles, data, experience = roll_out(arm=arm)
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     assert torch.equal(
         batch.rollout.token_ids.sort(dim=0).values, experience.rollout.token_ids.sort(dim=0).values
     )
@@ -154,7 +155,7 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
 )
 def test_the_comparison_catches(mistake: str, name: str):
     roles, data, experience = roll_out()
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     found = step(make_ppo(roles), batch)
     wrong = losses_by_definition(roles, experience, mistake=mistake)
     assert abs(found[name] - wrong[name]) > 1e-3
@@ -171,7 +172,7 @@ def test_a_kl_in_the_loss_is_weighed_like_the_policy_loss(estimator, of_log_rati
     kl = KLConfig(weight=0.7, place="loss", estimator=estimator)
     roles, data, experience = roll_out(kl=kl)
     assert (experience.kl_penalty == 0).all()
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     found = step(make_ppo(roles, kl_estimator=estimator), batch)
     log_ratio = seen_by(roles, "policy", experience.rollout) - seen_by(roles, "reference", experience.rollout)
     each = [of_log_ratio(float(d)) for d in log_ratio[experience.rollout.is_action]]
@@ -197,12 +198,12 @@ def worst_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> flo
 @pytest.mark.parametrize("layout", ["hydra", "j_hydra"])
 def test_micro_batches_and_separate_passes_do_not_change_the_gradient(layout: str, arm: str):
     roles, data, experience = roll_out(layout, arm)
-    whole = list(data.minibatches(experience))
+    whole = list(data.steps.minibatches(experience))
     module = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=True)
     expected = gradients_of(module, whole)
     for parts in (BOTH, (("policy",), ("value",))):
-        data.update = replace(data.update, n_micro_batches=3, learner_parts=parts)
-        batches = list(data.minibatches(experience))
+        data.steps.update = replace(data.steps.update, n_micro_batches=3, learner_parts=parts)
+        batches = list(data.steps.minibatches(experience))
         assert [batch.ends_step for batch in batches] == [False] * (3 * len(parts) - 1) + [True]
         assert worst_difference(gradients_of(module, batches), expected) < 1e-5
         losses = [step(module, batch)["loss"] for batch in batches]
@@ -227,7 +228,7 @@ def test_policy_and_critic_share_a_forward_where_it_is_the_same(layout, arm, val
     roles, data, experience = roll_out(layout, arm, sampling={"value_shadow": value_shadow})
     module = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=value_shadow)
     assert len(module.learner_parts) == n_forwards
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     with counted_forwards(roles) as forwards:
         found = step(module, batch)
     assert len(forwards) == n_forwards
@@ -247,7 +248,7 @@ def test_one_part_learns_at_a_time_unless_that_is_turned_off():
 def trained_by(layout: str, *learners: str) -> set[str]:
     """Adapters, heads and backbones that a micro-batch of these learners gives a gradient."""
     roles, data, experience = roll_out(layout)
-    (batch,) = data.minibatches(experience)
+    (batch,) = data.steps.minibatches(experience)
     gradients = gradients_of(make_ppo(roles), [replace(batch, learners=learners, ends_step=False)])
     found = set()
     for name in (name for name, gradient in gradients.items() if gradient.abs().max() > 0):
@@ -291,9 +292,9 @@ def test_an_iteration_ends_early_once_the_policy_has_moved_too_far():
 
 def test_responses_that_were_cut_count_nothing_in_the_policy_loss():
     roles, data, experience = roll_out()
-    (plain,) = data.minibatches(experience)
-    data.update = replace(data.update, mask_truncated=True)
-    (masked,) = data.minibatches(experience)
+    (plain,) = data.steps.minibatches(experience)
+    data.steps.update = replace(data.steps.update, mask_truncated=True)
+    (masked,) = data.steps.minibatches(experience)
     is_cut = ~((masked.rollout.token_ids == data.tokenizer.eos_token_id) & masked.rollout.is_action).any(
         dim=1
     )

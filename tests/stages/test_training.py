@@ -8,21 +8,15 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 
-from lit_rlkv.checkpoint import load_trainable
+from lit_rlkv.checkpoint import load_trainable, trainable_weights
 from lit_rlkv.config import CONF_DIR, ConfigError, check_config
 from lit_rlkv.stages import reward, training
 from lit_rlkv.stages.parts import build_parts
 from lit_rlkv.stages.training import make_policy, needed_roles
 from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, warm_up
+from tests.tiny import MODEL
 
-TINY = [
-    "debug=fast",
-    "experiment=none",
-    "model.preset.hidden_size=32",
-    "model.preset.num_hidden_layers=2",
-    "model.preset.head_dim=8",
-    "model.preset.intermediate_size=64",
-]
+TINY = [*MODEL, "experiment=none"]
 
 
 def config(folder, *overrides):
@@ -134,7 +128,7 @@ def test_a_reward_head_of_another_size_is_refused(runs, joint, tmp_path):
 
 
 def test_an_adapter_of_another_rank_or_layout_is_refused(runs, joint):
-    trained = policy(runs, joint).trainable_state_dict()
+    trained = trainable_weights(policy(runs, joint))
     with pytest.raises(ValueError, match="was it trained with another LoRA rank"):
         load_trainable(policy(runs, joint, "roles.rank=4"), trained)
     with pytest.raises(ValueError, match="the checkpoint's parameters are not this model's"):

@@ -17,6 +17,7 @@ from lit_rlkv.data.tasks import Sorting
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.stages.parts import build_parts, load_backbone
 from lit_rlkv.stages.reward import evaluate_reward, held_out_pairs
+from lit_rlkv.stages.warm_progress import WarmProgress
 from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, WARM_DONE, warm_folder, warm_up
 
 TINY = [
@@ -175,6 +176,29 @@ def test_a_warm_up_that_is_broken_off_leaves_nothing(tmp_path, at):
     with pytest.raises(KeyboardInterrupt):
         warm_up(parts, [Fails(at)])
     assert not list(tmp_path.rglob("*"))[1:]
+
+
+@pytest.mark.parametrize("way", [[], APART, ["sft.mistakes.n_prompts=32", "sft.mistakes.n_steps=20"]])
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_warm_up_that_was_broken_off_goes_on_bit_for_bit(tmp_path, way, at):
+    # Two iterations of each pass; the joint one alone has four.
+    options = [*way, "sft.n_steps=20" if way else "sft.n_steps=40", "sft.steps_per_iteration=10"]
+    straight = warm_up(build_parts(config(tmp_path / "straight", *options)), [])
+    parts = build_parts(config(tmp_path / "cut", *options))
+
+    def progress():
+        return WarmProgress(parts.fabric, tmp_path / "work", every=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(parts, [Fails(at)], progress())
+    assert progress().resumed_at == {2: 1, 4: 3}[at]
+    cut = warm_up(parts, [], progress())
+    assert weights_of(cut) == weights_of(straight)
+    assert not (tmp_path / "work").exists()
+
+
+def weights_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Rules on the processes of a run, and on how its work is shared out among them."""
+
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.config.building import ConfigError
+
+AUTO = "auto"
+STRATEGIES = (AUTO, "ddp")
+ALL_DEVICES = -1
+
+
+def check_fabric(cfg: DictConfig) -> None:
+    """What can be said before it is known how many processes a launcher has started.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    settings = cfg.fabric
+    devices = settings.devices
+    if devices != AUTO and not _is_count(devices) and devices != ALL_DEVICES:
+        raise ConfigError(
+            f"fabric.devices={devices} is no number of processes; give one, -1 for all devices of this "
+            f"machine, or {AUTO}"
+        )
+    if not _is_count(settings.num_nodes):
+        raise ConfigError(f"fabric.num_nodes={settings.num_nodes} is no number of machines; give at least 1")
+    shards = cfg.rollout.n_shards
+    if shards is not None and not _is_count(shards):
+        raise ConfigError(f"rollout.n_shards={shards} is no number of shards; give at least 1, or null")
+    if settings.strategy not in STRATEGIES:
+        raise ConfigError(
+            f"fabric.strategy={settings.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}"
+        )
+
+
+def check_shares(cfg: DictConfig, n_ranks: int) -> None:
+    """Every rank must have as much to do as any other, for they wait for each other.
+
+    Raises:
+        ConfigError: prompts, or the rows of warm-up, cannot be shared out evenly.
+    """
+    n_shards = cfg.rollout.n_shards or n_ranks
+    if n_shards % n_ranks:
+        raise ConfigError(
+            f"rollout.n_shards={n_shards} cannot be shared out evenly over {n_ranks} processes; give a "
+            "multiple of it, or null"
+        )
+    shared = {"rollout.n_prompts": n_shards}
+    if "sft" in cfg.stages:
+        shared |= {"sft.batch_size": n_ranks, "sft.n_pairs": n_ranks}
+    for name, n_parts in shared.items():
+        value = OmegaConf.select(cfg, name)
+        if value % n_parts:
+            raise ConfigError(
+                f"{name}={value} cannot be shared out evenly over {n_parts} "
+                f"{'shards' if n_parts == n_shards else 'processes'}; give a multiple of {n_parts}"
+            )
+    algorithm = cfg.algorithm
+    n_cuts = algorithm.n_minibatches * algorithm.n_micro_batches
+    n_own = cfg.rollout.n_prompts // n_shards
+    if n_shards > 1 and n_own < n_cuts:
+        raise ConfigError(
+            f"n_minibatches × n_micro_batches = {n_cuts} parts cannot be cut from the {n_own} prompts of "
+            f"each of {n_shards} shards; lower them, or raise rollout.n_prompts"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,115 @@
+"""What may come between a run and its end: gradients that are not finite, and signals that ask it to stop."""
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import cast
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+MAX_SKIPPED = 5
+"""Optimizer steps in a row that may be left out; from then on it is no accident."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
+"""What schedulers send some time before they kill a job."""
+EXIT_CODE = 75
+"""Of a process that saved its state because it was asked to end: sysexits.h calls it a temporary failure."""
+
+
+class NonFiniteError(FloatingPointError):
+    """Training has come apart: no gradient is finite any more."""
+
+
+class InterruptedRunError(RuntimeError):
+    """A signal asked the run to end."""
+
+
+class FiniteSteps:
+    """Leaves out optimizer steps whose gradient is NaN or infinite, and ends training when that repeats."""
+
+    def __init__(self, n_tolerated: int = MAX_SKIPPED) -> None:
+        self.n_tolerated = n_tolerated
+        self.n_in_a_row = 0
+
+    def may_step(self, norm: Tensor, terms: Mapping[str, Tensor]) -> bool:
+        """Whether the gradient of this norm is finite; waits for the device.
+
+        Args:
+            terms: the losses and metrics of the step, to say which of them were not finite.
+
+        Raises:
+            NonFiniteError: too many steps in a row had none.
+        """
+        if bool(torch.isfinite(norm)):
+            self.n_in_a_row = 0
+            return True
+        self.n_in_a_row += 1
+        if self.n_in_a_row > self.n_tolerated:
+            raise NonFiniteError(
+                f"{self.n_in_a_row} optimizer steps in a row had a gradient of norm {float(norm)}, so the "
+                f"parameters no longer change; {_culprits(terms)}. Lower the learning rate, or train in "
+                "float32 (fabric.precision=32-true), from an older checkpoint on"
+            )
+        return False
+
+
+def _culprits(terms: Mapping[str, Tensor]) -> str:
+    bad = sorted(name for name, value in terms.items() if not bool(torch.isfinite(value).all()))
+    if bad:
+        return f"not finite in the last of them: {', '.join(bad)}"
+    return "all losses and metrics of the last of them were finite, so it overflowed on the way back"
+
+
+class Interruption:
+    """A request to end, made by a signal: granted at once, or where it is held, once the state is whole."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The signal that came; None as long as nobody asks."""
+        self._is_held = False
+
+    @contextmanager
+    def listening(self) -> Iterator["Interruption"]:
+        """Catch the signals; for the main thread only. What was done with them before comes back."""
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def held(self, is_held: bool = True) -> Iterator[None]:
+        """A block that a signal does not break off; ask afterwards whether one came."""
+        before, self._is_held = self._is_held, is_held
+        try:
+            yield
+        finally:
+            self._is_held = before
+
+    def is_asked(self, fabric: Fabric) -> bool:
+        """Whether any rank was asked to end; all of them must ask this together."""
+        if fabric.world_size > 1:
+            mine = torch.tensor(self.signal or 0, device=fabric.device)
+            self.signal = int(cast(Tensor, fabric.all_reduce(mine, reduce_op="max"))) or None
+        return self.signal is not None
+
+    def agree(self, fabric: Fabric) -> None:
+        """End all ranks, or none.
+
+        Raises:
+            InterruptedRunError: one of them was asked to.
+        """
+        if self.is_asked(fabric):
+            self._end()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        if not self._is_held:
+            self._end()
+
+    def _end(self) -> None:
+        assert self.signal is not None
+        raise InterruptedRunError(f"asked to end by {signal.Signals(self.signal).name}")

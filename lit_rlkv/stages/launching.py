@@ -1,0 +1,99 @@
+"""The processes of a run: how many there are, who starts them, and what they tell each other at the start."""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from lit_rlkv.config import ConfigError, as_config_errors
+from lit_rlkv.config.fabric_rules import AUTO
+
+Found = TypeVar("Found")
+
+
+def make_fabric(cfg: DictConfig) -> Fabric:
+    """The device or devices of a run; `launch` starts its other processes where no launcher has.
+
+    `fabric.devices=auto` is one process, or as many as torchrun, srun or `fabric run` has started.
+
+    Raises:
+        ConfigError: another number of processes was started than is asked for, or a device that is not there.
+    """
+    settings = cfg.fabric
+    started = started_processes()
+    if started is not None:
+        n_nodes, n_devices = started
+        if settings.num_nodes not in (1, n_nodes) or settings.devices not in (AUTO, n_devices):
+            raise ConfigError(
+                f"fabric.num_nodes={settings.num_nodes} and fabric.devices={settings.devices}, but the "
+                f"launcher has started {n_devices} processes on each of {n_nodes} nodes; leave both out, and "
+                "it decides"
+            )
+    else:
+        n_nodes, n_devices = settings.num_nodes, 1 if settings.devices == AUTO else settings.devices
+        if n_nodes > 1:
+            raise ConfigError(
+                f"fabric.num_nodes={n_nodes}: one process cannot start those of other machines; start "
+                "the run there too, by srun or torchrun"
+            )
+    with as_config_errors("fabric"):
+        try:
+            return Fabric(
+                accelerator=settings.accelerator,
+                devices=n_devices,
+                num_nodes=n_nodes,
+                strategy=settings.strategy,
+                precision=settings.precision,
+            )
+        except (MisconfigurationException, RuntimeError) as error:
+            raise ValueError(str(error)) from error
+
+
+def started_processes() -> tuple[int, int] | None:
+    """Nodes, and processes on each of them, that a launcher has started; None without one.
+
+    Raises:
+        ConfigError: srun has not put equally many on each node.
+    """
+    if TorchElasticEnvironment.detect():  # torchrun, and `fabric run`, which calls it
+        n_local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return int(os.environ["WORLD_SIZE"]) // n_local, n_local
+    if SLURMEnvironment.detect():
+        n_nodes, n_tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS"])
+        if n_tasks > 1 and "SLURM_STEP_ID" not in os.environ:
+            raise ConfigError(
+                f"this job has {n_tasks} tasks, but one process was started, which would wait for the others "
+                "for ever; start the run by srun"
+            )
+        if n_tasks % n_nodes:
+            raise ConfigError(
+                f"srun has started {n_tasks} tasks on {n_nodes} nodes; give --ntasks-per-node, so that each "
+                "has as many"
+            )
+        return n_nodes, n_tasks // n_nodes
+    return None
+
+
+def told_by_first(fabric: Fabric, find: Callable[[], Found]) -> Found:
+    """What the first rank finds, on every rank.
+
+    Raises:
+        ConfigError: what it found is a mistake, and is one for all of them.
+    """
+    if fabric.world_size == 1:
+        return find()
+    found: Found | ConfigError | None = None
+    if fabric.is_global_zero:
+        try:
+            found = find()
+        except ConfigError as error:
+            found = error
+    found = fabric.broadcast(found)
+    if isinstance(found, ConfigError):
+        raise found
+    return cast(Found, found)

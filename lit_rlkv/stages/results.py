@@ -1,0 +1,60 @@
+"""What a run has found so far; written down after each stage, read back on resume."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lit_rlkv.data.reward_evaluation import RewardReport
+from lit_rlkv.files import write_atomically
+from lit_rlkv.stages.parts import EVALUATION
+from lit_rlkv.types import EvalRow, Rollout
+
+
+@dataclass
+class Results:
+    """Evaluations before and after training, and the time that each stage took."""
+
+    before: list[EvalRow] = field(default_factory=list)
+    after: list[EvalRow] = field(default_factory=list)
+    final: dict[str, float] = field(default_factory=dict)
+    """The numbers that the run is judged by, once it has been evaluated after training."""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    rollout: Rollout | None = None
+    reward_model: RewardReport | None = None
+    """What the reward head is worth on held-out pairs; None where there is none."""
+
+    def save(self, run_dir: Path) -> None:
+        rows = {"before": [asdict(row) for row in self.before], "after": [asdict(row) for row in self.after]}
+        judged = None if self.reward_model is None else asdict(self.reward_model)
+        found = {
+            **rows,
+            "final": self.final,
+            "reward_model": judged,
+            "stage_seconds": self.stage_seconds,
+        }
+        write_atomically(run_dir / EVALUATION, json.dumps(found, indent=1))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Results":
+        if not (run_dir / EVALUATION).is_file():
+            return cls()
+        saved = json.loads((run_dir / EVALUATION).read_text())
+        return cls(
+            before=[EvalRow(**row) for row in saved["before"]],
+            after=[EvalRow(**row) for row in saved["after"]],
+            stage_seconds=saved["stage_seconds"],
+            reward_model=None if saved.get("reward_model") is None else RewardReport(**saved["reward_model"]),
+        )
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block to a stage."""
+        started_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed_s = time.perf_counter() - started_at
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + elapsed_s

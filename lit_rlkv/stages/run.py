@@ -1,0 +1,244 @@
+"""A run under way: warm-up, evaluation, RL, evaluation; each leaves what it found in the folder."""
+
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lit_rlkv.callbacks.axes import RunAxes, place_of
+from lit_rlkv.callbacks.diagnostics.base import FILE_NAME as DIAGNOSTICS
+from lit_rlkv.callbacks.diagnostics.base import Diagnostic, DiagnosticsFile, read_rows
+from lit_rlkv.callbacks.final import final_metrics
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.callbacks.loggers import GuardedLogger
+from lit_rlkv.callbacks.logging_callback import LoggingCallback
+from lit_rlkv.callbacks.metrics_file import MetricsFile
+from lit_rlkv.callbacks.progress import ProgressBar
+from lit_rlkv.callbacks.report import Picture, RunReport, figures, write_report
+from lit_rlkv.callbacks.samples import Samples
+from lit_rlkv.callbacks.statistics import RolloutStatistics
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
+from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.faults import Interruption
+from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.stages.environment import installed
+from lit_rlkv.stages.evaluation import evaluate_policy
+from lit_rlkv.stages.parts import BACKBONE, METRICS, REPORT, Parts
+from lit_rlkv.stages.recording import log_outcome
+from lit_rlkv.stages.results import Results
+from lit_rlkv.stages.reward import report_on_reward
+from lit_rlkv.stages.training import make_policy, train_policy
+from lit_rlkv.stages.warm_progress import WarmProgress
+from lit_rlkv.stages.warmup import WARM_DONE, warm_up
+from lit_rlkv.types import Rollout
+
+WARM_WORK = "warmup"
+"""Folder in a run for what its warm-up has done so far."""
+RANKS = "ranks"
+"""Folder in a run for the metrics of each rank but the first."""
+
+
+class Run:
+    """The stages of a run, from the last checkpoint on; all ranks go through them together.
+
+    Args:
+        run_dir: that of all ranks.
+        resume_from: the checkpoint to go on from; None begins.
+        console: where the first rank says what it does.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        run_dir: Path,
+        checkpoints: CheckpointDir,
+        resume_from: Checkpoint | None,
+        logger: GuardedLogger,
+        console: Console,
+        interruption: Interruption,
+    ) -> None:
+        self.parts = parts
+        self.run_dir = run_dir
+        self.checkpoints = checkpoints
+        self.resume_from = resume_from
+        self.logger = logger
+        self.console = console
+        self.interruption = interruption
+        self.is_first = parts.fabric.is_global_zero
+        self.own_dir = run_dir if self.is_first else run_dir / RANKS / str(parts.fabric.global_rank)
+        self.own_dir.mkdir(parents=True, exist_ok=True)
+        self.results = Results.load(run_dir)
+        resumed_at = 0 if resume_from is None else resume_from.iteration
+        self.metrics = MetricsFile(self.own_dir / METRICS, resumed_at)
+        shown = parts.cfg.callbacks
+        self.samples = Samples(
+            self.own_dir, n=shown.n_samples, every_n_iterations=shown.samples_every, console=console
+        )
+
+    def go(self, start: str | Path | None) -> Results:
+        """All stages that the config asks for.
+
+        Args:
+            start: the model to start from; None warms one up.
+        """
+        cfg, results = self.parts.cfg, self.results
+        trains, evaluates = "rl" in cfg.stages, "eval" in cfg.stages
+        start = self._warm_up() if start is None else self._start_from(start)
+        module = make_policy(self.parts, start)
+        diagnostics = make_diagnostics(cfg, module)
+        if evaluates and results.reward_model is None:
+            with results.timed("eval"):
+                results.reward_model = report_on_reward(self.parts, module.roles, start)
+        if evaluates and trains and not results.before:
+            self.console.print("[bold]eval[/] before training")
+            with results.timed("eval"):
+                results.before, results.rollout = evaluate_policy(self.parts, module.roles)
+            self._save_results()
+        if trains:
+            self._train(module, diagnostics)
+        elif self.resume_from is not None:
+            with as_config_errors(str(self.resume_from.path)):
+                load_trainable(module, self.resume_from.weights())
+        if evaluates:
+            self.console.print("[bold]eval[/]" + (" after training" if trains else ""))
+            with results.timed("eval"):
+                results.after, results.rollout = evaluate_policy(self.parts, module.roles)
+            budget = None if self.parts.cache.is_dense else self.parts.cache.budget
+            results.final = final_metrics(results.before, results.after, budget)
+            self._save_results()
+        if self.is_first:
+            self._report()
+        self.parts.fabric.barrier()
+        return results
+
+    def _start_from(self, start: str | Path) -> str | Path:
+        self.console.print(f"start from {start}")
+        self._keep_backbone(Path(start))
+        return start
+
+    def _warm_up(self) -> Path:
+        self.console.print("[bold]sft[/] warm up a model by supervised fine-tuning (kept for later runs)")
+        with self.results.timed("sft"):
+            every = self.parts.cfg.callbacks.checkpoint_every
+            work = self.run_dir / WARM_WORK
+            with as_config_errors("sft"):
+                progress = WarmProgress(self.parts.fabric, work, every, self.interruption)
+            callbacks = [
+                ProgressBar("sft", self.console),
+                MetricsFile(self.own_dir / "sft_metrics.csv", progress.resumed_at),
+            ]
+            start = warm_up(self.parts, callbacks, progress)
+        self._keep_backbone(start)
+        return start
+
+    def _keep_backbone(self, start: Path) -> None:
+        if self.is_first:
+            keep_backbone(start, self.run_dir)
+        self.parts.fabric.barrier()
+
+    def _train(self, module: PolicyModule, diagnostics: Sequence[Diagnostic]) -> None:
+        self.console.print(f"[bold]rl[/] {self.parts.cfg.algorithm.n_iterations} iterations")
+        with self.results.timed("rl"):
+            train_policy(
+                self.parts,
+                module,
+                self._callbacks(diagnostics),
+                self.checkpoints,
+                self.resume_from,
+                self.interruption,
+            )
+        self._save_results()
+
+    def _callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
+        """In the order in which they are called: what adds to the metrics first, what shows them last."""
+        distillation = self.parts.cfg.distillation
+        resumed_at = 0 if self.resume_from is None else self.resume_from.iteration
+        logging_callback = LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw)
+        return [
+            RolloutStatistics(),
+            RunAxes(self.metrics.history),
+            *diagnostics,
+            DiagnosticsFile(self.own_dir, diagnostics, resumed_at),
+            *([] if distillation is None else [build(distillation)]),
+            self.metrics,
+            logging_callback,
+            self.samples,
+            ProgressBar(console=self.console),
+        ]
+
+    def _save_results(self) -> None:
+        if self.is_first:
+            self.results.save(self.run_dir)
+
+    def _draw(self, rollout: Rollout) -> list[Picture]:
+        """The figures of the run so far."""
+        results = replace(self.results, rollout=rollout)
+        return figures(make_report(self.parts, results, self.metrics, self.samples, self.run_dir))
+
+    def _report(self) -> None:
+        report = make_report(self.parts, self.results, self.metrics, self.samples, self.run_dir)
+        pictures = figures(report)
+        write_report(self.run_dir / REPORT, report, pictures)
+        log_outcome(
+            self.logger,
+            {"before": self.results.before, "after": self.results.after},
+            self.results.final,
+            pictures,
+            place_of(self.metrics.history),
+            self.run_dir / REPORT,
+            self.checkpoints.latest(),
+        )
+
+
+def make_diagnostics(cfg: DictConfig, module: PolicyModule) -> list[Diagnostic]:
+    """Those of the config, each of which has met the policy.
+
+    Raises:
+        ConfigError: one of them cannot measure this policy, which would else be known when training starts.
+    """
+    diagnostics: list[Diagnostic] = [build(node) for node in cfg.diagnostics.values() if node is not None]
+    with as_config_errors("diagnostics"):
+        for diagnostic in diagnostics:
+            diagnostic.on_fit_start(None, module)
+    return diagnostics
+
+
+def keep_backbone(start: Path, run_dir: Path) -> None:
+    """Link a warmed-up backbone into the run, so that its checkpoints outlive the warm folder."""
+    target = run_dir / BACKBONE
+    if (start / WARM_DONE).is_file() and not target.exists():
+        try:
+            shutil.copytree(start, target, copy_function=os.link)
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(start, target)
+
+
+def make_report(
+    parts: Parts, results: Results, metrics: MetricsFile, samples: Samples, run_dir: Path
+) -> RunReport:
+    cfg, rollout = parts.cfg, results.rollout
+    seen = [] if rollout is None else sorted(set(rollout.token_ids.flatten().tolist()))
+    packages = ("torch", "transformers", "peft", "lightning")
+    return RunReport(
+        title=run_dir.name,
+        config_yaml=OmegaConf.to_yaml(cfg, resolve=True),
+        history=metrics.history,
+        before=results.before,
+        after=results.after,
+        rollout=rollout,
+        token_labels={token: cast(str, parts.tokenizer.decode([token])) for token in seen},
+        budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
+        interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
+        reward_model=results.reward_model,
+        stage_seconds=results.stage_seconds,
+        samples=samples.samples,
+        diagnostics=read_rows(run_dir / DIAGNOSTICS),
+        versions={"python": platform.python_version(), **installed(packages)},
+    )

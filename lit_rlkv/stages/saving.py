@@ -1,0 +1,68 @@
+"""When a run is saved, and what it does when it cannot be."""
+
+import logging
+
+from lightning.fabric import Fabric
+from torch import nn
+
+from lit_rlkv.checkpoint import CheckpointDir, trainable_weights
+from lit_rlkv.loop import Moment
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves every so many iterations, and the last moment of the process.
+
+    What cannot be written, as to a full disk, is tried again after the next iteration, and training goes on.
+
+    Args:
+        saved_at: iterations that the newest checkpoint has.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        module: nn.Module,
+        checkpoints: CheckpointDir,
+        every: int,
+        saved_at: int | None,
+    ) -> None:
+        self.fabric = fabric
+        self.module = module
+        self.checkpoints = checkpoints
+        self.every = every
+        self.saved_at = saved_at
+        self._is_late = False
+
+    def __call__(self, moment: Moment) -> None:
+        """Save if it is time.
+
+        Raises:
+            OSError: the last moment cannot be written; says what there is to go on from.
+        """
+        is_due = moment.is_last or moment.iteration % self.every == 0 or self._is_late
+        if not is_due or moment.iteration == self.saved_at:
+            return
+        # Ranks that hold parts of them gather them together; the first writes.
+        weights, learner_state = trainable_weights(self.module), moment.learner_state()
+        if not self.fabric.is_global_zero:
+            return
+        try:
+            self.checkpoints.save(
+                moment.iteration,
+                weights,
+                learner_state,
+                moment.data_state,
+                moment.metrics,
+                self.fabric.world_size,
+            )
+        except OSError as error:
+            self._is_late = True
+            where = "no checkpoint" if self.saved_at is None else f"that of iteration {self.saved_at}"
+            said = f"iteration {moment.iteration} cannot be saved in {self.checkpoints.root}: {error}"
+            if moment.is_last:
+                raise OSError(f"{said}; there is {where} to resume from") from error
+            log.warning("%s; going on, to be saved after the next one; until then there is %s", said, where)
+        else:
+            self.saved_at, self._is_late = moment.iteration, False

@@ -1,0 +1,93 @@
+"""What a warm-up has done so far, kept in the folder of its run, so that a kill does not cost all of it."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from lightning.fabric import Fabric
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_rlkv.checkpoint import CheckpointDir, Keeping
+from lit_rlkv.faults import Interruption
+from lit_rlkv.files import appearing_whole
+from lit_rlkv.loop import Moment
+from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.stages.saving import Saver
+
+REWARD_HEAD = "reward_head.safetensors"
+
+
+class WarmProgress:
+    """The finished passes of a warm-up as model folders, and checkpoints of the one under way.
+
+    Args:
+        root: of its own for each run.
+        every: iterations between checkpoints.
+        interruption: of a run that may be asked to end.
+
+    Raises:
+        BrokenCheckpointError: none of the checkpoints is whole.
+    """
+
+    def __init__(
+        self, fabric: Fabric, root: Path, every: int, interruption: Interruption | None = None
+    ) -> None:
+        self.fabric = fabric
+        self.root = root
+        self.every = every
+        self.interruption = interruption
+        self.checkpoints = CheckpointDir(root / "checkpoints", Keeping(n_last=1))
+        self.resumed = self.checkpoints.latest()
+
+    @property
+    def number(self) -> int:
+        """Of the pass to go on with."""
+        return 0 if self.resumed is None else int(self.resumed.data_state["pass"])
+
+    @property
+    def resumed_at(self) -> int:
+        """Iterations done, over all passes."""
+        return 0 if self.resumed is None else self.resumed.iteration
+
+    def output(self, number: int) -> Path:
+        """The model that a pass has left."""
+        return self.root / f"pass-{number}"
+
+    def saver(self, module: nn.Module, number: int, n_iterations: int) -> Callable[[Moment], None]:
+        """Saves a pass that ends after so many iterations; not its end, at which it leaves a model."""
+        saver = Saver(self.fabric, module, self.checkpoints, self.every, self.resumed_at or None)
+
+        def save(moment: Moment) -> None:
+            if moment.iteration < n_iterations:
+                saver(replace(moment, data_state={"pass": number, "data": moment.data_state}))
+
+        return save
+
+    def finish(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> None:
+        """Keep what a pass has trained."""
+        if self.fabric.is_global_zero:
+            with appearing_whole(self.output(number)) as partial:
+                backbone.save_pretrained(partial)
+                if head is not None:
+                    save_file(head.state_dict(), partial / REWARD_HEAD)
+
+    def clear(self) -> None:
+        """Nothing of it is needed any more."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """The files of a folder in another one, over those of the same names; linked, or copied where it must."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)
+            try:
+                os.link(path, place)
+            except OSError:
+                shutil.copy2(path, place)

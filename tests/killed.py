@@ -1,0 +1,72 @@
+"""A run that is killed again and again: `python -m tests.killed SEED N_KILLS OVERRIDE ...`.
+
+Everything is imported once; each attempt is a fork that goes on with the run in `hydra.run.dir`, and all but
+the last of them are killed with SIGKILL at a random moment, checkpoint writes included. Prints the iterations
+that were done at each death.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from rich.console import Console
+
+from lit_rlkv.checkpoint import CheckpointDir
+from lit_rlkv.config import check_config, composed
+from lit_rlkv.fit import fit
+from lit_rlkv.stages.parts import CHECKPOINTS, CONFIG
+from tests.tiny import TINY
+
+
+def attempt(overrides: list[str], run_dir: Path) -> None:
+    cfg = composed("config", [*TINY, *overrides])
+    del cfg.hydra
+    check_config(cfg)
+    fit(cfg, run_dir, Console(quiet=True), resumes=(run_dir / CONFIG).exists())
+
+
+def fork(overrides: list[str], run_dir: Path) -> int:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            attempt(overrides, run_dir)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return child
+
+
+def wait_for_progress(child: int, run_dir: Path, n_before: int) -> None:
+    """Until this attempt has saved something, so that each of them gets on."""
+    while n_saved(run_dir) <= n_before:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "an attempt ended by itself"
+        time.sleep(0.005)
+
+
+def n_saved(run_dir: Path) -> int:
+    names = [path.name for path in CheckpointDir(run_dir / CHECKPOINTS).all()]
+    return max((int(name.rpartition("-")[2]) for name in names), default=0)
+
+
+def main(seed: int, n_kills: int, overrides: list[str]) -> None:
+    rng = random.Random(seed)
+    run_dir = Path(next(o for o in overrides if o.startswith("hydra.run.dir=")).partition("=")[2])
+    for _ in range(n_kills):
+        child = fork(overrides, run_dir)
+        wait_for_progress(child, run_dir, n_saved(run_dir))
+        time.sleep(rng.uniform(0, 0.4))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the run ended before it was killed"
+        sys.stdout.write(f"{n_saved(run_dir)}\n")
+    assert os.waitpid(fork(overrides, run_dir), 0)[1] == 0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,83 @@
+"""Which run is gone on with, and that only the same run is."""
+
+import os
+
+import pytest
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import ConfigError, composed
+from lit_rlkv.stages.parts import CONFIG, REPORT
+from lit_rlkv.stages.resuming import differences, found, resumed
+from tests.tiny import TINY
+
+
+def asked(folder, *overrides):
+    cfg = composed("config", [*TINY, f"runs_dir={folder}", *overrides])
+    del cfg.hydra
+    return cfg
+
+
+def leave_run(folder, name, *overrides, finished=False, at=0):
+    run = folder / name
+    run.mkdir()
+    OmegaConf.save(asked(folder, *overrides), run / CONFIG, resolve=True)
+    os.utime(run / CONFIG, (at, at))
+    if finished:
+        (run / REPORT).touch()
+    return run
+
+
+def test_what_a_run_does_not_compute_with_makes_no_difference(tmp_path):
+    saved = asked(tmp_path)
+    changes = ["logger=tensorboard", "diagnostics=none", "callbacks.keep_best=1", "fabric.devices=2"]
+    assert differences(saved, asked(tmp_path, *changes)) == {}
+    assert differences(saved, asked(tmp_path, "fabric.precision=bf16-mixed", "cache.budget=6")) == {
+        "cache.budget": (7, 6),
+        "fabric.precision": ("32-true", "bf16-mixed"),
+    }
+    assert differences(saved, asked(tmp_path, "distillation=none", "experiment=none"))["distillation"] == (
+        "nothing",
+        None,
+    )
+
+
+def test_more_iterations_are_another_run_where_the_learning_rate_falls_towards_the_last(tmp_path):
+    more = "algorithm.n_iterations=9"
+    assert "algorithm.n_iterations" in differences(asked(tmp_path), asked(tmp_path, more))
+    constant = "algorithm.lr_schedule=constant"
+    assert differences(asked(tmp_path, constant), asked(tmp_path, constant, more)) == {}
+
+
+def test_auto_finds_the_newest_unfinished_run_with_this_config(tmp_path):
+    cfg, new = asked(tmp_path), tmp_path / "new"
+    assert found(cfg, new) is None
+    leave_run(tmp_path, "old", at=1)
+    wanted = leave_run(tmp_path, "wanted", at=2)
+    leave_run(tmp_path, "other", "seed=3", at=3)
+    leave_run(tmp_path, "done", finished=True, at=4)
+    assert found(cfg, new) == wanted
+    assert found(asked(tmp_path, "seed=4"), new) is None
+
+
+def test_auto_goes_on_in_the_folder_it_is_given_and_refuses_another_run_there(tmp_path):
+    run = leave_run(tmp_path, "mine")
+    assert found(asked(tmp_path), run) == run
+    with pytest.raises(ConfigError, match=r"another config(.|\n)*cache\.budget: 7 -> 6"):
+        found(asked(tmp_path, "cache.budget=6"), run)
+
+
+def test_a_run_goes_on_with_what_may_change_and_nothing_else(tmp_path):
+    run = leave_run(tmp_path, "mine", "seed=5")
+    cfg = asked(tmp_path, f"resume={run}", "callbacks.keep_best=2")
+    folder, gone_on = resumed(cfg, [f"resume={run}", "callbacks.keep_best=2"])
+    assert folder == run
+    assert (gone_on.seed, gone_on.callbacks.keep_best) == (5, 2)
+    with pytest.raises(ConfigError, match="seed: 5 -> 6"):
+        resumed(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
+    with pytest.raises(ConfigError, match="a preset cannot be put on a run"):
+        resumed(cfg, [f"resume={run}", "experiment=tis"])
+
+
+def test_many_differences_are_counted(tmp_path):
+    with pytest.raises(ConfigError, match=r"and \d+ more"):
+        found(asked(tmp_path, "experiment=rlhf"), leave_run(tmp_path, "mine"))

@@ -1,0 +1,161 @@
+"""What is saved is what is loaded, and what is broken is never taken for it."""
+
+import json
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from lit_rlkv.checkpoint import (
+    LEARNER,
+    STATE,
+    WEIGHTS,
+    BrokenCheckpointError,
+    CheckpointDir,
+    Keeping,
+    load_checkpoint,
+    load_trainable,
+)
+
+
+def save(folder, iteration, reward=0.0, **options):
+    weights = {"w": torch.full((3,), float(iteration))}
+    learner = {"optimizer": {"step": torch.tensor(iteration)}}
+    return CheckpointDir(folder, Keeping(**options)).save(
+        iteration, weights, learner, {"cursor": 8 * iteration}, {"reward": reward}, n_ranks=2
+    )
+
+
+def iterations(folder):
+    return [int(path.name.removeprefix("iteration-")) for path in CheckpointDir(folder).all()]
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    path = save(tmp_path, 7, reward=0.1 + 0.2)
+    found = CheckpointDir(tmp_path).latest()
+    assert found.path == path
+    assert (found.iteration, found.data_state, found.n_ranks) == (7, {"cursor": 56}, 2)
+    assert found.metrics == {"reward": 0.1 + 0.2}
+    assert torch.equal(found.weights()["w"], torch.full((3,), 7.0))
+    assert found.learner_state()["optimizer"]["step"] == 7
+    assert CheckpointDir(tmp_path / "none").latest() is None
+
+
+def test_the_newest_stay(tmp_path):
+    for iteration in (1, 2, 10, 11):
+        save(tmp_path, iteration, n_last=2)
+    assert iterations(tmp_path) == [10, 11]
+    assert not (tmp_path / "best").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "best"),
+    # rewards 0.1, 0.9, 0.5, 0.9, 0.3 of iterations 1 to 5; the newer of equals comes first
+    [("max", [2, 4, 5], 4), ("min", [1, 5], 1)],
+)
+def test_the_best_stay_too_and_one_name_leads_to_the_first(tmp_path, mode, kept, best):
+    for iteration, reward in enumerate((0.1, 0.9, 0.5, 0.9, 0.3), start=1):
+        save(tmp_path, iteration, reward, n_last=1, n_best=2, mode=mode)
+    assert iterations(tmp_path) == kept
+    assert load_checkpoint(tmp_path / "best").iteration == best
+
+
+def test_a_metric_that_is_nan_or_missing_is_never_the_best(tmp_path):
+    for iteration, reward in enumerate((0.5, torch.nan, 0.1), start=1):
+        save(tmp_path, iteration, reward, n_last=1, n_best=1)
+    assert iterations(tmp_path) == [1, 3]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit(path):
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"iteration": 99}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *[(name, damage) for name in (WEIGHTS, LEARNER, STATE) for damage in (truncate, flip, os.remove)],
+        (STATE, edit),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, name, damage):
+    save(tmp_path, 1)
+    damage(save(tmp_path, 2) / name)
+    with caplog.at_level(logging.WARNING):
+        found = CheckpointDir(tmp_path).latest()
+    assert found.iteration == 1
+    assert "iteration-000002" in caplog.text
+    with pytest.raises(BrokenCheckpointError, match="iteration-000002"):
+        load_checkpoint(tmp_path / "iteration-000002")
+
+
+def test_where_none_is_whole_training_does_not_begin_anew_by_itself(tmp_path):
+    truncate(save(tmp_path, 1) / WEIGHTS)
+    with pytest.raises(BrokenCheckpointError, match=r"none of the 1 checkpoints .* remove the folder"):
+        CheckpointDir(tmp_path).latest()
+
+
+def test_what_cannot_be_written_leaves_the_older_ones(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lit_rlkv.checkpoint.torch.save", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2)
+    assert iterations(tmp_path) == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-000001"]
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_digests_and_is_taken(tmp_path):
+    path = save(tmp_path, 3)
+    state = json.loads((path / STATE).read_text())
+    (path / STATE).write_text(json.dumps({name: state[name] for name in ("iteration", "data")}))
+    assert CheckpointDir(tmp_path).latest().iteration == 3
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"state\.json is missing"):
+        load_checkpoint(tmp_path)
+
+
+def test_pickled_objects_are_not_read(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return shutil.rmtree, (str(tmp_path),)
+
+    path = save(tmp_path, 1)
+    torch.save({"optimizer": Evil()}, path / LEARNER)
+    state = json.loads((path / STATE).read_text())
+    (path / STATE).write_text(json.dumps({name: state[name] for name in ("iteration", "data")}))
+    with pytest.raises(Exception, match="Weights only load failed"):
+        CheckpointDir(tmp_path).latest().learner_state()
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("options", [{"n_last": 0}, {"n_best": -1}, {"mode": "most"}])
+def test_keeping_that_cannot_be_meant_is_refused(options):
+    with pytest.raises(ValueError, match="="):
+        Keeping(**options)
+
+
+def test_parameters_of_another_model_are_refused():
+    module = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="differ, such as"):
+        load_trainable(module, {"weight": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match="LoRA rank"):
+        load_trainable(module, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})

@@ -1,0 +1,81 @@
+"""Runs started as users start them on several processes, by the command line."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lit_rlkv.faults import EXIT_CODE
+from tests.tiny import TINY, run
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = ["stages=[rl]", "diagnostics=none", "fabric.accelerator=cpu", "fabric.n_threads=1"]
+LONG = ["algorithm.n_iterations=400", "callbacks.checkpoint_every=1000"]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "first", "stages=[sft]")
+    return folder
+
+
+def start(launcher, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, *TINY, *OPTIONS, *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert path.exists()
+
+
+def n_rows(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return len(list(csv.DictReader(file)))
+
+
+def test_torchrun_decides_on_the_number_of_processes(warm):
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--master-port=29631", "-m", "lit_rlkv.fit"]
+    process = start(torchrun, f"runs_dir={warm}", f"hydra.run.dir={warm / 'torchrun'}")
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert n_rows(warm / "torchrun") == n_rows(warm / "torchrun" / "ranks" / "1") == 2
+    assert said.count("report: ") == 1
+
+
+def test_one_signal_ends_all_ranks_and_what_is_left_goes_on(warm):
+    folder = warm / "asked"
+    arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
+    process = start(["lit_rlkv.fit"], *arguments)
+    wait_for(folder / "ranks" / "1" / "metrics.csv")
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[0]
+    assert process.returncode == EXIT_CODE, said
+    (saved,) = (folder / "checkpoints").iterdir()
+    assert saved.name == f"iteration-{n_rows(folder):06d}"
+
+
+def test_a_rank_that_dies_takes_the_others_with_it_and_nobody_waits(warm):
+    folder = warm / "dead"
+    process = start(
+        ["lit_rlkv.fit"], "fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"
+    )
+    wait_for(folder / "ranks" / "1" / "metrics.csv")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [pid for pid in children if "lit_rlkv.fit" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(ranks) == 1
+    os.kill(int(ranks[0]), signal.SIGKILL)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode not in (0, EXIT_CODE), said

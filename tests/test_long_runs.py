@@ -1,0 +1,36 @@
+"""What must hold over hundreds of iterations."""
+
+import csv
+import gc
+import statistics
+
+import torch
+
+from lit_rlkv.callbacks.statistics import RolloutStatistics
+from tests.tiny import run
+
+PERFORMANCE = "{_target_:lit_rlkv.callbacks.diagnostics.performance.Performance,every:1}"
+MIB = 2**20
+
+
+def test_nothing_grows_over_200_iterations(tmp_path, monkeypatch):
+    n_tensors = []
+
+    class Counting(RolloutStatistics):
+        def on_iteration_end(self, iteration, n_iterations, metrics):
+            super().on_iteration_end(iteration, n_iterations, metrics)
+            if iteration % 20 == 0:
+                gc.collect()
+                n_tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+
+    monkeypatch.setattr("lit_rlkv.stages.run.RolloutStatistics", Counting)
+    run(
+        tmp_path, "long", "stages=[sft,rl]", "algorithm.n_iterations=200", "rollout.n_prompts=4",
+        "diagnostics=none", f"+diagnostics.performance={PERFORMANCE}", "callbacks.samples_every=50",
+    )  # fmt: skip
+    assert len(n_tensors) == 10
+    assert len(set(n_tensors[1:])) == 1  # one tensor kept an iteration would be 20 more each time
+    with (tmp_path / "long" / "metrics.csv").open(newline="") as file:
+        resident = [float(row["memory/update/resident"]) for row in csv.DictReader(file)]
+    early, late = statistics.median(resident[60:80]), statistics.median(resident[-20:])
+    assert late - early < 8 * MIB

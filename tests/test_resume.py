@@ -1,0 +1,162 @@
+"""Runs that are killed, asked to end, or damaged go on where they were, bit for bit on a CPU."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+from omegaconf import OmegaConf
+
+from lit_rlkv.evaluate import evaluate
+from lit_rlkv.faults import EXIT_CODE
+from lit_rlkv.stages.resuming import resumed
+from tests.tiny import TINY, run, scoring
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
+
+
+def rows_of(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_run(folder, straight):
+    """All that was computed, and what training left."""
+    ours, theirs = rows_of(folder), rows_of(straight)
+    names = [name for name in theirs[0] if not name.startswith("time/") and name != "tokens_per_second"]
+    assert {"loss", "reward", "grad_norm", "skipped_steps"} <= set(names)
+    for name in names:
+        assert [row[name] for row in ours] == [row[name] for row in theirs], name
+    last = f"checkpoints/iteration-{len(theirs):06d}/trainable.safetensors"
+    assert (folder / last).read_bytes() == (straight / last).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A folder in which a first run has left its warm model."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "first")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n_kills", "n_iterations"), [("grpo", 20, 80), ("ppo", 3, 20), ("online_dpo", 3, 20)]
+)
+def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algorithm, n_kills, n_iterations):
+    options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
+    run(warm, f"straight-{algorithm}", *options)
+    folder = warm / f"killed-{algorithm}"
+    command = [sys.executable, "-m", "tests.killed", "0", str(n_kills), *options]
+    done = subprocess.run(
+        [*command, f"runs_dir={warm}", f"hydra.run.dir={folder}"],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    deaths = [int(line) for line in done.stdout.split()]
+    assert len(deaths) == n_kills
+    assert 0 < deaths[0] < deaths[-1] < n_iterations
+    assert_same_run(folder, warm / f"straight-{algorithm}")
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "lit_rlkv.fit", *TINY, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
+    options = [*OPTIONS, "callbacks.checkpoint_every=100", "algorithm.n_iterations=40"]
+    run(warm, "straight", *options)
+    folder = warm / "asked"
+    arguments = [*options, f"runs_dir={warm}", f"hydra.run.dir={folder}", "resume=auto"]
+    process = start(*arguments)
+    wait_for(folder / "metrics.csv")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[0]
+    assert process.returncode == EXIT_CODE, said
+    assert "asked to end by SIGTERM: saved" in said
+    n_done = len(rows_of(folder))
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"iteration-{n_done:06d}"]
+    process = start(*arguments)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert f"go on after iteration {n_done}" in said
+    assert_same_run(folder, warm / "straight")
+
+
+def test_a_damaged_checkpoint_costs_the_iterations_after_the_one_before(warm, caplog):
+    options = [*OPTIONS, "algorithm.n_iterations=4"]
+    run(warm, "whole", *options)
+    copytree(warm / "whole", warm / "damaged")
+    weights = warm / "damaged" / "checkpoints" / "iteration-000004" / "trainable.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    run(warm, "damaged", *options, resumes=True)
+    assert "iteration-000004/trainable.safetensors is not the file that was written" in caplog.text
+    assert_same_run(warm / "damaged", warm / "whole")
+
+
+def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(warm, monkeypatch, caplog):
+    import lit_rlkv.checkpoint as module
+
+    write, written = module.save_file, []
+
+    def full_at_first(weights, path):
+        written.append(path)
+        if len(written) == 1:
+            raise OSError(28, "No space left on device")
+        write(weights, path)
+
+    monkeypatch.setattr(module, "save_file", full_at_first)
+    run(warm, "full", *OPTIONS, "algorithm.n_iterations=3", "callbacks.checkpoint_every=2")
+    assert "iteration 2 cannot be saved" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert [path.name for path in (warm / "full" / "checkpoints").iterdir()] == ["iteration-000003"]
+    monkeypatch.setattr(module, "save_file", lambda *args: full_at_first(*args) or written.clear())
+    written.clear()
+    with pytest.raises(OSError, match="there is no checkpoint to resume from"):
+        run(warm, "full-at-the-end", *OPTIONS, "algorithm.n_iterations=1")
+
+
+def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
+    options = [*OPTIONS, "algorithm.n_iterations=6", "callbacks.keep_last=1", "callbacks.keep_best=1"]
+    run(warm, "best", *options, "callbacks.best_metric=entropy", "callbacks.best_mode=min")
+    entropies = [float(row["entropy"]) for row in rows_of(warm / "best")]
+    best = 1 + min(range(6), key=entropies.__getitem__)
+    kept = {path.name for path in (warm / "best" / "checkpoints").iterdir()}
+    assert kept == {"best", f"iteration-{best:06d}", "iteration-000006"}
+    assert (warm / "best" / "checkpoints" / "best").resolve().name == f"iteration-{best:06d}"
+
+
+def test_a_run_of_an_earlier_version_is_scored_and_goes_on(warm):
+    copytree(warm / "first", warm / "old")
+    saved = OmegaConf.load(warm / "old" / "config.yaml")
+    del saved.kernels, saved.rollout.max_rows, saved.rollout.cuda_graph, saved.callbacks.keep_last
+    OmegaConf.save(saved, warm / "old" / "config.yaml")
+    assert evaluate(scoring(warm / "old")).rows == evaluate(scoring(warm / "first")).rows
+    gone_on = resumed(OmegaConf.create({"resume": str(warm / "old"), "runs_dir": "runs"}))[1]
+    assert (gone_on.kernels, gone_on.callbacks.keep_last) == ("auto", 2)
+
+
+def test_another_run_is_refused_with_what_differs(warm):
+    for arguments, says in (
+        (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),
+        ([f"resume={warm / 'first'}", "seed=3"], "seed: 0 -> 3"),
+    ):
+        process = subprocess.run(
+            [sys.executable, "-m", "lit_rlkv.fit", *arguments],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert process.returncode not in (0, EXIT_CODE)
+        assert says in process.stderr
