@@ -48,12 +48,13 @@ N_PROMPTS = 16
 PHASES = ("rollout", "score", "reward", "update")
 
 
-def run(n_ranks: int, n_iterations: int, folder: Path, *options: str) -> Path:
+def run(n_ranks: int, n_iterations: int, folder: Path, stage: str) -> Path:
     """One process of fit, or one for each core, pinned to as many cores."""
-    run_dir = folder / f"{n_ranks}"
+    run_dir = folder / f"{stage}-{n_ranks}"
     command = [
         *("taskset", "-c", ",".join(map(str, range(n_ranks)))),
-        *(sys.executable, "-m", "lit_rlkv.fit", *SETTINGS, *options),
+        *(sys.executable, "-m", "lit_rlkv.fit", *SETTINGS),
+        f"stages=[{stage}]",
         f"fabric.devices={n_ranks}",
         f"rollout.n_prompts={n_ranks * N_PROMPTS}",
         f"algorithm.n_iterations={n_iterations}",
@@ -107,9 +108,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run(1, 1, folder / "warm", "stages=[sft]")
-        alone = run(1, args.iterations, folder / "warm")
-        both = run(2, args.iterations, folder / "warm")
+        run(1, 1, folder, "sft")
+        alone, both = (run(n_ranks, args.iterations, folder, "rl") for n_ranks in (1, 2))
         one, two = medians(alone), medians(both)
         n_numbers = n_gradients(alone)
     sum_s = sum_seconds(n_numbers)
