@@ -25,7 +25,7 @@ from lit_rlkv.config import (
 from lit_rlkv.config.fabric_rules import check_shares
 from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption
 from lit_rlkv.files import write_atomically
-from lit_rlkv.stages.launching import make_fabric, told_by_first
+from lit_rlkv.stages.launching import launch, make_fabric, told_by_first
 from lit_rlkv.stages.parts import (
     CHECKPOINTS,
     CONFIG,
@@ -135,7 +135,7 @@ def fit_as_asked(
         old_dir, cfg = resumed(cfg, hydra_cfg.overrides.task)
     check_config(cfg)
     fabric = make_fabric(cfg)
-    fabric.launch()
+    launch(fabric)
     console.quiet = not fabric.is_global_zero
     # Hydra may have given each rank a folder of its own; the first one's is that of the run.
     own_dir, run_dir = run_dir, told_by_first(fabric, lambda: run_dir)

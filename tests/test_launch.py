@@ -15,6 +15,7 @@ from tests.tiny import TINY, run
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "diagnostics=none", "fabric.accelerator=cpu", "fabric.n_threads=1"]
+PYTHON, FABRIC = (sys.executable, "-m"), Path(sys.executable).parent / "fabric"
 LONG = ["algorithm.n_iterations=400", "callbacks.checkpoint_every=1000"]
 
 
@@ -27,7 +28,7 @@ def warm(tmp_path_factory):
 
 def start(launcher, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, *TINY, *OPTIONS, *arguments],
+        [*launcher, *TINY, *OPTIONS, *arguments],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -45,19 +46,29 @@ def n_rows(folder):
         return len(list(csv.DictReader(file)))
 
 
-def test_torchrun_decides_on_the_number_of_processes(warm):
-    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--master-port=29631", "-m", "lit_rlkv.fit"]
-    process = start(torchrun, f"runs_dir={warm}", f"hydra.run.dir={warm / 'torchrun'}")
+LAUNCHERS = {
+    "torchrun": [
+        *PYTHON,
+        "torch.distributed.run",
+        *["--nproc-per-node=2", "--master-port=29631", "-m", "lit_rlkv.fit"],
+    ],
+    "fabric": [str(FABRIC), "run", "--devices=2", "--main-port=29632", "scripts/fit.py"],
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_launcher_decides_on_the_number_of_processes(warm, name):
+    process = start(LAUNCHERS[name], f"runs_dir={warm}", f"hydra.run.dir={warm / name}")
     said = process.communicate()[0]
     assert process.returncode == 0, said
-    assert n_rows(warm / "torchrun") == n_rows(warm / "torchrun" / "ranks" / "1") == 2
+    assert n_rows(warm / name) == n_rows(warm / name / "ranks" / "1") == 2
     assert said.count("report: ") == 1
 
 
 def test_one_signal_ends_all_ranks_and_what_is_left_goes_on(warm):
     folder = warm / "asked"
     arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
-    process = start(["lit_rlkv.fit"], *arguments)
+    process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
     wait_for(folder / "ranks" / "1" / "metrics.csv")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)

@@ -54,6 +54,12 @@ def make_fabric(cfg: DictConfig) -> Fabric:
             raise ValueError(str(error)) from error
 
 
+def launch(fabric: Fabric) -> None:
+    """Start its other processes, or meet those that a launcher has started."""
+    if "LT_CLI_USED" not in os.environ:  # under `fabric run` a Fabric does that when it is made
+        fabric.launch()
+
+
 def started_processes() -> tuple[int, int] | None:
     """Nodes, and processes on each of them, that a launcher has started; None without one.
 
