@@ -39,6 +39,8 @@ class Checkpoint:
     """Of the iteration that it ends."""
     n_ranks: int = 1
     """Processes that the run had."""
+    backbone: str | None = None
+    """Fingerprint of the weights that it stands on, which are not in it; None where that was not recorded."""
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters that training changed, by name."""
@@ -100,6 +102,7 @@ class CheckpointDir:
         data_state: dict[str, Any],
         metrics: Mapping[str, float] | None = None,
         n_ranks: int = 1,
+        backbone: str | None = None,
     ) -> Path:
         """Write it under another name, wait for the disk, rename: a kill at any moment leaves the older ones.
 
@@ -117,6 +120,7 @@ class CheckpointDir:
                 "data": data_state,
                 "metrics": dict(metrics or {}),
                 "n_ranks": n_ranks,
+                "backbone": backbone,
                 "files": {name: digest(partial / name) for name in (WEIGHTS, LEARNER)},
             }
             (partial / STATE).write_text(json.dumps(state | {"digest": _digest_of(state)}))
@@ -199,6 +203,7 @@ def _read(path: Path) -> Checkpoint | None:
             data_state=state["data"],
             metrics=state.get("metrics", {}),
             n_ranks=state.get("n_ranks", 1),
+            backbone=state.get("backbone"),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,5 +1,6 @@
 """Writing files so that no reader, and no run that goes on after a kill, ever sees half of one."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -64,3 +65,24 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+N_SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+
+
+def fingerprint(folder: Path, pattern: str) -> str:
+    """Tells one set of large files from another without reading all of them: names, sizes and samples.
+
+    A sample is 64 KiB, and a file gives up to 64 of them, evenly spread, its first and last bytes included.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob(pattern)):
+        size = path.stat().st_size
+        found.update(f"{path.relative_to(folder).as_posix()}:{size};".encode())
+        last = max(size - SAMPLE_BYTES, 0)
+        places = sorted({last * number // (N_SAMPLES - 1) for number in range(N_SAMPLES)})
+        with path.open("rb") as file:
+            for place in places:
+                file.seek(place)
+                found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_rlkv.files import appearing_whole, sweep_partial, write_atomically
+from lit_rlkv.files import appearing_whole, fingerprint, sweep_partial, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -44,3 +44,22 @@ def test_what_a_killed_process_left_is_swept_away_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     sweep_partial(tmp_path, "model")
     assert names_in(tmp_path) == [".other.77.partial", "model-1"]
+
+
+def test_other_weights_have_another_fingerprint(tmp_path):
+    path = tmp_path / "deep" / "a.safetensors"
+    path.parent.mkdir()
+    content = bytearray(10_000_000)
+    path.write_bytes(content)
+    known = fingerprint(tmp_path, "**/*.safetensors")
+    assert fingerprint(tmp_path, "**/*.safetensors") == known
+    (tmp_path / "notes.txt").touch()
+    assert fingerprint(tmp_path, "**/*.safetensors") == known
+    for place in (0, 5_000_000 // 65_536 * 65_536, len(content) - 1):
+        changed = content.copy()
+        changed[place : place + 200_000] = b"x" * len(changed[place : place + 200_000])
+        path.write_bytes(changed)
+        assert fingerprint(tmp_path, "**/*.safetensors") != known
+    path.write_bytes(content)
+    path.rename(tmp_path / "deep" / "b.safetensors")
+    assert fingerprint(tmp_path, "**/*.safetensors") != known

@@ -11,7 +11,9 @@ from shutil import copytree
 
 import pytest
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
+from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.stages.resuming import resumed
@@ -160,3 +162,17 @@ def test_another_run_is_refused_with_what_differs(warm):
         )  # fmt: skip
         assert process.returncode not in (0, EXIT_CODE)
         assert says in process.stderr
+
+
+def test_a_checkpoint_is_not_put_on_other_weights(warm):
+    run(warm, "on-its-own", *OPTIONS, "algorithm.n_iterations=1")
+    copytree(warm / "on-its-own", warm / "on-others")
+    weights = warm / "on-others" / "backbone" / "model.safetensors"
+    changed = load_file(weights)
+    changed["model.norm.weight"] += 1
+    save_file(changed, weights, {"format": "pt"})
+    says = "iteration-000001 was trained on other weights than those in"
+    with pytest.raises(ConfigError, match=says):
+        run(warm, "on-others", *OPTIONS, "algorithm.n_iterations=1", resumes=True)
+    with pytest.raises(ConfigError, match=says):
+        evaluate(scoring(warm / "on-others"))

@@ -33,6 +33,7 @@ from lit_rlkv.stages.parts import BACKBONE, METRICS, REPORT, Parts
 from lit_rlkv.stages.recording import log_outcome
 from lit_rlkv.stages.results import Results
 from lit_rlkv.stages.reward import report_on_reward
+from lit_rlkv.stages.saving import backbone_id, check_backbone
 from lit_rlkv.stages.training import make_policy, train_policy
 from lit_rlkv.stages.warm_progress import WarmProgress
 from lit_rlkv.stages.warmup import WARM_DONE, warm_up
@@ -90,6 +91,8 @@ class Run:
         cfg, results = self.parts.cfg, self.results
         trains, evaluates = "rl" in cfg.stages, "eval" in cfg.stages
         start = self._warm_up() if start is None else self._start_from(start)
+        backbone = backbone_id(start)
+        check_backbone(self.resume_from, start, backbone)
         module = make_policy(self.parts, start)
         diagnostics = make_diagnostics(cfg, module)
         if evaluates and results.reward_model is None:
@@ -101,7 +104,7 @@ class Run:
                 results.before, results.rollout = evaluate_policy(self.parts, module.roles)
             self._save_results()
         if trains:
-            self._train(module, diagnostics)
+            self._train(module, diagnostics, backbone)
         elif self.resume_from is not None:
             with as_config_errors(str(self.resume_from.path)):
                 load_trainable(module, self.resume_from.weights())
@@ -142,7 +145,7 @@ class Run:
             keep_backbone(start, self.run_dir)
         self.parts.fabric.barrier()
 
-    def _train(self, module: PolicyModule, diagnostics: Sequence[Diagnostic]) -> None:
+    def _train(self, module: PolicyModule, diagnostics: Sequence[Diagnostic], backbone: str) -> None:
         self.console.print(f"[bold]rl[/] {self.parts.cfg.algorithm.n_iterations} iterations")
         with self.results.timed("rl"):
             train_policy(
@@ -152,6 +155,7 @@ class Run:
                 self.checkpoints,
                 self.resume_from,
                 self.interruption,
+                backbone,
             )
         self._save_results()
 

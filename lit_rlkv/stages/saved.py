@@ -9,6 +9,7 @@ from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load
 from lit_rlkv.config import ConfigError, as_config_errors, check_config, expanded
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.stages.parts import BACKBONE, CHECKPOINTS, CONFIG, Parts, build_parts, load_config
+from lit_rlkv.stages.saving import backbone_id, check_backbone
 from lit_rlkv.stages.training import make_policy
 
 
@@ -68,6 +69,7 @@ def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
     check_config(run.cfg)
     start = run.start
     parts = build_parts(run.cfg)
+    check_backbone(run.checkpoint, start, backbone_id(start))
     module = make_policy(parts, start)
     if run.checkpoint is not None:
         with as_config_errors(str(run.checkpoint.path)):

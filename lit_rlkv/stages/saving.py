@@ -1,11 +1,15 @@
 """When a run is saved, and what it does when it cannot be."""
 
 import logging
+from pathlib import Path
 
 from lightning.fabric import Fabric
 from torch import nn
+from transformers.utils.hub import cached_file
 
-from lit_rlkv.checkpoint import CheckpointDir, trainable_weights
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, trainable_weights
+from lit_rlkv.config import ConfigError
+from lit_rlkv.files import fingerprint
 from lit_rlkv.loop import Moment
 
 log = logging.getLogger(__name__)
@@ -18,6 +22,7 @@ class Saver:
 
     Args:
         saved_at: iterations that the newest checkpoint has.
+        backbone: fingerprint of the frozen weights.
     """
 
     def __init__(
@@ -27,12 +32,14 @@ class Saver:
         checkpoints: CheckpointDir,
         every: int,
         saved_at: int | None,
+        backbone: str | None = None,
     ) -> None:
         self.fabric = fabric
         self.module = module
         self.checkpoints = checkpoints
         self.every = every
         self.saved_at = saved_at
+        self.backbone = backbone
         self._is_late = False
 
     def __call__(self, moment: Moment) -> None:
@@ -56,6 +63,7 @@ class Saver:
                 moment.data_state,
                 moment.metrics,
                 self.fabric.world_size,
+                self.backbone,
             )
         except OSError as error:
             self._is_late = True
@@ -66,3 +74,27 @@ class Saver:
             log.warning("%s; going on, to be saved after the next one; until then there is %s", said, where)
         else:
             self.saved_at, self._is_late = moment.iteration, False
+
+
+def backbone_id(start: str | Path) -> str:
+    """Tells the weights of a folder, or of a name on the hub as it lies in the cache, from any others."""
+    folder = Path(start)
+    if not folder.is_dir():
+        config = cached_file(str(start), "config.json")
+        assert config is not None  # else it could not have been loaded
+        folder = Path(config).parent
+    return fingerprint(folder, "**/*.safetensors")
+
+
+def check_backbone(checkpoint: Checkpoint | None, start: str | Path, found: str) -> None:
+    """A checkpoint holds what training changed; on other weights it is another model.
+
+    Raises:
+        ConfigError: the weights at `start`, whose fingerprint was found, are not those that it stands on.
+    """
+    expected = None if checkpoint is None else checkpoint.backbone
+    if checkpoint is not None and expected is not None and expected != found:
+        raise ConfigError(
+            f"{checkpoint.path} was trained on other weights than those in {start}, which have changed "
+            "since; bring them back, or start a new run"
+        )

@@ -123,8 +123,9 @@ def train_policy(
     checkpoints: CheckpointDir,
     resume_from: Checkpoint | None,
     interruption: Interruption | None = None,
+    backbone: str | None = None,
 ) -> None:
-    """RL from the first iteration, or from a checkpoint."""
+    """RL from the first iteration, or from a checkpoint; `backbone` is the fingerprint of what is frozen."""
     cfg = parts.cfg
     algorithm = cfg.algorithm
     ranks = ranks_of(parts.fabric)
@@ -198,6 +199,7 @@ def train_policy(
             checkpoints,
             cfg.callbacks.checkpoint_every,
             saved_at=None if resume_from is None else resume_from.iteration,
+            backbone=backbone,
         ),
         interruption=interruption,
     )
