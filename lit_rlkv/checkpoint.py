@@ -124,12 +124,19 @@ class CheckpointDir:
                 "files": {name: digest(partial / name) for name in (WEIGHTS, LEARNER)},
             }
             (partial / STATE).write_text(json.dumps(state | {"digest": _digest_of(state)}))
-        self._tidy()
+        self._tidy(iteration)
         return target
 
-    def _tidy(self) -> None:
-        """Remove what need not be kept, and point to the best."""
-        readable = [found for path in self.all() if (found := _read(path)) is not None]
+    def _tidy(self, iteration: int) -> None:
+        """Remove what need not be kept, and point to the best.
+
+        What claims to be newer than the iteration just saved is from before a step back, or damaged.
+        """
+        found = [one for path in self.all() if (one := _read(path)) is not None]
+        for one in found:
+            if one.iteration > iteration:
+                discard(one.path)
+        readable = [one for one in found if one.iteration <= iteration]
         best = self.keeping.best(readable)
         kept = {one.path for one in (*readable[-self.keeping.n_last :], *best)}
         for one in readable:

@@ -22,8 +22,8 @@ class NonFiniteError(FloatingPointError):
     """Training has come apart: no gradient is finite any more."""
 
 
-class InterruptedRunError(RuntimeError):
-    """A signal asked the run to end."""
+class InterruptedRunError(BaseException):
+    """A signal asked the run to end. No `Exception`: nothing that survives failures may take it for one."""
 
 
 class FiniteSteps:
@@ -67,7 +67,8 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """The signal that came; None as long as nobody asks."""
+        """The signal that came to this process; None as long as nobody asks."""
+        self._agreed: int | None = None
         self._is_held = False
 
     @contextmanager
@@ -83,33 +84,32 @@ class Interruption:
     @contextmanager
     def held(self, is_held: bool = True) -> Iterator[None]:
         """A block that a signal does not break off; ask afterwards whether one came."""
-        before, self._is_held = self._is_held, is_held
+        before, self._is_held = self._is_held, is_held or self._is_held
         try:
             yield
         finally:
             self._is_held = before
 
     def is_asked(self, fabric: Fabric) -> bool:
-        """Whether any rank was asked to end; all of them must ask this together."""
+        """Whether any rank was asked to end by now; all of them must ask this together, held."""
+        mine = self.signal
         if fabric.world_size > 1:
-            mine = torch.tensor(self.signal or 0, device=fabric.device)
-            self.signal = int(cast(Tensor, fabric.all_reduce(mine, reduce_op="max"))) or None
-        return self.signal is not None
+            sent = torch.tensor(mine or 0, device=fabric.device)
+            mine = int(cast(Tensor, fabric.all_reduce(sent, reduce_op="max"))) or None
+        self._agreed = mine
+        return mine is not None
 
-    def agree(self, fabric: Fabric) -> None:
-        """End all ranks, or none.
+    def end_if_agreed(self) -> None:
+        """End where the last answer of `is_asked` was yes: on all ranks, or on none.
 
         Raises:
-            InterruptedRunError: one of them was asked to.
+            InterruptedRunError: it was.
         """
-        if self.is_asked(fabric):
-            self._end()
+        if self._agreed is not None:
+            raise InterruptedRunError(f"asked to end by {signal.Signals(self._agreed).name}")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         if not self._is_held:
-            self._end()
-
-    def _end(self) -> None:
-        assert self.signal is not None
-        raise InterruptedRunError(f"asked to end by {signal.Signals(self.signal).name}")
+            self._agreed = number
+            self.end_if_agreed()

@@ -1,11 +1,14 @@
 """Writing files so that no reader, and no run that goes on after a kill, ever sees half of one."""
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -17,6 +20,18 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def append_if_possible(path: Path, text: str) -> None:
+    """Add lines to a file that nothing depends on; a full disk costs a warning, and leaves no half line."""
+    size = path.stat().st_size if path.is_file() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, size)
+        log.warning("%s could not be added to: %s", path, error)
 
 
 @contextmanager

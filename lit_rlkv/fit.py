@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.progress import stderr_console
 from lit_rlkv.callbacks.summary import summary_table
-from lit_rlkv.checkpoint import CheckpointDir, Keeping
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, Keeping
 from lit_rlkv.config import (
     CONF_DIR,
     ConfigError,
@@ -66,15 +66,15 @@ def fit(
         raise ConfigError(
             f"{run_dir} holds a run already; give resume={run_dir} to go on with it, or another folder"
         )
-    start = start_folder(cfg, run_dir)
     parts = build_parts(cfg, fabric)
+    # What is on the disk may change while the ranks look at it, so that one of them looks for all.
+    start = told_by_first(parts.fabric, lambda: start_folder(cfg, run_dir))
     check_shares(cfg, parts.fabric.world_size)
     try_rewards(parts)
     keep = cfg.callbacks
     keeping = Keeping(keep.keep_last, keep.keep_best, keep.best_metric, keep.best_mode)
     checkpoints = CheckpointDir(run_dir / CHECKPOINTS, keeping)
-    with as_config_errors(str(run_dir)):
-        resume_from = checkpoints.latest()
+    resume_from = told_by_first(parts.fabric, lambda: newest(checkpoints))
     if resume_from is not None:
         console.print(f"go on after iteration {resume_from.iteration} of {run_dir}")
         warn_of_other_ranks(resume_from, parts.fabric.world_size)
@@ -87,6 +87,11 @@ def fit(
         interruption = interruption or Interruption()
         run = Run(parts, run_dir, checkpoints, resume_from, logger, console, interruption)
         return run.go(start)
+
+
+def newest(checkpoints: CheckpointDir) -> Checkpoint | None:
+    with as_config_errors(str(checkpoints.root.parent)):
+        return checkpoints.latest()
 
 
 def main() -> None:

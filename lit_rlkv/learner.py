@@ -1,7 +1,7 @@
 """Losses to gradients to optimizer steps, the same on every rank; what is logged of them."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -56,6 +56,8 @@ class Learner:
         self.model, self.optimizer = fabric.setup(_Step(module), configured)
         self.precision = fabric.strategy.precision
         self.guard = FiniteSteps()
+        self._learners: set[str] = set()
+        """Roles that learn in the step under way."""
         self.sums = MetricSums()
         if state is not None:
             self.load_state_dict(state)
@@ -69,10 +71,17 @@ class Learner:
             # Denominators are those of all ranks, and gradients are averaged over the ranks.
             fabric.backward(outputs["loss"] * fabric.world_size)
         self.sums.add(outputs)
+        self._learners |= {*getattr(batch, "learners", ())}
         if ends_step:
             self._step()
 
     def _step(self) -> None:
+        if self.fabric.world_size > 1:
+            # Ranks exchange zeros for them, which an optimizer would count, and decay the weights by.
+            idle = cast("Callable[[set[str]], list[nn.Parameter]]", self.module.idle_parameters)
+            for parameter in idle(self._learners):
+                parameter.grad = None
+        self._learners = set()
         norm = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False
         )

@@ -64,18 +64,21 @@ def train(
         for iteration in range(first_iteration, n_iterations):
             started_at = time.perf_counter()
             data_state = datamodule.state_dict()
+            before = Moment(iteration, metrics, data_state, learner.state_dict, is_last=True)
             # 2. data: for RL this is rollout, reward and credit
             try:
                 # One rank that ends would leave the others waiting for it.
                 with fabric.autocast(), interruption.held(fabric.world_size > 1):
                     loader = fabric.setup_dataloaders(datamodule.train_dataloader())
-                interruption.agree(fabric)
+                    interruption.is_asked(fabric)
+                interruption.end_if_agreed()
             except InterruptedRunError:
-                save(Moment(iteration, metrics, data_state, learner.state_dict, is_last=True))
+                with interruption.held():
+                    save(before)
                 raise
-            loaded_at = time.perf_counter()
             with interruption.held():
                 # 3. updates
+                loaded_at = time.perf_counter()
                 call(callbacks, "on_phase_start", "update", iteration)
                 for index, batch in enumerate(loader):
                     if module.on_train_batch_start(batch, index) == -1:
@@ -90,9 +93,10 @@ def train(
                 metrics["time/data"] = loaded_at - started_at
                 metrics["time/update"] = time.perf_counter() - loaded_at
                 call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
-                is_last = iteration + 1 == n_iterations or interruption.is_asked(fabric)
+                is_last = interruption.is_asked(fabric) or iteration + 1 == n_iterations
                 save(Moment(iteration + 1, metrics, datamodule.state_dict(), learner.state_dict, is_last))
-            interruption.agree(fabric)
+            # A signal since then waits for the next time that all ranks ask.
+            interruption.end_if_agreed()
     call(callbacks, "on_fit_end", None, module)
 
 

@@ -4,21 +4,25 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.evaluate import evaluate
 from lit_rlkv.export import export
 from lit_rlkv.stages import exporting
-from lit_rlkv.stages.exporting import policy_logits, probe_tokens
+from lit_rlkv.stages.exporting import Exported, policy_logits, probe_tokens, widened
+from lit_rlkv.stages.model_card import model_card
 from lit_rlkv.stages.saved import find_run, open_run
-from tests.tiny import config, run
+from tests.tiny import config, run, scoring
 
 ROOT = Path(__file__).parent.parent
 LOADER = """
@@ -45,7 +49,7 @@ def runs(tmp_path_factory):
     """Runs of two layouts that have trained away from their start, and been evaluated."""
     folder = tmp_path_factory.mktemp("runs")
     far = ["optimizer.lr=0.05", "evaluation.n_prompts=4", "evaluation.n_mismatch=4"]
-    run(folder, "hydra", *far, "algorithm=ppo")
+    run(folder, "hydra", *far, "algorithm=ppo", "distillation=dense_student")
     run(folder, "ppo", *far, "stages=[rl]", "algorithm=ppo", "roles=ppo", "optimizer.lr=0.003")
     return folder
 
@@ -114,6 +118,21 @@ def test_the_card_holds_scores_config_commit_packages_and_how_to_load(runs, expo
     assert "after 2 iterations of RL: PPO on ChainSum" in card
 
 
+def test_the_cards_config_is_the_runs_and_not_that_of_the_export(runs, exported):
+    card = (exported / "README.md").read_text()
+    shown = OmegaConf.create(card.partition("\n```yaml\n")[2].partition("\n```\n")[0])
+    assert shown == OmegaConf.load(runs / "hydra" / "config.yaml")
+    assert shown.distillation.weight == 0.1
+    assert shown.fabric.accelerator == "auto"
+
+
+@pytest.mark.parametrize(("text", "fence"), [("a: 1", "```"), ("a: '```b````'", "`````")])
+def test_the_fence_around_the_config_is_longer_than_any_in_it(runs, text, fence):
+    saved = replace(find_run(runs / "ppo"), config_yaml=f"{text}\n")
+    card = model_card(saved, Exported("float32", 0.0, False, False, ()))
+    assert card.endswith(f"\n\n{fence}yaml\n{text}\n{fence}\n")
+
+
 def test_a_layout_that_trains_the_whole_backbone_has_no_adapter(runs, tmp_path):
     folder, found = export(asking(runs, "ppo", tmp_path / "whole"))
     assert not found.has_adapter
@@ -145,14 +164,86 @@ def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
     assert "Of the run's end, 2 iterations; this is the policy after 1." in (folder / "README.md").read_text()
 
 
-def test_a_merge_that_is_not_the_policy_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch):
-    def unmerged(self, *args, **kwargs):
-        return self.unload()
+def losing_the_adapter(self, *args, **kwargs):
+    return self.unload()
 
-    monkeypatch.setattr(exporting.PeftModel, "merge_and_unload", unmerged, raising=False)
+
+def test_a_merge_that_is_not_the_policy_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting.PeftModel, "merge_and_unload", losing_the_adapter, raising=False)
     with pytest.raises(ConfigError, match="the merged model's logits differ from the policy's by"):
         export(asking(runs, "hydra", tmp_path / "wrong"))
     assert list(tmp_path.iterdir()) == []
+
+
+def with_a_small_adapter(runs, folder):
+    """The run with a newer checkpoint, whose adapters move logits by less than rounding to bfloat16 may."""
+    copytree(runs / "hydra", folder)
+    last = find_run(folder).checkpoint
+    small = {name: 1e-3 * value if "lora_B" in name else value for name, value in last.weights().items()}
+    CheckpointDir(folder / "checkpoints").save(
+        last.iteration + 1, small, last.learner_state(), last.data_state, backbone=last.backbone
+    )
+
+
+def test_a_merge_that_loses_a_small_adapter_is_refused_in_bfloat16_too(runs, tmp_path, monkeypatch):
+    with_a_small_adapter(runs, tmp_path / "runs" / "small")
+    token_ids, expected = expected_logits(tmp_path / "runs" / "small")
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(runs / "hydra" / "backbone")(token_ids).logits
+    moved = float((base - expected).abs().max() / expected.abs().max())
+    assert 1e-3 < moved < 0.2 * exporting.TOLERANCE[torch.bfloat16]  # what rounding may do hides it
+    asked = {"runs": tmp_path / "runs", "name": "small", "dtype": "bfloat16"}
+    export(asking(to=tmp_path / "right", **asked))
+    monkeypatch.setattr(exporting.PeftModel, "merge_and_unload", losing_the_adapter, raising=False)
+    with pytest.raises(ConfigError, match="the merged model's logits differ from the policy's by"):
+        export(asking(to=tmp_path / "wrong", **asked))
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_weights_that_are_read_back_as_others_are_refused(runs, tmp_path, monkeypatch):
+    save = exporting.PreTrainedModel.save_pretrained
+
+    def damaging(self, folder, **options):
+        save(self, folder, **options)
+        path = Path(folder) / "model.safetensors"
+        weights = load_file(path)
+        name = next(name for name in weights if "down_proj" in name)
+        weights[name][0, 0] += 1
+        save_file(weights, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(exporting.PreTrainedModel, "save_pretrained", damaging)
+    with pytest.raises(ConfigError, match=r"down_proj\.weight is read from the export as another weight"):
+        export(asking(runs, "ppo", tmp_path / "wrong"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_widened_weights_are_back_in_their_own_precision_bit_for_bit():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3).bfloat16(), torch.nn.BatchNorm1d(3))
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    assert {each.dtype for each in before.values()} == {torch.bfloat16, torch.float32, torch.int64}
+    with widened(model, torch.float64):
+        assert {each.dtype for each in model.state_dict().values()} == {torch.float64, torch.int64}
+    after = model.state_dict()
+    for name, each in before.items():
+        assert after[name].dtype == each.dtype
+        assert torch.equal(after[name], each)
+
+
+def test_an_export_runs_no_reward_function_of_the_run_and_an_evaluation_does(runs, tmp_path):
+    folder, file, sign = tmp_path / "runs" / "own", tmp_path / "rewards.py", tmp_path / "was_run"
+    copytree(runs / "ppo", folder)
+    file.write_text(
+        f"from pathlib import Path\nPath({str(sign)!r}).touch()\n"
+        "def score(completion):\n    return float('1' in completion)\n"
+    )
+    saved = OmegaConf.load(folder / "config.yaml")
+    python = {"_target_": "lit_rlkv.rewards.PythonFunction", "path": f"{file}:score"}
+    saved.reward = OmegaConf.merge(saved.reward, {"functions": {"own": python}, "accuracy": "own"})
+    OmegaConf.save(saved, folder / "config.yaml")
+    export(asking(folder.parent, "own", tmp_path / "out"))
+    assert not sign.exists()
+    evaluate(scoring(folder))
+    assert sign.exists()
 
 
 @pytest.mark.parametrize(

@@ -52,15 +52,21 @@ def test_a_signal_waits_for_what_is_held():
     done = []
     with Interruption().listening() as interruption:
         with interruption.held():
+            interruption.end_if_agreed()
             send(signal.SIGTERM)
             done.append("step")
-        assert interruption.is_asked(FABRIC)
+            interruption.end_if_agreed()  # nobody has been asked whether they were
+            assert interruption.is_asked(FABRIC)
         with pytest.raises(InterruptedRunError, match="SIGTERM"):
-            interruption.agree(FABRIC)
+            interruption.end_if_agreed()
     assert done == ["step"]
+
+
+def test_nothing_that_survives_failures_takes_a_signal_for_one():
+    assert not issubclass(InterruptedRunError, Exception)
 
 
 def test_nobody_who_was_not_asked_ends():
     interruption = Interruption()
     assert not interruption.is_asked(FABRIC)
-    interruption.agree(FABRIC)
+    interruption.end_if_agreed()

@@ -1,6 +1,9 @@
+import io
+from pathlib import Path
+
 import pytest
 
-from lit_rlkv.files import appearing_whole, fingerprint, sweep_partial, write_atomically
+from lit_rlkv.files import appearing_whole, append_if_possible, fingerprint, sweep_partial, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -63,3 +66,21 @@ def test_other_weights_have_another_fingerprint(tmp_path):
     path.write_bytes(content)
     path.rename(tmp_path / "deep" / "b.safetensors")
     assert fingerprint(tmp_path, "**/*.safetensors") != known
+
+
+def test_what_cannot_be_added_leaves_whole_lines_and_a_warning(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "samples.jsonl"
+    append_if_possible(path, "one\n")
+
+    class Full(io.StringIO):
+        def write(self, text):
+            with open(path, "a") as file:
+                file.write(text[:2])
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda *args, **options: Full())
+        append_if_possible(path, "two\n")
+    append_if_possible(path, "three\n")
+    assert path.read_text() == "one\nthree\n"
+    assert "No space left on device" in caplog.text

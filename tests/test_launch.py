@@ -78,15 +78,22 @@ def test_one_signal_ends_all_ranks_and_what_is_left_goes_on(warm):
     assert saved.name == f"iteration-{n_rows(folder):06d}"
 
 
-def test_a_rank_that_dies_takes_the_others_with_it_and_nobody_waits(warm):
-    folder = warm / "dead"
-    process = start(
-        ["lit_rlkv.fit"], "fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"
-    )
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_dies_takes_the_other_with_it_and_nobody_waits(warm, dies):
+    folder = warm / f"dead-{dies}"
+    arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
+    process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
     wait_for(folder / "ranks" / "1" / "metrics.csv")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = [pid for pid in children if "lit_rlkv.fit" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(ranks) == 1
-    os.kill(int(ranks[0]), signal.SIGKILL)
-    said = process.communicate(timeout=60)[0]
+    os.kill((process.pid, int(ranks[0]))[dies], signal.SIGKILL)
+    said = process.communicate(timeout=60)[0]  # the other holds the pipe open as long as it lives
     assert process.returncode not in (0, EXIT_CODE), said
+    assert not is_alive(ranks[0])
+
+
+def is_alive(pid):
+    """False also for one that nobody has waited for."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

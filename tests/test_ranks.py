@@ -57,6 +57,8 @@ def folder(tmp_path_factory):
         ("sparse_rl", ["experiment=sparse_rl", "reward.normalize=running"]),
         ("ppo", ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.kl.target=1.0"]),
         ("variance", [f"+diagnostics.gradient={GRADIENT}", "experiment=tis"]),
+        ("critic_warmup", ["algorithm=ppo", "algorithm.critic_warmup=2", "optimizer.weight_decay=0.1"]),
+        ("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
         ("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
         ("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
     ],

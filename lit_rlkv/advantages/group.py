@@ -1,5 +1,7 @@
 """Group baselines: several responses to one prompt judge each other."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -34,6 +36,25 @@ def reinforce_pp(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "promp
 
 
 ESTIMATORS = {"grpo": grpo, "dr_grpo": centred, "dapo": grpo, "rloo": rloo, "reinforce++": reinforce_pp}
+
+
+def without_failures(
+    estimate: Callable[[Tensor], Tensor], rewards: Float[Tensor, "prompt group"], is_valid: Tensor
+) -> Float[Tensor, "prompt group"]:
+    """The same of groups in which some rewards are missing: as if those responses were not there.
+
+    Their advantage is 0, and so is that of one that is alone. `is_valid` [prompt, group].
+    """
+    within = centred if estimate is reinforce_pp else estimate
+    advantages = within(rewards)
+    for row in (~is_valid).any(dim=1).nonzero().flatten().tolist():
+        kept = is_valid[row]
+        advantages[row] = 0.0
+        if int(kept.sum()) > 1:
+            advantages[row, kept] = within(rewards[row, kept][None])[0]
+    if estimate is reinforce_pp:
+        advantages = advantages / (advantages[is_valid].std() + STD_FLOOR)
+    return advantages
 
 
 def is_informative(rewards: Float[Tensor, "prompt group"]) -> Tensor:

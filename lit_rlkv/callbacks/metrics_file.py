@@ -2,10 +2,13 @@
 
 import csv
 import io
+import logging
 from pathlib import Path
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.files import write_atomically
+
+log = logging.getLogger(__name__)
 
 
 class MetricsFile(RLCallback):
@@ -19,9 +22,12 @@ class MetricsFile(RLCallback):
         self.path = path
         self.history: list[dict[str, float]] = []
         self.columns: dict[str, None] = {}
+        self._is_behind = False
+        """The file lacks rows, or ends within one."""
         if resumed_at > 0 and path.is_file():
-            with path.open(newline="") as file:
-                rows = [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+            text = path.read_text()
+            whole = io.StringIO(text[: text.rfind("\n") + 1])  # a full disk or a crash cuts the last row
+            rows = [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(whole)]
             self.history = [row for row in rows if row["iteration"] <= resumed_at]
             self.columns = dict.fromkeys(name for row in self.history for name in row)
         self._rewrite()
@@ -29,12 +35,19 @@ class MetricsFile(RLCallback):
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         row = {"iteration": float(iteration), **metrics}
         self.history.append(row)
-        if row.keys() <= self.columns.keys():
-            with self.path.open("a", newline="") as file:
-                csv.DictWriter(file, list(self.columns)).writerow(row)
-        else:
-            self.columns |= dict.fromkeys(row)
-            self._rewrite()
+        is_known = row.keys() <= self.columns.keys() and not self._is_behind
+        self.columns |= dict.fromkeys(row)
+        try:
+            if is_known:
+                with self.path.open("a", newline="") as file:
+                    csv.DictWriter(file, list(self.columns)).writerow(row)
+            else:
+                self._rewrite()
+            self._is_behind = False
+        except OSError as error:  # such as a full disk
+            if not self._is_behind:
+                log.warning("%s cannot be written, and is made up for later: %s", self.path, error)
+            self._is_behind = True
 
     def _rewrite(self) -> None:
         text = io.StringIO(newline="")

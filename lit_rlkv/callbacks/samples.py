@@ -12,6 +12,7 @@ from rich.text import Text
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.progress import stderr_console
 from lit_rlkv.data.credit import Experience
+from lit_rlkv.files import append_if_possible
 from lit_rlkv.types import prompt_text
 
 FILE_NAME = "samples.jsonl"
@@ -65,8 +66,8 @@ class Samples(RLCallback):
         if experience.iteration % self.every_n_iterations:
             return
         drawn = draw(experience, self.n)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in drawn)
+        lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in drawn]
+        append_if_possible(self.path, "".join(lines))
         # What a run recorded after the checkpoint that it resumed from is drawn again.
         earlier = [sample for sample in self.samples if sample.iteration <= experience.iteration]
         self.samples = thinned([*earlier, *drawn], self.n_kept)

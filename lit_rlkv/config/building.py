@@ -18,6 +18,20 @@ CONF_DIR = SHIPPED if SHIPPED.is_dir() else CLONED
 """The configs of the wheel, or those of the clone in an editable install."""
 
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
+HOMES = (
+    "lit_rlkv.callbacks.diagnostics.",
+    "lit_rlkv.callbacks.distillation.",
+    "lit_rlkv.callbacks.loggers.",
+    "lit_rlkv.data.credit.",
+    "lit_rlkv.data.tasks.",
+    "lit_rlkv.models.presets.",
+    "lit_rlkv.modules.",
+    "lit_rlkv.objectives.",
+    "lit_rlkv.rewards.functions.",
+    "lit_rlkv.rewards.judges.",
+    *TRUSTED[1:],
+)
+"""Where what a config may name is defined: the rest of the package can write files, or run them."""
 
 
 class ConfigError(ValueError):
@@ -64,8 +78,11 @@ def check_targets(node: Any, path: str = "") -> None:
             raise ConfigError(f"{where}._target_={target!r} cannot be imported: {error}") from error
         # A trusted module also holds what it imports, torch.load among it; only what it defines is meant.
         home = f"{getattr(found, '__module__', None)}."
-        if not (inspect.isclass(found) or inspect.isfunction(found)) or not home.startswith(TRUSTED):
-            raise ConfigError(f"{where}._target_={target!r} is no class or function of a trusted package")
+        if not (inspect.isclass(found) or inspect.isfunction(found)) or not home.startswith(HOMES):
+            raise ConfigError(
+                f"{where}._target_={target!r} is no class or function that a config may name; choose one of "
+                "those in conf/"
+            )
         takes, takes_any = _arguments_of(found)
         for name, value in arguments.items():
             if name not in takes and not takes_any:

@@ -5,25 +5,16 @@ from collections.abc import Callable, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.data.rewarding import check_failed
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.rewards import Panel, score
 from lit_rlkv.types import Problem
 
 Accuracy = Callable[[Sequence[Problem], Sequence[str]], Float[Tensor, " batch"]]
-"""Of each completion 1.0 if it is right, or its share where a function knows of degrees."""
+"""Of each completion 1.0 if it is right, or its share where a function knows of degrees; NaN if it failed."""
 
 
-def accuracy_of(
-    task: Task,
-    panel: Panel | None = None,
-    function: str | None = None,
-    max_failed: float | int = 0.5,
-) -> Accuracy:
-    """The task's own score, or that of a function; where it fails nothing is right.
-
-    It raises `RewardsFailedError` where more than `max_failed` of the completions at once have no score.
-    """
+def accuracy_of(task: Task, panel: Panel | None = None, function: str | None = None) -> Accuracy:
+    """The task's own score, or that of a function."""
 
     def own(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
         return score(task.score, problems, completions).total
@@ -31,9 +22,6 @@ def accuracy_of(
     def asked(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
         assert panel is not None
         assert function is not None
-        answers = panel.ask(problems, completions, [function]).collect()
-        scores = answers.scores[function]
-        check_failed(scores.isnan(), answers.errors, max_failed)
-        return scores.nan_to_num(nan=0.0)
+        return panel.ask(problems, completions, [function]).collect().scores[function]
 
     return own if function is None else asked

@@ -145,7 +145,12 @@ class GroupCredit(CreditRule):
         if self.drop_uniform:  # by what was earned: after a KL in the reward no group would agree
             is_kept = group.is_informative(total.view(-1, group_size)).repeat_interleave(group_size)
             is_counted = is_counted & is_kept[:, None]
-        advantages = group.broadcast_to_actions(self.estimate(rewards).flatten(), rollout.is_action)
+        is_failed = experience.rewards.is_failed
+        if is_failed is not None and is_failed.any():
+            found = group.without_failures(self.estimate, rewards, ~is_failed.view(-1, group_size))
+        else:
+            found = self.estimate(rewards)
+        advantages = group.broadcast_to_actions(found.flatten(), rollout.is_action)
         return Credit(advantages, is_counted, _single_rows(rollout))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.accuracy import Accuracy, accuracy_of
+from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
 from lit_rlkv.kvcache import CacheSpec
@@ -42,6 +43,8 @@ class EvalConfig:
     """Most responses in one forward when the reward role scores them; None: all of a batch."""
     cuda_graph: bool | None = None
     """Whether the decode step is captured; None: on CUDA."""
+    max_failed: float | int = 0.5
+    """Share of all completions of a cache that may have no score."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class _Answered:
     number: int
     samples: list[Sample]
     score: float
-    """Sum over the samples."""
+    """Sum over the samples; those that nobody could score are not right."""
+    n_failed: int
     learned: float
     """The same of the reward role's."""
     kv_bytes: int
@@ -118,6 +122,12 @@ class Evaluator:
         batches = sorted(self.ranks.gather_list(own), key=lambda batch: batch.number)
         samples = [sample for batch in batches for sample in batch.samples]
         samples.sort(key=lambda sample: (sample.problem, sample.sample))
+        n_failed = sum(batch.n_failed for batch in batches)
+        if n_failed > self.config.max_failed * n_scored:
+            raise RewardsFailedError(
+                f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
+                f"{self.config.max_failed} allows; fit.log says what reward.accuracy has said"
+            )
         sampled = self._generate(self.problems[: config.n_mismatch], cache, config.sampling_temperature, n)
         shadow, dense = (self._replayed(sampled, shadow=shadow) for shadow in (True, False))
         row = EvalRow(
@@ -148,6 +158,8 @@ class Evaluator:
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
         scores = self.accuracy([self.problems[problem] for problem, _ in places], completions)
         lengths = rollout.is_action.sum(dim=1).tolist()
+        n_failed = int(scores.isnan().sum())
+        scores = scores.nan_to_num(nan=0.0)
         found = zip(places, completions, lengths, scores.tolist(), strict=True)
         return _Answered(
             number=number,
@@ -155,6 +167,7 @@ class Evaluator:
                 self._sample(cache, *place, text, n_tokens, score) for place, text, n_tokens, score in found
             ],
             score=float(scores.sum()),
+            n_failed=n_failed,
             learned=self._learned_reward(rollout),
             kv_bytes=rollout.kv_bytes,
         )

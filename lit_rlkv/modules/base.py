@@ -1,7 +1,7 @@
 """What every RL module shares: the policy role, one objective, loss terms from callbacks, one optimizer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -147,6 +147,16 @@ class PolicyModule(L.LightningModule, ABC):
         token_kl = self.estimate_kl(outputs.logps, batch.ref_logps)
         mean_kl = masked_sum(token_kl, batch.rollout.is_action) / batch.n_actions
         return {"kl_loss": batch.kl_weight * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
+
+    def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
+        """Those that train, but not in a step of these learners; on one rank they get no gradient at all."""
+        learning = {id(parameter) for role in learners for parameter in self._learning(role)}
+        return [p for p in self.parameters() if p.requires_grad and id(p) not in learning]
+
+    def _learning(self, learner: str) -> Iterable[nn.Parameter]:
+        if learner.endswith("_head"):
+            return self.roles.head(learner.removesuffix("_head")).parameters()
+        return self.roles.trained_parameters(learner)
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
         """All that trains, and by how much the learning rate of each group is scaled."""

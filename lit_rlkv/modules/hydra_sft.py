@@ -1,14 +1,14 @@
 """Hydra-SFT: an LM head and a reward head on one backbone, trained together or apart (arXiv:2309.00754)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -108,6 +108,12 @@ class HydraSFT(L.LightningModule):
         targets = batch.token_ids[batch.is_target]
         logps, _ = token_logps(predicts, head, targets, 1.0, text_config(self.backbone).vocab_size)
         return -logps.sum() / (len(logps) if n_targets is None else n_targets)
+
+    def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
+        """The LM head, where it is not the embedding and only the reward head has a loss."""
+        head = self.backbone.get_output_embeddings()
+        is_tied = head.weight is self.backbone.get_input_embeddings().weight
+        return [] if self.lm_weight != 0 or is_tied else list(head.parameters())
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(list(self.parameters()))

@@ -16,6 +16,8 @@ from lit_rlkv.rewards.graders import Grader, question_of
 from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
+MAX_SAID = 300
+"""Characters of an error that are kept."""
 
 
 @dataclass(frozen=True)
@@ -130,4 +132,9 @@ def _answer(future: "Future[float]") -> float | str:
     try:
         return future.result()
     except Exception as error:
-        return str(error) or type(error).__name__
+        return _printable(str(error)) or type(error).__name__
+
+
+def _printable(text: str) -> str:
+    """The beginning of a message, which may repeat what a model wrote: no terminal obeys it."""
+    return "".join(char if char.isprintable() else " " for char in text[:MAX_SAID])

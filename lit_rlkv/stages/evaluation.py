@@ -50,6 +50,7 @@ def score_caches(
         n_samples=n_samples,
         rows_per_pass=parts.cfg.rollout.rows_per_pass,
         cuda_graph=parts.cfg.rollout.cuda_graph,
+        max_failed=parts.cfg.reward.max_failed,
     )
     evaluator = Evaluator(
         roles, parts.tokenizer, parts.task, problems, config, parts.accuracy, ranks_of(parts.fabric)

@@ -1,6 +1,8 @@
 """A policy as plain transformers and peft load it: merged weights, adapters and heads, proven equal."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from peft import PeftModel, TaskType, get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.config import ConfigError
@@ -24,7 +26,7 @@ ADAPTER, VALUE_ADAPTER, HEADS = "adapter", "value_adapter", "heads.safetensors"
 PROBE_SHAPE = (2, 12)
 """Rows and tokens of the texts on which the export is compared with the policy."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest difference of logits by the coarser precision of both sides, as a share of the largest logit."""
+"""Largest difference of logits by the precision of the merged model, as a share of the largest logit."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Exported:
 
     dtype: str
     logit_gap: float
-    """max |merged − policy| over the logits of a few tokens."""
+    """max |written − policy| over the logits of a few tokens, the policy's in float32 at least."""
     has_adapter: bool
     has_value_adapter: bool
     heads: tuple[str, ...]
@@ -55,21 +57,20 @@ def export_policy(
         dtype: of the merged weights; None keeps the policy's.
 
     Raises:
-        ConfigError: the merged model does not compute what the policy does.
+        ConfigError: the merged model does not compute what the policy does, or is not what was written.
     """
     policy = roles.backbone("policy")
     adapter = roles.layout.adapter["policy"]
-    if adapter is None:
-        merged = plain_model(start, policy.dtype)
-        merged.load_state_dict(policy.state_dict())
-    else:
+    if adapter is not None:
         save_adapter(policy, adapter, start, folder / ADAPTER)
-        # Where steps of the adapter are smaller than those of the weights, only a wider sum keeps them.
-        base = plain_model(start, torch.promote_types(policy.dtype, torch.float32))
-        merged = PeftModel.from_pretrained(base, str(folder / ADAPTER)).merge_and_unload()
-    merged = merged.to(dtype or policy.dtype).eval()  # type: ignore[arg-type]
-    gap = check_equal(roles, merged)
+    merged = merged_model(policy, start, None if adapter is None else folder / ADAPTER)
+    with widened(policy, merged.dtype):
+        expected = policy_logits(roles, probe_tokens(merged))
+    check_equal(expected, merged)  # before rounding, which may hide an adapter that is small
+    merged = merged.to(dtype or policy.dtype)  # type: ignore[arg-type]
+    gap = check_equal(expected, merged)
     merged.save_pretrained(folder)
+    check_written(merged, folder)
     tokenizer.save_pretrained(folder)
     heads = save_heads(roles, folder / HEADS) if with_heads else ()
     has_value_adapter = "value" in heads and _has_own_adapter(roles)
@@ -79,6 +80,36 @@ def export_policy(
         save_adapter(roles.backbone("value"), value, critic_folder(start), folder / VALUE_ADAPTER)
     name = str(merged.dtype).removeprefix("torch.")
     return Exported(name, gap, adapter is not None, has_value_adapter, heads)
+
+
+def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | None) -> PreTrainedModel:
+    """The weights of a policy in a plain model, with the adapter of a folder added where there is one.
+
+    In float32 at least: where steps of the adapter are smaller than those of the weights, only a wider sum
+    keeps them.
+    """
+    wide = torch.promote_types(policy.dtype, torch.float32)
+    # Read in the policy's precision first: its adapter was trained on weights that were rounded to that.
+    plain = plain_model(start, policy.dtype).to(wide)  # type: ignore[arg-type]
+    if adapter is None:
+        plain.load_state_dict(policy.state_dict())
+        return plain
+    merged: PreTrainedModel = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
+    return merged.eval()
+
+
+@contextmanager
+def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """All weights in a precision that holds them exactly; after the block each is back in its own."""
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+    before = [each.dtype for each in tensors]
+    try:
+        for each in tensors:
+            each.data = each.data.to(dtype)
+        yield
+    finally:
+        for each, was in zip(tensors, before, strict=True):
+            each.data = each.data.to(was)
 
 
 def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -122,18 +153,19 @@ def _has_own_adapter(roles: Roles) -> bool:
     return adapter["value"] is not None and adapter["value"] != adapter["policy"]
 
 
-def check_equal(roles: Roles, merged: PreTrainedModel) -> float:
+def check_equal(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedModel) -> float:
     """max |merged − policy| over the logits of a few tokens.
 
+    Args:
+        expected: the policy's, in float32 at least.
+
     Raises:
-        ConfigError: it is more than float error.
+        ConfigError: it is more than float error in the precision that the merged model has now.
     """
-    expected = policy_logits(roles, probe_tokens(merged))
     with torch.no_grad():
         found = merged(probe_tokens(merged), use_cache=False).logits
     gap = float((found.double() - expected.double()).abs().max())
-    dtypes = (merged.dtype, expected.dtype)
-    allowed = max(TOLERANCE[dtype] for dtype in dtypes) * float(expected.abs().max())
+    allowed = TOLERANCE[merged.dtype] * float(expected.abs().max())
     if not gap <= allowed:
         raise ConfigError(
             f"the merged model's logits differ from the policy's by {gap:.2g}, where float error would be "
@@ -141,6 +173,21 @@ def check_equal(roles: Roles, merged: PreTrainedModel) -> float:
             "(roles.target_modules) cannot be merged, and float16 may overflow: use dtype=float32"
         )
     return gap
+
+
+def check_written(merged: PreTrainedModel, folder: Path) -> None:
+    """What plain transformers reads from a folder is the merged model, bit for bit.
+
+    Raises:
+        ConfigError: a weight differs; says which.
+    """
+    written = plain_model(folder, merged.dtype).state_dict()
+    for name, weight in merged.state_dict().items():
+        if name not in written or not torch.equal(written[name], weight):
+            raise ConfigError(
+                f"{name} is read from the export as another weight than was written; this architecture "
+                "cannot be exported by this version of transformers"
+            )
 
 
 @torch.no_grad()

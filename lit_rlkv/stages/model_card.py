@@ -1,11 +1,10 @@
 """The page of an exported model: what it is, how to load it, what it scored, and from what it was made."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from lit_rlkv.config.building import is_local
 from lit_rlkv.stages import environment
@@ -35,7 +34,7 @@ def model_card(run: SavedRun, exported: Exported) -> str:
         _contents(exported),
         _scores(run),
         _origin(run),
-        f"## Config\n\n```yaml\n{OmegaConf.to_yaml(run.cfg, resolve=True)}```\n",
+        _config(run),
     ]
     return "\n".join(sections)
 
@@ -153,6 +152,13 @@ def _made_with(found: Mapping[str, Any]) -> str:
         commit += " and changes"
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
     return f"{commit}; {packages}"
+
+
+def _config(run: SavedRun) -> str:
+    """The run's own, in a fence that no backticks in it can end."""
+    longest = max(map(len, re.findall("`+", run.config_yaml)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"## Config\n\n{fence}yaml\n{run.config_yaml.rstrip()}\n{fence}\n"
 
 
 def write_card(run: SavedRun, exported: Exported, folder: Path) -> None:

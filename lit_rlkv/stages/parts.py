@@ -58,7 +58,7 @@ class Parts:
     def accuracy(self) -> Accuracy:
         """What evaluations call right."""
         reward = self.cfg.reward
-        return accuracy_of(self.task, self.panel, reward.accuracy, reward.max_failed)
+        return accuracy_of(self.task, self.panel, reward.accuracy)
 
 
 def load_config(run_dir: Path) -> DictConfig:

@@ -15,7 +15,7 @@ AUTO = "auto"
 log = logging.getLogger(__name__)
 MAY_CHANGE = ("callbacks", "diagnostics", "logger", "evaluation", "fabric", "stages", "runs_dir", "resume")
 """Settings that change how a run is watched or where it runs, but not what training computes."""
-DECIDES = ("fabric.precision",)
+DECIDES = ("fabric.precision", "fabric.quantization")
 """Settings below those that do."""
 N_SHOWN = 8
 """Differences named in one error; the others are counted."""

@@ -1,8 +1,6 @@
 """A run under way: warm-up, evaluation, RL, evaluation; each leaves what it found in the folder."""
 
-import os
 import platform
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +24,18 @@ from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.faults import Interruption
+from lit_rlkv.files import appearing_whole
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.stages.environment import installed
 from lit_rlkv.stages.evaluation import evaluate_policy
+from lit_rlkv.stages.launching import told_by_first
 from lit_rlkv.stages.parts import BACKBONE, METRICS, REPORT, Parts
 from lit_rlkv.stages.recording import log_outcome
 from lit_rlkv.stages.results import Results
 from lit_rlkv.stages.reward import report_on_reward
 from lit_rlkv.stages.saving import backbone_id, check_backbone
 from lit_rlkv.stages.training import make_policy, train_policy
-from lit_rlkv.stages.warm_progress import WarmProgress
+from lit_rlkv.stages.warm_progress import WarmProgress, link_tree
 from lit_rlkv.stages.warmup import WARM_DONE, warm_up
 from lit_rlkv.types import Rollout
 
@@ -74,7 +74,7 @@ class Run:
         self.is_first = parts.fabric.is_global_zero
         self.own_dir = run_dir if self.is_first else run_dir / RANKS / str(parts.fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
-        self.results = Results.load(run_dir)
+        self.results = told_by_first(parts.fabric, lambda: Results.load(run_dir))
         resumed_at = 0 if resume_from is None else resume_from.iteration
         self.metrics = MetricsFile(self.own_dir / METRICS, resumed_at)
         shown = parts.cfg.callbacks
@@ -88,12 +88,18 @@ class Run:
         Args:
             start: the model to start from; None warms one up.
         """
+        # One rank that ends would leave the others waiting; training is where all of them agree to.
+        with self.interruption.held(self.parts.fabric.world_size > 1):
+            return self._stages(start)
+
+    def _stages(self, start: str | Path | None) -> Results:
         cfg, results = self.parts.cfg, self.results
         trains, evaluates = "rl" in cfg.stages, "eval" in cfg.stages
         start = self._warm_up() if start is None else self._start_from(start)
-        backbone = backbone_id(start)
-        check_backbone(self.resume_from, start, backbone)
         module = make_policy(self.parts, start)
+        # Not sooner: a model of the hub is in the cache now.
+        backbone = told_by_first(self.parts.fabric, lambda: backbone_id(start))
+        check_backbone(self.resume_from, start, backbone)
         diagnostics = make_diagnostics(cfg, module)
         if evaluates and results.reward_model is None:
             with results.timed("eval"):
@@ -215,13 +221,9 @@ def make_diagnostics(cfg: DictConfig, module: PolicyModule) -> list[Diagnostic]:
 
 def keep_backbone(start: Path, run_dir: Path) -> None:
     """Link a warmed-up backbone into the run, so that its checkpoints outlive the warm folder."""
-    target = run_dir / BACKBONE
-    if (start / WARM_DONE).is_file() and not target.exists():
-        try:
-            shutil.copytree(start, target, copy_function=os.link)
-        except OSError:
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(start, target)
+    if (start / WARM_DONE).is_file() and not (run_dir / BACKBONE / WARM_DONE).is_file():
+        with appearing_whole(run_dir / BACKBONE) as partial:
+            link_tree(start, partial)
 
 
 def make_report(

@@ -19,7 +19,9 @@ class SavedRun:
 
     run_dir: Path
     cfg: DictConfig
-    """May be changed before the run is opened."""
+    """May be changed before the run is opened, and is by opening it."""
+    config_yaml: str
+    """The config as the run has it."""
     checkpoint: Checkpoint | None
     """None where it has none: the policy as it started."""
 
@@ -48,14 +50,19 @@ def find_run(ckpt: Path) -> SavedRun:
     """
     with as_config_errors(f"ckpt={ckpt}"):
         if (ckpt / CONFIG).is_file():
-            return SavedRun(ckpt, load_config(ckpt), CheckpointDir(ckpt / CHECKPOINTS).latest())
+            return _saved_run(ckpt, CheckpointDir(ckpt / CHECKPOINTS).latest())
         run_dir = ckpt.parent.parent
         if not (run_dir / CONFIG).is_file():
             raise ConfigError(
                 f"ckpt={ckpt} is neither a run folder (with {CONFIG}) nor a checkpoint in one; "
                 "give runs/NAME or runs/NAME/checkpoints/iteration-N"
             )
-        return SavedRun(run_dir, load_config(run_dir), load_checkpoint(ckpt))
+        return _saved_run(run_dir, load_checkpoint(ckpt))
+
+
+def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
+    config_yaml = (run_dir / CONFIG).read_text(encoding="utf-8")
+    return SavedRun(run_dir, load_config(run_dir), config_yaml, checkpoint)
 
 
 def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
@@ -69,8 +76,8 @@ def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
     check_config(run.cfg)
     start = run.start
     parts = build_parts(run.cfg)
-    check_backbone(run.checkpoint, start, backbone_id(start))
     module = make_policy(parts, start)
+    check_backbone(run.checkpoint, start, backbone_id(start))
     if run.checkpoint is not None:
         with as_config_errors(str(run.checkpoint.path)):
             load_trainable(module, run.checkpoint.weights())

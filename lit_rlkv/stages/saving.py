@@ -83,6 +83,8 @@ def backbone_id(start: str | Path) -> str:
         config = cached_file(str(start), "config.json")
         assert config is not None  # else it could not have been loaded
         folder = Path(config).parent
+    if not any(folder.glob("**/*.safetensors")):
+        raise ConfigError(f"{start} has no safetensors to know it by; write them by save_pretrained")
     return fingerprint(folder, "**/*.safetensors")
 
 

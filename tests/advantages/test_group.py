@@ -5,12 +5,14 @@ import torch
 
 from lit_rlkv.advantages.group import (
     ESTIMATORS,
+    STD_FLOOR,
     broadcast_to_actions,
     centred,
     grpo,
     is_informative,
     reinforce_pp,
     rloo,
+    without_failures,
 )
 
 # Group means 1/2 and 1; the second group agrees.
@@ -74,3 +76,21 @@ def test_all_actions_of_a_response_share_its_advantage():
     is_action = torch.tensor([[False, True, True], [False, True, False]])
     shared = broadcast_to_actions(torch.tensor([2.0, -1.0]), is_action)
     assert shared.tolist() == [[0.0, 2.0, 2.0], [0.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_responses_without_a_reward_leave_the_others_as_if_they_were_alone(name):
+    estimate = ESTIMATORS[name]
+    rewards = torch.tensor([[1.0, 0.0, 9.0, 9.0], [3.0, 1.0, 9.0, 9.0], [2.0, 9.0, 9.0, 9.0]])
+    is_valid = rewards != 9.0
+    found = without_failures(estimate, rewards, is_valid)
+    alone = estimate(rewards[:2, :2])
+    if name == "reinforce++":  # the std of the batch counts the third group's response too
+        alone = torch.tensor([[0.5, -0.5], [1.0, -1.0]]) / (
+            torch.tensor([0.5, -0.5, 1.0, -1.0, 0.0]).std() + STD_FLOOR
+        )
+    torch.testing.assert_close(found[:2, :2], alone)
+    assert found[~is_valid].abs().sum() == 0
+    assert found[2].abs().sum() == 0
+    full = torch.tensor([[1.0, 0.0, 3.0]])
+    torch.testing.assert_close(without_failures(estimate, full, torch.ones_like(full).bool()), estimate(full))

@@ -1,4 +1,5 @@
 import csv
+from pathlib import Path
 
 from lit_rlkv.callbacks.metrics_file import MetricsFile
 
@@ -31,3 +32,28 @@ def test_a_resumed_run_keeps_its_past_and_drops_what_it_will_do_again(tmp_path):
         ("3.0", "0.9"),
     ]
     assert [row["iteration"] for row in again.history] == [1.0, 2.0, 3.0]
+
+
+def test_a_row_that_was_cut_is_no_row(tmp_path):
+    path = tmp_path / "metrics.csv"
+    first = MetricsFile(path)
+    for iteration in (9, 10, 11):
+        first.on_iteration_end(iteration, 20, {"reward": 1.5e-3})
+    path.write_bytes(path.read_bytes()[:-4])
+    assert [row["iteration"] for row in MetricsFile(path, resumed_at=11).history] == [9.0, 10.0]
+
+
+def test_a_full_disk_costs_a_warning_and_no_row(tmp_path, monkeypatch, caplog):
+    metrics = MetricsFile(tmp_path / "metrics.csv")
+    metrics.on_iteration_end(1, 4, {"reward": 0.1})
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        for iteration in (2, 3):
+            metrics.on_iteration_end(iteration, 4, {"reward": 0.1})
+    metrics.on_iteration_end(4, 4, {"reward": 0.1})
+    assert [row["iteration"] for row in read(tmp_path / "metrics.csv")] == ["1.0", "2.0", "3.0", "4.0"]
+    assert caplog.text.count("No space left on device") == 1
+
+
+def full(*args, **options):
+    raise OSError(28, "No space left on device")

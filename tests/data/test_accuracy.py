@@ -1,7 +1,4 @@
-import pytest
-
 from lit_rlkv.data.accuracy import accuracy_of
-from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.rewards import Numeric, Panel
 from lit_rlkv.types import Problem
@@ -23,8 +20,7 @@ def test_the_task_says_what_is_right_unless_a_function_does():
     assert asked(PROBLEMS, COMPLETIONS).tolist() == [1.0, 1.0, 0.0]
 
 
-def test_where_the_function_fails_nothing_is_right_and_too_often_is_an_error():
+def test_where_the_function_fails_there_is_no_score():
     with Panel({"correct": InThreads(ask=fails_on_words)}) as panel:
-        assert accuracy_of(ChainSum(), panel, "correct")(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 1.0]
-        with pytest.raises(RewardsFailedError, match="1 of 3 responses have no reward"):
-            accuracy_of(ChainSum(), panel, "correct", 0.1)(PROBLEMS, COMPLETIONS)
+        scores = accuracy_of(ChainSum(), panel, "correct")(PROBLEMS, COMPLETIONS)
+    assert scores.nan_to_num(nan=-1.0).tolist() == [1.0, -1.0, 1.0]

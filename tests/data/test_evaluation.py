@@ -1,8 +1,12 @@
+import itertools
+import math
+
 import pytest
 import torch
 
 from lit_rlkv.data.evaluation import EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
 from lit_rlkv.kvcache import CacheSpec
@@ -128,3 +132,25 @@ def test_samples_that_are_drawn_in_rounds_differ():
         texts[i + 2 : i + 4] for i in range(0, len(texts), 4)
     ]
     assert len({*texts[:4]}) == 4
+
+
+def test_a_score_that_failed_is_not_right_and_too_many_of_all_end_the_evaluation():
+    evaluator = make_evaluator(batch_size=1)
+    n = len(evaluator.problems)
+    evaluator.accuracy = failing_on({0})
+    found = evaluator.score_cache(CacheSpec.dense())
+    assert found.row.accuracy == pytest.approx((n - 1) / n)
+    assert found.samples[0].score == 0.0
+    evaluator.accuracy = failing_on(set(range(n // 2 + 1)))
+    with pytest.raises(RewardsFailedError, match=f"{n // 2 + 1} of {n} completions have no score"):
+        evaluator.score_cache(CacheSpec.dense())
+
+
+def failing_on(places):
+    """All right, but at some places in the order of asking."""
+    asked = itertools.count()
+
+    def accuracy(problems, completions):
+        return torch.tensor([math.nan if next(asked) in places else 1.0 for _ in completions])
+
+    return accuracy

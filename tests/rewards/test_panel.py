@@ -55,6 +55,16 @@ def test_a_failure_is_a_nan_and_is_said_once(caplog):
     assert "reward.functions.odd failed: no 1; such responses are left out" in record.getMessage()
 
 
+def test_what_a_failure_repeats_cannot_speak_to_the_terminal(caplog):
+    def parroting(question):
+        raise RuntimeError("no \x1b[2Jtext\r\n" + "x" * 1000)
+
+    with Panel({"odd": InThreads(ask=parroting)}) as panel, caplog.at_level(logging.WARNING):
+        errors = panel.ask(PROBLEMS, [""] * 4).collect().errors
+    assert errors == {"odd": "no  [2Jtext  " + "x" * 287}  # 13 characters before
+    assert caplog.records[0].getMessage().isprintable()
+
+
 def test_only_functions_that_are_named_are_asked():
     asked = []
     with Panel({"right": ExactMatch(), "other": InThreads(ask=asked.append)}) as panel:

@@ -13,7 +13,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.steps import Split
 from lit_rlkv.diagnostics.views import check_rows
-from lit_rlkv.files import write_atomically
+from lit_rlkv.files import append_if_possible, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 
 FILE_NAME = "diagnostics.jsonl"
@@ -112,8 +112,7 @@ class DiagnosticsFile(RLCallback):
             for diagnostic in self.diagnostics
             if diagnostic.arrays
         ]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in found)
+        append_if_possible(self.path, "".join(json.dumps(row) + "\n" for row in found))
         for diagnostic in self.diagnostics:
             diagnostic.arrays = {}
 

@@ -1,5 +1,6 @@
 """Preferences from files and Hugging Face datasets."""
 
+from lit_rlkv.data.tasks.held_out import without_held_out
 from lit_rlkv.data.tasks.preferences import Preferences, parse_pair
 from lit_rlkv.data.tasks.rows import read_rows
 
@@ -18,7 +19,8 @@ def load_preferences(
 
     Args:
         dataset, name, split: as `lit_rlkv.data.tasks.rows.read_rows` takes them.
-        eval_split: the pairs to evaluate on; None holds out about one in ten.
+        eval_split: the pairs to evaluate on; None holds out about one in ten. Those with a prompt of
+            theirs are not trained on.
         prompt_column: None where both sides are whole conversations, which hold their prompt.
 
     Raises:
@@ -35,6 +37,7 @@ def load_preferences(
     if eval_split is None:
         return Preferences(pairs.rows, dataset, pairs.places)
     held_out = read_rows(dataset, parse_pair, columns, hint=hint, name=name, split=eval_split)
+    pairs = without_held_out(pairs, held_out)
     return Preferences(
         pairs.rows + held_out.rows, dataset, pairs.places + held_out.places, n_held_out=len(held_out.rows)
     )

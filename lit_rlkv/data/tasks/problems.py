@@ -1,7 +1,6 @@
 """Problems as a task: rows of a user's data with a prompt, mostly an answer, perhaps a worked solution."""
 
 import json
-import logging
 import math
 import random
 from collections.abc import Mapping
@@ -10,11 +9,10 @@ from typing import Any
 
 from lit_rlkv.data.tasks.base import change_one_character, corrupt_final_answer, solve_with
 from lit_rlkv.data.tasks.chat import answerable, text_or_chat, with_system
+from lit_rlkv.data.tasks.held_out import without_held_out
 from lit_rlkv.data.tasks.rows import Table
 from lit_rlkv.rewards.answers import final_answer
 from lit_rlkv.types import Problem
-
-log = logging.getLogger(__name__)
 
 
 class Problems:
@@ -35,10 +33,11 @@ class Problems:
         self.source = table.source
         self.answer_after = answer_after
         self.is_verifiable = is_verifiable
-        rows, places = _without(table, held_out)
+        if held_out is not None:
+            table = without_held_out(table, held_out)
         self.n_held_out = 0 if held_out is None else len(held_out.rows)
-        self._problems = rows + ([] if held_out is None else held_out.rows)
-        self._places = places + ([] if held_out is None else held_out.places)
+        self._problems = table.rows + ([] if held_out is None else held_out.rows)
+        self._places = table.places + ([] if held_out is None else held_out.places)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source!r})"
@@ -142,17 +141,3 @@ def _plain(value: Any, key: str) -> Any:
             "extra_columns"
         ) from error
     return value
-
-
-def _without(table: Table[Problem], held_out: Table[Problem] | None) -> tuple[list[Problem], list[str]]:
-    """The rows to train on: those of the table without prompts that are held out."""
-    if held_out is None:
-        return table.rows, table.places
-    prompts = {problem.prompt for problem in held_out.rows}
-    kept = [index for index, problem in enumerate(table.rows) if problem.prompt not in prompts]
-    if len(kept) < len(table.rows):
-        n_shared = len(table.rows) - len(kept)
-        log.warning("%d rows of %s are also held out; they are not trained on", n_shared, table.source)
-    if not kept:
-        raise ValueError(f"every row of {table.source!r} is also held out; give another eval_split")
-    return [table.rows[index] for index in kept], [table.places[index] for index in kept]

@@ -3,15 +3,17 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
+import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 
 from lit_rlkv.rewards.functions.base import SlowFunction
 from lit_rlkv.rewards.graders import Grader, Question, Refused, Threads
+from lit_rlkv.rewards.isolated import FOLDER
 
+_SUPERVISOR = FOLDER / "supervisor.py"
 _SHOWN = 300
 """Characters of what a program writes that a message repeats."""
 
@@ -21,7 +23,8 @@ class Command(SlowFunction):
     """The number that a program writes to its standard output, started once for each completion.
 
     It reads one JSON object with `prompt`, `answer`, `solution`, `completion` and the task's extra columns
-    from its standard input. There is no shell: nothing that a model writes becomes part of a command.
+    from its standard input. There is no shell: nothing that a model writes becomes part of a command. What it starts ends with it, and it
+    ends with the run, also with one that is killed; what takes a session of its own does not.
     """
 
     argv: Sequence[str]
@@ -44,48 +47,55 @@ class Command(SlowFunction):
 
 
 class _Running:
-    """The programs under way."""
+    """The programs under way, each by the pipe that ends it when we close it or are no more."""
 
     def __init__(self, argv: list[str], timeout_s: float) -> None:
         self._argv = argv
         self._timeout_s = timeout_s
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lifelines: set[FileIO] = set()
         self._is_closed = False
 
     def ask(self, question: Question) -> float:
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            self._argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        ) as process:
-            self._processes.add(process)
+        theirs, ours = os.pipe()
+        with FileIO(theirs) as end, FileIO(ours, "w") as lifeline:
+            self._lifelines.add(lifeline)
             try:
                 if self._is_closed:
                     raise Refused("the reward functions are closed")
-                said = process.communicate(json.dumps(question).encode(), timeout=self._timeout_s)
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"no answer within {self._timeout_s:g} seconds") from None
+                status, output, errors = self._run(question, end, lifeline)
             finally:
-                _kill(process)
-                self._processes.discard(process)
-        output, errors = said
-        if process.returncode != 0:
-            raise RuntimeError(f"it ended with status {process.returncode}: {_shown(errors)}")
+                self._lifelines.discard(lifeline)
+        if status != 0:
+            raise RuntimeError(f"it ended with status {status}: {_shown(errors)}")
         try:
             return float(output)
         except ValueError:
             raise ValueError(f"it wrote {_shown(output)!r}, which is no number") from None
 
+    def _run(self, question: Question, end: FileIO, lifeline: FileIO) -> tuple[int, bytes, bytes]:
+        """Status, output and errors."""
+        pipe = subprocess.PIPE
+        # -I and -S: it takes the standard library alone, and starts in a moment.
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SUPERVISOR), str(end.fileno()), *self._argv],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            pass_fds=[end.fileno()],
+            start_new_session=True,
+        ) as process:
+            try:
+                output, errors = process.communicate(json.dumps(question).encode(), timeout=self._timeout_s)
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"no answer within {self._timeout_s:g} seconds") from None
+            finally:
+                lifeline.close()  # before the process is waited for, which ends with it
+        return process.returncode, output, errors
+
     def close(self) -> None:
         self._is_closed = True
-        for process in list(self._processes):
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a program with all that it has started."""
-    if process.returncode is None:  # not waited for yet, so the number is still its own
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for lifeline in list(self._lifelines):
+            lifeline.close()
 
 
 def _shown(output: bytes) -> str:

@@ -2,18 +2,15 @@
 
 import json
 import os
-import time
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from lit_rlkv.rewards.functions.base import SlowFunction
+from lit_rlkv.rewards.functions.posting import Post
 from lit_rlkv.rewards.graders import Grader, Question, Refused, Threads
 
-MAX_BYTES = 1 << 20
-"""Longest answer that is read."""
 _WORTH_ANOTHER_TRY = (408, 425, 429)
 """Client errors that time may mend; those of the server all may."""
 
@@ -35,55 +32,87 @@ class Endpoint(SlowFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(self.url):
             raise ValueError(
-                f"url={self.url!r} is no address of a service; give one with http:// or https://"
+                f"url={_shown(self.url)!r} is no address of a service; give one with http:// or https://, in "
+                "plain characters"
+            )
+        if "@" in urlsplit(self.url).netloc:
+            raise ValueError(
+                f"url has a user or a password before {_shown(self.url)!r}, which would stand in the config; "
+                "leave it out, and name the variable of a token in token_env"
             )
 
     def open(self) -> Grader:
-        # Not sooner: a config that is only looked at needs no token.
-        if self.token_env is not None and self.token_env not in os.environ:
-            raise ValueError(f"token_env={self.token_env!r} is not set in this environment; export it")
-        return Threads(self._ask, n_workers=self.n_workers, retries=self.retries)
+        service = _Service(self.url, self._token(), self.timeout_s)
+        return Threads(service.ask, n_workers=self.n_workers, retries=self.retries, on_close=service.close)
 
-    def _ask(self, question: Question) -> Any:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self.token_env is not None:
-            headers["Authorization"] = f"Bearer {os.environ[self.token_env]}"
-        request = urllib.request.Request(self.url, json.dumps(question).encode(), headers, method="POST")
-        deadline = time.monotonic() + self.timeout_s
+    def _token(self) -> str | None:
+        # Not sooner: a config that is only looked at needs no token.
+        if self.token_env is None:
+            return None
+        token = os.environ.get(self.token_env, "").strip()
+        if not token:
+            raise ValueError(f"token_env={self.token_env!r} is not set in this environment; export it")
+        if not token.isascii() or not token.isprintable():
+            raise ValueError(
+                f"token_env={self.token_env!r} holds characters that no header can; export the token alone"
+            )
+        return token
+
+
+class _Service:
+    """The questions under way at an address."""
+
+    def __init__(self, url: str, token: str | None, timeout_s: float | int) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._posts: set[Post] = set()
+        self._is_closed = False
+
+    def ask(self, question: Question) -> Any:
+        post = Post(self._url, json.dumps(question).encode(), self._headers, self._timeout_s)
+        self._posts.add(post)
         try:
-            with _OPENER.open(request, timeout=self.timeout_s) as response:
-                body = _read(response, deadline, self.timeout_s)
+            if self._is_closed:
+                raise Refused("the reward functions are closed")
+            body = post.answer()
         except HTTPError as error:
             with error:
-                said = f"{self.url} answered {error.code} {error.reason}"
+                said = f"{_shown(self._url)} answered {error.code} {error.reason}"
             is_final = error.code < 500 and error.code not in _WORTH_ANOTHER_TRY
             raise (Refused if is_final else RuntimeError)(said) from None
         except URLError as error:
-            raise RuntimeError(f"{self.url}: {error.reason}") from error
+            raise RuntimeError(f"{_shown(self._url)}: {error.reason}") from error
+        finally:
+            self._posts.discard(post)
         answer = json.loads(body)
         return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
 
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A reward is asked for where the config says, and nowhere else."""
-
-    def redirect_request(self, *args: Any, **options: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
+    def close(self) -> None:
+        """End what waits for an answer."""
+        self._is_closed = True
+        for post in list(self._posts):
+            post.end()
 
 
-def _read(response: Any, deadline: float, timeout_s: float | int) -> bytes:
-    """The whole body, however slowly it drips."""
-    body = b""
-    while part := response.read1(1 << 16):
-        body += part
-        if len(body) > MAX_BYTES:
-            raise Refused(f"the answer is longer than {MAX_BYTES} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no whole answer within {timeout_s:g} seconds")
-    return body
+def _is_address(url: str) -> bool:
+    # What http.client would refuse it repeats whole, secrets in a query too.
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return False
+    try:
+        parts = urlsplit(url)
+        is_port = parts.port != 0
+    except ValueError:
+        return False
+    return is_port and parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _shown(url: str) -> str:
+    """An address without what may be secret: who asks, and the query."""
+    scheme, separator, rest = url.partition("?")[0].partition("#")[0].rpartition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"

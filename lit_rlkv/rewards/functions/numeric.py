@@ -8,13 +8,21 @@ from lit_rlkv.rewards.functions.base import RewardFunction
 from lit_rlkv.rewards.graders import Grader, Immediate, Question
 from lit_rlkv.types import Problem
 
-_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_PLAIN = r"(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_IN_NAME = "0-9A-Za-zÀ-ɏͰ-ϿЀ-ӿ"
+"""Letters of scripts with spaces between words: a number beside any other letter stands for itself."""
 _NUMBER = re.compile(
     # A sign behind a letter, a digit or a bracket is an operator; digits behind a letter are a name.
-    r"(?:(?<![\w.)])(?P<sign>[-−+]))?(?<![\w.])[$€£]?"
+    rf"(?:(?<![{_IN_NAME})])(?<![{_IN_NAME}]\.)(?P<sign>[-−+]))?"
+    rf"(?<![{_IN_NAME}])(?<![{_IN_NAME}][_.])[$€£]?"
+    r"(?:(?P<whole>[0-9]{1,20})[ ](?=[0-9]{1,20}[ ]?/[ ]?[0-9]))?"
     rf"(?P<number>{_PLAIN})(?:[eE](?P<power>[-+]?[0-9]{{1,2}})(?!\w))?"
     rf"(?:\s?/\s?(?P<below>{_PLAIN}))?(?P<percent>\s?\\?%)?"
+    r"(?P<raised>(?:[ ]?\^[ ]?(?:\{[^{}]{0,40}\}|[-−+]?[0-9]*))+)?"
+    r"(?:(?=(?P<operated>[ \t]*(?:[-−+*×÷/]{1,2}|\\times|\\cdot)[ \t]*[0-9]))|)"
 )
+_FRACTION = re.compile(rf"\\[dt]?frac\s?\{{\s?([-−+]?{_PLAIN})\s?\}}\s?\{{\s?({_PLAIN})\s?\}}")
 MAX_DIGITS = 300
 """Longer numbers are none: no answer is, and arithmetic on them takes long."""
 
@@ -29,7 +37,8 @@ class _Value:
 class Numeric(RewardFunction):
     """1.0 if the final answer is the reference number; else 0.0.
 
-    1,000 is 1000, $5 is 5, and 3/4 is 0.75; 50% is 50 and is 0.5, so that it may be written either way.
+    1,000 is 1000, $5 is 5, 3/4 and \\frac{3}{4} are 0.75, and 3 1/2 is 3.5; 50% is 50 and is 0.5, so that it
+    may be written either way. What goes on, as in 10^6, 5 - 3 or 1,0000, is no answer.
     """
 
     answer_after: str | None = None
@@ -50,7 +59,7 @@ class Numeric(RewardFunction):
 
     def _reference(self, answer: str) -> _Value:
         found = _values(answer)
-        if len(found) != 1:
+        if len(found) != 1 or found[0] is None:
             raise ValueError(f"the answer {answer!r} is not one number; mend it, or use another function")
         return found[0]
 
@@ -61,9 +70,8 @@ class Numeric(RewardFunction):
             if not marker:
                 return 0.0
         found = _values(completion)
-        if not found:
-            return 0.0
-        return float(self._is_equal(found[-1 if self.answer_after is None else 0], reference))
+        stated = found[-1 if self.answer_after is None else 0] if found else None
+        return float(stated is not None and self._is_equal(stated, reference))
 
     def _is_equal(self, stated: _Value, reference: _Value) -> bool:
         gaps = [stated.number - reference.number]
@@ -74,16 +82,26 @@ class Numeric(RewardFunction):
         return any(abs(gap) <= self.tolerance for gap in gaps)
 
 
-def _values(text: str) -> list[_Value]:
-    return [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
+def _values(text: str) -> list[_Value | None]:
+    """The numbers of a text; None stands for one that is part of something else."""
+    return [_value(match) for match in _NUMBER.finditer(_FRACTION.sub(_in_a_line, text))]
+
+
+def _in_a_line(fraction: re.Match[str]) -> str:
+    """A fraction of LaTeX as 3/4, apart from what stands before it."""
+    before = fraction.string[: fraction.start()][-1:]
+    return f"{' ' if before.isalnum() else ''}{fraction[1]}/{fraction[2]}"
 
 
 def _value(match: re.Match[str]) -> _Value | None:
-    if len(match["number"]) > MAX_DIGITS or len(match["below"] or "") > MAX_DIGITS:
+    parts = [match[name] or "" for name in ("number", "below")]
+    is_grouped = all("," not in part or _GROUPED.fullmatch(part) for part in parts)
+    if match["raised"] or match["operated"] or not is_grouped or max(map(len, parts)) > MAX_DIGITS:
         return None
-    number, below = (Fraction((match[name] or "1").replace(",", "")) for name in ("number", "below"))
+    number, below = (Fraction((part or "1").replace(",", "")) for part in parts)
     if below == 0:
         return None
     sign = -1 if match["sign"] in ("-", "−") else 1
     power = Fraction(10) ** int(match["power"] or 0)
-    return _Value(sign * number * power / below, match["percent"] is not None)
+    number = int(match["whole"] or 0) + number * power / below
+    return _Value(sign * number, match["percent"] is not None)

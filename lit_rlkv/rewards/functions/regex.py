@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lit_rlkv.rewards.functions.base import SlowFunction
 from lit_rlkv.rewards.graders import Grader
 from lit_rlkv.rewards.isolated import FOLDER
+from lit_rlkv.types import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,13 @@ class Regex(SlowFunction):
         known = [*range(compiled.groups + 1), *compiled.groupindex]
         if self.group is not None and self.group not in known:
             raise ValueError(f"group={self.group!r} is not in pattern={self.pattern!r}; it has {known}")
+
+    def check(self, problem: Problem) -> None:
+        if self.group is not None and not problem.answer.strip():
+            raise ValueError(
+                f"the answer is empty, so group={self.group!r} cannot be compared with it; mend it, or leave "
+                "group out"
+            )
 
     def open(self) -> Grader:
         options = {"pattern": self.pattern, "group": self.group}

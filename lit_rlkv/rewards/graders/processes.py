@@ -18,6 +18,8 @@ from lit_rlkv.rewards.graders.base import Question, Refused
 WORKER = Path(__file__).parents[1] / "isolated" / "worker.py"
 START_LIMIT_S = 120.0
 """Longest that a function's file may take to be imported."""
+MAX_SLOW_STARTS = 2
+"""In a row; then no more are waited for."""
 _GRACE_S = 5.0
 """Beyond its time-out, after which a worker that nobody kills ends itself."""
 
@@ -41,6 +43,7 @@ class Children:
         self._is_closed = False
         self._refusal: str | None = None
         """Why the function cannot be loaded; known once, so that no more workers are started."""
+        self._n_slow_starts = 0
 
     def ask(self, question: Question) -> Any:
         """The function's answer, from a worker that is idle or new; may be called by several threads.
@@ -82,14 +85,25 @@ class Children:
             self._all.add(child)
         try:
             said = child.ask(self._job, START_LIMIT_S)
-        except BaseException:
+        except BaseException as error:
             self._drop(child)
+            if isinstance(error, TimeoutError):
+                self._count_slow_start()
             raise
+        self._n_slow_starts = 0
         if "error" in said:
             self._drop(child)
             self._refusal = f"{self._job['path']} gives no {self._job['function']}: {said['error']}"
             raise Refused(self._refusal)
         return child
+
+    def _count_slow_start(self) -> None:
+        self._n_slow_starts += 1
+        if self._n_slow_starts >= MAX_SLOW_STARTS:
+            self._refusal = (
+                f"{self._job['path']} was not loaded within {START_LIMIT_S:g} seconds, "
+                f"{self._n_slow_starts} times; load less when it is imported"
+            )
 
     def _drop(self, child: "_Child") -> None:
         child.kill()

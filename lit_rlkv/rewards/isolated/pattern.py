@@ -8,4 +8,4 @@ def matches(completion: str, answer: str, pattern: str, group: int | str | None)
     if group is None:
         return float(re.search(pattern, completion) is not None)
     found = [match[group] for match in re.finditer(pattern, completion)]
-    return float(bool(found) and found[-1] is not None and found[-1].strip() == answer)
+    return float(bool(found) and found[-1] is not None and found[-1].strip() == answer.strip())

@@ -57,7 +57,7 @@ def _answer(
     function: Callable[..., Any], question: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, float | str]:
     try:
-        score = function(**_taken(function, question), **options)
+        score = function(**_taken(function, question, options), **options)
         if isinstance(score, str | bytes) or score is None:
             raise TypeError(f"it returned {score!r}; return a number")
         return {"score": float(score)}
@@ -65,8 +65,9 @@ def _answer(
         return {"error": _said(error)}
 
 
-def _taken(function: Callable[..., Any], question: dict[str, Any]) -> dict[str, Any]:
-    """What of the question the function asks for by the names of its parameters."""
+def _taken(function: Callable[..., Any], question: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What of the question the function asks for by the names of its parameters; options come first."""
+    question = {name: value for name, value in question.items() if name not in options}
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return question

@@ -1,6 +1,7 @@
 """Preferences from datasets of the optional package, all on this machine."""
 
 import json
+import random
 import sys
 
 import pytest
@@ -55,6 +56,21 @@ def test_pairs_of_another_split_may_be_held_out(datasets, tmp_path):
     assert problems(task) == expected(ROWS)
     assert task.n_held_out == 1
     assert task.place(3) == f"{tmp_path / 'a'} test row 0"
+
+
+def test_pairs_whose_prompt_is_held_out_are_neither_trained_on_nor_rejected_from(datasets, tmp_path, caplog):
+    train = [*ROWS[:2], ROWS[3] | {"rejected": "9"}, ROWS[2]]
+    both = {"train": train, "test": [ROWS[3], ROWS[3] | {"rejected": "8"}]}
+    datasets.DatasetDict(
+        {split: datasets.Dataset.from_list(rows) for split, rows in both.items()}
+    ).save_to_disk(tmp_path / "a")
+    task = load_preferences(str(tmp_path / "a"), eval_split="test")
+    assert problems(task) == expected([*ROWS[:3], ROWS[3], ROWS[3]])
+    assert [task.place(index).rpartition(" ")[2] for index in range(5)] == ["0", "1", "3", "0", "1"]
+    assert {task.corrupt(task.at(3), random.Random(seed)) for seed in range(20)} == {"7", "8"}
+    assert "1 rows of" in caplog.text
+    with pytest.raises(ValueError, match="is also held out; give another eval_split"):
+        load_preferences(str(tmp_path / "a"), eval_split="train")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])

@@ -1,9 +1,12 @@
+import os
+import subprocess
 import sys
 
 import pytest
 
 from lit_rlkv.rewards import Command
 from tests.rewards.asking import opened, score
+from tests.rewards.running import is_running, wait_until
 
 PROGRAM = """
 import json, sys, time
@@ -79,3 +82,53 @@ def test_closing_ends_programs_under_way(argv):
     future = grader.submit({"completion": "hang", "level": 0})
     grader.close()
     assert future.cancelled() or future.exception(timeout=10) is not None
+
+
+BACKGROUND = """
+import subprocess, sys
+child = subprocess.Popen(["sleep", "60"])
+open(sys.argv[1], "w").write(str(child.pid))
+if len(sys.argv) > 2:
+    child.wait()
+print(1)
+"""
+PARENT = """
+import sys
+from lit_rlkv.rewards import Command
+Command(argv=sys.argv[1:], timeout_s=60).open().submit({"completion": ""}).result()
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
+def test_what_a_program_leaves_in_the_background_ends_with_it(tmp_path):
+    argv = [sys.executable, "-S", "-c", BACKGROUND, str(tmp_path / "pid")]
+    assert score(Command(argv=argv, timeout_s=30), "") == 1.0
+    assert wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
+def test_a_program_and_what_it_started_end_at_the_time_out(tmp_path):
+    place = tmp_path / "pid"
+    with pytest.raises(TimeoutError):
+        score(Command(argv=[sys.executable, "-S", "-c", BACKGROUND, str(place), "wait"], timeout_s=2), "")
+    assert wait_until(lambda: not is_running(int(place.read_text())))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
+def test_a_program_ends_with_a_run_that_is_killed(tmp_path):
+    place = tmp_path / "pid"
+    argv = [sys.executable, "-S", "-c", BACKGROUND, str(place), "wait"]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *argv])
+    assert wait_until(lambda: place.exists() and place.read_text())
+    program = int(place.read_text())
+    assert is_running(program)
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not is_running(program))
+
+
+def test_a_program_that_cannot_be_started_is_named(tmp_path):
+    (tmp_path / "score").write_text("neither a script nor a program")
+    (tmp_path / "score").chmod(0o755)
+    with pytest.raises(RuntimeError, match="it ended with status 1: cannot start .*: Exec format error"):
+        score(Command(argv=[str(tmp_path / "score")]), "")

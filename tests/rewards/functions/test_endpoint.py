@@ -1,6 +1,7 @@
 import json
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -22,7 +23,11 @@ class Handler(BaseHTTPRequestHandler):
         if completion == "hang":
             self.server.is_over.wait(20)
         if completion == "drip":
-            self.drip()
+            self.drip(b"Content-Length: 1000\r\n\r\n")
+        elif completion == "drip headers":
+            self.drip(b"X-Wait: ")
+        elif completion == "drip chunks":
+            self.drip(b"Transfer-Encoding: chunked\r\n\r\n")
         elif completion == "move":
             self.answer(302, "0", {"Location": "/elsewhere"})
         elif completion == "third" and n_asked < 3:
@@ -41,13 +46,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body.encode())
 
-    def drip(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "1000")
-        self.end_headers()
-        while not self.server.is_over.wait(0.05):
-            self.wfile.write(b"1")
-            self.wfile.flush()
+    def drip(self, header):
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n" + header)
+        with suppress(OSError):
+            while not self.server.is_over.wait(0.05):
+                self.wfile.write(b"0")
 
     def log_message(self, *args):
         pass
@@ -92,11 +95,22 @@ def test_what_asking_again_would_not_mend_is_asked_once(server, completion, stat
     assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("completion", ["hang", "drip"])
+@pytest.mark.parametrize("completion", ["hang", "drip", "drip headers", "drip chunks"])
 def test_a_server_that_does_not_come_to_an_end_is_left(server, completion):
     started_at = time.perf_counter()
     with pytest.raises(Exception, match=r"timed out|no whole answer within"):
         score(Endpoint(url=server.url, timeout_s=0.3, retries=0), completion)
+    assert time.perf_counter() - started_at < 10
+
+
+def test_closing_ends_what_waits(server):
+    grader = Endpoint(url=server.url, timeout_s=60, retries=0).open()
+    future = grader.submit({"completion": "drip headers"})
+    while not server.asked:
+        time.sleep(0.01)
+    started_at = time.perf_counter()
+    grader.close()
+    assert isinstance(future.exception(timeout=10), TimeoutError)
     assert time.perf_counter() - started_at < 10
 
 
@@ -111,12 +125,44 @@ def test_a_token_comes_from_the_environment(server, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     score(Endpoint(url=server.url, token_env="JUDGE_TOKEN"), "?")
     assert server.asked[0][1] == "Bearer secret"
+    monkeypatch.setenv("JUDGE_TOKEN", "secret\r\n")
+    score(Endpoint(url=server.url, token_env="JUDGE_TOKEN"), "?")
+    assert server.asked[1][1] == "Bearer secret"
     monkeypatch.delenv("JUDGE_TOKEN")
     with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' is not set"):
         Endpoint(url=server.url, token_env="JUDGE_TOKEN").open()
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/x", "localhost:8000", "http://"])
+@pytest.mark.parametrize("token", ["sec\nret", "sec\x1bret", "secrét"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_repeated(monkeypatch, token):
+    monkeypatch.setenv("JUDGE_TOKEN", token)
+    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' holds characters") as caught:
+        Endpoint(url="http://localhost/", token_env="JUDGE_TOKEN").open()
+    assert "sec" not in str(caught.value)
+
+
+def test_messages_leave_out_what_may_be_secret_in_an_address(server):
+    for url, completion in {f"{server.url}?key=secret": "bad", "http://127.0.0.1:1/x?key=secret": ""}.items():
+        with pytest.raises(Exception, match=url.partition("?")[0]) as caught:
+            score(Endpoint(url=url, retries=0), completion)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(ValueError, match="url has a user or a password before 'http://host/x'") as caught:
+        Endpoint(url="http://me:secret@host/x?key=secret")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host/x?key=secret 1",
+        "http://host:port/",
+        "http://höst/",
+        "file:///etc/passwd",
+        "ftp://host/x",
+        "localhost:8000",
+        "http://",
+    ],
+)
 def test_only_web_addresses_are_taken(url):
     with pytest.raises(ValueError, match="is no address of a service"):
         Endpoint(url=url)

@@ -34,6 +34,26 @@ from tests.rewards.asking import score
         ("", "2", 0.0),
         ("1/0", "0", 0.0),
         ("9" * 5000, "9", 0.0),
+        (r"\boxed{\frac{3}{4}}", "0.75", 1.0),
+        (r"\boxed{\frac{3}{4}}", "4", 0.0),
+        (r"-\dfrac{3}{4}", "-3/4", 1.0),
+        (r"\tfrac{-3}{4}", "-3/4", 1.0),
+        (r"2\frac{1}{2}", "2.5", 1.0),  # not 21/2
+        ("3 1/2", "3.5", 1.0),
+        ("3 1/2", "0.5", 0.0),
+        ("-1 1/2", "-1.5", 1.0),
+        ("10^{6}", "6", 0.0),
+        ("10^{6}", "10", 0.0),
+        ("10^{-6}", "-6", 0.0),
+        ("5, so 10^6", "5", 0.0),
+        ("1,0000", "0", 0.0),
+        ("答案是18。", "18", 1.0),
+        ("答案是-18", "-18", 1.0),
+        ("_18_", "18", 1.0),
+        ("**18**", "18", 1.0),
+        ("x_2", "2", 0.0),
+        ("it is...18", "18", 1.0),
+        ("it is...18", "0.18", 0.0),
     ],
 )
 def test_numbers_are_equal_however_they_are_written(completion, answer, expected):
@@ -42,7 +62,18 @@ def test_numbers_are_equal_however_they_are_written(completion, answer, expected
 
 @pytest.mark.parametrize(
     ("completion", "expected"),
-    [("5\n#### 72 apples, 3 each", 1.0), ("#### 72\n#### 5", 0.0), ("72", 0.0), ("#### none", 0.0)],
+    [
+        ("5\n#### 72 apples, 3 each", 1.0),
+        ("#### 72\n- 3 each", 1.0),
+        ("#### 72\n#### 5", 0.0),
+        ("72", 0.0),
+        ("#### none", 0.0),
+        ("#### 72 -3", 0.0),
+        ("#### 72 - 3", 0.0),
+        (r"#### 72 \times 3", 0.0),
+        ("#### 72^2", 0.0),
+        ("#### 72,0000", 0.0),
+    ],
 )
 def test_behind_a_marker_the_first_number_counts(completion, expected):
     assert score(Numeric(answer_after="####"), completion, "72") == expected
@@ -53,7 +84,7 @@ def test_an_answer_may_be_off_by_the_tolerance_and_no_more():
     assert [score(function, text, "2") for text in ("2.25", "1.75", "2.26", "1.74")] == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("answer", ["", "many", "3 or 4"])
+@pytest.mark.parametrize("answer", ["", "many", "3 or 4", "1,0000", "10^6"])
 def test_an_answer_that_is_not_one_number_is_refused(answer):
     with pytest.raises(ValueError, match="is not one number"):
         Numeric().check(Problem("?", "", answer))
@@ -63,7 +94,15 @@ def test_an_answer_that_is_not_one_number_is_refused(answer):
 
 def test_long_texts_of_digits_and_commas_take_no_time():
     started_at = time.perf_counter()
-    for text in ("1" * 100_000, "111," * 25_000 + "1111", "1,11" * 25_000, "-" * 100_000, "1/" * 50_000):
+    for text in (
+        "1" * 100_000,
+        "111," * 25_000 + "1111",
+        "1,11" * 25_000,
+        "-" * 100_000,
+        "1/" * 50_000,
+        "1 " * 50_000,
+        "1^" * 50_000,
+    ):
         score(Numeric(), text, "1")
     assert time.perf_counter() - started_at < 20
 

@@ -1,6 +1,7 @@
 import pytest
 
 from lit_rlkv.rewards import Regex
+from lit_rlkv.types import Problem
 from tests.rewards.asking import opened
 
 
@@ -21,6 +22,18 @@ def test_the_last_match_of_a_group_must_be_the_answer():
 def test_a_group_that_takes_no_part_in_the_match_is_no_answer():
     with opened(Regex(pattern=r"a|(b)", group=1)) as ask:
         assert ask("a", "b") == 0.0
+
+
+def test_neither_blanks_around_the_answer_nor_columns_called_as_an_option_are_in_the_way():
+    with opened(Regex(pattern=r"(\w+)", group=1)) as ask:
+        assert ask("b", " b\n", pattern="x", group=7) == 1.0
+        assert ask("b", "a", pattern="x", group=7) == 0.0
+
+
+def test_an_empty_answer_is_refused_where_a_group_is_compared_with_it():
+    with pytest.raises(ValueError, match="the answer is empty, so group=1 cannot be compared with it"):
+        Regex(pattern="(a*)", group=1).check(Problem("?", "", " "))
+    Regex(pattern="(a*)").check(Problem("?", "", ""))
 
 
 def test_a_pattern_that_takes_for_ever_is_stopped_and_the_next_answer_is_right():

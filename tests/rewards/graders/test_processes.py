@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from lit_rlkv.rewards.graders import Children, Refused
+from lit_rlkv.rewards.graders import Children, Refused, processes
+from tests.rewards.running import is_running, wait_until
 
 SOURCE = """
 import os
@@ -33,21 +33,6 @@ Children(sys.argv[1], "hang", {}, 60).ask({"completion": sys.argv[2]})
 def file(tmp_path):
     (tmp_path / "rewards.py").write_text(SOURCE)
     return tmp_path / "rewards.py"
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_a_worker_is_used_again_and_ends_when_it_is_closed(file):
@@ -79,3 +64,15 @@ def test_a_worker_ends_with_a_parent_that_is_killed_while_it_hangs(file, tmp_pat
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert wait_until(lambda: not is_running(worker))
+
+
+def test_a_file_that_twice_takes_too_long_to_load_is_not_waited_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "START_LIMIT_S", 0.2)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef score(): return 1\n")
+    children = Children(str(tmp_path / "slow.py"), "score", {}, 5)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            children.ask({})
+    with pytest.raises(Refused, match=r"slow\.py was not loaded within 0\.2 seconds, 2 times"):
+        children.ask({})
+    children.close()

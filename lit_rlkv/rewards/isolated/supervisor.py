@@ -1,0 +1,43 @@
+"""A process that runs a program and ends it, with all that it has started, when nobody waits for it.
+
+Its first argument is the number of a pipe to read from, which ends with who asks; the program and its
+arguments follow. The program has its input and output, and its status is passed on. It is run by its path
+and imports the standard library alone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+
+def main() -> None:
+    """Run the program until it ends or is left alone."""
+    lifeline, argv = int(sys.argv[1]), sys.argv[2:]
+    try:
+        program = subprocess.Popen(argv, start_new_session=True)
+    except OSError as error:
+        sys.exit(f"cannot start {argv[0]}: {error.strerror}")
+    threading.Thread(target=_end_with, args=(lifeline, program.pid), daemon=True).start()
+    status = program.wait()
+    _kill_group(program.pid)
+    # A signal's number as shells write it.
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _end_with(lifeline: int, group: int) -> None:
+    os.read(lifeline, 1)
+    _kill_group(group)
+    os._exit(1)
+
+
+def _kill_group(group: int) -> None:
+    """Also what the program left in the background, though not what has taken a session of its own."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
