@@ -67,7 +67,7 @@ class Asked:
 class Panel:
     """The reward functions of a run with their threads and processes, which start when they are first asked.
 
-    A `with` block ends them; the processes end with this one in any case.
+    A `with` block ends them; the processes, those of programs too, end with this one in any case.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction]) -> None:

@@ -23,8 +23,9 @@ class Command(SlowFunction):
     """The number that a program writes to its standard output, started once for each completion.
 
     It reads one JSON object with `prompt`, `answer`, `solution`, `completion` and the task's extra columns
-    from its standard input. There is no shell: nothing that a model writes becomes part of a command. What it starts ends with it, and it
-    ends with the run, also with one that is killed; what takes a session of its own does not.
+    from its standard input. There is no shell: nothing that a model writes becomes part of a command. What
+    it starts ends with it, and it ends with the run, also with one that is killed; what takes a session of
+    its own does not.
     """
 
     argv: Sequence[str]

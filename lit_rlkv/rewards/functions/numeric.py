@@ -89,7 +89,7 @@ def _values(text: str) -> list[_Value | None]:
 
 def _in_a_line(fraction: re.Match[str]) -> str:
     """A fraction of LaTeX as 3/4, apart from what stands before it."""
-    before = fraction.string[: fraction.start()][-1:]
+    before = fraction.string[max(0, fraction.start() - 1) : fraction.start()]
     return f"{' ' if before.isalnum() else ''}{fraction[1]}/{fraction[2]}"
 
 

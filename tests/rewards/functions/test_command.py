@@ -130,5 +130,5 @@ def test_a_program_ends_with_a_run_that_is_killed(tmp_path):
 def test_a_program_that_cannot_be_started_is_named(tmp_path):
     (tmp_path / "score").write_text("neither a script nor a program")
     (tmp_path / "score").chmod(0o755)
-    with pytest.raises(RuntimeError, match="it ended with status 1: cannot start .*: Exec format error"):
+    with pytest.raises(RuntimeError, match=r"it ended with status 1: cannot start .*: Exec format error"):
         score(Command(argv=[str(tmp_path / "score")]), "")
