@@ -90,6 +90,17 @@ class Interruption:
         finally:
             self._is_held = before
 
+    @contextmanager
+    def granted(self, is_granted: bool) -> Iterator[None]:
+        """Inside of what is held, a block that a signal ends there and then, also one that came before it."""
+        before, self._is_held = self._is_held, self._is_held and not is_granted
+        try:
+            if is_granted and self.signal is not None:
+                self._on_signal(self.signal, None)
+            yield
+        finally:
+            self._is_held = before
+
     def is_asked(self, fabric: Fabric) -> bool:
         """Whether any rank was asked to end by now; all of them must ask this together, held."""
         mine = self.signal

@@ -60,41 +60,38 @@ def train(
     learner = Learner(fabric, module, callbacks, max_grad_norm, learner_state)
     metrics: dict[str, float] = {}
     call(callbacks, "on_fit_start", None, module)
-    with reporting_failure(callbacks, module):
+    with reporting_failure(callbacks, module), interruption.held():
         for iteration in range(first_iteration, n_iterations):
             started_at = time.perf_counter()
             data_state = datamodule.state_dict()
-            before = Moment(iteration, metrics, data_state, learner.state_dict, is_last=True)
             # 2. data: for RL this is rollout, reward and credit
             try:
                 # One rank that ends would leave the others waiting for it.
-                with fabric.autocast(), interruption.held(fabric.world_size > 1):
+                with fabric.autocast(), interruption.granted(fabric.world_size == 1):
                     loader = fabric.setup_dataloaders(datamodule.train_dataloader())
-                    interruption.is_asked(fabric)
+                interruption.is_asked(fabric)
                 interruption.end_if_agreed()
             except InterruptedRunError:
-                with interruption.held():
-                    save(before)
+                save(Moment(iteration, metrics, data_state, learner.state_dict, is_last=True))
                 raise
-            with interruption.held():
-                # 3. updates
-                loaded_at = time.perf_counter()
-                call(callbacks, "on_phase_start", "update", iteration)
-                for index, batch in enumerate(loader):
-                    if module.on_train_batch_start(batch, index) == -1:
-                        break  # Lightning's way to leave out the rest of a loader
-                    learner.learn(batch, index)
-                # Let go of this rollout before the next one is sampled.
-                batch = None
-                del loader
-                call(callbacks, "on_phase_end", "update", iteration)
-                # 4. report and save
-                metrics = learner.metrics()
-                metrics["time/data"] = loaded_at - started_at
-                metrics["time/update"] = time.perf_counter() - loaded_at
-                call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
-                is_last = interruption.is_asked(fabric) or iteration + 1 == n_iterations
-                save(Moment(iteration + 1, metrics, datamodule.state_dict(), learner.state_dict, is_last))
+            # 3. updates
+            loaded_at = time.perf_counter()
+            call(callbacks, "on_phase_start", "update", iteration)
+            for index, batch in enumerate(loader):
+                if module.on_train_batch_start(batch, index) == -1:
+                    break  # Lightning's way to leave out the rest of a loader
+                learner.learn(batch, index)
+            # Let go of this rollout before the next one is sampled.
+            batch = None
+            del loader
+            call(callbacks, "on_phase_end", "update", iteration)
+            # 4. report and save
+            metrics = learner.metrics()
+            metrics["time/data"] = loaded_at - started_at
+            metrics["time/update"] = time.perf_counter() - loaded_at
+            call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
+            is_last = interruption.is_asked(fabric) or iteration + 1 == n_iterations
+            save(Moment(iteration + 1, metrics, datamodule.state_dict(), learner.state_dict, is_last))
             # A signal since then waits for the next time that all ranks ask.
             interruption.end_if_agreed()
     call(callbacks, "on_fit_end", None, module)

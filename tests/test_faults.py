@@ -70,3 +70,18 @@ def test_nobody_who_was_not_asked_ends():
     interruption = Interruption()
     assert not interruption.is_asked(FABRIC)
     interruption.end_if_agreed()
+
+
+def test_inside_of_what_is_held_a_block_may_be_broken_off():
+    with Interruption().listening() as interruption, interruption.held():
+        with interruption.granted(False):
+            send(signal.SIGTERM)  # held all the same
+        with pytest.raises(InterruptedRunError), interruption.granted(True):
+            pytest.fail("a signal that came before it ends it")
+    with (
+        Interruption().listening() as interruption,
+        interruption.held(),
+        pytest.raises(InterruptedRunError),
+        interruption.granted(True),
+    ):
+        send(signal.SIGTERM)
