@@ -21,6 +21,9 @@ from lit_rlkv.fit import fit
 from lit_rlkv.stages.parts import CHECKPOINTS, CONFIG
 from tests.tiny import TINY
 
+MOST_SAVED = 5
+"""Iterations that an attempt gets before it is killed in any case."""
+
 
 def attempt(overrides: list[str], run_dir: Path) -> None:
     cfg = composed("config", [*TINY, *overrides])
@@ -59,9 +62,13 @@ def main(seed: int, n_kills: int, overrides: list[str]) -> None:
     rng = random.Random(seed)
     run_dir = Path(next(o for o in overrides if o.startswith("hydra.run.dir=")).partition("=")[2])
     for _ in range(n_kills):
+        n_before = n_saved(run_dir)
         child = fork(overrides, run_dir)
-        wait_for_progress(child, run_dir, n_saved(run_dir))
-        time.sleep(rng.uniform(0, 0.4))
+        wait_for_progress(child, run_dir, n_before)
+        dies_at = time.monotonic() + rng.uniform(0, 0.2)
+        # A fast machine would be done before it has been killed often enough.
+        while time.monotonic() < dies_at and n_saved(run_dir) < n_before + MOST_SAVED:
+            time.sleep(0.002)
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the run ended before it was killed"
         sys.stdout.write(f"{n_saved(run_dir)}\n")

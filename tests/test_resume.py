@@ -48,7 +48,7 @@ def warm(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "n_kills", "n_iterations"), [("grpo", 20, 80), ("ppo", 3, 20), ("online_dpo", 3, 20)]
+    ("algorithm", "n_kills", "n_iterations"), [("grpo", 20, 140), ("ppo", 3, 40), ("online_dpo", 3, 40)]
 )
 def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algorithm, n_kills, n_iterations):
     options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
