@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.building import ConfigError
+from lit_rlkv.config.requirements import is_count, is_number, require
 from lit_rlkv.kernels.backend import KERNELS
 from lit_rlkv.kvcache.policies import POLICIES
 
@@ -23,31 +23,31 @@ def check_evaluation(asked: DictConfig) -> None:
     """
     _check_given(asked, "ckpt")
     for name in ("n_prompts", "n_mismatch", "batch_size"):
-        _require(
-            asked[name] is None or _is_count(asked[name]),
+        require(
+            asked[name] is None or is_count(asked[name]),
             f"{name}={asked[name]} is not a count; give a whole number of at least 1, or null for the run's",
         )
     for name in ("n_samples", "n_resamples"):
-        _require(
-            _is_count(asked[name]),
+        require(
+            is_count(asked[name]),
             f"{name}={asked[name]} is not a count; give a whole number of at least 1",
         )
     temperature = asked.temperature
-    _require(
-        temperature is None or (_is_number(temperature) and temperature >= 0),
+    require(
+        temperature is None or (is_number(temperature) and temperature >= 0),
         f"temperature={temperature} is not a number of at least 0; give one, 0 for greedy",
     )
-    _require(
-        _is_number(asked.level) and 0 < asked.level < 1,
+    require(
+        is_number(asked.level) and 0 < asked.level < 1,
         f"level={asked.level} is no probability between 0 and 1; give 0.95 or so",
     )
     _check_lists(asked)
     _check_kernels(asked.kernels)
-    _require(
+    require(
         isinstance(asked.name, str) and PurePath(asked.name).name == asked.name != "",
         f"name={asked.name} is no plain file name; the results lie in the run's folder, so leave out folders",
     )
-    _require(
+    require(
         asked.name not in OF_THE_RUN,
         f"name={asked.name}: the run keeps {asked.name}.json itself; give another name",
     )
@@ -56,20 +56,20 @@ def check_evaluation(asked: DictConfig) -> None:
 def _check_lists(asked: DictConfig) -> None:
     for name in ("budgets", "policies", "pass_at_k"):
         value = asked[name]
-        _require(
+        require(
             OmegaConf.is_list(value) or (value is None and name != "pass_at_k"),
             f"{name}={value} is not a list; write {name}=[{value}]",
         )
     for policy in asked.policies or []:
-        _require(
+        require(
             policy in POLICIES or policy == "dense",
             f"policies: unknown cache policy {policy!r}; choose from {', '.join(['dense', *POLICIES])}",
         )
     for budget in asked.budgets or []:
-        _require(_is_count(budget), f"budgets: {budget!r} is no number of keys; give whole numbers")
+        require(is_count(budget), f"budgets: {budget!r} is no number of keys; give whole numbers")
     for k in asked.pass_at_k:
-        _require(
-            _is_count(k) and k <= asked.n_samples,
+        require(
+            is_count(k) and k <= asked.n_samples,
             f"pass_at_k: pass@{k} cannot be estimated from n_samples={asked.n_samples}; give k from 1 to "
             "n_samples, or raise that",
         )
@@ -81,7 +81,7 @@ def check_draws(n_samples: int, temperature: float | int) -> None:
     Raises:
         ConfigError: they would all be the same.
     """
-    _require(
+    require(
         n_samples == 1 or temperature > 0,
         f"n_samples={n_samples} responses at temperature={temperature} are {n_samples} times the same one; "
         "give temperature=1 or so, or n_samples=1",
@@ -97,7 +97,7 @@ def check_export(asked: DictConfig) -> None:
     for name in ("ckpt", "to"):
         _check_given(asked, name)
     for name in ("overwrite", "heads"):
-        _require(
+        require(
             isinstance(asked[name], bool),
             f"{name}={asked[name]} is neither true nor false; give one of them",
         )
@@ -108,7 +108,7 @@ def _check_given(asked: DictConfig, name: str) -> None:
     is_missing = OmegaConf.is_missing(asked, name)
     value = None if is_missing else asked[name]
     example = "runs/NAME" if name == "ckpt" else "a folder to write"
-    _require(isinstance(value, str) and value != "", f"{name} is not given; add {name}=... ({example})")
+    require(isinstance(value, str) and value != "", f"{name} is not given; add {name}=... ({example})")
 
 
 def _check_kernels(value: Any) -> None:
@@ -116,20 +116,7 @@ def _check_kernels(value: Any) -> None:
 
 
 def _check_choice(name: str, value: Any, known: Collection[str], or_else: str) -> None:
-    _require(
+    require(
         value is None or value in known,
         f"{name}={value} is unknown; choose one of {', '.join(known)}, or {or_else}",
     )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _require(is_right: bool, message: str) -> None:
-    if not is_right:
-        raise ConfigError(message)

@@ -3,6 +3,7 @@
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config.building import ConfigError
+from lit_rlkv.config.requirements import is_count
 
 AUTO = "auto"
 STRATEGIES = (AUTO, "ddp")
@@ -17,15 +18,15 @@ def check_fabric(cfg: DictConfig) -> None:
     """
     settings = cfg.fabric
     devices = settings.devices
-    if devices != AUTO and not _is_count(devices) and devices != ALL_DEVICES:
+    if devices != AUTO and not is_count(devices) and devices != ALL_DEVICES:
         raise ConfigError(
             f"fabric.devices={devices} is no number of processes; give one, -1 for all devices of this "
             f"machine, or {AUTO}"
         )
-    if not _is_count(settings.num_nodes):
+    if not is_count(settings.num_nodes):
         raise ConfigError(f"fabric.num_nodes={settings.num_nodes} is no number of machines; give at least 1")
     shards = cfg.rollout.n_shards
-    if shards is not None and not _is_count(shards):
+    if shards is not None and not is_count(shards):
         raise ConfigError(f"rollout.n_shards={shards} is no number of shards; give at least 1, or null")
     if settings.strategy not in STRATEGIES:
         raise ConfigError(
@@ -63,7 +64,3 @@ def check_shares(cfg: DictConfig, n_ranks: int) -> None:
             f"n_minibatches × n_micro_batches = {n_cuts} parts cannot be cut from the {n_own} prompts of "
             f"each of {n_shards} shards; lower them, or raise rollout.n_prompts"
         )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.config.building import ConfigError, as_config_errors, build, check_targets, is_local
 from lit_rlkv.config.fabric_rules import check_fabric
 from lit_rlkv.config.model_rules import check_quantization
+from lit_rlkv.config.requirements import is_count, is_number, require
 from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.data.credit import CreditRule, PairCredit
 from lit_rlkv.data.settings import KLConfig
@@ -57,11 +58,6 @@ def check_config(cfg: DictConfig) -> None:
     for diagnostic in cfg.diagnostics.values():
         if diagnostic is not None:
             build(diagnostic)
-
-
-def _require(is_right: bool, message: str) -> None:
-    if not is_right:
-        raise ConfigError(message)
 
 
 COUNTS = (
@@ -128,35 +124,35 @@ SWITCHES = (
 def _check_numbers(cfg: DictConfig) -> None:
     for name in SWITCHES:
         value = OmegaConf.select(cfg, name)
-        _require(isinstance(value, bool), f"{name}={value} is neither true nor false; give one of them")
+        require(isinstance(value, bool), f"{name}={value} is neither true nor false; give one of them")
     for name in COUNTS:
         value = OmegaConf.select(cfg, name)
         least = 0 if name in MAY_BE_ZERO else 1
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        _require(is_count, f"{name}={value} is not a count; give a whole number of at least {least}")
+        require(
+            is_count(value, least), f"{name}={value} is not a count; give a whole number of at least {least}"
+        )
     for name in AMOUNTS:
         value = OmegaConf.select(cfg, name)
-        is_amount = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        _require(is_amount, f"{name}={value} is not a number of at least 0; give one")
+        require(is_number(value) and value >= 0, f"{name}={value} is not a number of at least 0; give one")
 
 
 def _check_stages(cfg: DictConfig) -> None:
-    _require(
+    require(
         not isinstance(cfg.stages, str), f"stages={cfg.stages} is not a list; write stages=[{cfg.stages}]"
     )
     stages = list(cfg.stages)
     unknown = [stage for stage in stages if stage not in STAGES]
-    _require(
+    require(
         not unknown,
         f"stages={stages}: unknown {', '.join(map(str, unknown))}; choose from {', '.join(STAGES)}",
     )
-    _require(bool(stages), f"stages={stages} leaves nothing to do; choose from {', '.join(STAGES)}")
-    _require(
+    require(bool(stages), f"stages={stages} leaves nothing to do; choose from {', '.join(STAGES)}")
+    require(
         cfg.fabric.precision in WEIGHT_DTYPES,
         f"fabric.precision={cfg.fabric.precision!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}",
     )
     _check_sft(cfg.sft)
-    _require(
+    require(
         cfg.sft.mistakes.n_prompts == 0 or build(cfg.task).is_verifiable,
         f"sft.mistakes.n_prompts={cfg.sft.mistakes.n_prompts}: the task does not say which answers of the "
         "model are wrong, as preferences do not; use 0",
@@ -168,17 +164,17 @@ def _check_sft(sft: DictConfig) -> None:
     names += ["mistakes.n_steps"] if sft.mistakes.n_prompts > 0 else []
     for name in names:
         n_steps = OmegaConf.select(sft, name)
-        _require(
+        require(
             n_steps % min(sft.steps_per_iteration, n_steps) == 0,
             f"sft.{name}={n_steps} is no multiple of sft.steps_per_iteration={sft.steps_per_iteration}; "
             "make it one",
         )
-    _require(
+    require(
         sft.joint or sft.n_pairs > 0,
         "sft.joint=false trains a reward model of its own, but sft.n_pairs=0 gives it nothing to learn "
         "from; raise it, or use sft.joint=true",
     )
-    _require(
+    require(
         sft.n_pairs <= sft.batch_size,
         f"sft.n_pairs={sft.n_pairs} is more than sft.batch_size={sft.batch_size}; lower it",
     )
@@ -187,7 +183,7 @@ def _check_sft(sft: DictConfig) -> None:
 def _check_paths(cfg: DictConfig) -> None:
     path = cfg.model.path
     if path is not None and is_local(path):
-        _require(
+        require(
             (Path(path).expanduser() / "config.json").is_file(),
             f"model.path={path} is not a checkpoint folder (no config.json there); give a folder written by "
             "save_pretrained, or a hub name",
@@ -207,33 +203,31 @@ def _check_cache(cfg: DictConfig) -> None:
 
 def _check_sampling(cfg: DictConfig) -> None:
     rollout = cfg.rollout
-    _require(
-        cfg.kernels in KERNELS, f"kernels={cfg.kernels!r} is unknown; choose one of {', '.join(KERNELS)}"
-    )
-    _require(
+    require(cfg.kernels in KERNELS, f"kernels={cfg.kernels!r} is unknown; choose one of {', '.join(KERNELS)}")
+    require(
         rollout.cuda_graph is None or isinstance(rollout.cuda_graph, bool),
         f"rollout.cuda_graph={rollout.cuda_graph} is none of true, false and null; null captures on CUDA",
     )
     group_size, rows = cfg.algorithm.group_size, rollout.max_rows
-    _require(
-        rows is None or (isinstance(rows, int) and not isinstance(rows, bool) and rows >= group_size),
+    require(
+        rows is None or is_count(rows, group_size),
         f"rollout.max_rows={rows} is no number of rows for the {group_size} responses to one prompt "
         f"(algorithm.group_size), which start together; give a whole number of at least {group_size}, or "
         "null for all",
     )
     rows = rollout.rows_per_pass
-    _require(
-        rows is None or (isinstance(rows, int) and rows >= 1),
+    require(
+        rows is None or is_count(rows),
         f"rollout.rows_per_pass={rows} scores nothing; give a whole number of at least 1, or null for all",
     )
     for name, off in {"top_p": 1.0, "top_k": None}.items():
-        _require(
+        require(
             rollout[name] == off,
             f"rollout.{name}={rollout[name]} cannot be replayed: the learner would have to renormalise over "
             "the very tokens that the sampler kept, which are not recorded; "
             f"use rollout.{name}={'null' if off is None else off}",
         )
-    _require(
+    require(
         rollout.temperature > 0,
         f"rollout.temperature={rollout.temperature}: the policy gradient needs a distribution; "
         "give more than 0",
@@ -245,12 +239,12 @@ def _check_algorithm(cfg: DictConfig) -> None:
     with as_config_errors("algorithm.credit"):
         credit: CreditRule = build(algorithm.credit).for_task(build(cfg.task))
     has_judge = isinstance(credit, PairCredit) and credit.judge is not None
-    _require(
+    require(
         not has_judge or cfg.reward.missing_eos_penalty == 0,
         f"reward.missing_eos_penalty={cfg.reward.missing_eos_penalty} has no effect beside a judge, who "
         "ranks in place of the reward; use 0",
     )
-    _require(
+    require(
         algorithm.group_size >= credit.min_group_size,
         f"algorithm.group_size={algorithm.group_size}: {type(credit).__name__} compares responses to one "
         f"prompt; give at least {credit.min_group_size}",
@@ -260,44 +254,44 @@ def _check_algorithm(cfg: DictConfig) -> None:
         "aggregation": AGGREGATIONS,
     }
     for name, table in tables.items():
-        _require(
+        require(
             algorithm[name] in table,
             f"algorithm.{name}={algorithm[name]!r} is unknown; choose one of {', '.join(table)}",
         )
     module = get_object(algorithm.loss._target_)
-    _require(
+    require(
         isinstance(credit, module.credit_rule),
         f"algorithm.credit: {module.__name__} learns from {module.credit_rule.__name__}, not from "
         f"{type(credit).__name__}; choose an algorithm and change its options",
     )
     missing = [name for name in module.required_options if name not in algorithm.loss]
-    _require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
+    require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
     with as_config_errors(algorithm.loss._target_):
         options = {name: value for name, value in algorithm.loss.items() if not name.startswith("_")}
         module.check_options(**options)
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
     n_units = cfg.rollout.n_prompts if isinstance(credit, PairCredit) else n_rows
     n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
-    _require(
+    require(
         1 <= n_parts <= n_units,
         f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
         f"{'pairs' if isinstance(credit, PairCredit) else 'responses'}; lower them",
     )
     with as_config_errors("algorithm.kl"):
         kl = KLConfig(**algorithm.kl)
-    _require(
+    require(
         kl.target is None or kl.horizon > MAX_ERROR * n_rows,
         f"algorithm.kl.horizon={kl.horizon} steers too fast for {n_rows} responses an iteration; give "
         f"more than {MAX_ERROR * n_rows:.0f}",
     )
     has_critic = "value" in credit.needs
-    _require(
+    require(
         0 <= algorithm.critic_warmup < algorithm.n_iterations
         and (has_critic or algorithm.critic_warmup == 0),
         f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
         f"n_iterations={algorithm.n_iterations} with one",
     )
-    _require(
+    require(
         kl.place == "loss" or not isinstance(credit, PairCredit),
         "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
         "beta; use place=loss or weight=0",
@@ -307,14 +301,14 @@ def _check_algorithm(cfg: DictConfig) -> None:
 def _check_reward(cfg: DictConfig) -> None:
     reward = build_reward(cfg.reward)
     task = build(cfg.task)
-    _require(
+    require(
         reward.verifier == 0 or task.is_verifiable,
         f"reward.verifier={reward.verifier}: {type(task).__name__} does not say what is exactly right, as "
         "preferences do not, or answers without answer_after; use reward=learned, or reward.verifier=0 and "
         "reward.functions",
     )
     sft = cfg.sft
-    _require(
+    require(
         reward.learned == 0 or "sft" not in cfg.stages or _trains_head(sft),
         f"reward.learned={reward.learned} needs a reward head, but sft.n_pairs={sft.n_pairs} with "
         f"sft.reward_weight={sft.reward_weight} trains none; raise them",
@@ -335,26 +329,26 @@ def _check_roles(cfg: DictConfig) -> None:
         "value_view": ("shadow", "dense"),
     }
     for name, known in options.items():
-        _require(
+        require(
             roles[name] in known,
             f"roles.{name}={roles[name]!r} is unknown; choose one of {', '.join(known)}",
         )
     targets = roles.target_modules
     is_list = OmegaConf.is_list(targets) and targets and all(isinstance(name, str) for name in targets)
-    _require(
+    require(
         isinstance(targets, str) or bool(is_list),
         f"roles.target_modules={targets} names no modules; give all-linear, or a list such as "
         "[q_proj,v_proj]",
     )
     has_critic = "value" in build(cfg.algorithm.credit).needs
-    _require(
+    require(
         not has_critic or roles.value_init == "zero" or "sft" not in cfg.stages or _trains_head(cfg.sft),
         "roles.value_init=reward starts the critic from the reward head, but sft trains none; use "
         "roles.value_init=zero, or raise sft.n_pairs and sft.reward_weight",
     )
     is_apart = "sft" in cfg.stages and not cfg.sft.joint
     uses_critic = cfg.reward.learned != 0 or has_critic
-    _require(
+    require(
         not (is_apart and uses_critic and LAYOUTS[roles.layout].shares_critic),
         f"roles.layout={roles.layout} has one backbone for policy and critics, but sft.joint=false trains a "
         "reward model with weights of its own; use sft.joint=true, or roles=dynamic_lora",
@@ -362,7 +356,7 @@ def _check_roles(cfg: DictConfig) -> None:
 
 
 def _check_records(cfg: DictConfig) -> None:
-    _require(
+    require(
         cfg.callbacks.best_mode in ("max", "min"),
         f"callbacks.best_mode={cfg.callbacks.best_mode!r} is unknown; choose max or min",
     )
@@ -373,12 +367,12 @@ def _check_records(cfg: DictConfig) -> None:
 def _check_arm(cfg: DictConfig) -> None:
     distillation = cfg.distillation
     is_dense = cfg.correction.samples_dense or cfg.cache.policy == "dense"
-    _require(
+    require(
         distillation is None or distillation.weight == 0 or not is_dense,
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
         "use distillation=none or distillation=anchor, or another correction and cache.policy",
     )
-    _require(
+    require(
         cfg.algorithm.policy_weight > 0 or distillation is not None,
         "algorithm.policy_weight=0 leaves the policy nothing to learn from; raise it, or choose a "
         "distillation",
