@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,11 +77,9 @@ class Keeping:
     def best(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """The best of those that have the metric, the best first and the newer of equals before the older."""
         sign = 1 if self.mode == "max" else -1
-        judged = [
-            one
-            for one in checkpoints
-            if one.metrics.get(self.metric, torch.nan) == one.metrics.get(self.metric)
-        ]
+        judged = [one for one in checkpoints if not math.isnan(one.metrics.get(self.metric, math.nan))]
+        if checkpoints and not judged and self.n_best > 0:
+            log.warning("no checkpoint has the metric %r to choose the best by", self.metric)
         ranked = sorted(
             judged, key=lambda one: (sign * one.metrics[self.metric], one.iteration), reverse=True
         )
@@ -132,7 +131,7 @@ class CheckpointDir:
 
         What claims to be newer than the iteration just saved is from before a step back, or damaged.
         """
-        found = [one for path in self.all() if (one := _read(path)) is not None]
+        found = [_checkpoint(path, state) for path in self.all() if (state := _state_of(path)) is not None]
         for one in found:
             if one.iteration > iteration:
                 discard(one.path)
@@ -186,34 +185,38 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if not (path / STATE).is_file():
         kind = BrokenCheckpointError if path.is_dir() and path.name.startswith(PREFIX) else FileNotFoundError
         raise kind(f"{path} holds no checkpoint ({STATE} is missing); give a folder named {PREFIX}...")
-    found = _read(path)
-    if found is None:
+    state = _state_of(path)
+    if state is None:
         raise BrokenCheckpointError(f"{path / STATE} is broken")
-    state = json.loads((path / STATE).read_text())
     for name, expected in state.get("files", {}).items():
         if not (path / name).is_file():
             raise BrokenCheckpointError(f"{path / name} is missing")
         if digest(path / name) != expected:
             raise BrokenCheckpointError(f"{path / name} is not the file that was written")
-    return found
+    return _checkpoint(path, state)
 
 
-def _read(path: Path) -> Checkpoint | None:
-    """What its state says, None where that is broken."""
+def _state_of(path: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of itself; None where that is not what was written."""
     try:
-        state = json.loads((path / STATE).read_text())
-        if "digest" in state and state.pop("digest") != _digest_of(state):
-            return None
-        return Checkpoint(
-            path=path,
-            iteration=state["iteration"],
-            data_state=state["data"],
-            metrics=state.get("metrics", {}),
-            n_ranks=state.get("n_ranks", 1),
-            backbone=state.get("backbone"),
+        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        is_whole = (
+            state.pop("digest", None) in (None, _digest_of(state)) and {"iteration", "data"} <= state.keys()
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return None
+    return state if is_whole else None
+
+
+def _checkpoint(path: Path, state: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(
+        path=path,
+        iteration=state["iteration"],
+        data_state=state["data"],
+        metrics=state.get("metrics", {}),
+        n_ranks=state.get("n_ranks", 1),
+        backbone=state.get("backbone"),
+    )
 
 
 def digest(path: Path) -> str:

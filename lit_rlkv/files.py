@@ -71,6 +71,19 @@ def sweep_partial(root: Path, prefix: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def link_tree(source: Path, target: Path) -> None:
+    """The files of a folder in another one, over those of the same names; linked, or copied where it must."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)
+            try:
+                os.link(path, place)
+            except OSError:
+                shutil.copy2(path, place)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     if os.name == "nt" and path.is_dir():
@@ -101,3 +114,10 @@ def fingerprint(folder: Path, pattern: str) -> str:
                 file.seek(place)
                 found.update(file.read(SAMPLE_BYTES))
     return found.hexdigest()
+
+
+def stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of the file at a path, or of all in the folder there; none where nothing is."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
+    named = [(path.name if file == path else file.relative_to(path).as_posix(), file) for file in files]
+    return [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in named if file.is_file()]

@@ -13,11 +13,10 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.progress import stderr_console
 from lit_rlkv.callbacks.summary import summary_table
-from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, Keeping
+from lit_rlkv.checkpoint import CheckpointDir, Keeping
 from lit_rlkv.config import (
     CONF_DIR,
     ConfigError,
-    as_config_errors,
     check_command_line,
     check_config,
     check_keys,
@@ -37,6 +36,7 @@ from lit_rlkv.stages.results import Results
 from lit_rlkv.stages.resuming import AUTO, found, resumed, warn_of_other_ranks
 from lit_rlkv.stages.rewarding import try_rewards
 from lit_rlkv.stages.run import Run
+from lit_rlkv.stages.saving import newest
 from lit_rlkv.stages.warmup import start_folder
 
 LOG = "fit.log"
@@ -87,11 +87,6 @@ def fit(
         interruption = interruption or Interruption()
         run = Run(parts, run_dir, checkpoints, resume_from, logger, console, interruption)
         return run.go(start)
-
-
-def newest(checkpoints: CheckpointDir) -> Checkpoint | None:
-    with as_config_errors(str(checkpoints.root.parent)):
-        return checkpoints.latest()
 
 
 def main() -> None:

@@ -38,6 +38,10 @@ class Learner:
     """A module with its optimizer on the devices of a run.
 
     A step whose gradient is not finite is left out and counted (`skipped_steps`).
+
+    Args:
+        module: on several ranks one with `idle_parameters`, as all of `lit_rlkv.modules` have.
+        state: of an earlier one, to go on from.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ def _unpack(configured: Any) -> tuple[torch.optim.Optimizer, Any]:
 
 
 class MetricSums:
-    """Metrics of one iteration, summed on the device so that no step waits for the host."""
+    """Metrics of one iteration, summed on the device so that no micro-batch waits for the host."""
 
     def __init__(self) -> None:
         self.step: dict[str, Tensor] = {}

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 
 import torch
@@ -51,15 +51,17 @@ class Experience:
     """Each of which has rows of its own."""
 
     def everyone(self) -> "Experience":
-        """The rows of all ranks, without death tables; all ranks must ask for it together."""
-        if self.ranks.size == 1:
-            return self
+        """The rows of all ranks, without texts and death tables; all ranks must ask for it together."""
+        return self if self.ranks.size == 1 else self._gathered
+
+    @cached_property
+    def _gathered(self) -> "Experience":
         gather = self.ranks.gather
         rewards, weights = self.rewards, self.weights
         return replace(
             self,
-            problems=self.ranks.gather_list(self.problems),
-            completions=self.ranks.gather_list(self.completions),
+            problems=(),
+            completions=(),
             rollout=of_all_ranks(self.rollout, self.ranks),
             rewards=Rewards(
                 total=gather(rewards.total),

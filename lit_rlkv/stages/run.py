@@ -24,7 +24,7 @@ from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.faults import Interruption
-from lit_rlkv.files import appearing_whole
+from lit_rlkv.files import appearing_whole, link_tree
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.stages.environment import installed
 from lit_rlkv.stages.evaluation import evaluate_policy
@@ -35,7 +35,7 @@ from lit_rlkv.stages.results import Results
 from lit_rlkv.stages.reward import report_on_reward
 from lit_rlkv.stages.saving import backbone_id, check_backbone
 from lit_rlkv.stages.training import make_policy, train_policy
-from lit_rlkv.stages.warm_progress import WarmProgress, link_tree
+from lit_rlkv.stages.warm_progress import WarmProgress
 from lit_rlkv.stages.warmup import WARM_DONE, warm_up
 from lit_rlkv.types import Rollout
 
@@ -75,8 +75,8 @@ class Run:
         self.own_dir = run_dir if self.is_first else run_dir / RANKS / str(parts.fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
         self.results = told_by_first(parts.fabric, lambda: Results.load(run_dir))
-        resumed_at = 0 if resume_from is None else resume_from.iteration
-        self.metrics = MetricsFile(self.own_dir / METRICS, resumed_at)
+        self.resumed_at = 0 if resume_from is None else resume_from.iteration
+        self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at)
         shown = parts.cfg.callbacks
         self.samples = Samples(
             self.own_dir, n=shown.n_samples, every_n_iterations=shown.samples_every, console=console
@@ -136,13 +136,12 @@ class Run:
         with self.results.timed("sft"):
             every = self.parts.cfg.callbacks.checkpoint_every
             work = self.run_dir / WARM_WORK
-            with as_config_errors("sft"):
-                progress = WarmProgress(self.parts.fabric, work, every, self.interruption)
+            progress = WarmProgress(self.parts.fabric, work, every)
             callbacks = [
                 ProgressBar("sft", self.console),
                 MetricsFile(self.own_dir / "sft_metrics.csv", progress.resumed_at),
             ]
-            start = warm_up(self.parts, callbacks, progress)
+            start = warm_up(self.parts, callbacks, progress, self.interruption)
         self._keep_backbone(start)
         return start
 
@@ -168,13 +167,12 @@ class Run:
     def _callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
         """In the order in which they are called: what adds to the metrics first, what shows them last."""
         distillation = self.parts.cfg.distillation
-        resumed_at = 0 if self.resume_from is None else self.resume_from.iteration
         logging_callback = LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw)
         return [
             RolloutStatistics(),
             RunAxes(self.metrics.history),
             *diagnostics,
-            DiagnosticsFile(self.own_dir, diagnostics, resumed_at),
+            DiagnosticsFile(self.own_dir, diagnostics, self.resumed_at),
             *([] if distillation is None else [build(distillation)]),
             self.metrics,
             logging_callback,

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.utils.hub import cached_file
 
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, trainable_weights
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.files import fingerprint
 from lit_rlkv.loop import Moment
 
@@ -21,6 +21,7 @@ class Saver:
     What cannot be written, as to a full disk, is tried again after the next iteration, and training goes on.
 
     Args:
+        every: iterations; None saves the last moment alone.
         saved_at: iterations that the newest checkpoint has.
         backbone: fingerprint of the frozen weights.
     """
@@ -30,7 +31,7 @@ class Saver:
         fabric: Fabric,
         module: nn.Module,
         checkpoints: CheckpointDir,
-        every: int,
+        every: int | None,
         saved_at: int | None,
         backbone: str | None = None,
     ) -> None:
@@ -48,18 +49,15 @@ class Saver:
         Raises:
             OSError: the last moment cannot be written; says what there is to go on from.
         """
-        is_due = moment.is_last or moment.iteration % self.every == 0 or self._is_late
-        if not is_due or moment.iteration == self.saved_at:
-            return
-        # Ranks that hold parts of them gather them together; the first writes.
-        weights, learner_state = trainable_weights(self.module), moment.learner_state()
-        if not self.fabric.is_global_zero:
+        is_regular = self.every is not None and moment.iteration % self.every == 0
+        is_due = moment.is_last or is_regular or self._is_late
+        if not self.fabric.is_global_zero or not is_due or moment.iteration == self.saved_at:
             return
         try:
             self.checkpoints.save(
                 moment.iteration,
-                weights,
-                learner_state,
+                trainable_weights(self.module),
+                moment.learner_state(),
                 moment.data_state,
                 moment.metrics,
                 self.fabric.world_size,
@@ -74,6 +72,16 @@ class Saver:
             log.warning("%s; going on, to be saved after the next one; until then there is %s", said, where)
         else:
             self.saved_at, self._is_late = moment.iteration, False
+
+
+def newest(checkpoints: CheckpointDir) -> Checkpoint | None:
+    """The one to go on from; None where there is none yet.
+
+    Raises:
+        ConfigError: there are some, and none of them is whole.
+    """
+    with as_config_errors(str(checkpoints.root.parent)):
+        return checkpoints.latest()
 
 
 def backbone_id(start: str | Path) -> str:
@@ -94,8 +102,7 @@ def check_backbone(checkpoint: Checkpoint | None, start: str | Path, found: str)
     Raises:
         ConfigError: the weights at `start`, whose fingerprint was found, are not those that it stands on.
     """
-    expected = None if checkpoint is None else checkpoint.backbone
-    if checkpoint is not None and expected is not None and expected != found:
+    if checkpoint is not None and checkpoint.backbone not in (None, found):
         raise ConfigError(
             f"{checkpoint.path} was trained on other weights than those in {start}, which have changed "
             "since; bring them back, or start a new run"

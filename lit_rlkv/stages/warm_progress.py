@@ -1,6 +1,5 @@
 """What a warm-up has done so far, kept in the folder of its run, so that a kill does not cost all of it."""
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.checkpoint import CheckpointDir, Keeping
-from lit_rlkv.faults import Interruption
 from lit_rlkv.files import appearing_whole
 from lit_rlkv.loop import Moment
 from lit_rlkv.models.heads import ScalarHead
-from lit_rlkv.stages.saving import Saver
+from lit_rlkv.stages.launching import told_by_first
+from lit_rlkv.stages.saving import Saver, newest
 
 REWARD_HEAD = "reward_head.safetensors"
 
@@ -26,22 +25,18 @@ class WarmProgress:
 
     Args:
         root: of its own for each run.
-        every: iterations between checkpoints.
-        interruption: of a run that may be asked to end.
+        every: iterations between checkpoints; None makes none.
 
     Raises:
-        BrokenCheckpointError: none of the checkpoints is whole.
+        ConfigError: none of the checkpoints is whole.
     """
 
-    def __init__(
-        self, fabric: Fabric, root: Path, every: int, interruption: Interruption | None = None
-    ) -> None:
+    def __init__(self, fabric: Fabric, root: Path, every: int | None) -> None:
         self.fabric = fabric
         self.root = root
         self.every = every
-        self.interruption = interruption
         self.checkpoints = CheckpointDir(root / "checkpoints", Keeping(n_last=1))
-        self.resumed = self.checkpoints.latest()
+        self.resumed = told_by_first(fabric, lambda: newest(self.checkpoints))
 
     @property
     def number(self) -> int:
@@ -78,16 +73,3 @@ class WarmProgress:
     def clear(self) -> None:
         """Nothing of it is needed any more."""
         shutil.rmtree(self.root, ignore_errors=True)
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """The files of a folder in another one, over those of the same names; linked, or copied where it must."""
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink(missing_ok=True)
-            try:
-                os.link(path, place)
-            except OSError:
-                shutil.copy2(path, place)

@@ -20,7 +20,8 @@ from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.files import appearing_whole
+from lit_rlkv.faults import Interruption
+from lit_rlkv.files import appearing_whole, link_tree, stamps
 from lit_rlkv.loop import train
 from lit_rlkv.models.backbone import check_length, text_config
 from lit_rlkv.models.heads import ScalarHead
@@ -29,13 +30,11 @@ from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone
-from lit_rlkv.stages.warm_progress import REWARD_HEAD, WarmProgress, link_tree
+from lit_rlkv.stages.warm_progress import REWARD_HEAD, WarmProgress
 
 WARM_FORMAT = 1
 """Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
 WARM_DONE = "warm.json"
-NEVER_SAVED = 10**9
-"""Iterations between checkpoints of a warm-up that nobody will go on with."""
 REWARD_MODEL = "reward_model"
 """Folder in a warm model for a reward model with weights of its own."""
 
@@ -58,18 +57,9 @@ def warm_folder(cfg: DictConfig) -> Path:
     names = ("task", "model", "sft", *(("cache", "rollout") if cfg.sft.mistakes.n_prompts > 0 else ()))
     parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in names}
     sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
-    files = [_fingerprint(source) for source in sources]
+    files = [[] if source is None else stamps(Path(source).expanduser()) for source in sources]
     text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)
     return Path(cfg.runs_dir) / "warm" / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-def _fingerprint(path: str | None) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the local files at a path, so that changed content is another warm model."""
-    root = Path(path).expanduser() if path is not None else None
-    if root is None or not root.exists():
-        return []
-    files = sorted(root.iterdir()) if root.is_dir() else [root]
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def start_folder(cfg: DictConfig, run_dir: Path) -> str | Path | None:
@@ -143,7 +133,12 @@ def training_passes(cfg: DictConfig) -> list[Pass]:
     return passes
 
 
-def warm_up(parts: Parts, callbacks: Sequence[Callback], progress: WarmProgress | None = None) -> Path:
+def warm_up(
+    parts: Parts,
+    callbacks: Sequence[Callback],
+    progress: WarmProgress | None = None,
+    interruption: Interruption | None = None,
+) -> Path:
     """Hydra-SFT on worked solutions; the result is kept for the next run with this config to start from.
 
     The folder holds backbone and tokenizer, and `REWARD_HEAD` if that head was trained with the LM head. A
@@ -151,6 +146,7 @@ def warm_up(parts: Parts, callbacks: Sequence[Callback], progress: WarmProgress 
 
     Args:
         progress: goes on where an earlier process was cut short; None begins, and keeps nothing if it fails.
+        interruption: of a run that may be asked to end.
 
     Raises:
         ConfigError: the task's solutions or pairs cannot be learned from; said before any training.
@@ -159,11 +155,11 @@ def warm_up(parts: Parts, callbacks: Sequence[Callback], progress: WarmProgress 
     check_hooks(callbacks)
     folder = warm_folder(parts.cfg)
     if progress is not None:
-        WarmUp(parts, callbacks, progress).go(folder)
+        WarmUp(parts, callbacks, progress, interruption).go(folder)
         return folder
-    own = WarmProgress(parts.fabric, folder.with_name(f".{folder.name}.{os.getpid()}.work"), NEVER_SAVED)
+    own = WarmProgress(parts.fabric, folder.with_name(f".{folder.name}.{os.getpid()}.work"), every=None)
     try:
-        WarmUp(parts, callbacks, own).go(folder)
+        WarmUp(parts, callbacks, own, interruption).go(folder)
     finally:
         own.clear()
     return folder
@@ -172,10 +168,17 @@ def warm_up(parts: Parts, callbacks: Sequence[Callback], progress: WarmProgress 
 class WarmUp:
     """The passes of a warm-up, from where its progress is."""
 
-    def __init__(self, parts: Parts, callbacks: Sequence[Callback], progress: WarmProgress) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        callbacks: Sequence[Callback],
+        progress: WarmProgress,
+        interruption: Interruption | None,
+    ) -> None:
         self.parts = parts
         self.callbacks = callbacks
         self.progress = progress
+        self.interruption = interruption
         self.passes = training_passes(parts.cfg.sft)
 
     def go(self, folder: Path) -> None:
@@ -228,7 +231,7 @@ class WarmUp:
             learner_state=None if resumed is None else resumed.learner_state(),
             max_grad_norm=cfg.max_grad_norm,
             save=self.progress.saver(module, number, end),
-            interruption=self.progress.interruption,
+            interruption=self.interruption,
         )
         return module.reward_head
 

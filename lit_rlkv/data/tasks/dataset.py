@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lit_rlkv.data.tasks.problems import Problems, RowFormat
 from lit_rlkv.data.tasks.rows import Table, path_of, read_rows
+from lit_rlkv.files import stamps
 from lit_rlkv.types import Problem
 
 _OWN = ("prompt", "answer", "solution")
@@ -56,8 +57,9 @@ def load_problems(
     has_own_score = answer_after is not None or (answer_column is not None and solution_column is None)
     form = RowFormat(answer_after, system_prompt, has_own_score, tuple(extra_columns))
     wanted = tuple((key, column) for key, column in columns.items() if column is not None)
+    state = tuple(stamps(Path(path_of(dataset)).expanduser()))  # a file that has changed is read again
     table, held_out = (
-        None if each is None else _read(dataset, name, each, wanted, form, _fingerprint(dataset))
+        None if each is None else _read(dataset, name, each, wanted, form, state)
         for each in (split, eval_split)
     )
     assert table is not None
@@ -71,13 +73,6 @@ def _read(
     split: str,
     columns: tuple[tuple[str, str], ...],
     form: RowFormat,
-    fingerprint: tuple[tuple[str, int, int], ...],
+    state: tuple[tuple[str, int, int], ...],
 ) -> Table[Problem]:
     return read_rows(dataset, form.parse, dict(columns), hint=_HINT, name=name, split=split)
-
-
-def _fingerprint(dataset: str) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of local files: a file that has changed is read again."""
-    root = Path(path_of(dataset)).expanduser()
-    files = sorted(root.rglob("*")) if root.is_dir() else [root] if root.is_file() else []
-    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
