@@ -35,7 +35,6 @@ SETTINGS = (
     "model.preset.head_dim=64",
     "model.preset.intermediate_size=768",
     "rollout.max_new_tokens=64",
-    "algorithm.group_size=8",
     "sft.n_steps=10",
     "evaluation.n_prompts=64",
     "diagnostics=none",
@@ -43,8 +42,9 @@ SETTINGS = (
     "fabric.accelerator=cpu",
     "fabric.n_threads=1",
 )
-N_PROMPTS = 16
+N_PROMPTS, GROUP_SIZE = 16, 8
 """Of each process."""
+N_RESPONSES = N_PROMPTS * GROUP_SIZE
 PHASES = ("rollout", "score", "reward", "update")
 
 
@@ -54,6 +54,7 @@ def run(n_ranks: int, n_iterations: int, folder: Path, stage: str) -> Path:
     command = [
         *("taskset", "-c", ",".join(map(str, range(n_ranks)))),
         *(sys.executable, "-m", "lit_rlkv.fit", *SETTINGS),
+        f"algorithm.group_size={GROUP_SIZE}",
         f"stages=[{stage}]",
         f"fabric.devices={n_ranks}",
         f"rollout.n_prompts={n_ranks * N_PROMPTS}",
@@ -77,9 +78,9 @@ def medians(run_dir: Path) -> dict[str, float]:
     return found | {"rollout_tokens_per_s": statistics.median(rates)}
 
 
-def n_gradients(run_dir: Path) -> int:
-    last = sorted((run_dir / "checkpoints").glob("iteration-*"))[-1]
-    return sum(value.numel() for value in load_file(last / "trainable.safetensors").values())
+def n_numbers(path: Path) -> int:
+    """Of all tensors in a file."""
+    return sum(value.numel() for value in load_file(path).values())
 
 
 def sum_seconds(n_numbers: int) -> float:
@@ -111,10 +112,12 @@ def main() -> None:
         run(1, 1, folder, "sft")
         alone, both = (run(n_ranks, args.iterations, folder, "rl") for n_ranks in (1, 2))
         one, two = medians(alone), medians(both)
-        n_numbers = n_gradients(alone)
-    sum_s = sum_seconds(n_numbers)
+        n_parameters = n_numbers(alone / "backbone" / "model.safetensors")
+        n_gradients = n_numbers(sorted(alone.glob("checkpoints/iteration-*/trainable.safetensors"))[-1])
+    sum_s = sum_seconds(n_gradients)
+    sizes = {"n_parameters": n_parameters, "n_gradients": n_gradients, "n_responses": N_RESPONSES}
     for n_ranks, found in ((1, one), (2, two)):
-        record.append("ranks", {"n_ranks": n_ranks, "n_gradients": n_numbers, "sum_s": sum_s, **found})
+        record.append("ranks", {"n_ranks": n_ranks, **sizes, "sum_s": sum_s, **found})
     total = {n: sum(found[f"{phase}_s"] for phase in PHASES) for n, found in ((1, one), (2, two))}
     predicted = total[1] + sum_s
     gain = two["rollout_tokens_per_s"] / one["rollout_tokens_per_s"]
@@ -127,8 +130,9 @@ def main() -> None:
     print(f"rollout: {gain:.2f} times the tokens per second; whole iteration: {whole:.2f} times")
     print(
         f"an iteration of two: {total[2]:.2f} s, predicted {predicted:.2f} s, of which {1000 * sum_s:.1f} ms "
-        f"for a sum over {n_numbers:,} gradients"
+        f"for a sum over {n_gradients:,} gradients"
     )
+    print(f"model of {n_parameters:,} parameters, {N_RESPONSES} responses a process")
 
 
 if __name__ == "__main__":

@@ -40,18 +40,20 @@ class Post(urllib.request.Request):
         timer = Timer(self._timeout_s, self.end)
         timer.daemon = True
         timer.start()
+        cause: Exception | None = None
         try:
             with _OPENER.open(self, timeout=self._timeout_s) as response:
                 body = _read(response)
         except HTTPError:
             raise
-        except Exception:
+        except Exception as error:
             if not self._is_ended:
                 raise
+            cause = error
         finally:
             timer.cancel()
         if self._is_ended:  # what was read until then may look whole
-            raise TimeoutError(f"no whole answer within {self._timeout_s:g} seconds")
+            raise TimeoutError(f"no whole answer within {self._timeout_s:g} seconds") from cause
         return body
 
     def end(self) -> None:
