@@ -1,4 +1,4 @@
-"""PPO against its formulas, written out here as loops over tokens in float64."""
+"""PPO against its formulas."""
 
 import math
 from dataclasses import replace
@@ -7,118 +7,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.data.credit import CriticCredit, Experience
 from lit_rlkv.data.rollouts import RolloutDataModule
 from lit_rlkv.data.settings import KLConfig
-from lit_rlkv.models.hydra import LAYOUTS, ROLES, Roles, acting_as
-from lit_rlkv.models.replay import action_hidden, replay_logps
-from lit_rlkv.modules.ppo import PPO
-from lit_rlkv.types import Rollout, TrainBatch
+from lit_rlkv.models.hydra import ROLES, Roles
+from tests.modules.ppo_by_definition import (
+    BOTH,
+    PAID,
+    credit_by_definition,
+    losses_by_definition,
+    make_data,
+    roll_out,
+    seen_by,
+    step,
+)
 from tests.modules.test_grpo import weights_by_definition
 from tests.training import (
     ARMS,
     counted_forwards,
     gradients_of,
-    make_datamodule,
     make_ppo,
     make_roles,
     shift,
     train_here,
 )
-
-BOTH = (("policy", "value"),)
-GAMMA, LAM = 0.9, 0.8
-PAID = KLConfig(weight=0.3, place="reward", estimator="k1")
-STD_FLOOR = 1e-4
-
-
-def make_data(roles: Roles, arm: str = "shadow", **options) -> RolloutDataModule:
-    options = {"credit": CriticCredit(GAMMA, LAM), "kl": PAID, "aggregation": "token"} | options
-    return make_datamodule(roles, correction=ARMS[arm], **({"learner_parts": BOTH} | options))
-
-
-def roll_out(
-    layout: str = "hydra", arm: str = "shadow", **options
-) -> tuple[Roles, RolloutDataModule, Experience]:
-    """A rollout, and roles that have moved on since: ratios and values leave their clips."""
-    roles = shift(make_roles(layout, ROLES))
-    data = make_data(roles, arm, **options)
-    experience = data.collect()
-    for name, parameter in roles.named_parameters():
-        if "lora_B" in name:
-            parameter.data.mul_(2.0)
-    return roles, data, experience
-
-
-def seen_by(roles: Roles, role: str, rollout: Rollout, shadow: bool = True) -> Tensor:
-    """Log-probs of a role, or the values of the critic, in float64."""
-    with torch.no_grad(), acting_as(roles, role) as backbone:
-        if role != "value":
-            return replay_logps(backbone, rollout, shadow=shadow).double()
-        values = roles.head(role)(action_hidden(backbone, rollout, shadow=shadow))
-        return torch.zeros(rollout.token_ids.shape).masked_scatter(rollout.is_action, values).double()
-
-
-def actions_of(rollout: Rollout) -> list[list[int]]:
-    return [row.nonzero().flatten().tolist() for row in rollout.is_action]
-
-
-def credit_by_definition(
-    experience: Experience, is_counted: Tensor, kl_weight: float = PAID.weight, mistake: str = ""
-) -> tuple[Tensor, Tensor]:
-    """r_t = −β·k1 + 1[t = T]·R, δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}; whitened A, and A + V."""
-    old, ref = experience.old_logps.double(), experience.ref_logps.double()
-    values = experience.values.double()
-    advantages, returns = torch.zeros_like(old), torch.zeros_like(old)
-    for row, columns in enumerate(actions_of(experience.rollout)):
-        after, next_value = 0.0, float(values[row, columns[-1]]) if mistake == "bootstrap" else 0.0
-        for column in reversed(columns):
-            reward = -kl_weight * float(old[row, column] - ref[row, column])
-            if column == columns[-1] or mistake == "reward at every token":
-                reward += float(experience.rewards.total[row])
-            delta = reward + GAMMA * next_value - float(values[row, column])
-            after = delta + GAMMA * LAM * after
-            next_value = float(values[row, column])
-            advantages[row, column], returns[row, column] = after, after + next_value
-    counted = [float(a) for a in advantages[is_counted]]
-    mean = sum(counted) / len(counted)
-    std = math.sqrt(sum((a - mean) ** 2 for a in counted) / (len(counted) - 1))
-    whitened = (advantages - mean) / (std + STD_FLOOR)
-    if mistake == "whitened returns":
-        returns = torch.where(experience.rollout.is_action, whitened + values, 0.0)
-    return torch.where(is_counted, whitened, 0.0), returns
-
-
-def losses_by_definition(
-    roles: Roles, experience: Experience, arm: str = "shadow", value_shadow: bool = True, mistake: str = ""
-) -> dict[str, float]:
-    """−Σ w·min(ρA, clip(ρ)A) / n_counted and Σ 0.5·max((V − R)², (clip(V) − R)²) / n_actions."""
-    rollout, old = experience.rollout, experience.old_logps.double()
-    logps = seen_by(roles, "policy", rollout, ARMS[arm].replays)
-    values = seen_by(roles, "value", rollout, value_shadow)
-    rho = (old - rollout.sampler_logps.double()).exp()
-    weight, is_counted = weights_by_definition(arm, rho, rollout.is_action)
-    advantages, returns = credit_by_definition(experience, is_counted, mistake=mistake)
-    policy_loss = value_loss = 0.0
-    for row, columns in enumerate(actions_of(rollout)):
-        for column in columns:
-            a, ratio = float(advantages[row, column]), float((logps - old)[row, column].exp())
-            gain = min(ratio * a, min(max(ratio, 0.8), 1.2) * a)
-            gain = ratio * a if mistake == "unclipped ratio" else gain
-            policy_loss -= float(weight[row, column]) * gain / int(is_counted.sum())
-            v, v_old, r = (float(x[row, column]) for x in (values, experience.values, returns))
-            v_clip = min(max(v, v_old - 0.2), v_old + 0.2)
-            worse = min if mistake == "better of both values" else max
-            value_loss += 0.5 * worse((v - r) ** 2, (v_clip - r) ** 2) / int(rollout.is_action.sum())
-    log_ratio = (logps - old)[rollout.is_action].tolist()
-    approx_kl = sum(math.exp(x) - 1 - x for x in log_ratio) / len(log_ratio)  # KL(π_old ‖ π) by k3
-    losses = {"policy_loss": policy_loss, "value_loss": value_loss, "approx_kl": approx_kl}
-    return losses | {"loss": policy_loss + 0.5 * value_loss}
-
-
-def step(module: PPO, batch: TrainBatch) -> dict[str, float]:
-    """Loss and metrics of a micro-batch."""
-    return {name: float(value.detach()) for name, value in module.training_step(batch, 0).items()}
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -360,67 +271,3 @@ def test_every_role_reads_the_rollout_under_the_view_of_its_arm(arm: str):
         assert ((found[role] - other).abs().max() > 1e-2) == (arm != "dense"), role
     dense = make_data(roles, arm, sampling={"value_shadow": False}).collect()
     assert (dense.values - seen_by(roles, "value", dense.rollout, False)).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("layout", ["hydra", "j_hydra", "lora_ppo", "ppo"])
-def test_the_critic_alone_learns_while_it_warms_up(layout: str):
-    roles = make_roles(layout, ROLES)
-    module = make_ppo(roles)
-    parts = {"learner_parts": module.learner_parts, "warmup_part": module.warmup_part}
-    data = make_data(roles, n_minibatches=2, critic_warmup=2, **parts)
-    parameters = {role: roles.trained_parameters(role) for role in ("policy", "value")}
-
-    def moved_in(n_iterations: int) -> dict[str, bool]:
-        before = {role: [p.detach().clone() for p in mine] for role, mine in parameters.items()}
-        log = train_here(module, data, n_iterations)
-        assert log.n_steps == 2 * n_iterations
-        assert ("policy_loss" in log.rows[-1]) == (data.iteration > 2)
-        return {
-            role: not all(torch.equal(p, old) for p, old in zip(mine, before[role], strict=True))
-            for role, mine in parameters.items()
-        }
-
-    assert moved_in(2) == {"policy": False, "value": True}
-    assert moved_in(1) == {"policy": True, "value": True}
-
-
-def test_a_critic_that_would_never_learn_is_refused():
-    module = make_ppo(make_roles("hydra", ROLES))
-    (batch,) = make_data(module.roles, learner_parts=(("policy",),)).train_dataloader()
-    with pytest.raises(ValueError, match=r"give the data module UpdateConfig\(learner_parts=module"):
-        module.training_step(batch, 0)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_optimizer_has_every_parameter_once_and_the_critic_a_rate_of_its_own(layout: str):
-    module = make_ppo(make_roles(layout, ROLES), value_lr_scale=3.0)
-    policy, critic = module.configure_optimizers()["optimizer"].param_groups
-    assert (policy["lr"], critic["lr"]) == pytest.approx((1e-2, 3e-2))
-    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    listed = [names[id(p)] for p in (*policy["params"], *critic["params"])]
-    assert sorted(listed) == sorted(names.values())
-    only_critic = {names[id(p)].split(".")[1] for p in critic["params"]}
-    assert only_critic == ({"heads"} if layout == "j_hydra" else {"heads", "backbones"})
-
-
-def test_both_learning_rates_rise_and_fall_together():
-    module = make_ppo(make_roles("hydra", ROLES), value_lr_scale=3.0, n_warmup_steps=3, n_decay_steps=8)
-    configured = module.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    # a quarter more at each of four steps, and an eighth less at each of eight
-    for fraction in (1 / 4, 2 / 4 * 7 / 8, 3 / 4 * 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0, 0.0):
-        rates = [group["lr"] for group in optimizer.param_groups]
-        assert rates == pytest.approx([1e-2 * fraction, 3e-2 * fraction])
-        optimizer.step()
-        scheduler.step()
-
-
-@pytest.mark.parametrize(
-    "name", ["clip_low", "clip_high", "value_clip", "value_weight", "value_lr_scale", "target_kl"]
-)
-def test_bounds_that_leave_nothing_to_learn_are_refused(name: str):
-    options = {"clip_low": 0.2, "clip_high": 0.2, "value_clip": None, "target_kl": None}
-    PPO.check_options(**options)
-    for value in (0.0, -0.1, math.nan):
-        with pytest.raises(ValueError, match=f"{name}={value} leaves nothing to learn from"):
-            PPO.check_options(**(options | {name: value}))

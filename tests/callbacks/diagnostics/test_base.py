@@ -3,6 +3,7 @@ import json
 import pytest
 
 from lit_rlkv.callbacks.diagnostics.base import FILE_NAME, Diagnostic, DiagnosticsFile, read_rows
+from tests.callbacks.diagnostics.measuring import assert_same_training, trained
 from tests.training import make_datamodule, make_roles
 
 
@@ -70,3 +71,16 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
 def test_what_is_no_interval_is_refused(every):
     with pytest.raises(ValueError, match=r"diagnostics\.counting\.every=.* is no interval; give a whole"):
         Counting(every=every)
+
+
+def test_a_diagnostic_that_meddles_with_training_would_be_noticed():
+    class Meddling(Diagnostic):
+        name = "meddling"
+
+        def measure(self, experience):
+            next(p for p in self.policy.parameters() if p.requires_grad).add_(1e-6)
+
+    plain = trained([])
+    assert_same_training(plain, trained([]))
+    with pytest.raises(AssertionError):
+        assert_same_training(plain, trained([Meddling()]))

@@ -2,28 +2,15 @@ import json
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 
-from lit_rlkv.callbacks.diagnostics.base import Diagnostic
 from lit_rlkv.callbacks.diagnostics.layers import LayerMismatch
 from lit_rlkv.callbacks.diagnostics.mismatch import Mismatch
 from lit_rlkv.callbacks.statistics import rollout_statistics
-from lit_rlkv.data.credit import CriticCredit, PairCredit
 from lit_rlkv.diagnostics.views import layer_kls, view_overlap
-from lit_rlkv.loop import train
-from lit_rlkv.models.hydra import LAYOUTS, ROLES, acting_as
+from lit_rlkv.models.hydra import LAYOUTS, acting_as
 from lit_rlkv.models.scoring import score_rollout
-from tests.training import (
-    ARMS,
-    MetricLog,
-    counted_forwards,
-    make_datamodule,
-    make_dpo,
-    make_module,
-    make_ppo,
-    make_roles,
-    shift,
-)
+from tests.callbacks.diagnostics.measuring import ALGORITHMS, assert_same_training, trained
+from tests.training import ARMS, counted_forwards, make_datamodule, make_module, make_roles, shift
 
 DENSE_NAMES = (
     "kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "training_log_ppl", "log_ppl_diff",
@@ -193,38 +180,6 @@ def test_options_that_measure_nothing_are_refused(make, options):
         make(**options)
 
 
-def trained(diagnostics, make=make_module, arm="shadow", precision="32-true", **options):
-    """Rows of metrics, and the parameters at the end, of two iterations."""
-    roles = shift(make_roles(needed=ROLES if make is make_ppo else ("policy", "reference")))
-    module = make(roles, replays=ARMS[arm].replays)
-    datamodule = make_datamodule(roles, correction=ARMS[arm], **options)
-    log = MetricLog()
-    callbacks = [*diagnostics, log]
-    datamodule.on_rollout_end = [callback.on_rollout_end for callback in callbacks]
-    fabric = Fabric(accelerator="cpu", precision=precision)
-    train(fabric, module, datamodule, callbacks=callbacks, n_iterations=2, max_grad_norm=1.0)
-    return log.rows, {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def assert_same_training(one, other):
-    (rows, parameters), (other_rows, other_parameters) = one, other
-    for row, other_row in zip(rows, other_rows, strict=True):
-        names = [name for name in row if not name.startswith("time/")]
-        assert {name: row[name] for name in names} == {name: other_row[name] for name in names}
-    assert all(torch.equal(parameters[name], other_parameters[name]) for name in parameters)
-
-
-ALGORITHMS = {
-    "grpo": {},
-    "ppo": {
-        "make": make_ppo,
-        "credit": CriticCredit(1.0, 0.95),
-        "learner_parts": (("policy", "value"),),
-    },
-    "online_dpo": {"make": make_dpo, "credit": PairCredit(drop_ties=False)},
-}
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("arm", ["shadow", "tis"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -235,17 +190,6 @@ def test_training_is_the_same_to_the_last_bit(algorithm, arm, precision):
     assert_same_training(plain, with_both)
     assert with_both[0][1]["kv/overlap_mean"] < 1.0
     assert with_both[0][1]["kv/layer_kl/all"] > 0.0
-
-
-def test_a_diagnostic_that_meddles_would_be_noticed():
-    class Meddling(Diagnostic):
-        name = "meddling"
-
-        def measure(self, experience):
-            next(p for p in self.policy.parameters() if p.requires_grad).add_(1e-6)
-
-    with pytest.raises(AssertionError):
-        assert_same_training(trained([]), trained([Meddling()]))
 
 
 @pytest.mark.parametrize("make", [Mismatch, LayerMismatch])
