@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_rlkv.files import appearing_whole, discard, sweep_partial
+from lit_rlkv.sharding import like, whole
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
 BEST = "best"
@@ -87,7 +88,7 @@ class Keeping:
 
 
 class CheckpointDir:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, which one process at a time may write."""
 
     def __init__(self, root: Path, keeping: Keeping | None = None) -> None:
         self.root = root
@@ -230,8 +231,11 @@ def _digest_of(state: dict[str, Any]) -> str:
 
 
 def trainable_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes, by name; a frozen backbone is saved once, elsewhere."""
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    """The parameters that training changes, by name; a frozen backbone is saved once, elsewhere.
+
+    Of layers that lie in shards all of them; then all ranks must ask.
+    """
+    return {name: whole(p.detach()) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -252,4 +256,4 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
                 f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but "
                 f"{tuple(parameter.shape)} here; was it trained with another LoRA rank?"
             )
-        parameter.data.copy_(weights[name])
+        parameter.data.copy_(like(weights[name], parameter))

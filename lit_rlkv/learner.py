@@ -11,6 +11,15 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lit_rlkv.faults import FiniteSteps
+from lit_rlkv.ranks import IN_STEP
+from lit_rlkv.sharding import (
+    average_whole_gradients,
+    clip_gradients,
+    is_sharded,
+    keep_kinds_apart,
+    state_like,
+    whole_state,
+)
 
 MAXIMA = ("kv/replay_gap",)
 """Metrics of which the largest counts; all others add up over micro-batches and are averaged over steps."""
@@ -56,8 +65,12 @@ class Learner:
         self.module = module
         self.callbacks = callbacks
         self.max_grad_norm = max_grad_norm
+        self.is_sharded = is_sharded(module)
         configured, self.scheduler = _unpack(module.configure_optimizers())
-        self.model, self.optimizer = fabric.setup(_Step(module), configured)
+        keep_kinds_apart(configured)
+        # One after the other, as sharded modules must be.
+        self.model = fabric.setup_module(_Step(module))
+        self.optimizer = cast("torch.optim.Optimizer", fabric.setup_optimizers(configured))
         self.precision = fabric.strategy.precision
         self.guard = FiniteSteps()
         self._learners: set[str] = set()
@@ -70,8 +83,10 @@ class Learner:
         """One micro-batch, and an optimizer step where it ends one."""
         fabric = self.fabric
         ends_step = getattr(batch, "ends_step", True)
-        with fabric.no_backward_sync(self.model, enabled=not ends_step):
+        # Sharded layers exchange the gradients of each micro-batch, so that no rank holds whole ones.
+        with fabric.no_backward_sync(self.model, enabled=not ends_step and not self.is_sharded):
             outputs = self.model(_Held(batch), index)
+            IN_STEP.wait()  # a backward pass is an exchange too
             # Denominators are those of all ranks, and gradients are averaged over the ranks.
             fabric.backward(outputs["loss"] * fabric.world_size)
         self.sums.add(outputs)
@@ -86,10 +101,7 @@ class Learner:
             for parameter in idle(self._learners):
                 parameter.grad = None
         self._learners = set()
-        norm = self.fabric.clip_gradients(
-            self.model, self.optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False
-        )
-        assert norm is not None  # None is for clipping by value
+        norm = self._clip()
         is_finite = self.guard.may_step(norm, self.sums.step)
         # A scaler of float16 leaves out the step by itself, and learns from it that it must scale less.
         if is_finite or getattr(self.precision, "scaler", None) is not None:
@@ -100,21 +112,33 @@ class Learner:
             self.scheduler.step()
         self.sums.end_step(norm, is_finite)
 
+    def _clip(self) -> Tensor:
+        """The norm of the gradients of all ranks before it was clipped."""
+        if self.is_sharded:
+            average_whole_gradients(self.module)
+            return clip_gradients(self.module, self.max_grad_norm)
+        norm = self.fabric.clip_gradients(
+            self.model, self.optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False
+        )
+        assert norm is not None  # None is for clipping by value
+        return norm
+
     def metrics(self) -> dict[str, float]:
         """Of all steps since this was last asked."""
         means, self.sums = self.sums.means(self.fabric), MetricSums()
         return {**means, "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def state_dict(self) -> dict[str, Any]:
+        """As one rank alone would have it; where layers are sharded, all ranks must ask."""
         scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": whole_state(self.optimizer.state_dict()),
             "precision": self.precision.state_dict(),
             **scheduler,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state_like(state["optimizer"], self.optimizer))
         self.precision.load_state_dict(state.get("precision", {}))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

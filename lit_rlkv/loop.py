@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ def train(
     learner_state: dict[str, Any] | None = None,
     max_grad_norm: float,
     save: Callable[[Moment], None] = lambda moment: None,
+    learning: Callable[[], AbstractContextManager[None]] = nullcontext,
     interruption: Interruption | None = None,
 ) -> None:
     """Run iterations `first_iteration` to `n_iterations`, each one loader of the datamodule.
@@ -49,6 +50,7 @@ def train(
     Args:
         learner_state: of a checkpoint to go on from.
         save: called between iterations.
+        learning: a block around the updates of an iteration, which may explain their failures.
         interruption: of a run that may be asked to end, which it does before or after the updates.
 
     Raises:
@@ -77,10 +79,11 @@ def train(
             # 3. updates
             loaded_at = time.perf_counter()
             call(callbacks, "on_phase_start", "update", iteration)
-            for index, batch in enumerate(loader):
-                if module.on_train_batch_start(batch, index) == -1:
-                    break  # Lightning's way to leave out the rest of a loader
-                learner.learn(batch, index)
+            with learning():
+                for index, batch in enumerate(loader):
+                    if module.on_train_batch_start(batch, index) == -1:
+                        break  # Lightning's way to leave out the rest of a loader
+                    learner.learn(batch, index)
             # Let go of this rollout before the next one is sampled.
             batch = None
             del loader

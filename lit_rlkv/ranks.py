@@ -1,7 +1,8 @@
 """The processes that train together, as the parts of a run see them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,66 @@ class Ranks:
 ALONE = Ranks()
 
 
+class InStep:
+    """Lets ranks do different numbers of forwards where a forward is an exchange between all of them.
+
+    So it is where weights lie in shards: every rank must give its part of a layer for any rank to use it.
+    Before a forward a rank asks for what it needs; ranks agree on the highest number asked for, and those
+    that need something else give their parts and ask again. A rank that has come to any other exchange needs
+    nothing, and so keeps the others company until all have come there.
+    """
+
+    def __init__(self) -> None:
+        self.gives: list[WeakMethod[Callable[[], None]]] = []
+        self.afterwards: list[WeakMethod[Callable[[], None]]] = []
+        self.group: dist.ProcessGroup | None = None
+
+    def add(self, give: Callable[[], None]) -> int:
+        """The number to ask for what all ranks provide by this method; they must add the same ones alike.
+
+        It is not kept alive by that, and where it is gone nobody can ask for it.
+        """
+        if self.group is None:
+            # On the CPU, so that no rank waits for its accelerator to know what comes next.
+            self.group = dist.new_group(backend="gloo")
+        self.gives.append(WeakMethod(give))
+        return len(self.gives)
+
+    def on_exchange(self, call: Callable[[], None]) -> None:
+        """Call a method, while it lives, each time that all ranks have come to another exchange."""
+        self.afterwards.append(WeakMethod(call))
+
+    def ask(self, number: int) -> None:
+        """Provide what others ask for until it is the turn of this number."""
+        while (agreed := self._agreed(number)) != number:
+            _call(self.gives[agreed - 1])
+
+    def wait(self) -> None:
+        """To be called before anything else is exchanged."""
+        if self.gives:
+            self.ask(0)
+            for call in self.afterwards:
+                _call(call)
+
+    def _agreed(self, number: int) -> int:
+        asked = torch.tensor(number)
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        return int(asked)
+
+
+def _call(reference: WeakMethod[Callable[[], None]]) -> None:
+    if (method := reference()) is not None:
+        method()
+
+
+IN_STEP = InStep()
+"""One for the process, as the processes that it exchanges with are."""
+
+
 def over_ranks(values: Tensor) -> Tensor:
     """The sum over all processes that train together, where only tensors are at hand."""
     if dist.is_available() and dist.is_initialized():
+        IN_STEP.wait()
         values = values.clone()
         dist.all_reduce(values)
     return values
@@ -54,11 +112,13 @@ class FabricRanks(Ranks):
     def gather(self, values: Tensor) -> Tensor:
         if values.numel() == 0:
             return values.new_zeros((self.size * len(values), *values.shape[1:]))
+        IN_STEP.wait()
         sent = values.to(torch.uint8) if values.dtype == torch.bool else values
         found = cast(Tensor, self.fabric.all_gather(sent.contiguous()))
         return found.flatten(0, 1).to(values.dtype).to(values.device)
 
     def gather_list(self, values: Sequence[Any]) -> list[Any]:
+        IN_STEP.wait()
         found: list[Any] = [None] * self.size
         # Objects of this run's own processes, which trust each other.
         dist.all_gather_object(found, list(values))

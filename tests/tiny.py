@@ -1,12 +1,19 @@
 """Whole runs at a size that takes a second, for tests that need a run's folder."""
 
+import os
+import socket
+
+import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, check_config
+from lit_rlkv.config.fabric_rules import FSDP2
 from lit_rlkv.fit import fit
+from lit_rlkv.stages.launching import make_fabric
 
 MODEL = [
     "debug=fast",
@@ -42,8 +49,35 @@ def run(tmp_path, name, *overrides, resumes=False):
 def run_on_ranks(tmp_path, name, n_ranks, *overrides, resumes=False):
     """The same on several processes, which are forks of this one."""
     cfg = config(tmp_path, *overrides)
+    if cfg.fabric.strategy == FSDP2:  # which Fabric itself starts in no fork
+        args = (n_ranks, free_port(), cfg, tmp_path / name, resumes)
+        torch.multiprocessing.start_processes(_fit_as_started, args, n_ranks, start_method="fork")
+        return
     fabric = Fabric(accelerator="cpu", devices=n_ranks, strategy="ddp_fork", precision=cfg.fabric.precision)
     fabric.launch(_fit_on_a_rank, cfg, tmp_path / name, resumes)
+
+
+def _fit_as_started(rank, n_ranks, port, cfg, run_dir, resumes):
+    as_rank(rank, n_ranks, port)
+    fabric = make_fabric(cfg)
+    fabric.launch()
+    _fit_on_a_rank(fabric, cfg, run_dir, resumes)
+    dist.destroy_process_group()
+
+
+def as_rank(rank, n_ranks, port):
+    """Make this process one of those that torchrun starts."""
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": n_ranks}
+    names |= {"LOCAL_WORLD_SIZE": n_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names |= {"TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update({name: str(value) for name, value in names.items()})
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def _fit_on_a_rank(fabric, cfg, run_dir, resumes):

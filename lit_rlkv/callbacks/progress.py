@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.callbacks.summary import human_seconds
+from lit_rlkv.units import human_seconds
 
 N_PLAIN_LINES = 10
 """Lines that a whole piece of work writes where there is no terminal."""

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
-from lit_rlkv.callbacks.summary import ABSENT, KL_MEANING, human_bytes, table_of
+from lit_rlkv.callbacks.summary import ABSENT, KL_MEANING, table_of
 from lit_rlkv.data.estimates import Estimates
 from lit_rlkv.diagnostics.bootstrap import Estimate
 from lit_rlkv.types import EvalRow
+from lit_rlkv.units import human_bytes
 
 Scored = tuple[EvalRow, Estimates]
 

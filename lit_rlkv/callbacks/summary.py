@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.types import EvalRow
+from lit_rlkv.units import human_bytes, human_seconds
 
 KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats"
 ABSENT = "–"
@@ -114,29 +115,6 @@ def reward_sentence(report: RewardReport) -> str:
         f"margin {report.margin_mean:.2f} ± {report.margin_std:.2f}, "
         f"calibration error {report.calibration_error:.3f}"
     )
-
-
-def human_bytes(n_bytes: int) -> str:
-    """Three digits and a binary unit: 1536 is 1.50 KiB."""
-    size, unit = float(n_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        # 1023.5 and more would be rounded to four digits
-        if size < 1023.5:
-            break
-        size, unit = size / 1024, larger
-    if unit == "B":
-        return f"{n_bytes} B"
-    n_decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{size:.{n_decimals}f} {unit}"
-
-
-def human_seconds(seconds: float | int) -> str:
-    """7.1 s, 1:35 or 2:03:04."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, whole_seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 def _by_cache(rows: Sequence[EvalRow]) -> dict[str, EvalRow]:

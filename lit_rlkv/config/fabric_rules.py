@@ -3,10 +3,11 @@
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config.building import ConfigError
-from lit_rlkv.config.requirements import is_count
+from lit_rlkv.config.requirements import is_count, require
 
 AUTO = "auto"
-STRATEGIES = (AUTO, "ddp")
+FSDP2 = "fsdp2"
+STRATEGIES = (AUTO, "ddp", FSDP2)
 ALL_DEVICES = -1
 
 
@@ -31,6 +32,45 @@ def check_fabric(cfg: DictConfig) -> None:
     if settings.strategy not in STRATEGIES:
         raise ConfigError(
             f"fabric.strategy={settings.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}"
+        )
+    require(
+        isinstance(settings.unshard_rollout, bool),
+        f"fabric.unshard_rollout={settings.unshard_rollout} is neither true nor false; give one of them",
+    )
+    if settings.strategy == FSDP2:
+        _check_sharded(cfg)
+    else:
+        require(
+            not settings.unshard_rollout,
+            f"fabric.unshard_rollout=true, but fabric.strategy={settings.strategy} shards nothing; drop one",
+        )
+
+
+GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.diagnostics.gradient"
+
+
+def _check_sharded(cfg: DictConfig) -> None:
+    """What cannot be had where no rank holds a whole layer."""
+    require(
+        cfg.fabric.precision != "16-mixed",
+        "fabric.precision=16-mixed scales losses by what it finds in whole gradients, which no rank has "
+        "under fabric.strategy=fsdp2; use bf16-mixed",
+    )
+    require(
+        cfg.fabric.quantization is None,
+        f"fabric.quantization={cfg.fabric.quantization} packs weights in a way that fabric.strategy=fsdp2 "
+        "cannot shard; use one of the two",
+    )
+    require(
+        not cfg.rollout.cuda_graph,
+        "rollout.cuda_graph=true cannot capture a decode step that gathers sharded layers "
+        "(fabric.strategy=fsdp2); leave it out",
+    )
+    for name, node in cfg.diagnostics.items():
+        require(
+            node is None or not str(node.get("_target_")).startswith(GRADIENT_DIAGNOSTICS),
+            f"diagnostics.{name} compares whole gradients, which no rank has under fabric.strategy=fsdp2; "
+            f"add diagnostics.{name}=null",
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.accuracy import Accuracy, accuracy_of
+from lit_rlkv.data.memory import evaluating
 from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
@@ -230,7 +231,16 @@ class Evaluator:
         prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(device)
         rounds = () if first == 0 else (first,)
         generator = stream(self.config.seed, "evaluate", cache.label, start, *rounds, device=device)
-        with acting_as(self.roles, "policy") as backbone:
+        max_rows = max(self.config.batch_size, n_samples)
+        explained = evaluating(
+            self.roles.backbone("policy"),
+            cache,
+            (len(problems), prompts.token_ids.shape[1]),
+            n_samples=n_samples,
+            max_rows=max_rows,
+            max_new_tokens=self.config.max_new_tokens,
+        )
+        with explained, acting_as(self.roles, "policy") as backbone:
             return generate(
                 backbone,
                 prompts.token_ids,
@@ -242,6 +252,6 @@ class Evaluator:
                 temperature=temperature,
                 generator=generator,
                 n_samples=n_samples,
-                max_rows=max(self.config.batch_size, n_samples),
+                max_rows=max_rows,
                 cuda_graph=self.config.cuda_graph,
             )

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.credit import CreditRule, Experience
+from lit_rlkv.data.memory import MemoryOfRL
 from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig, RewardRule
@@ -65,7 +66,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = tokenizer
         self.task = task
         self.source = source
-        self.cache = CacheSpec.dense() if correction.samples_dense else cache
+        self.memory = MemoryOfRL(cache, sampling, update, samples_dense=correction.samples_dense)
+        self.cache = self.memory.cache
         self.correction = correction
         self.credit = credit.for_task(task)
         self.sampling = sampling
@@ -161,7 +163,8 @@ class RolloutDataModule(L.LightningDataModule):
     def _sample_shard(self, number: int, prompts: PromptBatch) -> Rollout:
         config, device = self.sampling, self.roles.backbone("policy").device
         prompts = prompts.to(device)
-        with acting_as(self.roles, "policy") as backbone:
+        explained = self.memory.sampling(self.roles, *prompts.token_ids.shape)
+        with explained, acting_as(self.roles, "policy") as backbone:
             return generate(
                 backbone,
                 prompts.token_ids,
@@ -189,14 +192,16 @@ class RolloutDataModule(L.LightningDataModule):
             "value": self.sampling.value_shadow,
         }
         wanted = {role for role in self.roles.needed if role != "policy" or not sees_same}
-        return score_rollout(
-            self.roles,
-            rollout,
-            {role: shadow for role, shadow in views.items() if role in wanted},
-            temperature=self.sampling.temperature,
-            rows_per_pass=self.sampling.rows_per_pass,
-            stacks_passes=self.sampling.stacks_passes,
-        )
+        views = {role: shadow for role, shadow in views.items() if role in wanted}
+        with self.memory.scoring(self.roles, views, *rollout.token_ids.shape):
+            return score_rollout(
+                self.roles,
+                rollout,
+                views,
+                temperature=self.sampling.temperature,
+                rows_per_pass=self.sampling.rows_per_pass,
+                stacks_passes=self.sampling.stacks_passes,
+            )
 
     def _rewards(
         self,

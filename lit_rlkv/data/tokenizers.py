@@ -192,19 +192,23 @@ def decode_completions(
     tokenizer has no token for, which a vocabulary padded to a round size has; `<|151999|>` is one.
     """
     ends = set(end_token_ids(tokenizer))
+    token_ids, is_action = token_ids.cpu(), is_action.cpu()  # else each row would wait for the device
+    sampled = torch.unique(token_ids[is_action]).tolist()
+    names = tokenizer.convert_ids_to_tokens(sampled)
+    nameless = {id_ for id_, name in zip(sampled, names, strict=True) if name is None}
     completions = [row[is_mine].tolist() for row, is_mine in zip(token_ids, is_action, strict=True)]
-    return [_decoded(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids) for ids in completions]
+    return [
+        _decoded(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids, nameless) for ids in completions
+    ]
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    tokens = tokenizer.convert_ids_to_tokens(token_ids)
-    if None not in tokens:
+def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], nameless: set[int]) -> str:
+    if nameless.isdisjoint(token_ids):
         return cast(str, tokenizer.decode(token_ids))
-    known = groupby(zip(token_ids, tokens, strict=True), key=lambda pair: pair[1] is not None)
-    parts = [(is_known, [id_ for id_, _ in pairs]) for is_known, pairs in known]
+    parts = groupby(token_ids, key=nameless.__contains__)
     return "".join(
-        cast(str, tokenizer.decode(ids)) if is_known else "".join(f"<|{id_}|>" for id_ in ids)
-        for is_known, ids in parts
+        "".join(f"<|{id_}|>" for id_ in ids) if is_nameless else cast(str, tokenizer.decode([*ids]))
+        for is_nameless, ids in parts
     )
 
 

@@ -20,6 +20,7 @@ from lit_rlkv.masking import masked_sum, weighted_sum
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import action_hidden, action_logps
 from lit_rlkv.objectives import kl
+from lit_rlkv.sharding import is_sharded
 from lit_rlkv.types import TrainBatch
 
 Terms = dict[str, Tensor]
@@ -178,8 +179,8 @@ def touching_all(module: nn.Module, loss: Float[Tensor, ""]) -> Float[Tensor, ""
     """The loss with a gradient for every parameter that trains, where several ranks exchange gradients.
 
     A part of the roles may learn from a micro-batch, but ranks exchange the gradients of all: DDP waits for
-    every parameter, and would leave out what earlier parts have accumulated.
+    every parameter, and would leave out what earlier parts have accumulated. Sharded layers do neither.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()) or is_sharded(module):
         return loss
     return loss + 0.0 * torch.stack([p.sum() for p in module.parameters() if p.requires_grad]).sum()

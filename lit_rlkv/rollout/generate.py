@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import check_length, n_embedded
 from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
+from lit_rlkv.rollout.sizes import rows_under_way
+from lit_rlkv.sharding import is_sharded
 from lit_rlkv.types import NEVER, Rollout
 
 STOP_CHECK_EVERY = 16
@@ -45,7 +47,7 @@ def generate(
             row `i * n_samples + j` of the rollout is response j to prompt i.
         max_rows: most responses under way at a time, which bounds the cache; a prompt waits until all its
             samples find a row. None runs them all at once.
-        cuda_graph: capture the decode step; None does on CUDA.
+        cuda_graph: capture the decode step; None does on CUDA, unless the layers are sharded.
 
     Raises:
         ValueError: prompts that are empty or not left-padded, or too long for the model; no row for the
@@ -55,13 +57,10 @@ def generate(
     _check_prompts(model, token_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(n_samples, max_rows, cuda_graph, token_ids.device)
     eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
-    n_rows = len(token_ids) * n_samples
-    if max_rows is not None:
-        n_rows = min(n_rows, max_rows // n_samples * n_samples)
     decoder = Decoder(
         model,
         cache,
-        n_rows,
+        rows_under_way(len(token_ids), n_samples, max_rows),
         token_ids.shape[1],
         Stopping(
             max_new_tokens=max_new_tokens,
@@ -70,7 +69,7 @@ def generate(
             temperature=temperature,
         ),
         generator,
-        cuda_graph=token_ids.is_cuda if cuda_graph is None else cuda_graph,
+        cuda_graph=token_ids.is_cuda and not is_sharded(model) if cuda_graph is None else cuda_graph,
     )
     with torch.cuda.device_of(token_ids):  # type: ignore[no-untyped-call]  # graphs are the current device's
         rows = _decode_all(decoder, token_ids, is_prompt, n_samples)

@@ -4,14 +4,18 @@ import os
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import DoublePrecision
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.strategies.strategy import Strategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from lit_rlkv.config import ConfigError, as_config_errors
-from lit_rlkv.config.fabric_rules import AUTO
+from lit_rlkv.config.fabric_rules import ALL_DEVICES, AUTO, FSDP2
+from lit_rlkv.sharding import ShardedStrategy
 
 Found = TypeVar("Found")
 
@@ -41,17 +45,27 @@ def make_fabric(cfg: DictConfig) -> Fabric:
                 f"fabric.num_nodes={n_nodes}: one process cannot start those of other machines; start "
                 "the run there too, by srun or torchrun"
             )
+    is_double = settings.precision == "64-true"
     with as_config_errors("fabric"):
         try:
             return Fabric(
                 accelerator=settings.accelerator,
                 devices=n_devices,
                 num_nodes=n_nodes,
-                strategy=settings.strategy,
-                precision=settings.precision,
+                strategy=_strategy(cfg, n_nodes, n_devices),
+                # By its name Fabric has it for all strategies but FSDP2.
+                precision=None if is_double else settings.precision,
+                plugins=DoublePrecision() if is_double else None,
             )
         except (MisconfigurationException, RuntimeError) as error:
             raise ValueError(str(error)) from error
+
+
+def _strategy(cfg: DictConfig, n_nodes: int, n_devices: int) -> str | Strategy:
+    if cfg.fabric.strategy != FSDP2:
+        return str(cfg.fabric.strategy)
+    n_local = torch.cuda.device_count() if n_devices == ALL_DEVICES else n_devices
+    return ShardedStrategy(n_nodes * n_local, keeps_whole=cfg.fabric.unshard_rollout)
 
 
 def launch(fabric: Fabric) -> None:

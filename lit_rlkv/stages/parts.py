@@ -1,11 +1,13 @@
 """What all stages share: tokenizer, task, device, and how a backbone is loaded."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -14,13 +16,15 @@ from lit_rlkv.data.accuracy import Accuracy, accuracy_of
 from lit_rlkv.data.checking import Sizes, check_prompts_fit, measure
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import check_vocabulary, load_tokenizer
-from lit_rlkv.kernels.backend import set_kernels, uses_triton
+from lit_rlkv.kernels.backend import set_kernels, uses_triton, using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import n_embedded
+from lit_rlkv.models.hydra import checkpointed_layers
 from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.rewards import Panel
 from lit_rlkv.rng import derive_seed
+from lit_rlkv.sharding import ShardedLayers, ShardedStrategy
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
@@ -32,7 +36,7 @@ KEYS_SINCE = {
     "diagnostics": {},
     "reward": {"functions": {}, "accuracy": None, "max_failed": 0.5},
     "callbacks": {"keep_last": 2, "keep_best": 0, "best_metric": "reward", "best_mode": "max"},
-    "fabric": {"num_nodes": 1, "strategy": "auto", "quantization": None},
+    "fabric": {"num_nodes": 1, "strategy": "auto", "quantization": None, "unshard_rollout": False},
 }
 """Keys that runs of earlier versions lack, and what they did."""
 
@@ -49,6 +53,11 @@ class Parts:
     """Of the task's texts, all or the first ones."""
     panel: Panel
     """The reward functions, which start when they are first asked."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the layers of backbones lie in shards on the ranks."""
+        return isinstance(self.fabric.strategy, ShardedStrategy)
 
     @property
     def cache(self) -> CacheSpec:
@@ -116,7 +125,8 @@ def _measured(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -
 
 
 def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
-    """The backbone of a path or hub name, or the fresh preset, on the run's device and proven replayable.
+    """The backbone of a path or hub name, or the fresh preset, proven replayable: on the run's device, or on
+    the CPU where it is still to be sharded.
 
     Weights are in the run's precision, not in that of the checkpoint; in float32 under mixed precision.
     """
@@ -133,8 +143,37 @@ def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) ->
         tokenizer = parts.tokenizer
         model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
         model = model.type(dtype)
-    if quantization is None:  # what is quantized is where it was loaded to
+    # What is quantized is where it was loaded to, and what will be sharded need not fit there.
+    if quantization is None and not parts.is_sharded:
         parts.fabric.to_device(model)
     check_vocabulary(parts.tokenizer, n_embedded(model))
     check_prompts_fit(model, parts.sizes, parts.cfg.rollout.max_new_tokens)
-    return prepare_backbone(model.eval())
+    with using("reference") if parts.is_sharded else nullcontext():
+        return prepare_backbone(model.eval())
+
+
+def shard(parts: Parts, backbone: PreTrainedModel) -> None:
+    """Move a loaded backbone with its adapters to the ranks, a part of each layer to each of them.
+
+    Where the run's strategy shards nothing, it is there already.
+
+    Raises:
+        ConfigError: it has no layers of transformers' own kind.
+    """
+    strategy = parts.fabric.strategy
+    if not isinstance(strategy, ShardedStrategy):
+        return
+    layers: list[nn.Module] = [*checkpointed_layers(backbone)]
+    if not layers:
+        raise ConfigError(
+            f"fabric.strategy=fsdp2 shards a model layer by layer, and {type(backbone).__name__} does not "
+            "say which its layers are; use fabric.strategy=ddp"
+        )
+    ShardedLayers(
+        backbone,
+        backbone.base_model,
+        layers,
+        strategy.device_mesh["data_parallel"],
+        parts.fabric.device,
+        keeps_whole=strategy.keeps_whole,
+    )

@@ -156,7 +156,7 @@ class Run:
             train_policy(
                 self.parts,
                 module,
-                self._callbacks(diagnostics),
+                self.callbacks(diagnostics),
                 self.checkpoints,
                 self.resume_from,
                 self.interruption,
@@ -164,7 +164,7 @@ class Run:
             )
         self._save_results()
 
-    def _callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
+    def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
         """In the order in which they are called: what adds to the metrics first, what shows them last."""
         distillation = self.parts.cfg.distillation
         logging_callback = LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw)

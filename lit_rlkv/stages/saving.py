@@ -11,6 +11,7 @@ from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, trainable_weights
 from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.files import fingerprint
 from lit_rlkv.loop import Moment
+from lit_rlkv.stages.launching import told_by_first
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +50,18 @@ class Saver:
         Raises:
             OSError: the last moment cannot be written; says what there is to go on from.
         """
-        is_regular = self.every is not None and moment.iteration % self.every == 0
-        is_due = moment.is_last or is_regular or self._is_late
-        if not self.fabric.is_global_zero or not is_due or moment.iteration == self.saved_at:
+        # The first rank writes, and so knows what could not be written.
+        if not told_by_first(self.fabric, lambda: self._is_due(moment)):
+            return
+        # Ranks that hold parts of them put them together.
+        weights, learner_state = trainable_weights(self.module), moment.learner_state()
+        if not self.fabric.is_global_zero:
             return
         try:
             self.checkpoints.save(
                 moment.iteration,
-                trainable_weights(self.module),
-                moment.learner_state(),
+                weights,
+                learner_state,
                 moment.data_state,
                 moment.metrics,
                 self.fabric.world_size,
@@ -72,6 +76,10 @@ class Saver:
             log.warning("%s; going on, to be saved after the next one; until then there is %s", said, where)
         else:
             self.saved_at, self._is_late = moment.iteration, False
+
+    def _is_due(self, moment: Moment) -> bool:
+        is_regular = self.every is not None and moment.iteration % self.every == 0
+        return (moment.is_last or is_regular or self._is_late) and moment.iteration != self.saved_at
 
 
 def newest(checkpoints: CheckpointDir) -> Checkpoint | None:

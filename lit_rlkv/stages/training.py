@@ -1,6 +1,7 @@
 """RL: the policy's module, its data, and the loop."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.stages.parts import Parts, load_backbone
+from lit_rlkv.stages.memory import check_rollout_fits
+from lit_rlkv.stages.parts import Parts, load_backbone, shard
 from lit_rlkv.stages.saving import Saver
 from lit_rlkv.stages.warmup import critic_folder, load_reward_head
 
@@ -67,7 +69,7 @@ def make_roles(parts: Parts, start: str | Path) -> Roles:
 
     targets = settings.target_modules
     with as_config_errors("roles"):
-        return Roles(
+        roles = Roles(
             settings.layout,
             load,
             lora=LoraSpec(
@@ -78,6 +80,10 @@ def make_roles(parts: Parts, start: str | Path) -> Roles:
             value_head=reward_head if settings.value_init == "reward" else None,
             checkpoints_layers=settings.gradient_checkpointing,
         )
+    for name in roles.backbones:
+        shard(parts, roles.named_backbone(name))
+    roles.heads.to(parts.fabric.device)
+    return roles
 
 
 def make_policy(parts: Parts, start: str | Path) -> PolicyModule:
@@ -129,6 +135,7 @@ def train_policy(
     cfg = parts.cfg
     algorithm = cfg.algorithm
     ranks = ranks_of(parts.fabric)
+    check_rollout_fits(parts, module.roles.backbone("policy"))
     datamodule = RolloutDataModule(
         module.roles,
         parts.tokenizer,
@@ -201,5 +208,6 @@ def train_policy(
             saved_at=None if resume_from is None else resume_from.iteration,
             backbone=backbone,
         ),
+        learning=partial(datamodule.memory.learning, module.roles),
         interruption=interruption,
     )

@@ -14,6 +14,7 @@ from lit_rlkv.checkpoint import CheckpointDir, Keeping
 from lit_rlkv.files import appearing_whole
 from lit_rlkv.loop import Moment
 from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.sharding import whole
 from lit_rlkv.stages.launching import told_by_first
 from lit_rlkv.stages.saving import Saver, newest
 
@@ -64,9 +65,11 @@ class WarmProgress:
 
     def finish(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> None:
         """Keep what a pass has trained."""
+        # All of it, on every rank, where its layers lie in shards.
+        weights = {name: whole(value) for name, value in backbone.state_dict().items()}
         if self.fabric.is_global_zero:
             with appearing_whole(self.output(number)) as partial:
-                backbone.save_pretrained(partial)
+                backbone.save_pretrained(partial, state_dict=weights)
                 if head is not None:
                     save_file(head.state_dict(), partial / REWARD_HEAD)
 

@@ -166,6 +166,12 @@ def test_an_id_without_a_token_is_seen_rather_than_dropped():
     token_ids, is_action = torch.tensor([[4, 60, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
     assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["2<|60|>6"]
     assert build_task_tokenizer().decode([4, 60, 8]) == "26"
+    token_ids = torch.tensor([[4, 5, 8, 1], [60, 61, 8, 62], [4, 60, 60, 8]])
+    is_action = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]]).bool()
+    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == [
+        "236", "<|60|><|61|>6<|62|>", "2<|60|>6",
+    ]  # fmt: skip
+    assert decode_completions(build_task_tokenizer(), token_ids, torch.zeros_like(is_action)) == [""] * 3
 
 
 def write_ends(folder, ends):

@@ -10,8 +10,9 @@ from lit_rlkv.callbacks.report.eviction import of_eviction
 from lit_rlkv.callbacks.report.phases import of_phases
 from lit_rlkv.callbacks.report.picture import Picture
 from lit_rlkv.callbacks.report.retention import of_retention
-from lit_rlkv.callbacks.summary import human_seconds, reward_sentence
+from lit_rlkv.callbacks.summary import reward_sentence
 from lit_rlkv.types import Rollout
+from lit_rlkv.units import human_seconds
 
 
 def figures(report: RunReport) -> list[Picture]:

@@ -1,0 +1,108 @@
+"""Runs whose memory is too small, started as users start them."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checkpoint import CheckpointDir
+from lit_rlkv.config import ConfigError
+from lit_rlkv.faults import MemoryExhaustedError
+from lit_rlkv.stages.memory import check_fits
+from lit_rlkv.stages.parts import build_parts, load_backbone
+from lit_rlkv.stages.training import make_policy, train_policy
+from tests.tiny import TINY, config, run
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+SIZES = ["rollout.n_prompts=8", "algorithm.group_size=2", "cache.budget=5", "cache.interval=2"]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "first", "stages=[sft]")
+    return folder / "first" / "backbone"
+
+
+def test_a_rollout_beyond_all_memory_ends_in_one_error_with_its_numbers(tmp_path, warm):
+    # Of 2 layers, 16 rows, 4 KV heads, 8 dims in float32:
+    # 2 · 2 · 16 · 4 · (2^38 + 2) · 8 · 4 = 2^13 · 2^38 bytes and 16 KiB = 2048 TiB
+    overrides = [f"model.path={warm}", "stages=[rl]", *SIZES, f"cache.budget={2**38}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lit_rlkv.fit", *TINY, *overrides, f"hydra.run.dir={tmp_path}/run"],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "error: out of memory in the rollout, 16 of 16 responses at a time" in done.stderr
+    product = f"2 × 2 layers × 16 rows × 4 KV heads × {2**38 + 2} slots ({2**38} + 2) × 8 dims × 4 bytes"
+    assert f"2048 TiB  KV cache = {product}" in done.stderr
+    assert f"What helps, the most first: lower cache.budget={2**38}; set rollout.max_rows" in done.stderr
+    assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def run_within(n_bytes, tmp_path, name, *overrides):
+    """A run in a fork that may have so many bytes more; what it ended with."""
+    child = os.fork()
+    if child == 0:
+        said = "nothing"
+        try:
+            limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + n_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            run(tmp_path, name, *overrides)
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            (tmp_path / f"{name}.txt").write_text(said)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    return (tmp_path / f"{name}.txt").read_text()
+
+
+def test_a_process_with_too_little_memory_says_so_and_with_a_smaller_budget_it_has_enough(tmp_path, warm):
+    options = [f"model.path={warm}", "stages=[rl]", "diagnostics=none", *SIZES]
+    # 2 · 2 · 16 · 4 · (2^20 + 2) · 8 · 4 = 2^13 · 2^20 bytes and a little: four pools of 2 GiB
+    said = run_within(3 * GIB, tmp_path, "large", *options, f"cache.budget={2**20}")
+    assert said.startswith("MemoryExhaustedError: out of memory in the rollout")
+    assert "8.00 GiB  KV cache" in said
+    assert run_within(3 * GIB, tmp_path, "small", *options) == "nothing"
+
+
+def test_an_update_that_fails_says_what_to_do_and_every_callback_hears_of_it(tmp_path, warm):
+    heard = []
+
+    class Large(RLCallback):
+        def loss_terms(self, module, batch, outputs):
+            torch.empty(2**50, dtype=torch.uint8)
+            return {}, {}
+
+        def on_exception(self, trainer, pl_module, exception):
+            heard.append(exception)
+
+    cfg = config(tmp_path, f"model.path={warm}", "stages=[rl]", "algorithm.n_minibatches=2", *SIZES)
+    parts = build_parts(cfg)
+    module = make_policy(parts, warm)
+    with pytest.raises(
+        MemoryExhaustedError, match="out of memory in the update, 8 rows in a micro-batch"
+    ) as caught:
+        train_policy(parts, module, [Large()], CheckpointDir(tmp_path / "checkpoints"), None)
+    assert heard == [caught.value]
+    assert "raise algorithm.n_micro_batches=1; set roles.gradient_checkpointing=true" in str(caught.value)
+
+
+def test_a_cache_larger_than_the_device_is_refused_before_any_work(tmp_path, warm):
+    parts = build_parts(config(tmp_path, f"model.path={warm}", "stages=[rl]", *SIZES))
+    backbone = load_backbone(parts, warm)
+    # 2 layers, 16 rows, 4 KV heads; 7 slots of 2 · 8 · 4 + 8 bytes, 1 + 8 columns of 4 bytes:
+    # 2 · 16 · 4 · (7 · 72 + 9 · 4) = 69120
+    check_fits(parts, backbone, 69120)
+    with pytest.raises(ConfigError, match=r"take 67.5 KiB, even with prompts of one token") as caught:
+        check_fits(parts, backbone, 69119)
+    assert "What helps, the most first: lower cache.budget=5;" in str(caught.value)
