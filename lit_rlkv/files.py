@@ -2,13 +2,19 @@
 
 import hashlib
 import logging
+import math
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+ABANDONED_S = 24 * 3600.0
+"""Age from which nobody can still be writing a folder that has not appeared."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -39,10 +45,10 @@ def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
     """A folder to write in, which takes its name once the block is done and all of it is on the disk.
 
     A folder that has the name by then is replaced, or else left as it is. After an error nothing stays;
-    after a kill, a name that begins with a dot. It holds the process: two may write the same folder.
+    after a kill, a name that begins with a dot. Several may write the same folder, each in one of its own.
     """
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    sweep_partial(folder.parent, f"{folder.name}.", is_shared=True)
+    partial = _beside(folder, "partial")
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -50,9 +56,12 @@ def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
             sync(path)
         if replaces:
             discard(folder)
-        if not folder.exists():
+        try:
             os.replace(partial, folder)
-            sync(folder.parent)
+        except OSError:
+            if not folder.is_dir():  # else another has been faster
+                raise
+        sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -60,15 +69,27 @@ def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
 def discard(folder: Path) -> None:
     """Take a folder's name away before its files, so that nobody ever finds half of it."""
     if folder.is_dir():
-        doomed = folder.with_name(f".{folder.name}.{os.getpid()}.partial-discarded")
+        doomed = _beside(folder, "partial-discarded")
         os.replace(folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def sweep_partial(root: Path, prefix: str) -> None:
-    """Remove what killed processes left of folders whose names begin with the prefix."""
-    for path in root.glob(f".{prefix}*.partial*"):
-        shutil.rmtree(path, ignore_errors=True)
+def _beside(folder: Path, ending: str) -> Path:
+    """A name for this moment alone: process ids would be the same on two machines that share a disk."""
+    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.{ending}")
+
+
+def sweep_partial(root: Path, prefix: str = "", *, is_shared: bool = False) -> None:
+    """Remove what killed processes left of folders whose names begin with the prefix.
+
+    Args:
+        is_shared: others may be writing there now, on any machine: what is younger than a day is spared.
+    """
+    newest = time.time() - ABANDONED_S if is_shared else math.inf
+    for path in root.glob(f".{escape(prefix)}*.partial*"):
+        with suppress(OSError):  # another may sweep, too
+            if path.stat().st_mtime <= newest:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def link_tree(source: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -22,10 +23,13 @@ from lit_rlkv.config import (
     check_keys,
 )
 from lit_rlkv.config.fabric_rules import check_shares
-from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption
-from lit_rlkv.files import write_atomically
+from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption, MemoryExhaustedError
+from lit_rlkv.files import sweep_partial, write_atomically
+from lit_rlkv.stages.ending import ending_together
 from lit_rlkv.stages.launching import launch, make_fabric, told_by_first
+from lit_rlkv.stages.locking import FolderLock
 from lit_rlkv.stages.parts import (
+    BACKBONE,
     CHECKPOINTS,
     CONFIG,
     REPORT,
@@ -37,7 +41,7 @@ from lit_rlkv.stages.resuming import AUTO, found, resumed, warn_of_other_ranks
 from lit_rlkv.stages.rewarding import try_rewards
 from lit_rlkv.stages.run import Run
 from lit_rlkv.stages.saving import newest
-from lit_rlkv.stages.warmup import start_folder
+from lit_rlkv.stages.warmup import start_folder, warm_folder
 
 LOG = "fit.log"
 
@@ -111,6 +115,8 @@ def run_command_line(cfg: DictConfig) -> None:
     except ConfigError as error:
         discard_if_empty(run_dir)
         sys.exit(f"error: {error}")
+    except MemoryExhaustedError as error:
+        sys.exit(f"error: {error}")
     except InterruptedRunError as error:
         console.print(f"{error}: saved, and ended with exit code {EXIT_CODE}; resume=... goes on")
         # A launcher takes any other rank's code for a failure, and may end the first before it is done.
@@ -129,32 +135,52 @@ def fit_as_asked(
         InterruptedRunError: a signal asked the run to end.
     """
     old_dir: Path | None = None
-    if cfg.resume is None or cfg.resume == AUTO:
+    is_auto = cfg.resume == AUTO  # a run's own config says how that was begun
+    if cfg.resume is None or is_auto:
         check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
     else:
         old_dir, cfg = resumed(cfg, hydra_cfg.overrides.task)
     check_config(cfg)
     fabric = make_fabric(cfg)
-    launch(fabric)
-    console.quiet = not fabric.is_global_zero
-    # Hydra may have given each rank a folder of its own; the first one's is that of the run.
-    own_dir, run_dir = run_dir, told_by_first(fabric, lambda: run_dir)
-    if cfg.resume == AUTO:
-        old_dir = told_by_first(fabric, lambda: found(cfg, run_dir))
-        if old_dir is None:
+    # One rank that ends would leave the others waiting, also while they start.
+    is_held = interruption.held(fabric.world_size > 1)
+    with is_held, ending_together(fabric), FolderLock() as lock:
+        launch(fabric)
+        console.quiet = not fabric.is_global_zero
+        # Hydra may have given each rank a folder of its own; the first one's is that of the run.
+        own_dir, run_dir = run_dir, told_by_first(fabric, lambda: run_dir)
+        old_dir = told_by_first(fabric, lambda: claimed(cfg, run_dir, old_dir, lock, is_auto))
+        if is_auto and old_dir is None:
             console.print(f"no run with this config to go on with; a new one in {run_dir}")
-    run_dir = old_dir or run_dir
-    if own_dir != run_dir:
-        discard_if_empty(own_dir)
-    if fabric.is_global_zero:
-        logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG, delay=True))
-    resumes = old_dir is not None
-    return run_dir, fit(cfg, run_dir, console, resumes=resumes, fabric=fabric, interruption=interruption)
+        run_dir = old_dir or run_dir
+        if own_dir != run_dir:
+            discard_if_empty(own_dir)
+        if fabric.is_global_zero:
+            logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG, delay=True))
+        resumes = old_dir is not None
+        return run_dir, fit(cfg, run_dir, console, resumes=resumes, fabric=fabric, interruption=interruption)
+
+
+def claimed(
+    cfg: DictConfig, run_dir: Path, old_dir: Path | None, lock: FolderLock, is_auto: bool
+) -> Path | None:
+    """The folder of the run to go on with, None for a new one; locked, and without what killed runs left.
+
+    Raises:
+        ConfigError: another process is at work there; or the folder given for `resume=auto` has another run.
+    """
+    if is_auto:
+        old_dir = found(cfg, run_dir, lock)
+    else:
+        lock.take(old_dir or run_dir)
+    sweep_partial(old_dir or run_dir, BACKBONE)
+    sweep_partial(warm_folder(cfg).parent, is_shared=True)
+    return old_dir
 
 
 def discard_if_empty(folder: Path) -> None:
     """Hydra makes the folder of a run before anything is checked."""
-    if folder.is_dir() and not any(folder.iterdir()):
+    with suppress(OSError):  # it is not empty, or another rank has done it
         folder.rmdir()
 
 

@@ -1,9 +1,18 @@
 import io
+import os
+import time
 from pathlib import Path
 
 import pytest
 
-from lit_rlkv.files import appearing_whole, append_if_possible, fingerprint, sweep_partial, write_atomically
+from lit_rlkv.files import (
+    ABANDONED_S,
+    appearing_whole,
+    append_if_possible,
+    fingerprint,
+    sweep_partial,
+    write_atomically,
+)
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -47,6 +56,42 @@ def test_what_a_killed_process_left_is_swept_away_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     sweep_partial(tmp_path, "model")
     assert names_in(tmp_path) == [".other.77.partial", "model-1"]
+
+
+def leave_partial(root, name, age_s):
+    path = root / f".{name}.5e1f.partial"
+    (path / "deep").mkdir(parents=True)
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_where_others_may_be_writing_only_what_is_abandoned_is_swept_away(tmp_path):
+    leave_partial(tmp_path, "killed", ABANDONED_S + 60)
+    young = leave_partial(tmp_path, "perhaps-at-work", ABANDONED_S - 60)
+    sweep_partial(tmp_path, is_shared=True)
+    assert names_in(tmp_path) == [young.name]
+    sweep_partial(tmp_path)  # where nobody else writes, age does not matter
+    assert names_in(tmp_path) == []
+
+
+def test_two_may_write_one_folder_and_the_faster_one_counts(tmp_path):
+    folder = tmp_path / "model[1]"
+    leave_partial(tmp_path, "model[1]", ABANDONED_S + 60)
+    other = leave_partial(tmp_path, "model[1]-b", ABANDONED_S + 60)
+    with appearing_whole(folder, replaces=False) as slow:
+        (slow / "weights").write_text("slow")
+        with appearing_whole(folder, replaces=False) as fast:
+            assert sorted([slow.name, fast.name, other.name]) == names_in(tmp_path)
+            (fast / "weights").write_text("fast")
+    assert (folder / "weights").read_text() == "fast"
+    assert names_in(tmp_path) == [other.name, "model[1]"]
+
+
+def test_a_folder_that_cannot_take_its_name_says_so(tmp_path):
+    (tmp_path / "model").touch()
+    with pytest.raises(NotADirectoryError), appearing_whole(tmp_path / "model") as partial:
+        (partial / "weights").touch()
+    assert names_in(tmp_path) == ["model"]
 
 
 def test_other_weights_have_another_fingerprint(tmp_path):

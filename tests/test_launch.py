@@ -84,13 +84,34 @@ def test_a_rank_that_dies_takes_the_other_with_it_and_nobody_waits(warm, dies):
     arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
     process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
     wait_for(folder / "ranks" / "1" / "metrics.csv")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [pid for pid in children if "lit_rlkv.fit" in Path(f"/proc/{pid}/cmdline").read_text()]
-    assert len(ranks) == 1
-    os.kill((process.pid, int(ranks[0]))[dies], signal.SIGKILL)
+    (other,) = ranks_started_by(process)
+    os.kill((process.pid, other)[dies], signal.SIGKILL)
     said = process.communicate(timeout=60)[0]  # the other holds the pipe open as long as it lives
     assert process.returncode not in (0, EXIT_CODE), said
-    assert not is_alive(ranks[0])
+    wait_for_end(other)
+
+
+def test_a_rank_that_is_still_starting_when_the_first_dies_does_not_wait_for_it(warm):
+    process = start([*PYTHON, "lit_rlkv.fit"], "fabric.devices=2", f"hydra.run.dir={warm / 'never'}")
+    deadline = time.monotonic() + 120
+    while not (ranks := ranks_started_by(process)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)  # it would be half an hour
+    wait_for_end(ranks[0])
+
+
+def ranks_started_by(process):
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if "hydra.run.dir" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def wait_for_end(pid):
+    """A process that has let go of its pipe is gone a moment later."""
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(pid)
 
 
 def is_alive(pid):

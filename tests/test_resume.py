@@ -98,6 +98,27 @@ def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
     assert_same_run(folder, warm / "straight")
 
 
+def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(warm):
+    folder = warm / "wanted-by-two"
+    arguments = [*OPTIONS, "algorithm.n_iterations=4000", f"runs_dir={warm}", f"hydra.run.dir={folder}"]
+    both = [start(*arguments, "resume=auto") for _ in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.1)
+    refused, works = sorted(both, key=lambda process: process.poll() is None)
+    said = refused.communicate()[0]
+    assert refused.returncode == 1, said
+    assert said.startswith(f"error: {folder}: process {works.pid} on ")
+    while not any(folder.glob("checkpoints/iteration-*")):
+        assert works.poll() is None
+        time.sleep(0.02)
+    works.kill()
+    works.communicate()
+    command = [sys.executable, "-m", "lit_rlkv.fit", f"resume={folder}", "stages=[eval]"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    assert "go on after iteration" in said
+    assert (folder / "report.html").is_file()
+
+
 def test_a_damaged_checkpoint_costs_the_iterations_after_the_one_before(warm, caplog):
     options = [*OPTIONS, "algorithm.n_iterations=4"]
     run(warm, "whole", *options)

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checkpoint import Checkpoint
 from lit_rlkv.config import ConfigError
+from lit_rlkv.stages.locking import BusyError, FolderLock
 from lit_rlkv.stages.parts import CONFIG, REPORT, load_config
 
 AUTO = "auto"
@@ -39,14 +40,16 @@ def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictC
     return run_dir, asked
 
 
-def found(cfg: DictConfig, run_dir: Path) -> Path | None:
+def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
     """What `resume=auto` goes on with: the run in the folder of this one, or the newest with this config.
 
-    Among others, those that ended with a report are done. None where a new run is to be started.
+    Among others, those that ended with a report are done, and those that a process is at work on are left to
+    it. None where a new run is to be started. The lock is on the folder that it will be in.
 
     Raises:
-        ConfigError: the folder of this run holds another one; says what differs.
+        ConfigError: the folder of this run holds another one, says what differs; or another process has it.
     """
+    lock.take(run_dir)
     if (run_dir / CONFIG).is_file():
         refuse_another(load_config(run_dir), cfg, run_dir)
         return run_dir
@@ -54,7 +57,12 @@ def found(cfg: DictConfig, run_dir: Path) -> Path | None:
     unfinished = [run for run in runs if not (run / REPORT).is_file()]
     for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
         if not differences(load_config(run), cfg):
-            return run
+            try:
+                lock.take(run)
+            except BusyError as error:
+                log.info("resume=%s passes over %s", AUTO, error)
+            else:
+                return run
     return None
 
 

@@ -1,13 +1,16 @@
 """Which run is gone on with, and that only the same run is."""
 
+import logging
 import os
 
 import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, composed
+from lit_rlkv.stages.locking import BusyError, FolderLock
 from lit_rlkv.stages.parts import CONFIG, REPORT
-from lit_rlkv.stages.resuming import differences, found, resumed
+from lit_rlkv.stages.resuming import differences, resumed
+from lit_rlkv.stages.resuming import found as found_by
 from tests.tiny import TINY
 
 
@@ -15,6 +18,11 @@ def asked(folder, *overrides):
     cfg = composed("config", [*TINY, f"runs_dir={folder}", *overrides])
     del cfg.hydra
     return cfg
+
+
+def found(cfg, run_dir):
+    with FolderLock() as lock:
+        return found_by(cfg, run_dir, lock)
 
 
 def leave_run(folder, name, *overrides, finished=False, at=0):
@@ -57,6 +65,22 @@ def test_auto_finds_the_newest_unfinished_run_with_this_config(tmp_path):
     leave_run(tmp_path, "done", finished=True, at=4)
     assert found(cfg, new) == wanted
     assert found(asked(tmp_path, "seed=4"), new) is None
+
+
+def test_auto_leaves_a_run_to_the_process_that_is_at_work_on_it_and_says_so(tmp_path, caplog):
+    cfg, new = asked(tmp_path), tmp_path / "new"
+    older, newer = leave_run(tmp_path, "older", at=1), leave_run(tmp_path, "newer", at=2)
+    caplog.set_level(logging.INFO)
+    with FolderLock() as first, FolderLock() as second, FolderLock() as third:
+        assert found_by(cfg, new, first) == newer
+        assert "passes over" not in caplog.text
+        assert found_by(cfg, new, second) == older
+        assert f"passes over {newer}: process {os.getpid()} on" in caplog.text
+        assert found_by(cfg, new, third) is None
+        with pytest.raises(BusyError, match="new: process"), FolderLock() as fourth:
+            found_by(cfg, new, fourth)
+    assert found(cfg, new) == newer
+    assert list(new.iterdir()) == []
 
 
 def test_auto_goes_on_in_the_folder_it_is_given_and_refuses_another_run_there(tmp_path):

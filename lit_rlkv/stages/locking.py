@@ -1,0 +1,116 @@
+"""One process at a time writes in a run's folder: a lock that others see, and that ends with the process."""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TypeVar
+
+from lit_rlkv.config import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+"""In a run's folder while a process is at work on it; says which, and is locked by it."""
+MAX_OWNER = 200
+"""Bytes read of what a lock says."""
+log = logging.getLogger(__name__)
+Lock = TypeVar("Lock", bound="FolderLock")
+
+
+class BusyError(ConfigError):
+    """Another process is at work in the folder."""
+
+
+class FolderLock:
+    """The folder that this process alone may write in, until the block ends; none before the first is taken.
+
+    A lock of the system (flock), not the file as such: it is gone when its process is, however that ended.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[Path, int] | None = None
+
+    def __enter__(self: Lock) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._let_go()
+
+    def take(self, folder: Path) -> None:
+        """Have this folder, which is made if need be, instead of the one before.
+
+        Where there are no locks, such as on some network disks, a warning says so, and nothing is locked.
+
+        Raises:
+            BusyError: another process has it, or this one by another lock.
+            ConfigError: the folder cannot be written.
+        """
+        taken = _locked(folder)
+        self._let_go()
+        self._held = taken
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            path, descriptor = self._held
+            self._held = None
+            if _is_at(path, descriptor):
+                path.unlink()
+            os.close(descriptor)
+
+
+def _locked(folder: Path) -> tuple[Path, int] | None:
+    """The lock's file and its open descriptor, None where there are no locks."""
+    path = folder / LOCK
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written: {error}; give another hydra.run.dir") from error
+        try:
+            if not _lock(descriptor, folder):
+                os.close(descriptor)
+                return None
+        except BusyError:
+            os.close(descriptor)
+            raise
+        if _is_at(path, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            return path, descriptor
+        os.close(descriptor)  # who had it before has removed it since it was opened
+
+
+def _lock(descriptor: int, folder: Path) -> bool:
+    """Whether the file is locked now; False where it cannot be.
+
+    Raises:
+        BusyError: it is already.
+    """
+    if fcntl is None:
+        log.warning("this system has no flock: nothing keeps a second process out of %s", folder)
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(descriptor, MAX_OWNER, 0).decode(errors="replace") or "another process"
+        raise BusyError(
+            f"{folder}: {owner} is at work on this run; wait until it has ended, or end it; for another run "
+            "give another folder (hydra.run.dir=...)"
+        ) from error
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): nothing keeps a second process out of it", folder, error)
+        return False
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is still the one with this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
