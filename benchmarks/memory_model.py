@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.hydra import LAYOUTS
-from lit_rlkv.rollout import sizes
 
 FLOAT32 = 4
 
@@ -139,14 +138,7 @@ def static_bytes(variant: Variant, job: Job) -> dict[str, int]:
 
 def kv_bytes(job: Job) -> int:
     """2·layers·batch·kv_heads·slots·head_dim numbers, exactly."""
-    return sizes.kv_bytes(
-        n_layers=job.model.n_layers,
-        n_rows=job.batch,
-        n_kv_heads=job.model.n_kv_heads,
-        n_slots=job.n_slots,
-        head_dim=job.model.head_dim,
-        itemsize=job.weight_bytes,
-    )
+    return 2 * job.model.n_layers * job.batch * job.model.kv_dim * job.n_slots * job.weight_bytes
 
 
 def saved_bytes_per_token(variant: Variant, job: Job) -> int:

@@ -22,6 +22,7 @@ ALLOCATORS_SAY = (
     "DefaultCPUAllocator: not enough memory",  # on Windows
     "Storage size calculation overflowed",  # more bytes than 64 bits can count
     "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "MPS backend out of memory",
     "std::bad_alloc",

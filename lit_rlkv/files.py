@@ -19,7 +19,7 @@ ABANDONED_S = 24 * 3600.0
 
 def write_atomically(path: Path, text: str) -> None:
     """Put the text (UTF-8, line ends as they are) in the place of what the file held, all at once."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _beside(path, "partial")
     try:
         partial.write_text(text, encoding="utf-8", newline="")
         sync(partial)
@@ -74,9 +74,9 @@ def discard(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _beside(folder: Path, ending: str) -> Path:
+def _beside(path: Path, ending: str) -> Path:
     """A name for this moment alone: process ids would be the same on two machines that share a disk."""
-    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.{ending}")
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.{ending}")
 
 
 def sweep_partial(root: Path, prefix: str = "", *, is_shared: bool = False) -> None:

@@ -41,7 +41,7 @@ from lit_rlkv.stages.resuming import AUTO, found, resumed, warn_of_other_ranks
 from lit_rlkv.stages.rewarding import try_rewards
 from lit_rlkv.stages.run import Run
 from lit_rlkv.stages.saving import newest
-from lit_rlkv.stages.warmup import start_folder, warm_folder
+from lit_rlkv.stages.warmup import WARM, start_folder
 
 LOG = "fit.log"
 
@@ -116,6 +116,7 @@ def run_command_line(cfg: DictConfig) -> None:
         discard_if_empty(run_dir)
         sys.exit(f"error: {error}")
     except MemoryExhaustedError as error:
+        log.error("what did not find memory:", exc_info=error)
         sys.exit(f"error: {error}")
     except InterruptedRunError as error:
         console.print(f"{error}: saved, and ended with exit code {EXIT_CODE}; resume=... goes on")
@@ -173,8 +174,8 @@ def claimed(
         old_dir = found(cfg, run_dir, lock)
     else:
         lock.take(old_dir or run_dir)
-    sweep_partial(old_dir or run_dir, BACKBONE)
-    sweep_partial(warm_folder(cfg).parent, is_shared=True)
+    sweep_partial(old_dir or run_dir, f"{BACKBONE}.")
+    sweep_partial(Path(cfg.runs_dir) / WARM, is_shared=True)
     return old_dir
 
 

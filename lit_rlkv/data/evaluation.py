@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.accuracy import Accuracy, accuracy_of
-from lit_rlkv.data.memory import evaluating
 from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
+from lit_rlkv.faults import explaining_memory
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_mean
 from lit_rlkv.models import replay_logps
@@ -116,7 +116,21 @@ class Evaluator:
 
     @torch.no_grad()
     def score_cache(self, cache: CacheSpec) -> CacheScore:
-        """Accuracy and mismatch with one cache."""
+        """Accuracy and mismatch with one cache.
+
+        Raises:
+            MemoryExhaustedError: it finds too little memory; says what to lower.
+        """
+        at_once = self.config.batch_size
+        with explaining_memory(
+            lambda: (
+                f"out of memory in the evaluation of cache {cache.label}, {at_once} responses at a time; "
+                f"lower evaluation.batch_size={at_once} (batch_size of lit_rlkv.evaluate)"
+            )
+        ):
+            return self._score_cache(cache)
+
+    def _score_cache(self, cache: CacheSpec) -> CacheScore:
         config, n = self.config, len(self.problems)
         n_scored = n * config.n_samples
         own = [self._answer(cache, batch) for batch in self._own_batches()]
@@ -231,16 +245,7 @@ class Evaluator:
         prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(device)
         rounds = () if first == 0 else (first,)
         generator = stream(self.config.seed, "evaluate", cache.label, start, *rounds, device=device)
-        max_rows = max(self.config.batch_size, n_samples)
-        explained = evaluating(
-            self.roles.backbone("policy"),
-            cache,
-            (len(problems), prompts.token_ids.shape[1]),
-            n_samples=n_samples,
-            max_rows=max_rows,
-            max_new_tokens=self.config.max_new_tokens,
-        )
-        with explained, acting_as(self.roles, "policy") as backbone:
+        with acting_as(self.roles, "policy") as backbone:
             return generate(
                 backbone,
                 prompts.token_ids,
@@ -252,6 +257,6 @@ class Evaluator:
                 temperature=temperature,
                 generator=generator,
                 n_samples=n_samples,
-                max_rows=max_rows,
+                max_rows=max(self.config.batch_size, n_samples),
                 cuda_graph=self.config.cuda_graph,
             )

@@ -1,173 +1,134 @@
-"""Allocations that fail, told by the settings of the run."""
+"""What is said where memory does not suffice: how much what takes, and which settings change it."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from math import ceil
+from dataclasses import dataclass
+from math import ceil, prod
 
-from torch import nn
+import torch
 from transformers import PreTrainedModel
 
-from lit_rlkv.data.needs import Advice, Need, cache_advice, explain_sampling, explained, forward_needs
 from lit_rlkv.data.settings import SamplingConfig, UpdateConfig
-from lit_rlkv.faults import explaining_memory
-from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.diagnostics.flops import n_kv_heads
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.backbone import optional_setting, text_config
 from lit_rlkv.models.hydra import Roles
-from lit_rlkv.models.scoring import pass_of
-from lit_rlkv.rollout.sizes import ModelShape, SamplingSizes, shape_of
+from lit_rlkv.rollout.generate import rows_under_way
+from lit_rlkv.units import human_bytes
 
-N_TRAINED_COPIES = 3
-"""Of what is trained: its gradient, and the two moments of Adam."""
+DEATH_BYTES = 4
+SAMPLING_BYTES = 16
+"""Of a logit while a token is drawn: its log-prob, noise, probability and their quotient in float32."""
 
 
-class MemoryOfRL:
-    """Explains allocations that fail in the phases of RL.
+@dataclass(frozen=True)
+class Need:
+    """Some of the memory of a phase."""
+
+    what: str
+    factors: Mapping[str, int]
+    """How many there are of what; their product is the number of bytes."""
+    helps: Sequence[str]
+    """What to do, the best first."""
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.factors.values())
+
+    def __str__(self) -> str:
+        product = " × ".join(f"{number} {name}" for name, number in self.factors.items())
+        return f"{human_bytes(self.n_bytes):>9}  {self.what} = {product}"
+
+
+def rollout_needs(
+    model: PreTrainedModel, cache: CacheSpec, prompts_shape: tuple[int, int], sampling: SamplingConfig
+) -> list[Need]:
+    """What `generate` holds beside the model, the largest first; an estimate where layers differ in size.
 
     Args:
-        cache: as the config has it.
-        samples_dense: the correction samples with a dense one in its place.
+        prompts_shape: prompts at a time, and tokens of the longest.
     """
-
-    def __init__(
-        self, cache: CacheSpec, sampling: SamplingConfig, update: UpdateConfig, *, samples_dense: bool
-    ) -> None:
-        self.cache = CacheSpec.dense() if samples_dense else cache
-        """Of the rollouts."""
-        self.cache_advice = cache_advice(self.cache, by_correction=samples_dense and not cache.is_dense)
-        self.config = sampling
-        self.update = update
-        self.length = f"lower rollout.max_new_tokens={sampling.max_new_tokens}"
-        self._scored: tuple[ModelShape, int, int] | None = None
-        """What read the latest rollout, and its rows and columns."""
-
-    def sizes(self, backbone: PreTrainedModel, n_prompts: int, n_prompt_columns: int) -> SamplingSizes:
-        """Of responses to so many prompts, drawn by one call of `generate`."""
-        config = self.config
-        return SamplingSizes(
-            model=shape_of(backbone),
-            cache=self.cache,
-            n_prompts=n_prompts,
-            n_prompt_columns=n_prompt_columns,
-            n_samples=config.group_size,
-            max_rows=config.max_rows,
-            max_new_tokens=config.max_new_tokens,
-        )
-
-    def advice(self, sizes: SamplingSizes) -> Advice:
-        """What makes these sizes smaller."""
-        config, now = self.config, _now(self.config.max_rows)
-        rows = f"set rollout.max_rows below {sizes.n_rows} ({now})"
-        if sizes.n_rows == sizes.n_samples:
-            rows = f"lower algorithm.group_size={config.group_size}"
-        responses = f"lower rollout.n_prompts={config.n_prompts} or algorithm.group_size={config.group_size}"
-        return Advice(self.cache_advice, rows, responses, self.length)
-
-    def sampling(self, roles: Roles, n_prompts: int, n_prompt_columns: int) -> AbstractContextManager[None]:
-        """A block that samples responses to so many prompts at once."""
-
-        def explain() -> str:
-            sizes = self.sizes(roles.backbone("policy"), n_prompts, n_prompt_columns)
-            return explain_sampling("the rollout", sizes, self.advice(sizes))
-
-        return explaining_memory(explain)
-
-    def scoring(
-        self, roles: Roles, views: Mapping[str, bool], n_rows: int, n_columns: int
-    ) -> AbstractContextManager[None]:
-        """A block in which roles read a rollout of this shape; `views` as `score_rollout` takes them."""
-        backbone = roles.backbone("policy")
-        model = shape_of(backbone)
-        self._scored = model, n_rows, n_columns
-
-        def explain() -> str:
-            limit = self.config.rows_per_pass
-            n_own = min(n_rows, limit or n_rows)
-            n_passes = len({pass_of(roles, *view) for view in views.items()})
-            is_stacked = self.config.stacks_passes and n_passes > 1
-            n_at_once = n_own * (n_passes if is_stacked else 1)
-            helps = [f"set rollout.rows_per_pass below {n_own} ({_now(limit)})"] if n_own > 1 else []
-            helps += ["set roles.stack_passes=false"] if is_stacked else []
-            needs = forward_needs(
-                model, n_at_once, n_columns, [*helps, self.length], has_masks=_has_masks(backbone)
-            )
-            return explained(f"scoring, {n_at_once} rows in a forward", needs)
-
-        return explaining_memory(explain)
-
-    def learning(self, roles: Roles) -> AbstractContextManager[None]:
-        """A block of the updates on what was scored last."""
-
-        def explain() -> str:
-            assert self._scored is not None, "what is learned from has been scored"
-            (model, n_rows, n_columns), update = self._scored, self.update
-            n_own = ceil(ceil(n_rows / update.n_minibatches) / update.n_micro_batches)
-            helps = [f"raise algorithm.n_micro_batches={update.n_micro_batches}"] if n_own > 1 else []
-            helps += [] if roles.checkpoints_layers else ["set roles.gradient_checkpointing=true"]
-            needs = forward_needs(
-                model,
-                n_own,
-                n_columns,
-                [*helps, self.length],
-                has_masks=_has_masks(roles.backbone("policy")),
-                keeps="inputs" if roles.checkpoints_layers else "layers",
-            )
-            is_whole = roles.layout.trains_backbones
-            smaller = "choose roles=hydra, which trains adapters alone" if is_whole else "lower roles.rank"
-            return explained(
-                f"the update, {n_own} rows in a micro-batch", [*needs, trained_need(roles, [smaller])]
-            )
-
-        return explaining_memory(explain)
+    config = text_config(model)
+    (n_prompts, n_prompt_columns), group = prompts_shape, sampling.group_size
+    n_rows = rows_under_way(n_prompts, group, sampling.max_rows)
+    n_columns = n_prompt_columns + sampling.max_new_tokens
+    layers, heads = {"layers": int(config.num_hidden_layers)}, {"KV heads": n_kv_heads(model)}
+    head_dim = optional_setting(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    itemsize = _computes_in(model).itemsize
+    limit = "null, all at once" if sampling.max_rows is None else sampling.max_rows
+    fewer = f"set rollout.max_rows below {n_rows} (now {limit})"
+    if n_rows == group:
+        fewer = f"lower algorithm.group_size={group}"
+    shorter = f"lower rollout.max_new_tokens={sampling.max_new_tokens}"
+    smaller = [shorter, "sample from a cache that evicts (cache.policy, correction)"]
+    needs = [
+        Need(
+            "KV cache",
+            {"of keys and values": 2, **layers, "rows": n_rows, **heads}
+            | {"slots": cache.n_slots(n_columns), "dims": int(head_dim), "bytes": itemsize},
+            [*(smaller if cache.is_dense else [f"lower cache.budget={cache.budget}"]), fewer],
+        ),
+        Need(
+            "record of deaths",
+            {**layers, "rows and responses": n_rows + n_prompts * group, **heads}
+            | {"columns": n_columns, "bytes": DEATH_BYTES},
+            [shorter, f"lower rollout.n_prompts={sampling.n_prompts} or algorithm.group_size={group}"],
+        ),
+        Need(
+            "logits of a step",
+            {"rows": n_rows, "tokens": int(config.vocab_size), "bytes": itemsize + SAMPLING_BYTES},
+            [fewer],
+        ),
+    ]
+    return sorted(needs, key=lambda need: need.n_bytes, reverse=True)
 
 
-def evaluating(
-    backbone: PreTrainedModel,
-    cache: CacheSpec,
-    prompts_shape: tuple[int, int],
-    *,
-    n_samples: int,
-    max_rows: int,
-    max_new_tokens: int,
-) -> AbstractContextManager[None]:
-    """A block that samples for an evaluation, of which `max_rows` are evaluation.batch_size."""
-    lower = f"lower evaluation.batch_size={max_rows}"
-    length = f"lower rollout.max_new_tokens={max_new_tokens}"
-    smaller = lower if cache.is_dense else "lower cache.budget and evaluation.budgets"
-
-    def explain() -> str:
-        n_prompts, n_columns = prompts_shape
-        sizes = SamplingSizes(
-            shape_of(backbone), cache, n_prompts, n_columns, n_samples, max_rows, max_new_tokens
-        )
-        return explain_sampling("evaluation", sizes, Advice(smaller, lower, lower, length))
-
-    return explaining_memory(explain)
+def explain_rollout(
+    model: PreTrainedModel, cache: CacheSpec, prompts_shape: tuple[int, int], sampling: SamplingConfig
+) -> str:
+    """The needs of a rollout, and what helps against them in that order."""
+    needs = rollout_needs(model, cache, prompts_shape, sampling)
+    helps = dict.fromkeys(step for need in needs for step in need.helps)
+    n_prompts, n_columns = prompts_shape
+    return "\n".join(
+        [
+            f"out of memory in the rollout: {sampling.group_size} responses of up to "
+            f"{sampling.max_new_tokens} tokens to each of {n_prompts} prompts of up to {n_columns}, cache "
+            f"{cache.label}. Beside the weights it takes",
+            *(f"  {need}" for need in needs),
+            f"What helps, the most first: {'; '.join(helps)}.",
+        ]
+    )
 
 
-def supervised(
-    module: nn.Module, backbone: PreTrainedModel, n_rows: int, n_columns: int, helps: Sequence[str]
-) -> AbstractContextManager[None]:
-    """A block of supervised training on so many sequences at a time."""
-
-    def explain() -> str:
-        model, has_masks = shape_of(backbone), _has_masks(backbone)
-        needs = forward_needs(model, n_rows, n_columns, helps, has_masks=has_masks, keeps="layers")
-        return explained(f"warm-up, {n_rows} sequences at a time", [*needs, trained_need(module, ())])
-
-    return explaining_memory(explain)
-
-
-def trained_need(module: nn.Module, helps: Sequence[str]) -> Need:
-    """Of learning, whatever the batch."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    product = f"{N_TRAINED_COPIES} × {sum(p.numel() for p in trained)} parameters that train"
-    n_bytes = N_TRAINED_COPIES * sum(p.nbytes for p in trained)
-    return Need("gradients and moments", n_bytes, product, helps)
+def explain_scoring(shape: tuple[int, int], sampling: SamplingConfig) -> str:
+    """Of a rollout with so many rows and columns."""
+    n_rows, n_columns = shape
+    limit = n_rows if sampling.rows_per_pass is None else min(sampling.rows_per_pass, n_rows)
+    stacked = ", set roles.stack_passes=false" if sampling.stacks_passes else ""
+    return (
+        f"out of memory in scoring, {limit} of {n_rows} sequences of up to {n_columns} tokens at a time; set "
+        f"rollout.rows_per_pass below {limit}{stacked}, or lower rollout.max_new_tokens="
+        f"{sampling.max_new_tokens}"
+    )
 
 
-def _has_masks(backbone: PreTrainedModel) -> bool:
-    return not uses_triton(next(backbone.parameters()))
+def explain_update(
+    roles: Roles, shape: tuple[int, int], sampling: SamplingConfig, update: UpdateConfig
+) -> str:
+    """Of a rollout with so many rows and columns."""
+    n_rows, n_columns = shape
+    n_own = ceil(ceil(n_rows / update.n_minibatches) / update.n_micro_batches)
+    recompute = "" if roles.checkpoints_layers else ", set roles.gradient_checkpointing=true"
+    n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
+    return (
+        f"out of memory in the update, {n_own} sequences of up to {n_columns} tokens in a micro-batch and "
+        f"{n_trained:,} parameters that train; raise algorithm.n_micro_batches={update.n_micro_batches}"
+        f"{recompute}, lower rollout.max_new_tokens={sampling.max_new_tokens}, or train fewer parameters "
+        "(roles=hydra, roles.rank)"
+    )
 
 
-def _now(limit: int | None) -> str:
-    return "now null, all at once" if limit is None else f"now {limit}"
+def _computes_in(model: PreTrainedModel) -> torch.dtype:
+    """The precision of its activations and of the cache."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.credit import CreditRule, Experience
-from lit_rlkv.data.memory import MemoryOfRL
+from lit_rlkv.data.memory import explain_rollout, explain_scoring, explain_update
 from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig, RewardRule
@@ -20,6 +20,7 @@ from lit_rlkv.data.shards import joined
 from lit_rlkv.data.steps import Split, Steps
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids, is_end, padded
+from lit_rlkv.faults import explaining_memory
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import Roles, acting_as
@@ -66,8 +67,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = tokenizer
         self.task = task
         self.source = source
-        self.memory = MemoryOfRL(cache, sampling, update, samples_dense=correction.samples_dense)
-        self.cache = self.memory.cache
+        self.cache = CacheSpec.dense() if correction.samples_dense else cache
         self.correction = correction
         self.credit = credit.for_task(task)
         self.sampling = sampling
@@ -88,6 +88,8 @@ class RolloutDataModule(L.LightningDataModule):
             n_shards=self.n_shards,
         )
         self.iteration = 0
+        self._shape = (0, 0)
+        """Rows and columns of the latest rollout."""
         self.on_rollout_end = list(on_rollout_end)
         self.on_update_start = list(on_update_start)
         self.phases = phases or Phases()
@@ -111,6 +113,7 @@ class RolloutDataModule(L.LightningDataModule):
         with self.phases("rollout", self.iteration):
             rollout = self._sample(shards)
         is_action = rollout.is_action
+        self._shape = (len(is_action), is_action.shape[1])
         completions = decode_completions(self.tokenizer, rollout.token_ids, is_action)
         asked = self.panel.ask(problems, completions)  # they think while the roles score
         with self.phases("score", self.iteration):
@@ -141,6 +144,10 @@ class RolloutDataModule(L.LightningDataModule):
             ranks=self.ranks,
         )
 
+    def explain_update(self) -> str:
+        """What is said where the updates on the latest rollout find too little memory."""
+        return explain_update(self.roles, self._shape, self.sampling, self.update)
+
     def _shards(self) -> dict[int, list[Problem]]:
         """This rank's next problems by the shard that they belong to, of which every rank has as many."""
         n_ranks = self.ranks.size
@@ -163,8 +170,9 @@ class RolloutDataModule(L.LightningDataModule):
     def _sample_shard(self, number: int, prompts: PromptBatch) -> Rollout:
         config, device = self.sampling, self.roles.backbone("policy").device
         prompts = prompts.to(device)
-        explained = self.memory.sampling(self.roles, *prompts.token_ids.shape)
-        with explained, acting_as(self.roles, "policy") as backbone:
+        shape = (len(prompts.token_ids), prompts.token_ids.shape[1])
+        explained = explaining_memory(lambda: explain_rollout(backbone, self.cache, shape, config))
+        with acting_as(self.roles, "policy") as backbone, explained:
             return generate(
                 backbone,
                 prompts.token_ids,
@@ -192,12 +200,11 @@ class RolloutDataModule(L.LightningDataModule):
             "value": self.sampling.value_shadow,
         }
         wanted = {role for role in self.roles.needed if role != "policy" or not sees_same}
-        views = {role: shadow for role, shadow in views.items() if role in wanted}
-        with self.memory.scoring(self.roles, views, *rollout.token_ids.shape):
+        with explaining_memory(lambda: explain_scoring(self._shape, self.sampling)):
             return score_rollout(
                 self.roles,
                 rollout,
-                views,
+                {role: shadow for role, shadow in views.items() if role in wanted},
                 temperature=self.sampling.temperature,
                 rows_per_pass=self.sampling.rows_per_pass,
                 stacks_passes=self.sampling.stacks_passes,

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from lit_rlkv.diagnostics.cache import live_keys, predicts
 from lit_rlkv.models.adapters import active_adapter
 from lit_rlkv.models.backbone import optional_setting, text_config
-from lit_rlkv.rollout.sizes import shape_of
 from lit_rlkv.types import Rollout
 
 
@@ -70,11 +69,12 @@ def costs_of(model: PreTrainedModel) -> Costs | None:
     n_weights = sum(p.numel() for p in matrices)
     n_trained = sum(p.numel() for p in matrices if p.requires_grad)
     head = model.get_output_embeddings().weight
-    shape = shape_of(model)
+    n_heads: int = config.num_attention_heads
+    head_dim = optional_setting(config, "head_dim") or config.hidden_size // n_heads
     return Costs(
         forward_per_token=2 * n_weights,
         backward_per_token=2 * (n_weights + n_trained),
-        forward_per_pair=4 * shape.head_dim * shape.n_heads // shape.n_kv_heads,
+        forward_per_pair=4 * head_dim * n_heads // n_kv_heads(model),
         forward_per_position=2 * head.numel(),
         backward_per_position=2 * head.numel() * (2 if head.requires_grad else 1),
     )
@@ -82,7 +82,8 @@ def costs_of(model: PreTrainedModel) -> Costs | None:
 
 def n_kv_heads(model: PreTrainedModel) -> int:
     """KV heads of a layer."""
-    return shape_of(model).n_kv_heads
+    config = text_config(model)
+    return int(optional_setting(config, "num_key_value_heads") or config.num_attention_heads)
 
 
 def learner_work(death: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n_kv_heads: int) -> Work:

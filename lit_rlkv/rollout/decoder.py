@@ -35,12 +35,16 @@ class Rows(TensorBatch):
     logps: Float[Tensor, "row seq"]
     death: Int[Tensor, "row layer kv_head seq"]
 
-    @staticmethod
-    def join(parts: Sequence["Rows"]) -> "Rows":
-        """All rows of the parts, one after the other."""
-        if len(parts) == 1:
-            return parts[0]
-        return Rows(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Rows)))
+    def blank(self, n_rows: int) -> "Rows":
+        """Room for so many rows, to be written."""
+        values = (getattr(self, field.name) for field in fields(Rows))
+        return Rows(*(value.new_empty((n_rows, *value.shape[1:])) for value in values))
+
+    def put(self, places: Sequence[int], rows: "Rows") -> None:
+        """Write rows in their places."""
+        index = torch.tensor(places, device=self.token_ids.device)
+        for field in fields(Rows):
+            getattr(self, field.name)[index] = getattr(rows, field.name)
 
 
 class Decoder:

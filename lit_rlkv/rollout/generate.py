@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import check_length, n_embedded
 from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
-from lit_rlkv.rollout.sizes import rows_under_way
 from lit_rlkv.sharding import is_sharded
 from lit_rlkv.types import NEVER, Rollout
 
@@ -90,8 +89,7 @@ def _decode_all(
     free = deque(range(decoder.n_rows))
     owner: dict[int, int] = {}
     n_left: dict[int, int] = {}
-    ended: list[Rows] = []
-    order: list[int] = []
+    everyone: Rows | None = None
     while waiting or owner:
         prompts = [waiting.popleft() for _ in range(min(len(waiting), len(free) // n_samples))]
         if prompts:
@@ -109,13 +107,21 @@ def _decode_all(
         assert done or n_steps > 0  # else it would go on for ever
         decoder.kv.levels.stop(done)
         if done and (waiting or len(done) == len(owner)):
-            ended.append(decoder.take(done))
-            order += [owner.pop(row) for row in done]
+            taken, places = decoder.take(done), [owner.pop(row) for row in done]
+            if len(places) == n_samples * len(token_ids):
+                return taken  # all of them at once, and so in their order
+            # Each wave to its place, because a copy of all records of deaths is what memory may not have.
+            everyone = everyone or taken.blank(n_samples * len(token_ids))
+            everyone.put(places, taken)
             free.extend(done)
-    everyone = Rows.join(ended)
-    if order == sorted(order):
-        return everyone
-    return everyone.rows(torch.tensor(order, device=token_ids.device).argsort())
+    assert everyone is not None
+    return everyone
+
+
+def rows_under_way(n_prompts: int, n_samples: int, max_rows: int | None) -> int:
+    """Rows of the cache for so many samples of each prompt; those of one prompt start together."""
+    n_rows = n_prompts * n_samples
+    return n_rows if max_rows is None else min(n_rows, max_rows // n_samples * n_samples)
 
 
 def _trim(rows: Rows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:

@@ -5,6 +5,8 @@ from functools import cache
 
 import torch
 
+from lit_rlkv.faults import is_out_of_memory
+
 N_EAGER_CALLS = 2
 """Calls before the capture, in which Triton compiles and libraries allocate what they work in."""
 
@@ -53,9 +55,9 @@ class Captured:
                 graph, stream=_side_stream(torch.cuda.current_device()), capture_error_mode="thread_local"
             ):
                 function()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise ValueError(
                 f"a decode step of this model cannot be captured as a CUDA graph ({error}); start again with "
                 "rollout.cuda_graph=false, or cuda_graph=False where you call generate"

@@ -23,7 +23,8 @@ def ending_together(fabric: Fabric) -> Iterator[None]:
     Lightning looks after the processes that it has started, and ends all with the first of them that fails;
     it does not look after the process that starts them. Those of torchrun and srun have these to do that.
     """
-    is_ours = fabric.world_size > 1 and started_processes() is None
+    # On Windows the parent of a process in a virtual environment is a stub, which says nothing.
+    is_ours = os.name == "posix" and fabric.world_size > 1 and started_processes() is None
     first = os.environ.get(FIRST) if os.environ.get("LOCAL_RANK", "0") != "0" else None
     over = threading.Event()
     if is_ours and first is not None:

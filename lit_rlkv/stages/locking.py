@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ except ImportError:  # Windows
 
 LOCK = ".lock"
 """In a run's folder while a process is at work on it; says which, and is locked by it."""
+N_TRIES = 10
 MAX_OWNER = 200
 """Bytes read of what a lock says."""
 log = logging.getLogger(__name__)
@@ -65,24 +67,29 @@ class FolderLock:
 def _locked(folder: Path) -> tuple[Path, int] | None:
     """The lock's file and its open descriptor, None where there are no locks."""
     path = folder / LOCK
-    while True:
+    for _ in range(N_TRIES):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error}; give another hydra.run.dir") from error
         try:
-            if not _lock(descriptor, folder):
-                os.close(descriptor)
-                return None
+            is_locked = _lock(descriptor, folder)
         except BusyError:
             os.close(descriptor)
             raise
-        if _is_at(path, descriptor):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        if is_locked and _is_at(path, descriptor):
+            with suppress(OSError):  # for people alone, and the disk may be full
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             return path, descriptor
-        os.close(descriptor)  # who had it before has removed it since it was opened
+        os.close(descriptor)
+        if not is_locked:
+            path.unlink(missing_ok=True)
+            return None
+        # Who had it before has removed it since it was opened.
+    log.warning("%s cannot be kept locked: nothing keeps a second process out of it", folder)
+    return None
 
 
 def _lock(descriptor: int, folder: Path) -> bool:

@@ -5,7 +5,6 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.progress import track
 from lit_rlkv.config import ConfigError
-from lit_rlkv.data.memory import evaluating
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Preferences
 from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts, end_token_ids
@@ -45,15 +44,7 @@ def _wrong_answers(
     parts: Parts, backbone: PreTrainedModel, problems: list[Problem], generator: torch.Generator
 ) -> list[PreferencePair]:
     prompts = encode_prompts(parts.tokenizer, [p.prompt for p in problems]).to(backbone.device)
-    explained = evaluating(
-        backbone,
-        parts.cache,
-        (len(problems), prompts.token_ids.shape[1]),
-        n_samples=1,
-        max_rows=parts.cfg.evaluation.batch_size,
-        max_new_tokens=parts.cfg.rollout.max_new_tokens,
-    )
-    with parts.fabric.autocast(), explained:
+    with parts.fabric.autocast():
         rollout = generate(
             backbone,
             prompts.token_ids,

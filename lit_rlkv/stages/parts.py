@@ -16,6 +16,7 @@ from lit_rlkv.data.accuracy import Accuracy, accuracy_of
 from lit_rlkv.data.checking import Sizes, check_prompts_fit, measure
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import check_vocabulary, load_tokenizer
+from lit_rlkv.faults import explaining_memory
 from lit_rlkv.kernels.backend import set_kernels, uses_triton, using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
@@ -145,7 +146,14 @@ def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) ->
         model = model.type(dtype)
     # What is quantized is where it was loaded to, and what will be sharded need not fit there.
     if quantization is None and not parts.is_sharded:
-        parts.fabric.to_device(model)
+        with explaining_memory(
+            lambda: (
+                f"out of memory while {path or 'the model'} moves to {parts.fabric.device}; shard it over "
+                "several devices (fabric.strategy=fsdp2), or store less of it (fabric.precision=bf16-true, "
+                "fabric.quantization=4bit)"
+            )
+        ):
+            parts.fabric.to_device(model)
     check_vocabulary(parts.tokenizer, n_embedded(model))
     check_prompts_fit(model, parts.sizes, parts.cfg.rollout.max_new_tokens)
     with using("reference") if parts.is_sharded else nullcontext():

@@ -43,11 +43,12 @@ def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictC
 def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
     """What `resume=auto` goes on with: the run in the folder of this one, or the newest with this config.
 
-    Among others, those that ended with a report are done, and those that a process is at work on are left to
-    it. None where a new run is to be started. The lock is on the folder that it will be in.
+    Among others, those that ended with a report are done. None where a new run is to be started. The lock is
+    on the folder that it will be in.
 
     Raises:
-        ConfigError: the folder of this run holds another one, says what differs; or another process has it.
+        ConfigError: the folder of this run holds another one, says what differs.
+        BusyError: another process is at work on what is to be gone on with.
     """
     lock.take(run_dir)
     if (run_dir / CONFIG).is_file():
@@ -55,14 +56,20 @@ def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
         return run_dir
     runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
     unfinished = [run for run in runs if not (run / REPORT).is_file()]
+    busy: BusyError | None = None
     for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
         if not differences(load_config(run), cfg):
             try:
                 lock.take(run)
             except BusyError as error:
-                log.info("resume=%s passes over %s", AUTO, error)
+                busy = error
+            except ConfigError as error:
+                log.warning("resume=%s passes over a run: %s", AUTO, error)
             else:
                 return run
+    if busy is not None:
+        # A process that is about to end, as after a requeue, would else be followed by a run from the start.
+        raise busy
     return None
 
 

@@ -1,7 +1,6 @@
 """RL: the policy's module, its data, and the loop."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rollouts import RolloutDataModule
 from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
-from lit_rlkv.faults import Interruption
+from lit_rlkv.faults import Interruption, explaining_memory
 from lit_rlkv.loop import train
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
@@ -23,7 +22,6 @@ from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.stages.memory import check_rollout_fits
 from lit_rlkv.stages.parts import Parts, load_backbone, shard
 from lit_rlkv.stages.saving import Saver
 from lit_rlkv.stages.warmup import critic_folder, load_reward_head
@@ -135,7 +133,6 @@ def train_policy(
     cfg = parts.cfg
     algorithm = cfg.algorithm
     ranks = ranks_of(parts.fabric)
-    check_rollout_fits(parts, module.roles.backbone("policy"))
     datamodule = RolloutDataModule(
         module.roles,
         parts.tokenizer,
@@ -208,6 +205,6 @@ def train_policy(
             saved_at=None if resume_from is None else resume_from.iteration,
             backbone=backbone,
         ),
-        learning=partial(datamodule.memory.learning, module.roles),
+        learning=lambda: explaining_memory(datamodule.explain_update),
         interruption=interruption,
     )

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.checkpoint import load_trainable
 from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
-from lit_rlkv.data.memory import supervised
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.faults import Interruption
+from lit_rlkv.faults import Interruption, explaining_memory
 from lit_rlkv.files import appearing_whole, link_tree, stamps
 from lit_rlkv.loop import train
 from lit_rlkv.models.backbone import check_length, text_config
@@ -30,14 +28,14 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.stages.memory import check_rollout_fits
 from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone, shard
 from lit_rlkv.stages.warm_progress import REWARD_HEAD, WarmProgress
 
 WARM_FORMAT = 1
 """Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
-WARM_DONE = "warm.json"
+WARM, WARM_DONE = "warm", "warm.json"
+"""The folder of all warm models, and the file that each of them has."""
 REWARD_MODEL = "reward_model"
 """Folder in a warm model for a reward model with weights of its own."""
 
@@ -62,7 +60,7 @@ def warm_folder(cfg: DictConfig) -> Path:
     sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
     files = [[] if source is None else stamps(Path(source).expanduser()) for source in sources]
     text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)
-    return Path(cfg.runs_dir) / "warm" / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return Path(cfg.runs_dir) / WARM / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def start_folder(cfg: DictConfig, run_dir: Path) -> str | Path | None:
@@ -191,8 +189,6 @@ class WarmUp:
         is_begun = first > 0
         source = progress.output(first - 1) if is_begun else expanded(self.parts.cfg.model.path)
         backbone = load_backbone(self.parts, source)
-        if "rl" in self.parts.cfg.stages:
-            check_rollout_fits(self.parts, backbone)
         _check_data(self.parts, backbone, self.passes)
         shard(self.parts, backbone)
         head = _head_of(progress.output(first - 1), backbone) if is_begun else None
@@ -237,7 +233,12 @@ class WarmUp:
             learner_state=None if resumed is None else resumed.learner_state(),
             max_grad_norm=cfg.max_grad_norm,
             save=self.progress.saver(module, number, end),
-            learning=lambda: _explained(parts, module, backbone, stage),
+            learning=lambda: explaining_memory(
+                lambda: (
+                    f"out of memory in warm-up; lower sft.batch_size={cfg.batch_size} or "
+                    f"sft.n_pairs={cfg.n_pairs}, which make up its batches"
+                )
+            ),
             interruption=self.interruption,
         )
         return module.reward_head
@@ -259,17 +260,6 @@ def _head_of(folder: Path, backbone: PreTrainedModel) -> ScalarHead | None:
     head = ScalarHead(text_config(backbone).hidden_size)
     head.load_state_dict(weights)
     return head
-
-
-def _explained(
-    parts: Parts, module: HydraSFT, backbone: PreTrainedModel, stage: Pass
-) -> AbstractContextManager[None]:
-    n_columns = max(parts.sizes.prompts) + max(parts.sizes.solutions)
-    n_rows = (stage.batch_size + stage.n_pairs) // parts.fabric.world_size
-    sft = parts.cfg.sft
-    helps = [f"lower sft.batch_size={sft.batch_size}"]
-    helps += [f"lower sft.n_pairs={sft.n_pairs}"] if stage.n_pairs > 0 else []
-    return supervised(module, backbone, n_rows, n_columns, helps)
 
 
 def _check_data(parts: Parts, backbone: PreTrainedModel, passes: Sequence[Pass]) -> None:

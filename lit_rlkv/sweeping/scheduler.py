@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.progress import Field, Meter
 from lit_rlkv.config import ConfigError
+from lit_rlkv.stages.locking import FolderLock
 from lit_rlkv.stages.warmup import start_folder, warm_folder
 from lit_rlkv.sweeping.job import OUTPUT, FitJob, Outcome, can_resume, is_finished, is_worked_in
 from lit_rlkv.sweeping.ledger import Ledger
@@ -31,12 +32,15 @@ class FitLauncher:
         self._configs: dict[int, DictConfig] = {}
 
     def launch(self, run: Run) -> FitJob:
+        """Raises ConfigError where a process that no sweep has started is at work in the run's folder."""
         folder = run.folder
         if is_worked_in(folder) or is_finished(folder):
             return FitJob(folder)  # of an earlier sweep that was killed
         if can_resume(folder):
             return FitJob.start(folder, [f"resume={quoted(folder)}", folder_override(folder)])
-        shutil.rmtree(folder, ignore_errors=True)
+        with FolderLock() as lock:
+            lock.take(folder)  # somebody may have gone on with it by hand
+            shutil.rmtree(folder, ignore_errors=True)
         return FitJob.start(folder, self.plan.arguments(run.values, folder))
 
     def must_wait(self, run: Run, running: Sequence[Run]) -> bool:

@@ -1,6 +1,5 @@
 """Which run is gone on with, and that only the same run is."""
 
-import logging
 import os
 
 import pytest
@@ -67,16 +66,14 @@ def test_auto_finds_the_newest_unfinished_run_with_this_config(tmp_path):
     assert found(asked(tmp_path, "seed=4"), new) is None
 
 
-def test_auto_leaves_a_run_to_the_process_that_is_at_work_on_it_and_says_so(tmp_path, caplog):
+def test_auto_leaves_a_run_to_the_process_that_is_at_work_on_it_and_begins_no_other(tmp_path):
     cfg, new = asked(tmp_path), tmp_path / "new"
     older, newer = leave_run(tmp_path, "older", at=1), leave_run(tmp_path, "newer", at=2)
-    caplog.set_level(logging.INFO)
     with FolderLock() as first, FolderLock() as second, FolderLock() as third:
         assert found_by(cfg, new, first) == newer
-        assert "passes over" not in caplog.text
         assert found_by(cfg, new, second) == older
-        assert f"passes over {newer}: process {os.getpid()} on" in caplog.text
-        assert found_by(cfg, new, third) is None
+        with pytest.raises(BusyError, match=f"older: process {os.getpid()} on"):
+            found_by(cfg, new, third)
         with pytest.raises(BusyError, match="new: process"), FolderLock() as fourth:
             found_by(cfg, new, fourth)
     assert found(cfg, new) == newer
