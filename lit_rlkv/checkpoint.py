@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_rlkv.files import appearing_whole, discard, sweep_partial
+from lit_rlkv.ranks import IN_STEP
 from lit_rlkv.sharding import like, whole
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
@@ -49,7 +50,7 @@ class Checkpoint:
         return load_file(self.path / WEIGHTS)
 
     def learner_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(self.path / LEARNER, weights_only=True)
+        state: dict[str, Any] = torch.load(self.path / LEARNER, weights_only=True, map_location="cpu")
         return state
 
 
@@ -233,8 +234,9 @@ def _digest_of(state: dict[str, Any]) -> str:
 def trainable_weights(module: nn.Module) -> dict[str, Tensor]:
     """The parameters that training changes, by name; a frozen backbone is saved once, elsewhere.
 
-    Of layers that lie in shards all of them; then all ranks must ask.
+    Of layers that lie in shards the first rank gets all; all ranks must ask.
     """
+    IN_STEP.wait()
     return {name: whole(p.detach()) for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -244,6 +246,7 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
     Raises:
         ValueError: names or shapes differ, so the checkpoint belongs to another layout.
     """
+    IN_STEP.wait()  # no layer may be whole, for what is written to that is lost
     own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if own.keys() != weights.keys():
         odd = sorted(own.keys() ^ weights.keys())

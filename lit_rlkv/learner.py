@@ -1,7 +1,8 @@
 """Losses to gradients to optimizer steps, the same on every rank; what is logged of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import lightning as L
@@ -65,11 +66,13 @@ class Learner:
         self.module = module
         self.callbacks = callbacks
         self.max_grad_norm = max_grad_norm
+        IN_STEP.wait()  # no layer may be whole while an optimizer takes its parameters
         self.is_sharded = is_sharded(module)
         configured, self.scheduler = _unpack(module.configure_optimizers())
         keep_kinds_apart(configured)
         # One after the other, as sharded modules must be.
-        self.model = fabric.setup_module(_Step(module))
+        with keeping_buffers(module):
+            self.model = fabric.setup_module(_Step(module))
         self.optimizer = cast("torch.optim.Optimizer", fabric.setup_optimizers(configured))
         self.precision = fabric.strategy.precision
         self.guard = FiniteSteps()
@@ -142,6 +145,19 @@ class Learner:
         self.precision.load_state_dict(state.get("precision", {}))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+
+
+@contextmanager
+def keeping_buffers(module: nn.Module) -> Iterator[None]:
+    """A block in which a precision is given to parameters alone.
+
+    Fabric's bf16-true would round the frequencies of rotary embeddings, and the model that was evaluated
+    before, and that is exported after, would be another one than the model that is trained.
+    """
+    before = {name: buffer.data for name, buffer in module.named_buffers()}
+    yield
+    for name, buffer in module.named_buffers():
+        buffer.data = before[name].to(buffer.device)
 
 
 def call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:

@@ -13,11 +13,14 @@ from jaxtyping import Float
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lit_rlkv.ranks import IN_STEP, over_ranks
+
+FAST = ("foreach", "fused")
+"""Ways to step many parameters at once, by their names in an optimizer's groups."""
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -51,10 +54,11 @@ class ShardedLayers:
     """The layers of one backbone, each in equal parts on all ranks, and whole while it computes.
 
     Args:
-        backbone: with its adapters, on any device; what is not in a layer goes whole to `device`.
-        root: the module of it that calls the layers one after the other.
-        keeps_whole: after a forward without gradients, layers stay whole until ranks next exchange anything,
-            so that many of them, such as the steps of a rollout, gather the layers once.
+        backbone: with its adapters, on any device; what is not in these layers goes whole to `device`.
+        root: the module of it that calls the layers, each once and in this order.
+        computes_in: what the weights are gathered in, if in another precision than theirs.
+        keeps_whole: after a step of sampling, layers stay whole until another kind of forward or any other
+            exchange, so that a rollout gathers them once.
     """
 
     def __init__(
@@ -65,14 +69,21 @@ class ShardedLayers:
         mesh: DeviceMesh,
         device: torch.device,
         *,
-        keeps_whole: bool,
+        computes_in: torch.dtype | None = None,
+        keeps_whole: bool = False,
     ) -> None:
         inside = {id(tensor) for layer in layers for tensor in _tensors(layer)}
         for tensor in _tensors(backbone):
             if id(tensor) not in inside:
                 tensor.data = tensor.data.to(device)
+        is_low = torch.bfloat16 in (computes_in, next(backbone.parameters()).dtype)
+        precision = MixedPrecisionPolicy(
+            param_dtype=computes_in,
+            reduce_dtype=torch.float32 if is_low else None,
+            cast_forward_inputs=False,  # autocast knows better what to compute in which precision
+        )
         for layer in layers:
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(
             root, mesh=mesh, ignored_params={p for p in root.parameters() if not isinstance(p, DTensor)}
         )
@@ -82,29 +93,37 @@ class ShardedLayers:
         # another forward, and in another one on each rank.
         for number, one in enumerate(self.layers):
             one.set_modules_to_backward_prefetch([self.layers[max(number - 1, 0)]])
+        self.is_whole = False
+        """Between forwards; the same on all ranks, for it changes only where they agree."""
         self.passing, self.keeping = IN_STEP.add(self._pass), IN_STEP.add(self._keep)
         IN_STEP.on_exchange(self._release)
-        root.register_forward_pre_hook(self._ask)
+        root.register_forward_pre_hook(self._ask, with_kwargs=True)
 
-    def _ask(self, root: nn.Module, args: tuple[Any, ...]) -> None:
-        keeps = self.keeps_whole and not torch.is_grad_enabled()
+    def _ask(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keeps = self.keeps_whole and bool(kwargs.get("use_cache"))
+        if keeps and self.is_whole:
+            return  # there is nothing to exchange
         IN_STEP.ask(self.keeping if keeps else self.passing)
         for layer in self.layers:
             layer.set_reshard_after_forward(not keeps, recurse=False)
+        self.is_whole = keeps
 
     def _keep(self) -> None:
         """What a forward exchanges, without the forward."""
         for layer in self.layers:
             layer.unshard()
+        self.is_whole = True
 
     def _pass(self) -> None:
         for layer in self.layers:
             layer.unshard()
             layer.reshard()
+        self.is_whole = False
 
     def _release(self) -> None:
         for layer in self.layers:
             layer.reshard()
+        self.is_whole = False
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -113,13 +132,19 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether any of its parameters is in shards."""
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    """Whether layers of it are in shards, also while they are whole to compute."""
+    return any(isinstance(one, FSDPModule) for one in module.modules())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of what is in shards, on the CPU; all ranks must ask."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    """The tensor itself; of one in shards all of it on the first rank's CPU, and on the others nothing.
+
+    All ranks must ask.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    found = tensor.full_tensor()
+    return found.cpu() if dist.get_rank() == 0 else torch.empty(0)
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -130,14 +155,18 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def whole_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as one rank alone would have it; all ranks must ask."""
+    """An optimizer's state as one rank alone would have it, on the first rank; all must ask."""
     return _converted(state, lambda number, value: whole(value))
 
 
 def state_like(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The reverse: the state of whole parameters, for the parameters of an optimizer."""
+    """The reverse: the state of whole parameters, for an optimizer, which keeps its ways to step."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return _converted(state, lambda number, value: like(value, own[number]))
+    groups = [
+        saved | {name: group[name] for name in FAST if name in group}
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return _converted(state, lambda number, value: like(value, own[number])) | {"param_groups": groups}
 
 
 def _converted(state: dict[str, Any], convert: Callable[[int, Tensor], Tensor]) -> dict[str, Any]:
@@ -155,13 +184,13 @@ def keep_kinds_apart(optimizer: Optimizer) -> None:
     """Where some of its parameters are in shards, step them one by one: faster ways would mix both kinds."""
     for group in optimizer.param_groups:
         if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
-            group.update({name: False for name in ("foreach", "fused") if name in group})
+            group.update({name: False for name in FAST if name in group})
 
 
 def average_whole_gradients(module: nn.Module) -> None:
     """The mean over the ranks of the gradients of what is not in shards; of all others FSDP2 takes it."""
     found = [p.grad for p in module.parameters() if p.grad is not None and not isinstance(p, DTensor)]
-    for dtype in {gradient.dtype for gradient in found}:
+    for dtype in dict.fromkeys(gradient.dtype for gradient in found):  # in one order on all ranks
         mine = [gradient for gradient in found if gradient.dtype == dtype]
         sums = over_ranks(torch.cat([gradient.flatten() for gradient in mine]))
         means = torch.split(sums / dist.get_world_size(), [gradient.numel() for gradient in mine])
@@ -178,14 +207,18 @@ def clip_gradients(module: nn.Module, max_norm: float | int) -> Float[Tensor, ""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     parts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
     common = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    norm = (over_ranks(_sum_of_squares(parts)) + _sum_of_squares(common)).sqrt()
+    zero = next(module.parameters()).new_zeros((), dtype=torch.float32)
+    norm = (over_ranks(_sum_of_squares(parts, zero)) + _sum_of_squares(common, zero)).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in (*parts, *common):
         gradient.mul_(factor.to(gradient.dtype))
     return norm
 
 
-def _sum_of_squares(tensors: list[Tensor]) -> Float[Tensor, ""]:
-    if not tensors:
-        return torch.zeros(())
-    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).square().sum()
+def _sum_of_squares(tensors: list[Tensor], zero: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """In float32 or better."""
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        for tensor in tensors
+    ]
+    return torch.stack([zero, *norms]).square().sum() if norms else zero

@@ -9,7 +9,7 @@ from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.data.settings import KLConfig
-from lit_rlkv.learner import MetricSums
+from lit_rlkv.learner import Learner, MetricSums
 from lit_rlkv.loop import train
 from tests.training import make_datamodule, make_module, make_roles
 
@@ -197,3 +197,14 @@ def test_under_mixed_precision_the_learner_computes_in_the_precision_of_the_samp
     after = parameters_of(module)
     assert all(parameter.dtype == torch.float32 for parameter in after.values())
     assert any(not torch.equal(after[name], before[name]) for name in after)
+
+
+def test_a_precision_is_one_of_parameters_and_rounds_no_rotary_frequencies():
+    roles = make_roles()
+    rotary = roles.backbone("policy").model.rotary_emb
+    before = rotary.inv_freq.clone()
+    fabric = Fabric(accelerator="cpu", precision="bf16-true")
+    Learner(fabric, make_module(roles), [], 1.0, None)
+    assert next(roles.parameters()).dtype == torch.bfloat16
+    assert torch.equal(rotary.inv_freq, before)
+    assert not torch.equal(before.bfloat16().float(), before)  # what it would have been

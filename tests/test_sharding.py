@@ -12,7 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.ranks import IN_STEP, over_ranks
-from lit_rlkv.sharding import ShardedLayers, average_whole_gradients, clip_gradients, like, whole
+from lit_rlkv.sharding import (
+    ShardedLayers,
+    average_whole_gradients,
+    clip_gradients,
+    is_sharded,
+    keep_kinds_apart,
+    like,
+    state_like,
+    whole,
+    whole_state,
+)
 from tests.test_ranks import SETTINGS, rows_of, weights_of
 from tests.tiny import as_rank, config, free_port, run, run_on_ranks
 
@@ -41,14 +51,19 @@ def assert_same(folder, one, two):
         ("smd", ["experiment=smd", "roles.gradient_checkpointing=true", "algorithm.n_micro_batches=2"]),
         (
             "full",
-            ["algorithm=ppo", "roles=ppo", "algorithm.critic_warmup=2", "fabric.unshard_rollout=true"],
+            [
+                *("algorithm=ppo", "roles=ppo", "algorithm.critic_warmup=2"),
+                # An evaluation comes first, which leaves layers whole.
+                *("fabric.unshard_rollout=true", "stages=[sft,rl,eval]"),
+            ],
         ),
     ],
 )
 def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, options):
     ours = [option for option in options if not option.startswith("fabric.")]
-    run(folder, name, *SETTINGS, *ours, "rollout.n_shards=2")
-    run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *SHARDED, *options)
+    small = ["evaluation.n_prompts=8", "evaluation.n_mismatch=8"]
+    run(folder, name, *SETTINGS, *small, *ours, "rollout.n_shards=2")
+    run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *small, *SHARDED, *options)
     assert max(row["grad_norm"] for row in rows_of(folder / name)) > 1e-3
     assert_same(folder, name, f"{name}-two")
 
@@ -66,8 +81,9 @@ def test_a_sharded_run_is_gone_on_with_by_one_process_and_the_reverse(folder):
 
 
 def test_a_warm_up_and_an_evaluation_are_those_of_one_process(tmp_path):
-    options = [*SETTINGS, "stages=[sft,eval]", "sft.n_steps=10", "sft.n_pairs=0", "evaluation.n_prompts=20"]
-    options += ["evaluation.batch_size=8"]  # three batches, of which the second rank has one
+    options = [*SETTINGS, "stages=[sft,eval]", "reward=verifier", "sft.n_steps=10", "sft.n_pairs=0"]
+    # Three batches, of which the second rank has one.
+    options += ["evaluation.n_prompts=20", "evaluation.batch_size=8"]
     run(tmp_path / "one", "run", *options)
     run_on_ranks(tmp_path / "two", "run", 2, *options, *SHARDED)
     one, two = (
@@ -107,7 +123,7 @@ class Stack(nn.Module):
         self.first = nn.Linear(4, 6, dtype=torch.float64)
         self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
 
-    def forward(self, x):
+    def forward(self, x, use_cache=False):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x).tanh()
@@ -154,7 +170,8 @@ def check_parts(rank):
     for name, parameter in alone.named_parameters():
         if name in parts:
             assert parts[name].to_local().numel() == parameter.numel() / 2
-            assert torch.equal(whole(parts[name].detach()), parameter)
+            found = whole(parts[name].detach())
+            assert torch.equal(found, parameter) if rank == 0 else found.numel() == 0
             assert torch.equal(like(parameter.detach(), parts[name]).to_local(), parts[name].to_local())
 
 
@@ -168,13 +185,16 @@ def check_forwards(rank, keeps_whole):
     layers = [sharded(stack, keeps_whole=keeps_whole) for stack in stacks]
     x = torch.arange(4, dtype=torch.float64)
     with torch.no_grad():
-        for number in ((0, 1, 0, 0, 1), (1, 0))[rank]:
-            assert torch.equal(stacks[number](x), Stack()(x))
+        for number, use_cache in (
+            ((0, True), (1, False), (0, True), (0, True), (1, True), (0, False)),
+            ((1, True), (0, False)),
+        )[rank]:
+            assert torch.equal(stacks[number](x, use_cache=use_cache), Stack()(x))
     assert float(over_ranks(torch.ones(()))) == 2.0
     # What one rank computes alone, the other gives its parts for.
     given = "".join(one.given for one in layers)
-    assert set(given) <= {"k" if keeps_whole else "p"}
-    assert len(given) >= (0, 3)[rank]
+    assert ("k" in given) <= keeps_whole
+    assert len(given) >= (0, 2)[rank]
     assert all(isinstance(p, DTensor) for stack in stacks for p in stack.layers.parameters())
 
 
@@ -190,9 +210,10 @@ def check_kept(rank):
         sharded(stack, keeps_whole=keeps_whole)
         with torch.no_grad(), torch.profiler.profile() as profile:
             for _ in range(4):
-                stack(torch.ones(4, dtype=torch.float64))
+                stack(torch.ones(4, dtype=torch.float64), use_cache=True)
         counts.append(sum(event.count for event in profile.key_averages() if "all_gather" in event.key))
         assert all(isinstance(p, DTensor) for p in stack.layers.parameters()) != keeps_whole
+        assert is_sharded(stack)
         IN_STEP.wait()
         assert all(isinstance(p, DTensor) for p in stack.layers.parameters())
     assert counts[0] == 4 * counts[1] > 0
@@ -220,9 +241,38 @@ def check_gradients(rank, max_norm):
     expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     for ours, theirs in zip(stack.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-9, atol=1e-12)
+        found = ours.grad.full_tensor() if isinstance(ours, DTensor) else ours.grad
+        torch.testing.assert_close(found, theirs.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 def test_gradients_and_their_norm_are_those_of_one_process(max_norm):
     on_two_ranks(check_gradients, max_norm)
+
+
+def check_flags(rank):
+    stack = Stack()
+    sharded(stack)
+    configured = torch.optim.AdamW(stack.parameters())
+    keep_kinds_apart(configured)
+    assert configured.param_groups[0]["foreach"] is False
+    alone = torch.optim.AdamW(Stack().parameters())
+    configured.load_state_dict(state_like(alone.state_dict(), configured))
+    assert configured.param_groups[0]["foreach"] is False
+    alone.load_state_dict(state_like(whole_state(configured.state_dict()), alone))
+    assert alone.param_groups[0]["foreach"] is None
+
+
+def test_a_state_says_nothing_of_how_parameters_are_stepped():
+    on_two_ranks(check_flags)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_shards_train_in_half_precision(folder, precision):
+    options = [*SETTINGS, f"fabric.precision={precision}", "algorithm.n_iterations=1", "stages=[rl]"]
+    options += [f"model.path={folder / 'warm' / 'backbone'}", *SHARDED, "fabric.unshard_rollout=true"]
+    run_on_ranks(folder, precision, 2, *options)
+    (row,) = rows_of(folder / precision)
+    assert row["skipped_steps"] == 0
+    assert row["grad_norm"] > 0
+    assert row["kv/replay_gap"] < 0.2

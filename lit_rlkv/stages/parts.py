@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,11 +20,10 @@ from lit_rlkv.kernels.backend import set_kernels, uses_triton, using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import n_embedded
-from lit_rlkv.models.hydra import checkpointed_layers
 from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.rewards import Panel
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.sharding import ShardedLayers, ShardedStrategy
+from lit_rlkv.sharding import ShardedStrategy
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
@@ -143,7 +141,8 @@ def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) ->
         torch.manual_seed(derive_seed(parts.cfg.sft.seed, "init"))
         tokenizer = parts.tokenizer
         model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-        model = model.type(dtype)
+        for parameter in model.parameters():  # buffers, such as rotary frequencies, are as they are
+            parameter.data = parameter.data.to(dtype)
     # What is quantized is where it was loaded to, and what will be sharded need not fit there.
     if quantization is None and not parts.is_sharded:
         with explaining_memory(
@@ -158,30 +157,3 @@ def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) ->
     check_prompts_fit(model, parts.sizes, parts.cfg.rollout.max_new_tokens)
     with using("reference") if parts.is_sharded else nullcontext():
         return prepare_backbone(model.eval())
-
-
-def shard(parts: Parts, backbone: PreTrainedModel) -> None:
-    """Move a loaded backbone with its adapters to the ranks, a part of each layer to each of them.
-
-    Where the run's strategy shards nothing, it is there already.
-
-    Raises:
-        ConfigError: it has no layers of transformers' own kind.
-    """
-    strategy = parts.fabric.strategy
-    if not isinstance(strategy, ShardedStrategy):
-        return
-    layers: list[nn.Module] = [*checkpointed_layers(backbone)]
-    if not layers:
-        raise ConfigError(
-            f"fabric.strategy=fsdp2 shards a model layer by layer, and {type(backbone).__name__} does not "
-            "say which its layers are; use fabric.strategy=ddp"
-        )
-    ShardedLayers(
-        backbone,
-        backbone.base_model,
-        layers,
-        strategy.device_mesh["data_parallel"],
-        parts.fabric.device,
-        keeps_whole=strategy.keeps_whole,
-    )

@@ -15,6 +15,7 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles, acting_as, make_head
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.parts import Parts, load_backbone
+from lit_rlkv.stages.sharding import shard
 from lit_rlkv.stages.warmup import critic_folder, load_reward_head
 from lit_rlkv.types import PreferencePair
 
@@ -42,7 +43,11 @@ def report_on_reward(parts: Parts, roles: Roles, start: str | Path) -> RewardRep
         with acting_as(roles, "reward") as backbone:
             return evaluate_reward(parts, backbone, roles.head("reward"))
     # Before training the policy's backbone holds the warm weights, so that no copy of them is needed.
-    backbone = roles.backbone("policy") if folder == start else load_backbone(parts, folder)
+    if folder == start:
+        backbone = roles.backbone("policy")
+    else:
+        backbone = load_backbone(parts, folder)
+        shard(parts, backbone)
     with switched(backbone, None):
         return evaluate_reward(parts, backbone, make_head(backbone, weights))
 

@@ -22,8 +22,9 @@ from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.stages.parts import Parts, load_backbone, shard
+from lit_rlkv.stages.parts import Parts, load_backbone
 from lit_rlkv.stages.saving import Saver
+from lit_rlkv.stages.sharding import shard
 from lit_rlkv.stages.warmup import critic_folder, load_reward_head
 
 

@@ -14,6 +14,7 @@ from lit_rlkv.checkpoint import CheckpointDir, Keeping
 from lit_rlkv.files import appearing_whole
 from lit_rlkv.loop import Moment
 from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.ranks import IN_STEP
 from lit_rlkv.sharding import whole
 from lit_rlkv.stages.launching import told_by_first
 from lit_rlkv.stages.saving import Saver, newest
@@ -65,7 +66,8 @@ class WarmProgress:
 
     def finish(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> None:
         """Keep what a pass has trained."""
-        # All of it, on every rank, where its layers lie in shards.
+        IN_STEP.wait()
+        # Where layers lie in shards, all ranks put them together for the first.
         weights = {name: whole(value) for name, value in backbone.state_dict().items()}
         if self.fabric.is_global_zero:
             with appearing_whole(self.output(number)) as partial:

@@ -1,5 +1,6 @@
 """The warm model that RL starts from, made by supervised fine-tuning once and kept for every later run."""
 
+import gc
 import hashlib
 import json
 import os
@@ -29,7 +30,8 @@ from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.mistakes import own_mistakes
-from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone, shard
+from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone
+from lit_rlkv.stages.sharding import shard
 from lit_rlkv.stages.warm_progress import REWARD_HEAD, WarmProgress
 
 WARM_FORMAT = 1
@@ -157,6 +159,7 @@ def warm_up(
     folder = warm_folder(parts.cfg)
     if progress is not None:
         WarmUp(parts, callbacks, progress, interruption).go(folder)
+        gc.collect()  # sharded modules are cycles, and their device is needed next
         return folder
     own = WarmProgress(parts.fabric, folder.with_name(f".{folder.name}.{os.getpid()}.work"), every=None)
     try:
