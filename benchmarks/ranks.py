@@ -1,10 +1,12 @@
 """What a second process brings: tokens per second, and a model of where the time goes.
 
-    python benchmarks/ranks.py [--iterations 8]     on a machine that does nothing else, with 2 cores or more
+    python benchmarks/ranks.py [--rounds 3] [--iterations 8]   on an idle machine with 2 cores or more
 
 One run pinned to one core with N prompts, and one of two processes on two cores with 2N, each of which has
-the work of the first; in turns, each with one thread a process. Beside them the time that two processes take
-to add up as many numbers as training has gradients. Rows go to benchmarks/results/ranks.jsonl.
+the work of the first; in turns, round after round, each with one thread a process and one policy throughout
+(a learning rate of 1e-9), whose responses are as long in all of them. Medians over the iterations of all
+rounds. Beside them the time that two processes take to add up as many numbers as training has gradients. Rows
+go to benchmarks/results/ranks.jsonl.
 
 The model: an iteration takes as long as one process needs for its own share of the prompts, plus for each
 optimizer step the time of one sum over the gradients; so W processes make W times the tokens in
@@ -35,6 +37,7 @@ SETTINGS = (
     "model.preset.head_dim=64",
     "model.preset.intermediate_size=768",
     "rollout.max_new_tokens=64",
+    "optimizer.lr=1e-9",
     "sft.n_steps=10",
     "evaluation.n_prompts=64",
     "diagnostics=none",
@@ -48,9 +51,9 @@ N_RESPONSES = N_PROMPTS * GROUP_SIZE
 PHASES = ("rollout", "score", "reward", "update")
 
 
-def run(n_ranks: int, n_iterations: int, folder: Path, stage: str) -> Path:
+def run(n_ranks: int, n_iterations: int, folder: Path, stage: str, number: int = 0) -> Path:
     """One process of fit, or one for each core, pinned to as many cores."""
-    run_dir = folder / f"{stage}-{n_ranks}"
+    run_dir = folder / f"{stage}-{n_ranks}-{number}"
     command = [
         *("taskset", "-c", ",".join(map(str, range(n_ranks)))),
         *(sys.executable, "-m", "lit_rlkv.fit", *SETTINGS),
@@ -68,14 +71,27 @@ def run(n_ranks: int, n_iterations: int, folder: Path, stage: str) -> Path:
     return run_dir
 
 
-def medians(run_dir: Path) -> dict[str, float]:
-    """Seconds of each phase, and tokens per second of the rollout, over the iterations but the first."""
+def rows_of(run_dir: Path) -> list[dict[str, float]]:
+    """What each iteration but the first took."""
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return rows[1:]
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of each phase, tokens of an iteration, tokens per second of its rollout and of all of it."""
     names = {f"{phase}_s": f"time/{phase}" for phase in PHASES} | {"n_tokens": "num_tokens"}
-    found = {name: statistics.median(row[metric] for row in rows[1:]) for name, metric in names.items()}
-    rates = [row["num_tokens"] / row["time/rollout"] for row in rows[1:]]
-    return found | {"rollout_tokens_per_s": statistics.median(rates)}
+    found = {name: statistics.median(row[metric] for row in rows) for name, metric in names.items()}
+    rates = {
+        "rollout_tokens_per_s": [row["num_tokens"] / row["time/rollout"] for row in rows],
+        "tokens_per_s": [row["num_tokens"] / sum(row[f"time/{phase}"] for phase in PHASES) for row in rows],
+    }
+    return found | {name: statistics.median(values) for name, values in rates.items()}
+
+
+def gains(one: dict[str, float], two: dict[str, float]) -> list[float]:
+    """How many times the tokens per second, of the rollout and of the whole iteration."""
+    return [two[name] / one[name] for name in ("rollout_tokens_per_s", "tokens_per_s")]
 
 
 def n_numbers(path: Path) -> int:
@@ -101,38 +117,52 @@ def _time_sums(fabric: Fabric, n_numbers: int) -> float:
     return statistics.median(seconds)
 
 
+def measure(n_rounds: int, n_iterations: int) -> tuple[dict[int, dict[str, float]], dict[str, int]]:
+    """Medians of one process and of two, and the sizes of what they have run."""
+    rows: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(1, 1, folder, "sft")
+        for number in range(n_rounds):
+            new = {n: rows_of(run(n, n_iterations, folder, "rl", number)) for n in rows}
+            rollout, whole = gains(medians(new[1]), medians(new[2]))
+            said = f"round {number + 1}: rollout {rollout:.2f} times, whole iteration {whole:.2f} times"
+            print(said, flush=True)
+            rows = {n: rows[n] + new[n] for n in rows}
+        alone = folder / "rl-1-0"
+        sizes = {
+            "n_parameters": n_numbers(alone / "backbone" / "model.safetensors"),
+            "n_gradients": n_numbers(sorted(alone.glob("checkpoints/iteration-*/trainable.safetensors"))[-1]),
+            "n_responses": N_RESPONSES,
+        }
+    return {n: medians(found) for n, found in rows.items()}, sizes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run(1, 1, folder, "sft")
-        alone, both = (run(n_ranks, args.iterations, folder, "rl") for n_ranks in (1, 2))
-        one, two = medians(alone), medians(both)
-        n_parameters = n_numbers(alone / "backbone" / "model.safetensors")
-        n_gradients = n_numbers(sorted(alone.glob("checkpoints/iteration-*/trainable.safetensors"))[-1])
-    sum_s = sum_seconds(n_gradients)
-    sizes = {"n_parameters": n_parameters, "n_gradients": n_gradients, "n_responses": N_RESPONSES}
-    for n_ranks, found in ((1, one), (2, two)):
-        record.append("ranks", {"n_ranks": n_ranks, **sizes, "sum_s": sum_s, **found})
-    total = {n: sum(found[f"{phase}_s"] for phase in PHASES) for n, found in ((1, one), (2, two))}
-    predicted = total[1] + sum_s
-    gain = two["rollout_tokens_per_s"] / one["rollout_tokens_per_s"]
-    whole = (two["n_tokens"] / total[2]) / (one["n_tokens"] / total[1])
+    found, sizes = measure(args.rounds, args.iterations)
+    sum_s = sum_seconds(sizes["n_gradients"])
+    for n_ranks, values in found.items():
+        row = {"n_ranks": n_ranks, "n_rounds": args.rounds, **sizes, "sum_s": sum_s, **values}
+        record.append("ranks", row)
+    total = {n: sum(values[f"{phase}_s"] for phase in PHASES) for n, values in found.items()}
+    rollout, whole = gains(found[1], found[2])
     print("| processes | " + " | ".join(f"{phase}, s" for phase in PHASES) + " | tokens/s of rollout |")
     print("|---" * (len(PHASES) + 2) + "|")
-    for n_ranks, found in ((1, one), (2, two)):
-        cells = [f"{found[f'{phase}_s']:.2f}" for phase in PHASES]
-        print(f"| {n_ranks} | " + " | ".join(cells) + f" | {found['rollout_tokens_per_s']:,.0f} |")
-    print(f"rollout: {gain:.2f} times the tokens per second; whole iteration: {whole:.2f} times")
+    for n_ranks, values in found.items():
+        cells = [f"{values[f'{phase}_s']:.2f}" for phase in PHASES]
+        print(f"| {n_ranks} | " + " | ".join(cells) + f" | {values['rollout_tokens_per_s']:,.0f} |")
+    print(f"rollout: {rollout:.2f} times the tokens per second; whole iteration: {whole:.2f} times")
     print(
-        f"an iteration of two: {total[2]:.2f} s, predicted {predicted:.2f} s, of which {1000 * sum_s:.1f} ms "
-        f"for a sum over {n_gradients:,} gradients"
+        f"an iteration of two: {total[2]:.2f} s, predicted {total[1] + sum_s:.2f} s, of which "
+        f"{1000 * sum_s:.1f} ms for a sum over {sizes['n_gradients']:,} gradients"
     )
-    print(f"model of {n_parameters:,} parameters, {N_RESPONSES} responses a process")
+    print(f"model of {sizes['n_parameters']:,} parameters, {N_RESPONSES} responses a process")
 
 
 if __name__ == "__main__":

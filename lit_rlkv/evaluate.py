@@ -15,8 +15,8 @@ from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_comma
 from lit_rlkv.config.commands import check_draws, check_evaluation
 from lit_rlkv.data.estimates import Estimates, estimate
 from lit_rlkv.data.evaluation import Sample
-from lit_rlkv.faults import MemoryExhaustedError
 from lit_rlkv.files import write_atomically
+from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.stages import environment
 from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
 from lit_rlkv.stages.saved import find_run, open_run

@@ -1,7 +1,7 @@
-"""What may come between a run and its end: gradients that are not finite, too little memory, signals."""
+"""What may come between a run and its end: gradients that are not finite, and signals that ask it to stop."""
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import cast
@@ -17,25 +17,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (s
 EXIT_CODE = 75
 """Of a process that saved its state because it was asked to end: sysexits.h calls it a temporary failure."""
 
-ALLOCATORS_SAY = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # on Windows
-    "Storage size calculation overflowed",  # more bytes than 64 bits can count
-    "CUDA error: out of memory",
-    "Triton Error [CUDA]: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-    "std::bad_alloc",
-)
-"""How a failed allocation reads where it has no class of its own, as torch.OutOfMemoryError on CUDA is."""
-
 
 class NonFiniteError(FloatingPointError):
     """Training has come apart: no gradient is finite any more."""
-
-
-class MemoryExhaustedError(MemoryError):
-    """An allocation failed; the message says what needs how much, and which settings change that."""
 
 
 class InterruptedRunError(BaseException):
@@ -140,31 +124,3 @@ class Interruption:
         if not self._is_held:
             self._agreed = number
             self.end_if_agreed()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whichever device, or this error came of that: a graph of CUDA whose
-    capture breaks off raises another one on top."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    if any(text in str(error) for text in ALLOCATORS_SAY):
-        return True
-    return error.__context__ is not None and is_out_of_memory(error.__context__)
-
-
-@contextmanager
-def explaining_memory(explain: Callable[[], str]) -> Iterator[None]:
-    """A block whose failed allocations end in what `explain` says of them; other errors pass as they are.
-
-    Raises:
-        MemoryExhaustedError: an allocation failed.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryExhaustedError) or not is_out_of_memory(error):
-            raise
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise MemoryExhaustedError(f"{explain()}\nThe allocator: {said}") from error

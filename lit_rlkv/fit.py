@@ -23,8 +23,9 @@ from lit_rlkv.config import (
     check_keys,
 )
 from lit_rlkv.config.fabric_rules import check_shares
-from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption, MemoryExhaustedError
+from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption
 from lit_rlkv.files import sweep_partial, write_atomically
+from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.stages.ending import ending_together
 from lit_rlkv.stages.launching import launch, make_fabric, told_by_first
 from lit_rlkv.stages.locking import FolderLock

@@ -12,11 +12,11 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lit_rlkv.faults import FiniteSteps
+from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.ranks import IN_STEP
 from lit_rlkv.sharding import (
     average_whole_gradients,
     clip_gradients,
-    is_sharded,
     keep_kinds_apart,
     state_like,
     whole_state,

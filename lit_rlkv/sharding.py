@@ -131,11 +131,6 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether layers of it are in shards, also while they are whole to compute."""
-    return any(isinstance(one, FSDPModule) for one in module.modules())
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself; of one in shards all of it on the first rank's CPU, and on the others nothing.
 

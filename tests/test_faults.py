@@ -7,15 +7,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lit_rlkv.faults import (
-    FiniteSteps,
-    InterruptedRunError,
-    Interruption,
-    MemoryExhaustedError,
-    NonFiniteError,
-    explaining_memory,
-    is_out_of_memory,
-)
+from lit_rlkv.faults import FiniteSteps, InterruptedRunError, Interruption, NonFiniteError
+from lit_rlkv.out_of_memory import MemoryExhaustedError, explaining_memory, is_out_of_memory
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)

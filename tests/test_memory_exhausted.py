@@ -11,7 +11,7 @@ import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checkpoint import CheckpointDir
-from lit_rlkv.faults import MemoryExhaustedError
+from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.stages.parts import build_parts
 from lit_rlkv.stages.training import make_policy, train_policy
 from tests.tiny import TINY, config, run

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lit_rlkv.config import ConfigError
+from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.ranks import IN_STEP, over_ranks
 from lit_rlkv.sharding import (
     ShardedLayers,
     average_whole_gradients,
     clip_gradients,
-    is_sharded,
     keep_kinds_apart,
     like,
     state_like,

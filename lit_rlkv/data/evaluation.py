@@ -13,12 +13,12 @@ from lit_rlkv.data.accuracy import Accuracy, accuracy_of
 from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
-from lit_rlkv.faults import explaining_memory
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_mean
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.scoring import score_rollout
+from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate

@@ -20,13 +20,13 @@ from lit_rlkv.data.shards import joined
 from lit_rlkv.data.steps import Split, Steps
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids, is_end, padded
-from lit_rlkv.faults import explaining_memory
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.objectives.corrections import Correction, Weights
 from lit_rlkv.objectives.kl import ESTIMATORS, adapted_weight, k1
+from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rewards import Panel, score
 from lit_rlkv.rewards.panel import Asked

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_rlkv.kernels.backend import uses_triton
@@ -218,6 +219,11 @@ def hidden_states(
     )
     hidden: Tensor = output.last_hidden_state
     return hidden
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether layers of it are in shards, also while they are whole to compute."""
+    return any(isinstance(one, FSDPModule) for one in module.modules())
 
 
 def n_embedded(model: PreTrainedModel) -> int:

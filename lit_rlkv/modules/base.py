@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.data.credit import CreditRule, GroupCredit
 from lit_rlkv.masking import masked_sum, weighted_sum
+from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import action_hidden, action_logps
 from lit_rlkv.objectives import kl
-from lit_rlkv.sharding import is_sharded
 from lit_rlkv.types import TrainBatch
 
 Terms = dict[str, Tensor]

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import check_length, n_embedded
+from lit_rlkv.models.backbone import check_length, is_sharded, n_embedded
 from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
-from lit_rlkv.sharding import is_sharded
 from lit_rlkv.types import NEVER, Rollout
 
 STOP_CHECK_EVERY = 16

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from lit_rlkv.faults import is_out_of_memory
+from lit_rlkv.out_of_memory import is_out_of_memory
 
 N_EAGER_CALLS = 2
 """Calls before the capture, in which Triton compiles and libraries allocate what they work in."""

@@ -15,12 +15,12 @@ from lit_rlkv.data.accuracy import Accuracy, accuracy_of
 from lit_rlkv.data.checking import Sizes, check_prompts_fit, measure
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.data.tokenizers import check_vocabulary, load_tokenizer
-from lit_rlkv.faults import explaining_memory
 from lit_rlkv.kernels.backend import set_kernels, uses_triton, using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import n_embedded
 from lit_rlkv.models.loading import load_causal_lm
+from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.rewards import Panel
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.sharding import ShardedStrategy

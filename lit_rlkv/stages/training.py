@@ -14,12 +14,13 @@ from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rollouts import RolloutDataModule
 from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
-from lit_rlkv.faults import Interruption, explaining_memory
+from lit_rlkv.faults import Interruption
 from lit_rlkv.loop import train
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.parts import Parts, load_backbone

@@ -21,12 +21,13 @@ from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.faults import Interruption, explaining_memory
+from lit_rlkv.faults import Interruption
 from lit_rlkv.files import appearing_whole, link_tree, stamps
 from lit_rlkv.loop import train
 from lit_rlkv.models.backbone import check_length, text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.mistakes import own_mistakes

@@ -8,8 +8,8 @@ import torch
 
 from lit_rlkv.data.memory import explain_rollout, explain_scoring, explain_update, rollout_needs
 from lit_rlkv.data.settings import SamplingConfig, UpdateConfig
-from lit_rlkv.faults import MemoryExhaustedError
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.out_of_memory import MemoryExhaustedError
 from tests.training import ARMS, SPEC, counted_forwards, make_datamodule, make_model, make_roles
 
 TOO_MUCH = 2**50
