@@ -80,7 +80,7 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def sweep_partial(root: Path, prefix: str = "", *, is_shared: bool = False) -> None:
-    """Remove what killed processes left of folders whose names begin with the prefix.
+    """Remove what killed processes left of folders and files whose names begin with the prefix.
 
     Args:
         is_shared: others may be writing there now, on any machine: what is younger than a day is spared.
@@ -89,7 +89,7 @@ def sweep_partial(root: Path, prefix: str = "", *, is_shared: bool = False) -> N
     for path in root.glob(f".{escape(prefix)}*.partial*"):
         with suppress(OSError):  # another may sweep, too
             if path.stat().st_mtime <= newest:
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def link_tree(source: Path, target: Path) -> None:

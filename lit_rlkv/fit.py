@@ -30,7 +30,6 @@ from lit_rlkv.stages.ending import ending_together
 from lit_rlkv.stages.launching import launch, make_fabric, told_by_first
 from lit_rlkv.stages.locking import FolderLock
 from lit_rlkv.stages.parts import (
-    BACKBONE,
     CHECKPOINTS,
     CONFIG,
     REPORT,
@@ -175,8 +174,8 @@ def claimed(
         old_dir = found(cfg, run_dir, lock)
     else:
         lock.take(old_dir or run_dir)
-    sweep_partial(old_dir or run_dir, f"{BACKBONE}.")
-    sweep_partial(Path(cfg.runs_dir) / WARM, is_shared=True)
+    for root in (old_dir or run_dir, Path(cfg.runs_dir) / WARM):
+        sweep_partial(root, is_shared=True)  # evaluations and exports write beside a run, without its lock
     return old_dir
 
 

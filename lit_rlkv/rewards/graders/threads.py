@@ -1,5 +1,6 @@
 """A grader whose questions wait in threads, for answers that come from outside of this process."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
@@ -7,6 +8,7 @@ from typing import Any
 
 from lit_rlkv.rewards.graders.base import Grader, Question, Refused, as_score
 
+log = logging.getLogger(__name__)
 BACKOFF_S = 0.5
 """Before the second try; doubled before each further one."""
 LONGEST_BACKOFF_S = 8.0
@@ -50,7 +52,8 @@ class Threads(Grader):
                 return as_score(self._ask(question))
             except Refused:
                 raise
-            except Exception:
+            except Exception as error:  # the last try, below, raises what it meets
+                log.info("a reward function failed, and is asked again in %g s: %s", backoff_s, error)
                 if self._is_closing.wait(backoff_s):
                     raise
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
