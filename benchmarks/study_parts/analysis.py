@@ -93,10 +93,9 @@ def rollouts_to(row: Row, accuracy: float) -> int | None:
     return None if len(reached) == 0 else int(reached[0] + SMOOTHING) * RESPONSES_PER_ITERATION
 
 
-def recovered(row: Row) -> float:
-    """Part of the accuracy that eviction cost the warm model which training won back."""
-    start = row["sparse_accuracy_before"]
-    return (row["sparse_accuracy_after"] - start) / (row["dense_accuracy_before"] - start)
+def gained(row: Row, view: str) -> float:
+    """Accuracy after training minus the warm model's, `sparse` or `dense`."""
+    return row[f"{view}_accuracy_after"] - row[f"{view}_accuracy_before"]
 
 
 def mean_sd(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from study_parts import variance
-from study_parts.analysis import Row, contrast, holm, mean_sd, recovered, rollouts_to
+from study_parts.analysis import Row, contrast, gained, holm, mean_sd, rollouts_to
 from study_parts.plan import (
     ARMS,
     BUDGETS,
-    MAIN_ARMS,
     MAIN_POLICY,
     MAIN_TASK,
     N_ITERATIONS,
@@ -20,16 +19,20 @@ GOAL = 0.75
 """Mean reward of the rollouts whose first reaching is counted."""
 
 CONTRASTS = (
+    ("naive", "dense"),
     ("tis", "naive"),
     ("mis", "naive"),
     ("sparse_rl", "naive"),
     ("shadow", "naive"),
+    ("shadow", "dense"),
     ("smd", "shadow"),
     ("smd_dense", "shadow"),
     ("smd", "distill"),
     ("smd", "smd_current"),
 )
 """Questions put to the main comparison: each with the anchor and without it, under the budget and dense."""
+
+VIEWS = {"sparse": "under the budget", "dense": "with all keys"}
 
 
 def chosen(
@@ -51,8 +54,8 @@ def chosen(
 
 
 def accuracy_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
-    """Accuracy before and after, under the budget and dense; what it took."""
-    headings = ["arm", "n", "budget after", "dense after", "recovered", f"responses to {GOAL:.0%}", "lr"]
+    """Accuracy under the budget and with all keys, and points gained over the warm model; what it took."""
+    headings = ["arm", "n", "budget", "gained", "all keys", "gained", f"responses to {GOAL:.0%}", "lr"]
     body = []
     for name, rows in by_arm.items():
         reached = [found for row in rows if (found := rollouts_to(row, GOAL)) is not None]
@@ -62,8 +65,9 @@ def accuracy_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
                 f"`{name}`",
                 str(len(rows)),
                 mean_sd([row["sparse_accuracy_after"] for row in rows]),
+                mean_sd([gained(row, "sparse") for row in rows]),
                 mean_sd([row["dense_accuracy_after"] for row in rows]),
-                mean_sd([recovered(row) for row in rows], digits=0),
+                mean_sd([gained(row, "dense") for row in rows]),
                 speed,
                 f"{rows[0]['lr']:g}",
             ]
@@ -98,28 +102,31 @@ def cost_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
     return markdown(headings, body)
 
 
-def contrast_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
-    """Paired differences in points, with Holm's adjustment over all questions of the table."""
-    asked = []
-    for end in ("", "+anchor"):
-        pairs = [(f"{first}{end}", f"{second}{end}") for first, second in CONTRASTS]
-        for first, second in pairs:
-            if min(len(by_arm.get(first, ())), len(by_arm.get(second, ()))) >= 2:
-                asked += [
-                    contrast(by_arm[first], by_arm[second], f"{view}_accuracy_after")
-                    for view in ("sparse", "dense")
-                ]
-    for arm in MAIN_ARMS:
-        if min(len(by_arm.get(arm, ())), len(by_arm.get(f"{arm}+anchor", ()))) >= 2:
-            asked += [
-                contrast(by_arm[f"{arm}+anchor"], by_arm[arm], f"{view}_accuracy_after")
-                for view in ("sparse", "dense")
-            ]
-    headings = ["difference", "accuracy", "seeds", "points, 95 % interval", "p", "p (Holm)"]
+def contrast_tables(by_arm: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Paired differences in points, a table for each family of questions, within which p is adjusted."""
+    families = {
+        "With the anchor": [(f"{first}+anchor", f"{second}+anchor") for first, second in CONTRASTS],
+        "Without the anchor": list(CONTRASTS),
+        "What the anchor does": [(f"{arm}+anchor", arm) for arm in ARMS],
+    }
+    parts = []
+    for title, pairs in families.items():
+        answered = [pair for pair in pairs if len(_common_seeds(by_arm, pair)) >= 2]
+        for view, label in VIEWS.items() if answered else ():
+            parts += [f"### {title}, accuracy {label}", _contrast_table(by_arm, answered, view)]
+    return parts
+
+
+def _common_seeds(by_arm: Mapping[str, Sequence[Row]], pair: tuple[str, str]) -> set[int]:
+    first, second = ({row["seed"] for row in by_arm.get(name, ())} for name in pair)
+    return first & second
+
+
+def _contrast_table(by_arm: Mapping[str, Sequence[Row]], pairs: Sequence[tuple[str, str]], view: str) -> str:
+    asked = [contrast(by_arm[first], by_arm[second], f"{view}_accuracy_after") for first, second in pairs]
     body = [
         [
             f"`{c.first}` − `{c.second}`",
-            "under the budget" if c.measure.startswith("sparse") else "dense",
             str(c.n),
             f"{100 * c.mean:+.1f} ± {100 * c.half_width:.1f}",
             f"{c.p:.3f}",
@@ -127,7 +134,7 @@ def contrast_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
         ]
         for c, adjusted in zip(asked, holm(asked), strict=True)
     ]
-    return markdown(headings, body) if body else "no two arms share two seeds yet"
+    return markdown(["difference", "seeds", "points, 95 % interval", "p", "p (Holm)"], body)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -184,5 +191,5 @@ def report(rows: Sequence[Row], variances: Sequence[dict]) -> str:
         parts += [f"## {task}, {policy}, budget {budget}, {n_iterations} iterations", start_line(by_arm)]
         parts += [accuracy_table(by_arm)]
         if is_main and n_iterations == N_ITERATIONS:
-            parts += [cost_table(by_arm), contrast_table(by_arm)]
+            parts += [cost_table(by_arm), *contrast_tables(by_arm)]
     return "\n\n".join(parts)

@@ -107,11 +107,6 @@ def test_responses_are_counted_until_the_trailing_mean_reaches_the_goal():
     assert analysis.rollouts_to({"rewards": [0.1] * 30}, 0.8) is None
 
 
-def test_what_eviction_cost_is_the_unit_of_what_was_recovered():
-    assert analysis.recovered(row("a", 0, 0.9)) == pytest.approx(0.75)
-    assert analysis.recovered(row("a", 0, 0.5)) == pytest.approx(-0.25)
-
-
 def kept(run_dir, setting):
     results = [
         {"budget": budget, "accuracy": accuracy, "kl": 0.1, "replay_gap": 1e-6, "kv_bytes": 64}
@@ -159,5 +154,26 @@ def test_tables_leave_out_the_tuning_seed_and_keep_settings_apart():
         "shadow": [0.9],
     }
     table = tables.accuracy_table(found)
-    assert "| `naive` | 1 | 70.0 | 99.0 | 25 | 2,560 (1 of 1) |" in table
-    assert "| `shadow` | 1 | 90.0 | 99.0 | 75 | – |" in table
+    assert "| `naive` | 1 | 70.0 | 10.0 | 99.0 | -1.0 | 2,560 (1 of 1) |" in table
+    assert "| `shadow` | 1 | 90.0 | 30.0 | 99.0 | -1.0 | – |" in table
+
+
+def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_itself():
+    def ends(name, *accuracies):
+        return [row(name, seed, accuracy) for seed, accuracy in enumerate(accuracies)]
+
+    by_arm = {
+        "naive": ends("naive", 0.6, 0.8),
+        "shadow": ends("shadow", 0.7, 0.9),
+        "naive+anchor": ends("naive+anchor", 0.6),
+        "shadow+anchor": ends("shadow+anchor", 0.7, 0.8),
+    }
+    titles = tables.contrast_tables(by_arm)[::2]
+    assert titles == [
+        f"### {family}, accuracy {view}"
+        for family in ("Without the anchor", "What the anchor does")
+        for view in tables.VIEWS.values()
+    ]
+    free = tables.contrast_tables(by_arm)[1]
+    assert "`shadow` − `naive` | 2 | +10.0 ± 0.0 | 0.000 | 0.000 |" in free
+    assert "dense" not in free

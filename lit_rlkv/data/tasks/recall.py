@@ -9,7 +9,11 @@ from lit_rlkv.types import Problem, prompt_text
 
 @dataclass(frozen=True)
 class Recall:
-    """`a=4;k=7;c=1;k?a?` is solved by `k=7;a=4`: each pair asked for, in the order of the questions."""
+    """`a4;k7;c1;k?a?` is solved by `k7;a4`: each pair asked for, in the order of the questions.
+
+    A value follows its key at once: with a sign between them a small model trained from scratch did not learn to
+    look a key up in any of the warm-ups tried (notebooks/LOG.md).
+    """
 
     is_verifiable = True
     n_pairs: int = 8
@@ -33,8 +37,8 @@ class Recall:
         keys = rng.sample(names(self.n_pairs), self.n_pairs)
         pairs = {key: self._value(rng) for key in keys}
         asked = rng.sample(keys, self.n_queries)
-        listing = "".join(f"{key}={value};" for key, value in pairs.items())
-        answer = ";".join(f"{key}={pairs[key]}" for key in asked)
+        listing = "".join(f"{key}{value};" for key, value in pairs.items())
+        answer = ";".join(f"{key}{pairs[key]}" for key in asked)
         return Problem(listing + "".join(f"{key}?" for key in asked), answer, answer)
 
     def score(self, problem: Problem, completion: str) -> float:
@@ -43,13 +47,13 @@ class Recall:
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
         """The answer with one value taken from another pair listed, or invented if all pairs agree."""
-        listed = [entry.partition("=")[2] for entry in prompt_text(problem.prompt).split(";")[:-1]]
+        listed = [entry[-self.value_digits :] for entry in prompt_text(problem.prompt).split(";")[:-1]]
         entries = problem.answer.split(";")
         place = rng.randrange(len(entries))
-        key, _, value = entries[place].partition("=")
+        key, value = entries[place][: -self.value_digits], entries[place][-self.value_digits :]
         others = [other for other in listed if other != value]
         wrong = rng.choice(others) if others else _another_value(value, rng)
-        return ";".join([*entries[:place], f"{key}={wrong}", *entries[place + 1 :]])
+        return ";".join([*entries[:place], f"{key}{wrong}", *entries[place + 1 :]])
 
     def _value(self, rng: random.Random) -> str:
         return f"{rng.randrange(10**self.value_digits):0{self.value_digits}d}"
