@@ -1,4 +1,4 @@
-"""The figure of the study: where each arm ends, and how it got there."""
+"""The figure of the study: what each arm gained, seed by seed, and how it got there."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,70 +6,72 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-from study_parts.analysis import RESPONSES_PER_ITERATION, SMOOTHING, Row
+from study_parts.analysis import RESPONSES_PER_ITERATION, SMOOTHING, Row, gained
 
 COLORS = {
     "dense": "#5f6673",
     "naive": "#d55e00",
     "tis": "#e69f00",
-    "mis": "#f0e442",
+    "mis": "#c9b800",
     "sparse_rl": "#cc79a7",
     "shadow": "#56b4e9",
     "smd": "#0072b2",
     "smd_dense": "#009e73",
+    "distill": "#1b1e24",
 }
-"""Okabe and Ito, one for each arm."""
+"""After Okabe and Ito, one for each arm."""
+
+GAINS = {"sparse": "under the budget", "dense": "with all keys"}
 
 
 def draw(by_arm: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Left: accuracy dense against under the budget. Right: reward over responses, anchored arms."""
-    figure = Figure(figsize=(10.4, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _endpoints(left, by_arm)
-    _curves(right, by_arm)
+    """Points gained by each seed under the budget and with all keys; mean reward of anchored arms over time."""
+    figure = Figure(figsize=(11.6, 4.6), layout="constrained")
+    *ends, curves = figure.subplots(1, 3, width_ratios=(1.15, 0.75, 1.25))
+    arms = [arm for arm in COLORS if arm in by_arm or f"{arm}+anchor" in by_arm]
+    for axes, (view, label) in zip(ends, GAINS.items(), strict=True):
+        _gains(axes, by_arm, arms, view)
+        axes.set(xlabel=f"Points gained {label}")
+    ends[1].tick_params(labelleft=False)
+    _curves(curves, by_arm)
     figure.savefig(path, dpi=160)
 
 
-def _endpoints(axes: Axes, by_arm: Mapping[str, Sequence[Row]]) -> None:
-    start = next(iter(by_arm.values()))
-    x, y = (_mean_sd(start, f"{view}_accuracy_before") for view in ("dense", "sparse"))
-    axes.errorbar(x[0], y[0], y[1], x[1], fmt="k+", ms=11, lw=1, label="start")
-    for name, rows in by_arm.items():
-        arm, _, anchor = name.partition("+")
-        if arm not in COLORS:
-            continue
-        x, y = (_mean_sd(rows, f"{view}_accuracy_after") for view in ("dense", "sparse"))
-        style = {"mfc": COLORS[arm] if anchor else "white", "mec": COLORS[arm], "ecolor": COLORS[arm]}
-        label = arm if anchor else None
-        axes.errorbar(x[0], y[0], y[1], x[1], fmt="o", ms=8, mew=1.8, elinewidth=0.8, label=label, **style)
-    axes.plot([], [], "o", mfc="white", mec="#5f6673", label="without anchor")
-    axes.set(xlabel="Accuracy with all keys", ylabel="Accuracy under the budget")
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.grid(color="#e3e6eb", lw=0.8)
+def _gains(axes: Axes, by_arm: Mapping[str, Sequence[Row]], arms: Sequence[str], view: str) -> None:
+    for place, arm in enumerate(arms):
+        for name, shift in ((f"{arm}+anchor", -0.16), (arm, 0.16)):
+            rows = by_arm.get(name, ())
+            if not rows:
+                continue
+            points = [100 * gained(row, view) for row in rows]
+            fill = COLORS[arm] if name != arm else "white"
+            style = {"mec": COLORS[arm], "mfc": fill, "zorder": 3}
+            axes.plot(points, [place + shift] * len(points), "|", color=COLORS[arm], ms=7, alpha=0.6)
+            axes.plot(np.mean(points), place + shift, "o", ms=8, mew=1.6, **style)
+    axes.plot([], [], "o", color="#5f6673", label="with the anchor")
+    axes.plot([], [], "o", mec="#5f6673", mfc="white", label="without")
+    axes.plot([], [], "|", color="#5f6673", label="a seed")
+    axes.set_yticks(range(len(arms)), arms)
+    axes.set_ylim(len(arms) - 0.5, -0.5)
+    axes.axvline(0, color="#9aa1ad", lw=1, zorder=0)
+    axes.grid(axis="x", color="#e3e6eb", lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    if view == "sparse":
+        axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
 def _curves(axes: Axes, by_arm: Mapping[str, Sequence[Row]]) -> None:
-    for name, rows in by_arm.items():
-        arm, _, anchor = name.partition("+")
-        if arm not in COLORS or not anchor:
+    for arm, color in COLORS.items():
+        rows = by_arm.get(f"{arm}+anchor", ())
+        if not rows:
             continue
         rewards = np.stack(
             [np.convolve(row["rewards"], np.ones(SMOOTHING) / SMOOTHING, "valid") for row in rows]
         )
         at = (np.arange(rewards.shape[1]) + SMOOTHING) * RESPONSES_PER_ITERATION
-        mean, sd = rewards.mean(0), rewards.std(0, ddof=1 if len(rewards) > 1 else 0)
-        axes.plot(at, mean, color=COLORS[arm], lw=1.8, label=arm)
-        axes.fill_between(at, mean - sd, mean + sd, color=COLORS[arm], alpha=0.1, lw=0)
-    axes.set(xlabel="Responses sampled", ylabel=f"Reward of the rollouts, mean of {SMOOTHING} iterations")
+        axes.plot(at, rewards.mean(0), color=color, lw=1.8, label=arm)
+    axes.set(xlabel="Responses sampled", ylabel=f"Reward, mean of {SMOOTHING} iterations", ylim=(None, 1.02))
     axes.grid(color="#e3e6eb", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _mean_sd(rows: Sequence[Row], name: str) -> tuple[float, float]:
-    values = np.array([row[name] for row in rows], dtype=float)
-    return float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)

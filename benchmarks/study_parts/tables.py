@@ -32,6 +32,8 @@ CONTRASTS = (
 )
 """Questions put to the main comparison: each with the anchor and without it, under the budget and dense."""
 
+MAIN_SETTING = (MAIN_TASK, MAIN_POLICY, BUDGETS[MAIN_TASK], N_ITERATIONS)
+
 VIEWS = {"sparse": "under the budget", "dense": "with all keys"}
 
 
@@ -72,6 +74,36 @@ def accuracy_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
                 f"{rows[0]['lr']:g}",
             ]
         )
+    return markdown(headings, body)
+
+
+LEARNERS = {
+    "dense": "nothing is evicted",
+    "naive": "all keys, as if the sampler had seen them",
+    "tis": "all keys, ratios truncated",
+    "mis": "all keys, large ratios masked",
+    "sparse_rl": "all keys, responses rejected, the rest reweighted",
+    "shadow": "replays what the sampler saw",
+    "smd": "replay, and the sparse policy learns from the dense warm model",
+    "smd_dense": "replay, and the dense policy is drawn to the sparse one, as published",
+    "smd_current": "`smd` with the policy itself as the teacher",
+    "distill": "`smd` without the policy gradient",
+}
+"""What the learner of each arm does, in a few words."""
+
+
+def summary_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
+    """Points gained over the warm model, with the anchor and without, as the README shows them."""
+    headings = ["arm", "its learner", "with the anchor: budget", "all keys", "without: budget", "all keys"]
+    body = []
+    for arm, learner in LEARNERS.items():
+        cells = [
+            mean_sd([gained(row, view) for row in by_arm[name]]) if name in by_arm else ABSENT
+            for name in (f"{arm}+anchor", arm)
+            for view in VIEWS
+        ]
+        if cells != [ABSENT] * len(cells):
+            body.append([f"`{arm}`", learner, *cells])
     return markdown(headings, body)
 
 
@@ -187,9 +219,9 @@ def report(rows: Sequence[Row], variances: Sequence[dict]) -> str:
         by_arm = chosen(rows, task, policy, budget, n_iterations)
         if not by_arm:
             continue
-        is_main = (task, policy, budget) == (MAIN_TASK, MAIN_POLICY, BUDGETS[MAIN_TASK])
+        is_main = (task, policy, budget, n_iterations) == MAIN_SETTING
         parts += [f"## {task}, {policy}, budget {budget}, {n_iterations} iterations", start_line(by_arm)]
-        parts += [accuracy_table(by_arm)]
-        if is_main and n_iterations == N_ITERATIONS:
+        parts += [summary_table(by_arm), accuracy_table(by_arm)]
+        if is_main:
             parts += [cost_table(by_arm), *contrast_tables(by_arm)]
     return "\n\n".join(parts)

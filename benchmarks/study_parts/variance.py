@@ -10,7 +10,7 @@ from study_parts import runs
 from study_parts.plan import ARMS, BUDGETS, MAIN_TASK, SEEDS, TASKS
 
 NAME = "study_variance"
-VARIANCE_ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow")
+VARIANCE_ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow", "smd", "smd_dense")
 N_ROLLOUTS = 8
 METRICS = {
     "variance": "gradient/policy/variance",
@@ -88,10 +88,10 @@ def table(rows: Sequence[dict], markdown: Markdown) -> str:
         "variance / naive's",
         "signal / variance",
         "rejected, %",
-        "from reweighting, %",
+        "added by reweighting / naive's",
     ]
     body = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
+    for arm in VARIANCE_ARMS:
         mine = [row for row in rows if row["arm"] == arm and row["seed"] in naive]
         if not mine:
             continue
@@ -100,12 +100,8 @@ def table(rows: Sequence[dict], markdown: Markdown) -> str:
             ([row["signal"] / row["variance"] for row in mine], 2),
             ([100 * row["masked_fraction"] for row in mine], 2),
             (
-                [
-                    100 * row["reweighting"] / row["variance"]
-                    for row in mine
-                    if row["reweighting"] is not None
-                ],
-                1,
+                [row["reweighting"] / naive[row["seed"]] for row in mine if row["reweighting"] is not None],
+                2,
             ),
         )
         body.append([f"`{arm}`", str(len(mine)), *(_cell(values, digits) for values, digits in cells)])

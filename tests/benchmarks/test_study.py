@@ -177,3 +177,8 @@ def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_it
     free = tables.contrast_tables(by_arm)[1]
     assert "`shadow` − `naive` | 2 | +10.0 ± 0.0 | 0.000 | 0.000 |" in free
     assert "dense" not in free
+
+
+def test_the_table_of_the_readme_is_what_the_rows_say():
+    table = tables.summary_table(tables.chosen(list(runs.finished().values())))
+    assert table in (runs.ROOT / "README.md").read_text()

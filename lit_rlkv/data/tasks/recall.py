@@ -16,9 +16,9 @@ class Recall:
     """
 
     is_verifiable = True
-    n_pairs: int = 8
+    n_pairs: int = 6
     """Length: how many pairs are listed."""
-    n_queries: int = 2
+    n_queries: int = 6
     """Difficulty: how many of them are asked for."""
     value_digits: int = 1
     """Digits of every value; leading zeros are kept."""

@@ -89,7 +89,7 @@ def test_a_native_task_is_an_endless_one(task):
     ("short", "long"),
     [
         (ChainSum(n_terms=3), ChainSum(n_terms=30)),
-        (Recall(n_pairs=3), Recall(n_pairs=30)),
+        (Recall(n_pairs=3, n_queries=2), Recall(n_pairs=30, n_queries=2)),
         (Variables(n_steps=3), Variables(n_steps=30)),
         (Sorting(n_items=3), Sorting(n_items=30)),
         (Countdown(n_numbers=2), Countdown(n_numbers=6)),
