@@ -25,7 +25,7 @@ GAINS = {"sparse": "under the budget", "dense": "with all keys"}
 
 
 def draw(by_arm: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Points gained by each seed under the budget and with all keys; mean reward of anchored arms over time."""
+    """Points gained by each seed under the budget and with all keys; mean reward of the anchored arms."""
     figure = Figure(figsize=(11.6, 4.6), layout="constrained")
     *ends, curves = figure.subplots(1, 3, width_ratios=(1.15, 0.75, 1.25))
     arms = [arm for arm in COLORS if arm in by_arm or f"{arm}+anchor" in by_arm]

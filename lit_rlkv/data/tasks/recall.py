@@ -11,8 +11,8 @@ from lit_rlkv.types import Problem, prompt_text
 class Recall:
     """`a4;k7;c1;k?a?` is solved by `k7;a4`: each pair asked for, in the order of the questions.
 
-    A value follows its key at once: with a sign between them a small model trained from scratch did not learn to
-    look a key up in any of the warm-ups tried (notebooks/LOG.md).
+    A value follows its key at once: with a sign between them a small model trained from scratch did not learn
+    to look a key up in any of the warm-ups tried (notebooks/LOG.md).
     """
 
     is_verifiable = True
