@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import record
@@ -35,18 +36,17 @@ def chosen_rate(done: dict[str, dict], arm: str, anchored: bool) -> float:
     return best["lr"]
 
 
-def seconds(done: dict[str, dict], arm: str, anchored: bool) -> float:
+def seconds(done: dict[str, dict], setting: Setting) -> float:
     """Of an iteration of an arm, from the block `timing`.
 
     Raises:
         LookupError: it has not been run.
     """
-    timed = plan.timing(lambda arm, anchored: chosen_rate(done, arm, anchored))
-    setting = next(run for run in timed if (run.arm, run.anchored) == (arm, anchored))
-    row = done.get(runs.key(setting.overrides))
+    timed = {(run.arm, run.anchored): run for run in settings_of("timing", done)}
+    row = done.get(runs.key(timed[setting.arm, setting.anchored].overrides))
     if row is None:
         raise LookupError(f"{setting.name}: the block `timing` has not been run")
-    return (row["rollout_seconds"] + row["update_seconds"]) / setting.n_iterations
+    return (row["rollout_seconds"] + row["update_seconds"]) / plan.TIMED_ITERATIONS
 
 
 def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
@@ -56,7 +56,7 @@ def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
     if block == "rates":
         return plan.rates()
     if block == "clock":
-        return plan.clock(rate, lambda arm, anchored: seconds(done, arm, anchored))
+        return plan.clock(rate, lambda setting: seconds(done, setting))
     return plan.BLOCKS[block](rate)
 
 
@@ -97,6 +97,46 @@ def run_variances(args: argparse.Namespace) -> bool:
     return not variance.missing()
 
 
+COMPARISONS = {
+    f"Every arm at {plan.COMMON_RATE:g}": ("one_rate", "one_rate_free"),
+    "Every arm at the learning rate chosen for it, and controls": ("main", "controls"),
+    "A weaker anchor": ("weak_anchor",),
+    "More iterations": ("longer",),
+    "As long as smd takes": ("clock",),
+}
+"""Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
+SHOWN = next(iter(COMPARISONS))
+"""What the README's table and figure show."""
+
+
+def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
+    """What is compared with what: rows by title."""
+    found: dict[str, list[dict]] = {}
+    for title, blocks in COMPARISONS.items():
+        with suppress(LookupError):  # what it is derived from has not been run
+            found[title] = rows_of(
+                [setting for block in blocks for setting in settings_of(block, done)], done
+            )
+    for block in ("tasks", "budgets", "policies"):
+        for setting in settings_of(block, done):
+            title = f"{setting.task}, {setting.policy} eviction, budget {setting.budget}"
+            found.setdefault(title, []).extend(rows_of([setting], done))
+    return found
+
+
+def rows_of(settings: Iterable[Setting], done: dict[str, dict]) -> list[dict]:
+    return [row for setting in settings if (row := done.get(runs.key(setting.overrides)))]
+
+
+def report(done: dict[str, dict]) -> None:
+    """Print every table and draw the figure."""
+    groups = comparisons(done)
+    tuning, timed = (rows_of(settings_of(block, done), done) for block in ("rates", "timing"))
+    print(tables.report(groups, tuning, timed, list(variance.measured().values())))
+    if arms := tables.by_arm(groups[SHOWN]):
+        plot.draw(arms, record.RESULTS / f"{runs.NAME}.png")
+
+
 def describe(row: dict) -> str:
     def percent(name: str) -> str:
         value = row[name]
@@ -121,10 +161,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     args = parser.parse_args()
     if args.report:
-        rows = list(runs.finished().values())
-        print(tables.report(rows, list(variance.measured().values())))
-        if main_rows := tables.chosen(rows):
-            plot.draw(main_rows, record.RESULTS / f"{runs.NAME}.png")
+        report(runs.finished())
         return
     args.stop_at = time.monotonic() + 60 * args.minutes
     args.runs_dir = args.runs_dir.absolute()

@@ -33,8 +33,11 @@ def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contr
     """First minus second, by seed.
 
     Raises:
-        ValueError: fewer than two seeds are in both.
+        ValueError: fewer than two seeds are in both, or a seed is in one of them twice.
     """
+    for rows in (first, second):
+        if len({row["seed"] for row in rows}) < len(rows):
+            raise ValueError(f"{rows[0]['name']}: a seed has several rows, which are of several settings")
     theirs = {row["seed"]: row for row in second}
     pairs = [(row, theirs[row["seed"]]) for row in first if row["seed"] in theirs]
     if len(pairs) < 2:

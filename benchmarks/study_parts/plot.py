@@ -17,6 +17,7 @@ COLORS = {
     "shadow": "#56b4e9",
     "smd": "#0072b2",
     "smd_dense": "#009e73",
+    "smd_current": "#8c6bb1",
     "distill": "#1b1e24",
 }
 """After Okabe and Ito, one for each arm."""

@@ -1,18 +1,10 @@
 """The tables of the study, as Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from study_parts import variance
 from study_parts.analysis import Row, contrast, gained, holm, mean_sd, rollouts_to
-from study_parts.plan import (
-    ARMS,
-    BUDGETS,
-    MAIN_POLICY,
-    MAIN_TASK,
-    N_ITERATIONS,
-    TIMED_ITERATIONS,
-    TUNING_SEED,
-)
+from study_parts.plan import ARMS, TIMED_ITERATIONS, TUNING_SEED
 
 ABSENT = "–"
 GOAL = 0.75
@@ -24,42 +16,49 @@ CONTRASTS = (
     ("mis", "naive"),
     ("sparse_rl", "naive"),
     ("shadow", "naive"),
+    ("shadow", "tis"),
+    ("shadow", "mis"),
+    ("shadow", "sparse_rl"),
     ("shadow", "dense"),
     ("smd", "shadow"),
     ("smd_dense", "shadow"),
+    ("distill", "shadow"),
     ("smd", "distill"),
     ("smd", "smd_current"),
 )
-"""Questions put to the main comparison: each with the anchor and without it, under the budget and dense."""
-
-MAIN_SETTING = (MAIN_TASK, MAIN_POLICY, BUDGETS[MAIN_TASK], N_ITERATIONS)
+"""Questions put to every comparison: with the anchor and without it, under the budget and with all keys."""
 
 VIEWS = {"sparse": "under the budget", "dense": "with all keys"}
 
+LEARNERS = {
+    "dense": "nothing is evicted, a control",
+    "naive": "all keys, as if the sampler had seen them",
+    "tis": "all keys, ratios truncated",
+    "mis": "all keys, tokens with ratios outside of [0.5, 2] masked, the rest weighed",
+    "sparse_rl": "all keys, tokens and responses rejected, the rest reweighted",
+    "shadow": "replays what the sampler saw",
+    "smd": "replay, and the sparse policy learns from the warm model with all keys",
+    "smd_dense": "replay, and the dense policy is drawn to the sparse one: the paper's formula and weight",
+    "smd_current": "`smd` with the policy itself as the teacher",
+    "distill": "`smd` without the policy gradient",
+}
+"""What the learner of each arm does, in a few words."""
 
-def chosen(
-    rows: Sequence[Row],
-    task: str = MAIN_TASK,
-    policy: str = MAIN_POLICY,
-    budget: int | None = None,
-    n_iterations: int = N_ITERATIONS,
-) -> dict[str, list[Row]]:
-    """Rows of one setting by arm, without the seed that the learning rates were chosen by."""
-    wanted = (task, policy, BUDGETS[task] if budget is None else budget, n_iterations)
+
+def by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of one comparison by arm, in the order of the plan, each by seed."""
     found: dict[str, list[Row]] = {}
-    for row in rows:
-        setting = (row["task"], row["policy"], row["budget"], row["n_iterations"])
-        if setting == wanted and row["seed"] != TUNING_SEED:
-            found.setdefault(str(row["name"]), []).append(row)
-    order = [f"{arm}{end}" for end in ("", "+anchor") for arm in ARMS]
-    return {name: sorted(found[name], key=lambda row: row["seed"]) for name in order if name in found}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        found.setdefault(str(row["name"]), []).append(row)
+    order = [f"{arm}{end}" for end in ("+anchor", "") for arm in ARMS]
+    return {name: found[name] for name in order if name in found}
 
 
-def accuracy_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
+def accuracy_table(arms: Mapping[str, Sequence[Row]]) -> str:
     """Accuracy under the budget and with all keys, and points gained over the warm model; what it took."""
     headings = ["arm", "n", "budget", "gained", "all keys", "gained", f"responses to {GOAL:.0%}", "lr"]
     body = []
-    for name, rows in by_arm.items():
+    for name, rows in arms.items():
         reached = [found for row in rows if (found := rollouts_to(row, GOAL)) is not None]
         speed = f"{sum(reached) / len(reached):,.0f} ({len(reached)} of {len(rows)})" if reached else ABSENT
         body.append(
@@ -77,28 +76,13 @@ def accuracy_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
     return markdown(headings, body)
 
 
-LEARNERS = {
-    "dense": "nothing is evicted",
-    "naive": "all keys, as if the sampler had seen them",
-    "tis": "all keys, ratios truncated",
-    "mis": "all keys, large ratios masked",
-    "sparse_rl": "all keys, responses rejected, the rest reweighted",
-    "shadow": "replays what the sampler saw",
-    "smd": "replay, and the sparse policy learns from the dense warm model",
-    "smd_dense": "replay, and the dense policy is drawn to the sparse one, as published",
-    "smd_current": "`smd` with the policy itself as the teacher",
-    "distill": "`smd` without the policy gradient",
-}
-"""What the learner of each arm does, in a few words."""
-
-
-def summary_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
+def summary_table(arms: Mapping[str, Sequence[Row]]) -> str:
     """Points gained over the warm model, with the anchor and without, as the README shows them."""
     headings = ["arm", "its learner", "with the anchor: budget", "all keys", "without: budget", "all keys"]
     body = []
     for arm, learner in LEARNERS.items():
         cells = [
-            mean_sd([gained(row, view) for row in by_arm[name]]) if name in by_arm else ABSENT
+            mean_sd([gained(row, view) for row in arms[name]]) if name in arms else ABSENT
             for name in (f"{arm}+anchor", arm)
             for view in VIEWS
         ]
@@ -107,9 +91,9 @@ def summary_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
     return markdown(headings, body)
 
 
-def start_line(by_arm: Mapping[str, Sequence[Row]]) -> str:
+def start_line(arms: Mapping[str, Sequence[Row]]) -> str:
     """The warm models of these seeds."""
-    by_seed = {row["seed"]: row for rows in by_arm.values() for row in rows}
+    by_seed = {row["seed"]: row for rows in arms.values() for row in rows}
     rows = list(by_seed.values())
     return (
         f"start ({len(rows)} seeds): {mean_sd([row['sparse_accuracy_before'] for row in rows])} under the "
@@ -117,7 +101,7 @@ def start_line(by_arm: Mapping[str, Sequence[Row]]) -> str:
     )
 
 
-def cost_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
+def cost_table(arms: Mapping[str, Sequence[Row]]) -> str:
     """What training looked like, and what it took. Seconds are of a busy machine: see the block `timing`."""
     headings = ["arm", "masked, %", "gradient norm", "entropy at the end", "KV, MiB", "KL(μ ‖ dense) after"]
     body = [
@@ -129,12 +113,12 @@ def cost_table(by_arm: Mapping[str, Sequence[Row]]) -> str:
             f"{rows[0]['train_kv_bytes'] / 2**20:.1f}",
             mean_sd([row["sparse_kl_after"] for row in rows], 1, 3),
         ]
-        for name, rows in by_arm.items()
+        for name, rows in arms.items()
     ]
     return markdown(headings, body)
 
 
-def contrast_tables(by_arm: Mapping[str, Sequence[Row]]) -> list[str]:
+def contrast_tables(arms: Mapping[str, Sequence[Row]]) -> list[str]:
     """Paired differences in points, a table for each family of questions, within which p is adjusted."""
     families = {
         "With the anchor": [(f"{first}+anchor", f"{second}+anchor") for first, second in CONTRASTS],
@@ -143,19 +127,19 @@ def contrast_tables(by_arm: Mapping[str, Sequence[Row]]) -> list[str]:
     }
     parts = []
     for title, pairs in families.items():
-        answered = [pair for pair in pairs if len(_common_seeds(by_arm, pair)) >= 2]
+        answered = [pair for pair in pairs if len(_common_seeds(arms, pair)) >= 2]
         for view, label in VIEWS.items() if answered else ():
-            parts += [f"### {title}, accuracy {label}", _contrast_table(by_arm, answered, view)]
+            parts += [f"### {title}, accuracy {label}", _contrast_table(arms, answered, view)]
     return parts
 
 
-def _common_seeds(by_arm: Mapping[str, Sequence[Row]], pair: tuple[str, str]) -> set[int]:
-    first, second = ({row["seed"] for row in by_arm.get(name, ())} for name in pair)
+def _common_seeds(arms: Mapping[str, Sequence[Row]], pair: tuple[str, str]) -> set[int]:
+    first, second = ({row["seed"] for row in arms.get(name, ())} for name in pair)
     return first & second
 
 
-def _contrast_table(by_arm: Mapping[str, Sequence[Row]], pairs: Sequence[tuple[str, str]], view: str) -> str:
-    asked = [contrast(by_arm[first], by_arm[second], f"{view}_accuracy_after") for first, second in pairs]
+def _contrast_table(arms: Mapping[str, Sequence[Row]], pairs: Sequence[tuple[str, str]], view: str) -> str:
+    asked = [contrast(arms[first], arms[second], f"{view}_accuracy_after") for first, second in pairs]
     body = [
         [
             f"`{c.first}` − `{c.second}`",
@@ -202,26 +186,23 @@ def timing_table(rows: Sequence[Row]) -> str:
     return markdown(headings, body)
 
 
-def report(rows: Sequence[Row], variances: Sequence[dict]) -> str:
-    """Every table that there are rows for."""
+def report(
+    groups: Mapping[str, Iterable[Row]],
+    tuning: Sequence[Row],
+    timed: Sequence[Row],
+    variances: Sequence[dict],
+) -> str:
+    """Every table that there are rows for; `groups` are comparisons by title."""
     parts = []
-    timed = [row for row in rows if row["n_iterations"] == TIMED_ITERATIONS]
-    rows = [row for row in rows if row["n_iterations"] != TIMED_ITERATIONS]
-    if tuning := [row for row in rows if row["seed"] == TUNING_SEED]:
+    if tuning:
         parts += [f"## Learning rates, seed {TUNING_SEED}", rates_table(tuning)]
     if any(row["name"] == "naive" for row in timed):
         parts += ["## Seconds of an iteration", timing_table(timed)]
     if variances:
         parts += ["## Gradients of the warm model", variance.table(variances, markdown)]
         parts += [variance.sample_sizes(variances)]
-    groups = dict.fromkeys((row["task"], row["policy"], row["budget"], row["n_iterations"]) for row in rows)
-    for task, policy, budget, n_iterations in groups:
-        by_arm = chosen(rows, task, policy, budget, n_iterations)
-        if not by_arm:
-            continue
-        is_main = (task, policy, budget, n_iterations) == MAIN_SETTING
-        parts += [f"## {task}, {policy}, budget {budget}, {n_iterations} iterations", start_line(by_arm)]
-        parts += [summary_table(by_arm), accuracy_table(by_arm)]
-        if is_main:
-            parts += [cost_table(by_arm), *contrast_tables(by_arm)]
+    for title, rows in groups.items():
+        if arms := by_arm(rows):
+            parts += [f"## {title}", start_line(arms), summary_table(arms), accuracy_table(arms)]
+            parts += [cost_table(arms), *contrast_tables(arms)]
     return "\n\n".join(parts)
