@@ -2,6 +2,7 @@
 
     python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
     python benchmarks/study.py --blocks timing --jobs 1     on a machine that does nothing else
+    python benchmarks/study.py --again 2                    so many finished runs once more, and what differs
     python benchmarks/study.py --report                     tables and figure of what has been run
 
 Runs what is missing in benchmarks/results/study.jsonl, block after block, and stops to start new runs when
@@ -98,8 +99,8 @@ def run_variances(args: argparse.Namespace) -> bool:
 
 
 COMPARISONS = {
-    f"Every arm at {plan.COMMON_RATE:g}": ("one_rate", "one_rate_free"),
     "Every arm at the learning rate chosen for it, and controls": ("main", "controls"),
+    f"Every arm at {plan.COMMON_RATE:g}": ("one_rate", "one_rate_free"),
     "A weaker anchor": ("weak_anchor",),
     "More iterations": ("longer",),
     "As long as smd takes": ("clock",),
@@ -133,8 +134,20 @@ def report(done: dict[str, dict]) -> None:
     groups = comparisons(done)
     tuning, timed = (rows_of(settings_of(block, done), done) for block in ("rates", "timing"))
     print(tables.report(groups, tuning, timed, list(variance.measured().values())))
-    if arms := tables.by_arm(groups[SHOWN]):
+    if arms := tables.by_arm(groups.get(SHOWN, ())):
         plot.draw(arms, record.RESULTS / f"{runs.NAME}.png")
+
+
+def again(args: argparse.Namespace) -> None:
+    """Finished runs once more, the newest of as many parts of the file, and what came out otherwise."""
+    rows = list(runs.finished().values())
+    for place in range(1, args.again + 1):
+        row = rows[place * len(rows) // args.again - 1]
+        differing = runs.again(row, args.runs_dir.absolute())
+        name = f"{row['name']} at {row['lr']:g}, seed {row['seed']}, commit {row['commit']}"
+        print(
+            f"{name}: {', '.join(differing) or 'everything but seconds'} {'differ' if differing else 'alike'}"
+        )
 
 
 def describe(row: dict) -> str:
@@ -158,10 +171,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--again", type=int, default=0, metavar="N", help="run N finished ones once more")
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     args = parser.parse_args()
     if args.report:
         report(runs.finished())
+        return
+    if args.again:
+        again(args)
         return
     args.stop_at = time.monotonic() + 60 * args.minutes
     args.runs_dir = args.runs_dir.absolute()

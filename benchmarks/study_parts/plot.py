@@ -23,6 +23,8 @@ COLORS = {
 """After Okabe and Ito, one for each arm."""
 
 GAINS = {"sparse": "under the budget", "dense": "with all keys"}
+LARGEST_LOSS = 25.0
+"""Points; an arm that lost more is marked at the edge, so that the others can be told apart."""
 
 
 def draw(by_arm: Mapping[str, Sequence[Row]], path: Path) -> None:
@@ -47,8 +49,19 @@ def _gains(axes: Axes, by_arm: Mapping[str, Sequence[Row]], arms: Sequence[str],
             points = [100 * gained(row, view) for row in rows]
             fill = COLORS[arm] if name != arm else "white"
             style = {"mec": COLORS[arm], "mfc": fill, "zorder": 3}
-            axes.plot(points, [place + shift] * len(points), "|", color=COLORS[arm], ms=7, alpha=0.6)
-            axes.plot(np.mean(points), place + shift, "o", ms=8, mew=1.6, **style)
+            seen = [point for point in points if point >= -LARGEST_LOSS]
+            axes.plot(seen, [place + shift] * len(seen), "|", color=COLORS[arm], ms=7, alpha=0.6)
+            mean, marker = np.mean(points), "o"
+            if mean < -LARGEST_LOSS:
+                axes.annotate(
+                    f"{mean:.0f}",
+                    (-LARGEST_LOSS, place + shift),
+                    (9, -3),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+                mean, marker = -LARGEST_LOSS, "<"
+            axes.plot(mean, place + shift, marker, ms=8, mew=1.6, **style)
     axes.plot([], [], "o", color="#5f6673", label="with the anchor")
     axes.plot([], [], "o", mec="#5f6673", mfc="white", label="without")
     axes.plot([], [], "|", color="#5f6673", label="a seed")
@@ -71,7 +84,8 @@ def _curves(axes: Axes, by_arm: Mapping[str, Sequence[Row]]) -> None:
             [np.convolve(row["rewards"], np.ones(SMOOTHING) / SMOOTHING, "valid") for row in rows]
         )
         at = (np.arange(rewards.shape[1]) + SMOOTHING) * RESPONSES_PER_ITERATION
-        axes.plot(at, rewards.mean(0), color=color, lw=1.8, label=arm)
+        # The reward of dense is with all keys, that of the others under the budget.
+        axes.plot(at, rewards.mean(0), "--" if arm == "dense" else "-", color=color, lw=1.8, label=arm)
     axes.set(xlabel="Responses sampled", ylabel=f"Reward, mean of {SMOOTHING} iterations", ylim=(None, 1.02))
     axes.grid(color="#e3e6eb", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)

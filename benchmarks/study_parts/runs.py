@@ -32,16 +32,32 @@ def key(overrides: list[str]) -> str:
 
 def run(setting: Setting, runs_dir: Path) -> dict:
     """Train and evaluate; the row is on disk when this returns."""
-    folder = fit(setting.folder, setting.overrides, runs_dir)
     row = {
         **asdict(setting),
         "name": setting.name,
         "overrides": setting.overrides,
-        **evaluation(folder, setting),
-        **training(folder),
+        **found(fit(setting.folder, setting.overrides, runs_dir), setting.budget),
     }
     record.append(NAME, row)
     return row
+
+
+def again(row: dict, runs_dir: Path) -> list[str]:
+    """Names of what comes out otherwise than in a finished row, but for seconds; kept as a row, too."""
+    values = found(fit("again", row["overrides"], runs_dir), row["budget"])
+    differing = [
+        name for name, value in values.items() if not name.endswith("_seconds") and value != row[name]
+    ]
+    record.append(
+        f"{NAME}_again",
+        {"overrides": row["overrides"], "first_commit": row["commit"], "differing": differing},
+    )
+    return differing
+
+
+def found(folder: Path, budget: int) -> dict:
+    """What a finished run has measured."""
+    return {**evaluation(folder, budget), **training(folder)}
 
 
 def warm_up(setting: Setting, runs_dir: Path) -> None:
@@ -75,14 +91,14 @@ def fit(name: str, overrides: list[str], runs_dir: Path) -> Path:
     return folder
 
 
-def evaluation(folder: Path, setting: Setting) -> dict:
+def evaluation(folder: Path, budget: int) -> dict:
     """Accuracy, mismatch and cache bytes, dense and under the run's budget."""
     found = json.loads((folder / "evaluation.json").read_text())
     row: dict = {}
     for moment in ("before", "after"):
         by_budget = {result["budget"]: result for result in found[moment]}
-        for view, budget in (("dense", None), ("sparse", setting.budget)):
-            result = by_budget.get(budget)
+        for view, kept in (("dense", None), ("sparse", budget)):
+            result = by_budget.get(kept)
             names = ("accuracy", "kl", "replay_gap", "kv_bytes")
             row |= {f"{view}_{name}_{moment}": None if result is None else result[name] for name in names}
     return row

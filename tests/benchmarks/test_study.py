@@ -1,11 +1,13 @@
 import csv
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import study
 from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
-from study_parts import analysis, plan, runs, tables
+from study_parts import analysis, plan, plot, runs, tables
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_config, check_keys
@@ -63,6 +65,10 @@ def test_arms_of_the_main_comparison_are_all_different():
     assert len(told) == 2 * len(plan.ARMS)
 
 
+def test_every_arm_has_words_and_a_color():
+    assert set(tables.LEARNERS) == set(plot.COLORS) == set(plan.ARMS)
+
+
 def test_the_tuning_seed_is_used_for_nothing_else():
     assert all(run.seed != plan.TUNING_SEED for block in plan.BLOCKS.values() for run in block(rate))
 
@@ -92,6 +98,12 @@ def test_one_common_seed_is_no_paired_test():
 @pytest.mark.parametrize(("n_free", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (30, 2.042)])
 def test_quantiles_of_student_t_are_those_of_the_tables(n_free, quantile):
     assert analysis.t_quantile(0.975, n_free) == pytest.approx(quantile, rel=1e-3)
+
+
+def test_two_rows_of_a_seed_are_no_pair():
+    twice = [row("a", 0, 0.8), row("a", 0, 0.7)]
+    with pytest.raises(ValueError, match="several rows"):
+        analysis.contrast(twice, [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
 
 
 def test_holm_multiplies_by_the_questions_left_and_never_falls():
@@ -126,7 +138,7 @@ def kept(run_dir, setting):
 def test_a_row_holds_what_the_run_found(tmp_path):
     setting = Setting("naive", True, seed=0, lr=1e-3)
     kept(tmp_path, setting)
-    found = runs.evaluation(tmp_path, setting) | runs.training(tmp_path)
+    found = runs.found(tmp_path, setting.budget)
     assert found["sparse_accuracy_before"] == 0.6
     assert found["sparse_accuracy_after"] == pytest.approx(0.61)
     assert found["dense_accuracy_after"] == pytest.approx(1.0)
@@ -135,25 +147,42 @@ def test_a_row_holds_what_the_run_found(tmp_path):
     assert found["masked_fraction"] == pytest.approx(0.2)
 
 
-def test_tables_leave_out_the_tuning_seed_and_keep_settings_apart():
-    common = {
-        "task": plan.MAIN_TASK,
-        "policy": plan.MAIN_POLICY,
-        "n_iterations": plan.N_ITERATIONS,
-        "lr": 1e-3,
-    }
+def test_a_run_done_again_says_what_differs_but_for_seconds(tmp_path, monkeypatch):
+    setting = Setting("naive", True, seed=0, lr=1e-3)
+    kept(tmp_path, setting)
+    monkeypatch.setattr(runs, "fit", lambda *_: tmp_path)
+    monkeypatch.setattr(runs.record, "RESULTS", tmp_path)
+    first = {**vars(setting), "overrides": [], "commit": "a", **runs.found(tmp_path, setting.budget)}
+    assert runs.again({**first, "rollout_seconds": 9}, tmp_path) == []
+    assert runs.again({**first, "rewards": [0.5, 0.6]}, tmp_path) == ["rewards"]
+    kept_rows = [json.loads(line) for line in (tmp_path / "study_again.jsonl").read_text().splitlines()]
+    assert [row["differing"] for row in kept_rows] == [[], ["rewards"]]
+
+
+def test_a_row_belongs_to_the_comparisons_whose_settings_it_has():
+    def finished(*settings):
+        return {runs.key(setting.overrides): vars(setting) | {"name": setting.name} for setting in settings}
+
+    same_rate = f"Every arm at {plan.COMMON_RATE:g}"
+    shown = Setting("naive", True, 0, plan.COMMON_RATE)
+    others = (
+        Setting("naive", True, 0, 3 * plan.COMMON_RATE),
+        Setting("naive", True, plan.TUNING_SEED, plan.COMMON_RATE),
+        replace(shown, budget=12),
+        replace(shown, anchor_weight=0.1),
+    )
+    groups = study.comparisons(finished(shown, *others))
+    assert [(found["seed"], found["lr"]) for found in groups[same_rate]] == [(0, plan.COMMON_RATE)]
+    assert [len(rows) for title, rows in groups.items() if "budget 12" in title] == [1]
+    assert len(groups["A weaker anchor"]) == 1
+
+
+def test_a_table_has_the_points_gained_and_how_soon():
     rows = [
-        row("naive", 0, 0.7, budget=16, rewards=[0.8] * 20, **common),
-        row("naive", plan.TUNING_SEED, 0.1, budget=16, rewards=[0.8] * 20, **common),
-        row("naive", 0, 0.2, budget=12, rewards=[0.8] * 20, **common),
-        row("shadow", 0, 0.9, budget=16, rewards=[0.1] * 20, **common),
+        row("naive", 0, 0.7, rewards=[0.8] * 20, lr=1e-3),
+        row("shadow", 0, 0.9, rewards=[0.1] * 20, lr=1e-3),
     ]
-    found = tables.chosen(rows)
-    assert {name: [r["sparse_accuracy_after"] for r in mine] for name, mine in found.items()} == {
-        "naive": [0.7],
-        "shadow": [0.9],
-    }
-    table = tables.accuracy_table(found)
+    table = tables.accuracy_table(tables.by_arm(rows))
     assert "| `naive` | 1 | 70.0 | 10.0 | 99.0 | -1.0 | 2,560 (1 of 1) |" in table
     assert "| `shadow` | 1 | 90.0 | 30.0 | 99.0 | -1.0 | – |" in table
 
@@ -180,5 +209,6 @@ def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_it
 
 
 def test_the_table_of_the_readme_is_what_the_rows_say():
-    table = tables.summary_table(tables.chosen(list(runs.finished().values())))
+    done = runs.finished()
+    table = tables.summary_table(tables.by_arm(study.comparisons(done)[study.SHOWN]))
     assert table in (runs.ROOT / "README.md").read_text()

@@ -6,7 +6,9 @@ import random
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
+from lit_rlkv.config import CONF_DIR
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import UserTask, load_problems
 from lit_rlkv.types import Message, Problem
@@ -178,6 +180,12 @@ def test_a_file_that_changes_is_read_again(tmp_path):
     assert len(load_problems(path, **GSM8K)) == 4
     write_lines(tmp_path / "a.jsonl", ROWS[:3])
     assert len(load_problems(path, **GSM8K)) == 3
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "word_problems"])
+def test_the_system_prompt_names_the_marker_that_answers_follow(name):
+    cfg = OmegaConf.load(CONF_DIR / "task" / f"{name}.yaml")
+    assert cfg.system_prompt.endswith(f"{cfg.answer_after}.")
 
 
 def test_the_package_brings_word_problems_whose_answers_are_right():
