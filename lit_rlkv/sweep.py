@@ -96,11 +96,15 @@ def on_wandb(plan: Plan, args: argparse.Namespace) -> None:
 def check_optuna() -> None:
     """Refuse to begin without the package of the extra."""
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError('sweeps need the package optuna, which is missing; pip install "lit_rlkv[sweep]"')
+        raise ConfigError('sweeps need the package optuna, which is missing; pip install -e ".[sweep]"')
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written, without making it yet."""
+    """Refuse a folder that cannot be written, without making it yet.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     try:
         with TemporaryDirectory(dir=there):

@@ -1,6 +1,7 @@
 """The commands that README shows are the commands that work."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from lit_rlkv.config import CONF_DIR, check_config, check_keys
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
-    line.split("#")[0].split()[3:] for line in re.findall(r"^python -m lit_rlkv\.fit.*$", README, re.M)
+    shlex.split(line.split(" #")[0])
+    for line in re.findall(r"^(?:python|torchrun .*) -m lit_rlkv\.fit(.*)$", README.replace("\\\n", ""), re.M)
 ]
 
 
@@ -22,7 +24,7 @@ FILES = {"pairs.jsonl": "preferences.jsonl", "problems.jsonl": "problems.jsonl",
 def here(argument):
     for name, file in FILES.items():
         argument = argument.replace(f"={name}", f"=tests/data/{file}")
-    return argument.strip("\"'")
+    return argument
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)

@@ -246,7 +246,7 @@ def test_a_missing_optuna_is_told_before_the_grid_is_checked(tmp_path, monkeypat
     with pytest.raises(SystemExit) as caught:
         main()
     assert str(caught.value) == (
-        'error: sweeps need the package optuna, which is missing; pip install "lit_rlkv[sweep]"'
+        'error: sweeps need the package optuna, which is missing; pip install -e ".[sweep]"'
     )
 
 

@@ -119,7 +119,7 @@ def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | Non
         import bitsandbytes  # noqa: F401  # of an extra, and looked for only where it is asked for
     except ImportError as error:
         raise ValueError(
-            f'quantization={quantization} needs bitsandbytes; pip install "lit_rlkv[quant]", or use null'
+            f'quantization={quantization} needs bitsandbytes; pip install -e ".[quant]", or use null'
         ) from error
     from transformers import BitsAndBytesConfig
 

@@ -95,5 +95,5 @@ def test_a_quantization_that_cannot_be_had_is_refused(checkpoint, quantization, 
 
 def test_without_bitsandbytes_its_extra_is_named(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ValueError, match=r'needs bitsandbytes; pip install "lit_rlkv\[quant\]"'):
+    with pytest.raises(ValueError, match=r'needs bitsandbytes; pip install -e "\.\[quant\]"'):
         load_causal_lm(checkpoint, torch.float32, quantization="4bit", device=torch.device("cuda"))

@@ -57,5 +57,5 @@ def _import_reasoning_gym() -> ModuleType:
         return importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ImportError(
-            "ReasoningGym needs the package reasoning-gym, which is missing; pip install lit_rlkv[gym]"
+            'ReasoningGym needs the package reasoning-gym, which is missing; pip install -e ".[gym]"'
         ) from error

@@ -73,7 +73,11 @@ def read_rows(
 
 
 def path_of(dataset: str) -> str:
-    """Where a dataset lies: an example of the package in its folder, all else where it says."""
+    """Where a dataset lies: an example of the package in its folder, all else where it says.
+
+    Raises:
+        ValueError: the package brings no such example.
+    """
     if not dataset.startswith(EXAMPLE):
         return dataset
     path = EXAMPLES / dataset.removeprefix(EXAMPLE)
@@ -137,6 +141,6 @@ def _import_datasets(dataset: str) -> Any:
         return importlib.import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"{dataset!r} needs the package datasets, which is missing; pip install lit_rlkv[data], or "
+            f'{dataset!r} needs the package datasets, which is missing; pip install -e ".[data]", or '
             "give a file of JSON lines"
         ) from error

@@ -11,7 +11,11 @@ from lit_rlkv.types import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerify(SlowFunction):
-    """1.0 if the last expression of the completion, LaTeX or plain, equals the answer; else 0.0."""
+    """1.0 if the last expression of the completion, LaTeX or plain, equals the answer; else 0.0.
+
+    Raises:
+        ImportError: the package math-verify is missing.
+    """
 
     float_rounding: int = 6
     """Decimals by which floats are compared."""
@@ -19,7 +23,7 @@ class MathVerify(SlowFunction):
     def __post_init__(self) -> None:
         super().__post_init__()
         if find_spec("math_verify") is None:
-            raise ImportError("MathVerify needs the package math-verify; pip install lit_rlkv[math]")
+            raise ImportError('MathVerify needs the package math-verify; pip install -e ".[math]"')
 
     def open(self) -> Grader:
         # By its path: importing it takes the package, and sympy, which this process does without.

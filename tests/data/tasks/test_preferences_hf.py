@@ -34,7 +34,7 @@ def write_lines(path, rows):
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install lit_rlkv\[data\]"):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[data\]"'):
         load_preferences("owner/name")
     assert problems(load_preferences(write_lines(tmp_path / "a.jsonl", ROWS))) == expected(ROWS)
 

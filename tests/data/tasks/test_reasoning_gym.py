@@ -10,7 +10,7 @@ from lit_rlkv.data.tasks import FiniteTask, ReasoningGym, Task
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"pip install lit_rlkv\[gym\]"):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[gym\]"'):
         ReasoningGym("chain_sum")
 
 

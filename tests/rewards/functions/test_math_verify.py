@@ -19,7 +19,7 @@ def test_expressions_are_equal_by_their_value():
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr("lit_rlkv.rewards.functions.math_verify.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install lit_rlkv\[math\]"):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[math\]"'):
         MathVerify()
 
 
