@@ -46,6 +46,9 @@ def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
 
     A folder that has the name by then is replaced, or else left as it is. After an error nothing stays;
     after a kill, a name that begins with a dot. Several may write the same folder, each in one of its own.
+
+    Raises:
+        OSError: the folder cannot take its name, and no other has taken it.
     """
     sweep_partial(folder.parent, f"{folder.name}.", is_shared=True)
     partial = _beside(folder, "partial")

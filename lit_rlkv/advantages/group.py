@@ -52,7 +52,7 @@ def without_failures(
         advantages[row] = 0.0
         if int(kept.sum()) > 1:
             advantages[row, kept] = within(rewards[row, kept][None])[0]
-    if estimate is reinforce_pp:
+    if estimate is reinforce_pp and int(is_valid.sum()) > 1:
         advantages = advantages / (advantages[is_valid].std() + STD_FLOOR)
     return advantages
 

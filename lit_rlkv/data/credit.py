@@ -127,6 +127,9 @@ class GroupCredit(CreditRule):
     Args:
         estimator: one of `lit_rlkv.advantages.group.ESTIMATORS`.
         drop_uniform: leave out groups that agree, as DAPO does (arXiv:2503.14476).
+
+    Raises:
+        ValueError: an unknown estimator.
     """
 
     min_group_size = 2
@@ -140,6 +143,18 @@ class GroupCredit(CreditRule):
         self.drop_uniform = drop_uniform
 
     def assign(self, experience: Experience) -> Credit:
+        """The estimator's advantage of each response, the same at all of its actions; see `ESTIMATORS`.
+
+        It is that of R − Σ_t β·KL_t, the total reward less what the reward pays for the KL; `drop_uniform`
+        looks at R alone. A response without a reward has advantage 0, and no part in its group's baseline.
+
+        Args:
+            experience: rows of whole groups, `group_size` of them side by side.
+
+        Returns:
+            Advantages [batch, seq], 0 outside the actions: in standard deviations, or in the reward's unit
+            where the estimator divides by none. Units [batch, 1], every row by itself; no returns.
+        """
         rollout, group_size = experience.rollout, experience.group_size
         total = experience.rewards.total
         rewards = (total - experience.kl_penalty.sum(dim=1)).view(-1, group_size)
@@ -157,7 +172,16 @@ class GroupCredit(CreditRule):
 
 
 class CriticCredit(CreditRule):
-    """Generalised advantage estimation from the critic's values (arXiv:1506.02438)."""
+    """Generalised advantage estimation from the critic's values (arXiv:1506.02438).
+
+    Args:
+        gamma: discount of a reward for each action that it is away.
+        lam: the λ of the estimator; 1 trusts the rewards alone, 0 the next value.
+        whitens: advantages get mean 0 and standard deviation 1 over the actions counted; returns do not.
+
+    Raises:
+        ValueError: `gamma` or `lam` is not between 0 and 1.
+    """
 
     needs = ("value",)
 
@@ -170,6 +194,17 @@ class CriticCredit(CreditRule):
         self.whitens = whitens
 
     def assign(self, experience: Experience) -> Credit:
+        """Advantage and return of each action, from r_t = −β·KL_t, and the total reward at the last action.
+
+        Rewards are placed as in arXiv:1909.08593, advantages and returns are those of `gae` and `returns`.
+
+        Args:
+            experience: with the critic's values before its first update, in the unit of the reward.
+
+        Returns:
+            Advantages and returns [batch, seq], 0 outside the actions, in the unit of the reward; whitened
+            advantages in standard deviations. Units [batch, 1], every row by itself.
+        """
         rollout, values = experience.rollout, experience.values
         assert values is not None
         is_action = rollout.is_action
@@ -191,6 +226,9 @@ class PairCredit(CreditRule):
         judge: compares two completions of a problem, and may ask for the task's `verifier`; None ranks by
             the reward.
         drop_ties: a pair whose sides score the same counts nothing; else its first one is preferred.
+
+    Raises:
+        ValueError: `judge` cannot be called.
     """
 
     needs = ("reference",)
@@ -203,6 +241,11 @@ class PairCredit(CreditRule):
         self.drop_ties = drop_ties
 
     def for_task(self, task: Task) -> "PairCredit":
+        """The same rule, with the task's verifier for a judge that asks for one.
+
+        Raises:
+            ValueError: it asks, and the task has none.
+        """
         if self.judge is None or "verifier" not in signature(self.judge).parameters:
             return self
         if not task.is_verifiable:
@@ -219,6 +262,18 @@ class PairCredit(CreditRule):
         return tournament(self.judge, problems, completions, group_size)
 
     def assign(self, experience: Experience) -> Credit:
+        """1 at the actions of each group's best response and −1 at those of its worst; 0 elsewhere.
+
+        Chosen by `best_and_worst` from the judge's verdicts, as in online DPO (arXiv:2402.04792), or where
+        there are none from the total reward. A penalty on the KL is not taken off.
+
+        Args:
+            experience: rows of whole groups, `group_size` of them side by side.
+
+        Returns:
+            Advantages [batch, seq], without unit; units [prompt, 2], the better row before the worse; no
+            returns. Rows in no unit are not learned from; a tie that is dropped is in one, uncounted.
+        """
         rollout, group_size = experience.rollout, experience.group_size
         verdicts = experience.rewards.total if experience.verdicts is None else experience.verdicts
         best, worst, is_tie = best_and_worst(verdicts.view(-1, group_size))

@@ -42,6 +42,9 @@ class PreferenceDataModule(L.LightningDataModule):
         batch_size: rows of a step, shared by the ranks.
         n_pairs: rows of a batch, from the first, that also bring a rejected completion; 0 for none.
         ranks: which `source` gives each its own problems.
+
+    Raises:
+        ValueError: `n_pairs` is below 0 or above `batch_size`.
     """
 
     def __init__(

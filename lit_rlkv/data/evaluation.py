@@ -120,6 +120,7 @@ class Evaluator:
 
         Raises:
             MemoryExhaustedError: it finds too little memory; says what to lower.
+            RewardsFailedError: more completions than `max_failed` allows have no score.
         """
         at_once = self.config.batch_size
         with explaining_memory(

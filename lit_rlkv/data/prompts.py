@@ -27,6 +27,9 @@ class PromptSource:
 
     The ranks take turns in one global stream, so together they see what a single process would see. A finite
     task is walked through in a new order every epoch; any other task is sampled.
+
+    Raises:
+        ValueError: no such split or rank, or a finite task without problems in the split.
     """
 
     def __init__(self, task: Task, *, split: str, seed: int, rank: int = 0, world_size: int = 1) -> None:

@@ -43,7 +43,11 @@ def build_task_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer at a local path or hub name, set up for left padding; None gives the task tokenizer."""
+    """The tokenizer at a local path or hub name, set up for left padding; None gives the task tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no eos token.
+    """
     if path is None:
         return build_task_tokenizer()
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
@@ -97,7 +101,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embedded: int) -> Non
 
 
 def check_encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """Raise ValueError naming the characters, or words, of `text` that the tokenizer has no token for."""
+    """Refuse a text with characters that the tokenizer has no token for.
+
+    Raises:
+        ValueError: naming the characters, or words.
+    """
     if is_task_tokenizer(tokenizer):
         unknown = {character for character in text if character not in _TASK_VOCABULARY}
     elif tokenizer.unk_token_id is None or tokenizer.unk_token_id not in _plain_ids(tokenizer, text):
@@ -147,7 +155,11 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a formatted prompt, with the model's opening tokens unless a chat template wrote them."""
+    """Token ids of a formatted prompt, with the model's opening tokens unless a chat template wrote them.
+
+    Raises:
+        ValueError: no tokens come of the prompt, the chat template refuses it, or a character has no token.
+    """
     text = format_prompt(tokenizer, prompt)
     for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
         check_encodable(tokenizer, content)
@@ -160,7 +172,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> PromptBatch:
-    """The prompts, formatted with the chat template where there is one, left-padded to the longest."""
+    """The prompts, formatted with the chat template where there is one, left-padded to the longest.
+
+    Raises:
+        ValueError: there are no prompts, or `encode_prompt` refuses one.
+    """
     if not prompts:
         raise ValueError("an empty list of prompts makes no batch; give at least one")
     return left_pad([encode_prompt(tokenizer, prompt) for prompt in prompts], tokenizer.pad_token_id)

@@ -29,6 +29,7 @@ class Prefill:
 
     @property
     def n_samples(self) -> int:
+        """Rows that start from each prompt."""
         return len(self.rows) // len(self.is_prompt)
 
     def rows_of(self, sample: int) -> Int[Tensor, " batch"] | slice:
@@ -39,10 +40,12 @@ class Prefill:
 
     @property
     def all_rows(self) -> Int[Tensor, " row"] | slice:
+        """Rows of all samples, as a slice where they are neighbours."""
         return self.rows if self.span is None else self.span
 
     @property
     def n_columns(self) -> int:
+        """Of the prompts, padding included."""
         return self.is_prompt.shape[1]
 
 

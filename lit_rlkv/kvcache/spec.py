@@ -12,6 +12,10 @@ class CacheSpec:
     Whenever all slots are taken it is compacted to `budget` keys: the `sink` first and the `window` last
     tokens of the sequence, and the keys that `policy` scores highest. `window` is also how many of the latest
     queries the policies that look at queries see.
+
+    Raises:
+        ValueError: an unknown policy, a size that is no whole number or too small, or a sink and a window
+            that leave nothing of the budget to choose.
     """
 
     policy: str = "snapkv"
@@ -45,6 +49,7 @@ class CacheSpec:
 
     @property
     def is_dense(self) -> bool:
+        """Whether nothing is ever evicted; the sizes then mean nothing."""
         return self.policy == "dense"
 
     @property

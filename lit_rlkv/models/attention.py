@@ -42,6 +42,9 @@ def attention_forward(
     With `slot_cache` the keys go into that pool; with `death` the sampler's view of this layer is replayed (a
     table of one layer or one KV head serves all of them); with neither it is transformers' own SDPA, but for
     models that cap their logits, which SDPA does not. A `probe` looks on at replay, and changes nothing.
+
+    Raises:
+        ValueError: the model gives its attention one of `NOT_REPLAYED` at replay or with a pool.
     """
     if slot_cache is None and death is None:
         if softcap is not None:

@@ -19,6 +19,11 @@ class ScalarHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead"]:
+        """w·h + b of each hidden state: a value in the reward's unit, or a reward in log-odds of preference.
+
+        Returns:
+            float32, or the dtype of `hidden` where that is wider, whatever autocast is on.
+        """
         # Whatever the run's precision has made of the weights: Fabric converts and autocasts all it can.
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):

@@ -157,6 +157,7 @@ def freeze_output_head(backbone: PreTrainedModel) -> None:
 
 
 def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Layers that transformers can checkpoint, whether or not they are now."""
     return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

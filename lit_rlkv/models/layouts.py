@@ -19,6 +19,7 @@ class Layout:
 
     @property
     def trains_backbones(self) -> bool:
+        """Whether the policy trains its whole backbone, and no adapter."""
         return self.adapter["policy"] is None
 
     @property

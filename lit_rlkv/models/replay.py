@@ -49,7 +49,11 @@ def action_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> 
 def action_logps(
     model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """Log-probs and entropies of the actions, in the rollout's columns; 0 elsewhere."""
+    """Log-probs and entropies of the actions, in the rollout's columns; 0 elsewhere.
+
+    Raises:
+        ValueError: `temperature` is 0 or less.
+    """
     if temperature <= 0:
         raise ValueError(
             f"temperature={temperature} has no log-probs, because greedy decoding draws nothing; raise it"
@@ -77,6 +81,9 @@ def replay_logps(
 
     Args:
         temperature: the sampler's, because log-probs are those of the distribution sampled.
+
+    Raises:
+        ValueError: `temperature` is 0 or less, or the rollout is too long for the model.
     """
     hidden = action_hidden(model, rollout, shadow=shadow)
     return action_logps(model, rollout, hidden, temperature)[0]

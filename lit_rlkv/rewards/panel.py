@@ -94,7 +94,11 @@ class Panel:
     def ask(
         self, problems: Sequence[Problem], completions: Sequence[str], names: Sequence[str] | None = None
     ) -> Asked:
-        """Send every completion to the functions, or to those named, and do not wait."""
+        """Send every completion to the functions, or to those named, and do not wait.
+
+        Raises:
+            ValueError: not one problem for each completion.
+        """
         if len(problems) != len(completions):
             raise ValueError(
                 f"{len(problems)} problems for {len(completions)} completions; give one problem for each"

@@ -10,7 +10,11 @@ Verifier = Callable[[Problem, str], float]
 
 
 def score(verifier: Verifier, problems: Sequence[Problem], completions: Sequence[str]) -> Rewards:
-    """Each completion scored against its own problem."""
+    """Each completion scored against its own problem.
+
+    Raises:
+        ValueError: not one problem for each completion.
+    """
     if len(problems) != len(completions):
         raise ValueError(
             f"{len(problems)} problems for {len(completions)} completions; give one problem for each"

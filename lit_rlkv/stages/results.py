@@ -27,6 +27,7 @@ class Results:
     """What the reward head is worth on held-out pairs; None where there is none."""
 
     def save(self, run_dir: Path) -> None:
+        """Write all but the rollout, the whole file at once."""
         rows = {"before": [asdict(row) for row in self.before], "after": [asdict(row) for row in self.after]}
         judged = None if self.reward_model is None else asdict(self.reward_model)
         found = {
@@ -39,12 +40,14 @@ class Results:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Results":
+        """What was saved; empty where nothing was."""
         if not (run_dir / EVALUATION).is_file():
             return cls()
         saved = json.loads((run_dir / EVALUATION).read_text())
         return cls(
             before=[EvalRow(**row) for row in saved["before"]],
             after=[EvalRow(**row) for row in saved["after"]],
+            final=saved.get("final", {}),
             stage_seconds=saved["stage_seconds"],
             reward_model=None if saved.get("reward_model") is None else RewardReport(**saved["reward_model"]),
         )

@@ -227,6 +227,7 @@ def keep_backbone(start: Path, run_dir: Path) -> None:
 def make_report(
     parts: Parts, results: Results, metrics: MetricsFile, samples: Samples, run_dir: Path
 ) -> RunReport:
+    """What the report shows of a run so far, finished or not."""
     cfg, rollout = parts.cfg, results.rollout
     seen = [] if rollout is None else sorted(set(rollout.token_ids.flatten().tolist()))
     packages = ("torch", "transformers", "peft", "lightning")

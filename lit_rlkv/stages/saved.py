@@ -27,11 +27,16 @@ class SavedRun:
 
     @property
     def iteration(self) -> int:
+        """Of the checkpoint; 0 for the policy as it started."""
         return 0 if self.checkpoint is None else self.checkpoint.iteration
 
     @property
     def start(self) -> str | Path:
-        """The model that RL started from: the warm model kept in the run, or the `model.path` given."""
+        """The model that RL started from: the warm model kept in the run, or the `model.path` given.
+
+        Raises:
+            ConfigError: the run ended before there was a model.
+        """
         own = self.run_dir / BACKBONE
         start = own if own.is_dir() else expanded(self.cfg.model.path)
         if start is None:

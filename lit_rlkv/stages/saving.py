@@ -93,7 +93,11 @@ def newest(checkpoints: CheckpointDir) -> Checkpoint | None:
 
 
 def backbone_id(start: str | Path) -> str:
-    """Tells the weights of a folder, or of a name on the hub as it lies in the cache, from any others."""
+    """Tells the weights of a folder, or of a name on the hub as it lies in the cache, from any others.
+
+    Raises:
+        ConfigError: there are no safetensors.
+    """
     folder = Path(start)
     if not folder.is_dir():
         config = cached_file(str(start), "config.json")

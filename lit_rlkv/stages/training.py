@@ -111,6 +111,7 @@ def make_policy(parts: Parts, start: str | Path) -> PolicyModule:
 
 
 def has_critic(cfg: DictConfig) -> bool:
+    """Whether the algorithm's credit needs values."""
     return "value" in build(cfg.algorithm.credit).needs
 
 

@@ -94,3 +94,10 @@ def test_responses_without_a_reward_leave_the_others_as_if_they_were_alone(name)
     assert found[2].abs().sum() == 0
     full = torch.tensor([[1.0, 0.0, 3.0]])
     torch.testing.assert_close(without_failures(estimate, full, torch.ones_like(full).bool()), estimate(full))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("n_valid", [0, 1])
+def test_where_one_reward_or_none_is_left_nothing_is_learned(name, n_valid):
+    is_valid = torch.arange(4).view(2, 2) < n_valid
+    assert without_failures(ESTIMATORS[name], torch.ones(2, 2), is_valid).tolist() == [[0.0, 0.0]] * 2

@@ -14,7 +14,11 @@ _TOTALS = re.compile(r"([0-9]+,)*[0-9]+")
 
 @dataclass(frozen=True)
 class ChainSum:
-    """`7+3+5=` is solved by `7,10,15`; only the last total is scored."""
+    """`7+3+5=` is solved by `7,10,15`; only the last total is scored.
+
+    Raises:
+        ValueError: fewer than two numbers, no operand to draw, or slips of 0, or none above 0.
+    """
 
     is_verifiable = True
     n_terms: int = 5

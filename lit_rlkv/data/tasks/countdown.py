@@ -15,7 +15,11 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 @dataclass(frozen=True)
 class Countdown:
-    """`25,4,3>63:` is solved by `25-4=21,21*3=63`; any way counts that uses no number or result twice."""
+    """`25,4,3>63:` is solved by `25-4=21,21*3=63`; any way counts that uses no number or result twice.
+
+    Raises:
+        ValueError: fewer than two numbers, no number to draw, or a target too small for a sum of two of them.
+    """
 
     is_verifiable = True
     n_numbers: int = 3

@@ -13,7 +13,12 @@ _Parsed = TypeVar("_Parsed")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """`file:number` and text of every line that is not blank; raises if there is none."""
+    """`file:number` and text of every line that is not blank.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: all lines are blank.
+    """
     if not path.expanduser().is_file():
         raise FileNotFoundError(f"there is no file at {str(path)!r}; give the path of a file of JSON lines")
     # Not splitlines: it would also cut at characters that JSON allows inside a text.
@@ -24,7 +29,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """The JSON object that a line must hold."""
+    """The JSON object that a line must hold.
+
+    Raises:
+        ValueError: the line is not JSON, or no object.
+    """
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:

@@ -14,6 +14,9 @@ class Preferences:
     """A finite task of ranked pairs: the chosen side is to be imitated, the rejected side is its corruption.
 
     A preference says which of two completions is better; it does not say what is right.
+
+    Raises:
+        ValueError: there are no pairs to train on.
     """
 
     is_verifiable = False
@@ -82,6 +85,9 @@ def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:
     These are TRL's formats (https://huggingface.co/docs/trl/dataset_formats): a side is a text, one assistant
     message, or a whole conversation that ends in one. Two conversations differ in that message alone: what
     comes before it is the prompt, and a `prompt` beside them may only repeat it.
+
+    Raises:
+        ValueError: a side is missing, empty or no completion; both are equal; or their prompts differ.
     """
     missing = [key for key in ("chosen", "rejected") if entry.get(key) is None]
     if missing:

@@ -62,7 +62,11 @@ class Problems:
         return float(bool(problem.answer) and final_answer(completion, self.answer_after) == problem.answer)
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
-        """The solution with one character of its answer changed, or of anything where it does not hold it."""
+        """The solution with one character of its answer changed, or of anything where it does not hold it.
+
+        Raises:
+            ValueError: the problem has no solution.
+        """
         if not problem.solution:
             raise ValueError(
                 f"{self} has prompts alone, so there is no solution to corrupt; leave sft out of stages"

@@ -13,6 +13,9 @@ class Recall:
 
     A value follows its key at once: with a sign between them a small model trained from scratch did not learn
     to look a key up in any of the warm-ups tried (notebooks/LOG.md).
+
+    Raises:
+        ValueError: values without digits, no question, or more questions than pairs.
     """
 
     is_verifiable = True

@@ -15,6 +15,9 @@ class Sorting:
     """`5,2,9,1>` is solved by `1,5,2,9;1,2,5,9;1,2,5,9`: each list moves the next smallest number forward.
 
     Only the last list is scored.
+
+    Raises:
+        ValueError: fewer than two numbers, or numbers that are always equal.
     """
 
     is_verifiable = True

@@ -13,7 +13,11 @@ _ASSIGNMENTS = re.compile(r"([a-z]+=[0-9]+;)*[a-z]+=[0-9]+")
 
 @dataclass(frozen=True)
 class Variables:
-    """`a=3;x=5;b=a;c=b+2;y=x+1;c?` is solved by `a=3;b=3;c=5`; only the last assignment is scored."""
+    """`a=3;x=5;b=a;c=b+2;y=x+1;c?` is solved by `a=3;b=3;c=5`; only the last assignment is scored.
+
+    Raises:
+        ValueError: no assignment, no chain, or no operand to draw.
+    """
 
     is_verifiable = True
     n_steps: int = 3

@@ -41,6 +41,9 @@ def evict(
         death: first query column that no longer sees the key of each column, written in place.
         now: first column whose query no longer sees what is evicted, the newest column + 1.
         first: column of the first real token; columns before it are padding, never kept, and have no death.
+
+    Raises:
+        ValueError: `budget` is above the number of slots.
     """
     if budget > scores.shape[-1]:
         raise ValueError(

@@ -34,14 +34,17 @@ class Inputs:
 
     @property
     def group(self) -> int:
+        """Query heads that share a KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def n_blocks(self) -> int:
+        """Blocks of queries in a sequence, the last perhaps not full."""
         return triton.cdiv(self.query.shape[2], self.block)
 
     @property
     def tiles(self) -> TilesOfPasses:
+        """Of all passes, for the wider of the two head dimensions."""
         return tiles_for(self.query, max(_width(self.query.shape[-1]), _width(self.value.shape[-1])))
 
     def arguments(self, tiles: Tiles) -> dict[str, Any]:

@@ -131,7 +131,11 @@ def shadow_attention_with_lse(
     softcap: float | None = None,
     plan: SlotPlan | None = None,
 ) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
-    """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp of the visible logits."""
+    """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp of the visible logits.
+
+    Raises:
+        ValueError: the plan is for deaths of another shape, or for blocks too small for the kernels.
+    """
     if plan is not None and plan.slot_of.shape != death.shape:
         raise ValueError(
             f"the plan is for deaths of shape {tuple(plan.slot_of.shape)}, not {tuple(death.shape)}; "

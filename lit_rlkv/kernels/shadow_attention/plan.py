@@ -44,6 +44,9 @@ def plan_slots(death: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK
 
     Args:
         block: queries that share a list of keys.
+
+    Raises:
+        ValueError: `block` is no power of two from 1 to `BLOCK`.
     """
     if block & (block - 1) or not 0 < block <= BLOCK:
         raise ValueError(f"block={block} is no power of two from 1 to {BLOCK}; choose one, or leave it out")

@@ -27,6 +27,8 @@ class Tiles:
 
 @dataclass(frozen=True)
 class TilesOfPasses:
+    """Tiles of the forward pass, and of the two that the backward pass consists of."""
+
     forward: Tiles
     query_gradients: Tiles
     key_gradients: Tiles

@@ -251,16 +251,19 @@ def kl_backward(
 
 
 def empty_chosen_outputs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What `chosen_forward` fills, all in float32."""
     return _floats(logits), _floats(logits), _floats(logits, 2)
 
 
 def empty_chosen_gradient(
     upstream: Tensor, logits: Tensor, tokens: Tensor, stats: Tensor, temperature: float
 ) -> Tensor:
+    """What `chosen_backward` fills: contiguous, and in the dtype of the logits."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def empty_kl_outputs(p_logits: Tensor, q_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """What `kl_forward` fills, all in float32."""
     return _floats(p_logits), _floats(p_logits, 4)
 
 
@@ -274,6 +277,7 @@ def empty_kl_gradients(
     needs_p: bool,
     needs_q: bool,
 ) -> tuple[Tensor, Tensor]:
+    """What `kl_backward` fills, in each side's dtype; a side that is not needed has no rows."""
     rows, vocab = p_logits.shape
     p_shape, q_shape = (rows * needs_p, vocab), (rows * needs_q, vocab)
     return (

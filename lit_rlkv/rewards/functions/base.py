@@ -40,7 +40,11 @@ class RewardFunction(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowFunction(RewardFunction):
-    """A function that may take its time, or for ever."""
+    """A function that may take its time, or for ever.
+
+    Raises:
+        ValueError: no time to answer, or a number of workers or retries that cannot be.
+    """
 
     timeout_s: float | int = 10.0
     """For one completion; then its reward has failed."""

@@ -26,6 +26,9 @@ class Command(SlowFunction):
     from its standard input. There is no shell: nothing that a model writes becomes part of a command. What
     it starts ends with it, and it ends with the run, also with one that is killed; what takes a session of
     its own does not.
+
+    Raises:
+        ValueError: `argv` is no list of texts, or its program is not there.
     """
 
     argv: Sequence[str]

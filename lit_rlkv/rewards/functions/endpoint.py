@@ -22,6 +22,9 @@ class Endpoint(SlowFunction):
     The body is a JSON object with `prompt`, `answer`, `solution`, `completion` and the extra columns;
     the answer is a JSON number, or an object with a number as `reward`. Failures are tried again after 0.5,
     1, 2, ... seconds, unless the service says that the question is wrong. Redirects are not followed.
+
+    Raises:
+        ValueError: `url` is no HTTP address, or has a user or a password in it.
     """
 
     url: str

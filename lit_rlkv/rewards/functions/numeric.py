@@ -39,6 +39,9 @@ class Numeric(RewardFunction):
 
     1,000 is 1000, $5 is 5, 3/4 and \\frac{3}{4} are 0.75, and 3 1/2 is 3.5; 50% is 50 and is 0.5, so that it
     may be written either way. What goes on, as in 10^6, 5 - 3 or 1,0000, is no answer.
+
+    Raises:
+        ValueError: a tolerance that is below 0 or not finite.
     """
 
     answer_after: str | None = None

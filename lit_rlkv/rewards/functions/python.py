@@ -15,6 +15,9 @@ class PythonFunction(SlowFunction):
     It gets those of `completion`, `prompt`, `answer`, `solution` and the task's extra columns that it has
     parameters for, by name, or all where it takes `**others`. A chat is a list of messages. What it prints
     goes to the standard error.
+
+    Raises:
+        ValueError: there is no such file, or no such function in it.
     """
 
     path: str

@@ -14,6 +14,9 @@ class Regex(SlowFunction):
     """1.0 if the pattern is found in the completion, as a reward for its format; else 0.0.
 
     With a group: 1.0 if that group of its last match is the answer.
+
+    Raises:
+        ValueError: a pattern that is no regular expression, or a group that it does not have.
     """
 
     pattern: str
