@@ -20,6 +20,7 @@ from lit_rlkv.config import (
     ConfigError,
     check_command_line,
     check_config,
+    check_folders,
     check_keys,
 )
 from lit_rlkv.config.fabric_rules import check_shares
@@ -96,7 +97,9 @@ def fit(
 def main() -> None:
     """The command line: errors of the config end in one line, before any work."""
     try:
-        check_command_line("config", sys.argv[1:])
+        asked = check_command_line("config", sys.argv[1:])
+        if asked is not None:
+            check_folders(asked)  # Hydra makes what they name
     except ConfigError as error:
         sys.exit(f"error: {error}")
     run_command_line()
@@ -113,7 +116,6 @@ def run_command_line(cfg: DictConfig) -> None:
         with interruption.listening():
             run_dir, results = fit_as_asked(cfg, run_dir, hydra_cfg, console, interruption)
     except ConfigError as error:
-        discard_if_empty(run_dir)
         sys.exit(f"error: {error}")
     except MemoryExhaustedError as error:
         log.error("what did not find memory:", exc_info=error)
@@ -122,6 +124,8 @@ def run_command_line(cfg: DictConfig) -> None:
         console.print(f"{error}: saved, and ended with exit code {EXIT_CODE}; resume=... goes on")
         # A launcher takes any other rank's code for a failure, and may end the first before it is done.
         sys.exit(EXIT_CODE if not console.quiet else 0)
+    finally:
+        discard_if_empty(run_dir)
     console.print(summary_table(results.before, results.after, results.stage_seconds, results.reward_model))
     console.print(f"report: {run_dir / REPORT}")
 
@@ -135,6 +139,7 @@ def fit_as_asked(
         ConfigError: a mistake in the config, before any work.
         InterruptedRunError: a signal asked the run to end.
     """
+    check_folders(cfg)
     old_dir: Path | None = None
     is_auto = cfg.resume == AUTO  # a run's own config says how that was begun
     if cfg.resume is None or is_auto:

@@ -1,5 +1,6 @@
 """Losses to gradients to optimizer steps, the same on every rank; what is logged of them."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ class Learner:
 
     Args:
         module: on several ranks one with `idle_parameters`, as all of `lit_rlkv.modules` have.
+        max_grad_norm: that gradients are clipped to; None clips none.
         state: of an earlier one, to go on from.
     """
 
@@ -59,13 +61,13 @@ class Learner:
         fabric: Fabric,
         module: L.LightningModule,
         callbacks: Sequence[Callback],
-        max_grad_norm: float,
+        max_grad_norm: float | None,
         state: dict[str, Any] | None,
     ) -> None:
         self.fabric = fabric
         self.module = module
         self.callbacks = callbacks
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         IN_STEP.wait()  # no layer may be whole while an optimizer takes its parameters
         self.is_sharded = is_sharded(module)
         configured, self.scheduler = _unpack(module.configure_optimizers())

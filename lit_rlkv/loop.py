@@ -37,7 +37,7 @@ def train(
     n_iterations: int,
     first_iteration: int = 0,
     learner_state: dict[str, Any] | None = None,
-    max_grad_norm: float,
+    max_grad_norm: float | None,
     save: Callable[[Moment], None] = lambda moment: None,
     learning: Callable[[], AbstractContextManager[None]] = nullcontext,
     interruption: Interruption | None = None,

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
+from lit_rlkv.fit import main
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import POLICIES
 from tests.tiny import TINY, run, scoring
@@ -221,6 +222,35 @@ def test_a_mistake_on_the_command_line_is_one_clear_error(tmp_path, arguments, s
     assert done.returncode != 0
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("failure", [ConfigError("a mistake"), RuntimeError("something else")])
+def test_a_run_that_fails_before_it_writes_leaves_no_folder(tmp_path, monkeypatch, failure):
+    def fail(*args):
+        assert (tmp_path / "run").is_dir()  # Hydra has made it
+        raise failure
+
+    monkeypatch.setattr("lit_rlkv.fit.check_config", fail)
+    monkeypatch.setattr("sys.argv", ["fit", *TINY, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run"])
+    with pytest.raises(SystemExit):
+        main()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", ["runs_dir=null", "resume=true", "seed"])
+def test_what_names_no_folder_is_refused_before_any_is_made(tmp_path, monkeypatch, setting):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fit", *TINY, setting])
+    with pytest.raises(SystemExit, match="error: "):
+        main()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_on_modules_that_are_not_there_are_refused_before_the_warm_up(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing in this model is called zzz; choose from .*q_proj"):
+        run(tmp_path, "run", "roles.target_modules=[q_proj,zzz]")
+    rows = tmp_path / "run" / "sft_metrics.csv"
+    assert not rows.exists() or not rows.read_text().strip()
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,23 @@ def test_a_restart_that_forgets_the_prompt_cursor_is_caught():
     assert train_here(module, data, 2, first_iteration=1)[0]["loss"] != six[1]["loss"]
 
 
+@pytest.mark.parametrize(("bound", "is_clipped"), [(None, False), (1e-3, True)])
+def test_without_a_bound_gradients_are_not_clipped_and_their_norm_is_logged(bound, is_clipped):
+    norms, log = [], MetricLog()
+
+    class Norms(RLCallback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            squares = [p.grad.square().sum() for p in module.parameters() if p.grad is not None]
+            norms.append(float(torch.stack(squares).sum().sqrt()))
+
+    module, datamodule = make_run()
+    fabric = Fabric(accelerator="cpu")
+    train(fabric, module, datamodule, callbacks=[log, Norms()], n_iterations=1, max_grad_norm=bound)
+    logged = log.rows[0]["grad_norm"]
+    assert logged > 1e-2
+    assert sum(norms) / len(norms) == pytest.approx(1e-3 if is_clipped else logged, rel=1e-2)
+
+
 def test_metrics_add_up_over_micro_batches_and_average_over_steps():
     sums = MetricSums()
     for loss, gap in ((1.0, 0.3), (2.0, 0.1)):

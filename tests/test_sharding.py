@@ -245,7 +245,7 @@ def check_gradients(rank, max_norm):
         torch.testing.assert_close(found, theirs.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, float("inf")])
 def test_gradients_and_their_norm_are_those_of_one_process(max_norm):
     on_two_ranks(check_gradients, max_norm)
 

@@ -10,6 +10,7 @@ from lit_rlkv.config.building import (
     expanded,
 )
 from lit_rlkv.config.composing import check_command_line, composed
+from lit_rlkv.config.presence import check_folders
 from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
 
@@ -22,6 +23,7 @@ __all__ = [
     "build_reward",
     "check_command_line",
     "check_config",
+    "check_folders",
     "check_keys",
     "check_targets",
     "composed",

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from hydra import compose
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.config.naming import closest
 
 PACKAGE_DIR = Path(__file__).parent.parent
 SHIPPED, CLONED = PACKAGE_DIR / "conf", PACKAGE_DIR.parent / "conf"
@@ -87,8 +88,19 @@ def check_targets(node: Any, path: str = "") -> None:
         for name, value in arguments.items():
             if name not in takes and not takes_any:
                 raise ConfigError(f"{target}: unexpected {name!r}; it takes {', '.join(takes)}")
-            if name in takes and takes[name].annotation is bool and not isinstance(value, bool):
-                raise ConfigError(f"{where}.{name}={value} is neither true nor false; give one of them")
+            if name in takes:
+                _check_kind(f"{where}.{name}".lstrip("."), value, takes[name].annotation)
+
+
+def _check_kind(name: str, value: Any, annotation: Any) -> None:
+    """What a comparison would say of a text, in words of the config."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if annotation is bool and not isinstance(value, bool):
+        raise ConfigError(f"{name}={value} is neither true nor false; give one of them")
+    if annotation is int and not is_whole:
+        raise ConfigError(f"{name}={value} is no whole number; give one")
+    if annotation in (float, float | int) and not (is_whole or isinstance(value, float)):
+        raise ConfigError(f"{name}={value} is no number; give one")
 
 
 def _arguments_of(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -134,10 +146,10 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     for name, choice in choices.items():
         if choice is not None and choice.startswith("_"):
             raise ConfigError(f"{name}={choice} is what the options of {name} share; choose one of those")
-    presets = ("experiment", "debug")
     groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
-    plain = [choice for choice in groups if choice.split("=")[0] not in presets]
-    declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in presets)])
+    plain = [choice for choice in groups if choice.split("=")[0] not in PRESETS]
+    _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
+    declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
     known = set(_paths(OmegaConf.to_container(declared)))
     # A diagnostic that is left out has no keys.
     known |= {f"diagnostics.{name}" for name in declared.diagnostics if cfg.diagnostics.get(name, 0) is None}
@@ -147,6 +159,17 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
             raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
 
 
+def _check_deleted(cfg: DictConfig, keys: Sequence[str]) -> None:
+    """Refuse to leave out, by `~`, what a run reads; what a constructor takes it judges itself."""
+    for key in keys:
+        is_option = key in PRESETS or key.startswith("diagnostics.")
+        if not is_option and (key.endswith("_target_") or not _is_judged(cfg, key)):
+            off = f"{key}=none" if (CONF_DIR / key / "none.yaml").is_file() else f"{key}=..."
+            raise ConfigError(f"~{key} takes away what every run reads; write {off}")
+
+
+PRESETS = ("experiment", "debug")
+"""Groups that set keys of others and have none of their own."""
 CHECKED = ("cache.", "reward.", "algorithm.kl.")
 """Nodes without `_target_` that a constructor takes whole, and so refuses what it does not know."""
 
@@ -175,8 +198,8 @@ def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str
             f"set these one by one{off}"
         )
     places = {key for leaf in known for key in (leaf, leaf.rpartition(".")[0])}
-    close = get_close_matches(path, sorted(places), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "see --cfg job for all keys"
+    close = closest(path, places)
+    hint = f"did you mean {close!r}?" if close else "see --cfg job for all keys"
     where = "on the command line" if is_typed else "in the experiment or debug preset"
     return f"unknown key {path!r} {where}: {hint}"
 

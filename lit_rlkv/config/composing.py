@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -11,21 +11,29 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_rlkv.config.building import CONF_DIR, ConfigError
+from lit_rlkv.config.naming import closest
 
 PROGRAMS = {"config": "fit"}
 """The program of a config whose name is another."""
 
 
-def check_command_line(name: str, arguments: Sequence[str]) -> None:
-    """Compose the config of a program before Hydra does.
+def check_command_line(name: str, arguments: Sequence[str]) -> DictConfig | None:
+    """The config of a program, composed before Hydra does that.
 
-    Options such as --help and --multirun mean something to Hydra alone, and all is left to it.
+    Options such as --help and --multirun mean something to Hydra alone, and all is left to it: None.
 
     Raises:
         ConfigError: it does not compose.
     """
-    if not any(argument.startswith("-") for argument in arguments):
-        composed(name, arguments)
+    if any(argument.startswith("-") for argument in arguments):
+        return None
+    for argument, following in pairwise([*arguments, ""]):
+        if "=" not in argument and not argument.startswith("~"):
+            is_choice = following in options_of(argument)
+            raise ConfigError(
+                f"{argument!r} sets nothing; write {argument}={following if is_choice else '...'}"
+            )
+    return composed(name, arguments)
 
 
 def composed(name: str, overrides: Sequence[str]) -> DictConfig:
@@ -75,13 +83,13 @@ def _closest(key: str, overrides: Sequence[str], name: str) -> str:
         for other in _nodes_of_option(group, option)
         if other not in known
     }
-    close = get_close_matches(key, sorted(known | elsewhere.keys()), n=1)
-    if not close:
-        return f"python -m lit_rlkv.{PROGRAMS.get(name, name)} --cfg job shows all"
-    if close[0] == key:
+    if key in elsewhere:
         return f"{elsewhere[key]} has it"
-    of_option = f" of {elsewhere[close[0]]}" if close[0] in elsewhere else ""
-    return f"did you mean {close[0]!r}{of_option}?"
+    close = closest(key, known | elsewhere.keys())
+    if close is None:
+        return f"python -m lit_rlkv.{PROGRAMS.get(name, name)} --cfg job shows all"
+    of_option = f" of {elsewhere[close]}" if close in elsewhere else ""
+    return f"did you mean {close!r}{of_option}?"
 
 
 def _nodes_of_option(group: str, option: str) -> Iterator[str]:

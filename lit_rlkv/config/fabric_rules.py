@@ -29,6 +29,11 @@ def check_fabric(cfg: DictConfig) -> None:
     shards = cfg.rollout.n_shards
     if shards is not None and not is_count(shards):
         raise ConfigError(f"rollout.n_shards={shards} is no number of shards; give at least 1, or null")
+    n_threads = settings.n_threads
+    if n_threads is not None and not is_count(n_threads):
+        raise ConfigError(
+            f"fabric.n_threads={n_threads} is no number of threads; give at least 1, or null for torch's own"
+        )
     if settings.strategy not in STRATEGIES:
         raise ConfigError(
             f"fabric.strategy={settings.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}"

@@ -10,8 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.config.building import ConfigError, as_config_errors, build, check_targets, is_local
 from lit_rlkv.config.fabric_rules import check_fabric
 from lit_rlkv.config.model_rules import check_quantization
+from lit_rlkv.config.presence import check_given
 from lit_rlkv.config.requirements import is_count, is_number, require
 from lit_rlkv.config.rewards import build_reward
+from lit_rlkv.config.training_rules import check_training
 from lit_rlkv.data.credit import CreditRule, PairCredit
 from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.kernels.backend import KERNELS
@@ -37,9 +39,11 @@ def check_config(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the first rule that is broken.
     """
+    check_given(cfg)
     check_targets(cfg)
     for check in (
         _check_numbers,
+        check_training,
         _check_stages,
         check_fabric,
         _check_paths,
@@ -100,7 +104,6 @@ MAY_BE_ZERO = (
 AMOUNTS = (
     "rollout.temperature",
     "algorithm.kl.weight",
-    "algorithm.max_grad_norm",
     "algorithm.policy_weight",
     "evaluation.temperature",
     "optimizer.lr",
@@ -137,15 +140,16 @@ def _check_numbers(cfg: DictConfig) -> None:
 
 
 def _check_stages(cfg: DictConfig) -> None:
-    require(
-        not isinstance(cfg.stages, str), f"stages={cfg.stages} is not a list; write stages=[{cfg.stages}]"
-    )
+    given = cfg.stages
+    example = given if isinstance(given, str) else ",".join(STAGES)
+    require(OmegaConf.is_list(given), f"stages={given} is not a list; write stages=[{example}]")
     stages = list(cfg.stages)
     unknown = [stage for stage in stages if stage not in STAGES]
     require(
         not unknown,
         f"stages={stages}: unknown {', '.join(map(str, unknown))}; choose from {', '.join(STAGES)}",
     )
+    require(len({*stages}) == len(stages), f"stages={stages} names a stage twice; name each once")
     require(bool(stages), f"stages={stages} leaves nothing to do; choose from {', '.join(STAGES)}")
     require(
         cfg.fabric.precision in WEIGHT_DTYPES,
@@ -193,6 +197,12 @@ def _check_paths(cfg: DictConfig) -> None:
 
 
 def _check_cache(cfg: DictConfig) -> None:
+    budgets = cfg.evaluation.budgets
+    example = budgets if is_count(budgets) else 14
+    require(
+        OmegaConf.is_list(budgets),
+        f"evaluation.budgets={budgets} is not a list; give a list, such as [{example}]",
+    )
     try:
         CacheSpec(**cfg.cache)
         for budget in cfg.evaluation.budgets:
@@ -276,6 +286,12 @@ def _check_algorithm(cfg: DictConfig) -> None:
         1 <= n_parts <= n_units,
         f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
         f"{'pairs' if isinstance(credit, PairCredit) else 'responses'}; lower them",
+    )
+    target, horizon = algorithm.kl.get("target"), algorithm.kl.get("horizon", 1)
+    require(
+        (target is None or is_number(target)) and is_number(horizon),
+        f"algorithm.kl.target={target} or algorithm.kl.horizon={horizon} is no number; give numbers, or "
+        "target=null, which steers nothing",
     )
     with as_config_errors("algorithm.kl"):
         kl = KLConfig(**algorithm.kl)

@@ -1,5 +1,6 @@
 """LoRA adapters on a backbone: injected by peft, switched here."""
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,37 @@ class LoraSpec:
     alpha: int
     target_modules: Sequence[str] | str
     """Module names, or "all-linear"."""
+
+
+def check_targets(backbone: PreTrainedModel, targets: Sequence[str] | str) -> None:
+    """Refuse names under which nothing lies that could have an adapter, before there is one.
+
+    Raises:
+        ValueError: naming them, and those that there are.
+    """
+    if targets == "all-linear":
+        return
+    matrices = [name for name, module in backbone.named_modules() if _is_matrix(module)]
+    if isinstance(targets, str):  # to peft a text is a regular expression of whole names
+        try:
+            unknown = [] if any(re.fullmatch(targets, name) for name in matrices) else [targets]
+        except re.error as error:
+            raise ValueError(
+                f"target_modules={targets!r} is no regular expression: {error}; mend it"
+            ) from error
+    else:
+        unknown = [one for one in targets if not any(f".{name}".endswith(f".{one}") for name in matrices)]
+    if unknown:
+        there = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
+        raise ValueError(
+            f"target_modules: nothing in this model is called {', '.join(unknown)}; choose from "
+            f"{', '.join(there)}, or all-linear"
+        )
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.ndim > 1
 
 
 def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
@@ -50,6 +82,7 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
 
 
 def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
+    """Layers that hold adapters, on or off; none before the first adapter is added."""
     return [module for module in backbone.modules() if isinstance(module, LoraLayer)]
 
 

@@ -18,7 +18,9 @@ from lit_rlkv.data.tokenizers import check_vocabulary, load_tokenizer
 from lit_rlkv.kernels.backend import set_kernels, uses_triton, using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.adapters import check_targets
 from lit_rlkv.models.backbone import n_embedded
+from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.rewards import Panel
@@ -60,6 +62,7 @@ class Parts:
 
     @property
     def cache(self) -> CacheSpec:
+        """The config's; training samples from a dense one where the correction says so."""
         return CacheSpec(**self.cfg.cache)
 
     @property
@@ -130,7 +133,12 @@ def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
     Weights are in the run's precision, not in that of the checkpoint; in float32 under mixed precision.
     """
     with as_config_errors("model"):
-        return _load_backbone(parts, path, WEIGHT_DTYPES[parts.cfg.fabric.precision])
+        backbone = _load_backbone(parts, path, WEIGHT_DTYPES[parts.cfg.fabric.precision])
+    roles = parts.cfg.roles
+    if not LAYOUTS[roles.layout].trains_backbones:
+        with as_config_errors("roles"):
+            check_targets(backbone, roles.target_modules)
+    return backbone
 
 
 def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:

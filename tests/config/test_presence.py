@@ -1,0 +1,48 @@
+import pytest
+
+from tests.config.asking import asked, refusal
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["task=jsonl"], "task.path"),
+        (["task=dataset"], "task.dataset"),
+        (["task=preferences", "reward=learned"], "task.path"),
+        (["reward=python"], "reward.functions.custom.path"),
+        (["reward=command"], "reward.functions.custom.argv"),
+        (["reward=endpoint"], "reward.functions.custom.url"),
+    ],
+)
+def test_what_has_no_default_is_asked_for_by_its_name(overrides, key):
+    assert refusal(*overrides) == f"{key} is not given; add {key}=..."
+
+
+def test_all_that_is_not_given_is_named_at_once():
+    says = refusal("task=jsonl", "reward=python")
+    assert says.startswith("reward.functions.custom.path, task.path are not given; add")
+    assert says.endswith("add reward.functions.custom.path=... task.path=...")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("resume=true", "resume=True is no folder of a run; give resume=runs/NAME, or resume=auto"),
+        ("resume=''", "resume= is no folder of a run"),
+        ("runs_dir=null", "runs_dir=None is no folder; give one, such as runs_dir=runs"),
+        ("fabric.n_threads=0", "fabric.n_threads=0 is no number of threads; give at least 1, or null"),
+        ("fabric.n_threads=abc", "fabric.n_threads=abc is no number of threads"),
+        ("~distillation", "~distillation takes away what every run reads; write distillation=none"),
+        ("~reward", "~reward takes away what every run reads; write reward=..."),
+        ("~sft.n_steps", "~sft.n_steps takes away what every run reads; write sft.n_steps=..."),
+    ],
+)
+def test_what_no_run_can_do_without_is_refused(override, says):
+    assert refusal(override).startswith(says)
+
+
+def test_what_a_constructor_or_a_preset_need_not_have_may_go():
+    asked("~debug")
+    asked("~diagnostics.gradient")
+    asked("~correction.weigh.cap", "experiment=tis")
+    asked("fabric.n_threads=2", "resume=auto")
