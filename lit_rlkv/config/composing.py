@@ -15,25 +15,40 @@ from lit_rlkv.config.naming import closest
 
 PROGRAMS = {"config": "fit"}
 """The program of a config whose name is another."""
+SEVERAL = "several runs are a sweep; write a file such as sweeps/arms.yaml, and python -m lit_rlkv.sweep FILE"
 
 
 def check_command_line(name: str, arguments: Sequence[str]) -> DictConfig | None:
     """The config of a program, composed before Hydra does that.
 
-    Options such as --help and --multirun mean something to Hydra alone, and all is left to it: None.
+    Options such as --help mean something to Hydra alone, and all is left to it: None.
 
     Raises:
-        ConfigError: it does not compose.
+        ConfigError: it does not compose, or asks for several runs.
     """
-    if any(argument.startswith("-") for argument in arguments):
-        return None
-    for argument, following in pairwise([*arguments, ""]):
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(f"--multirun: {SEVERAL}")
+    overrides = _without_views(arguments)
+    for argument, following in pairwise([*overrides, ""]):
+        group = argument.lstrip("-")
+        choices = options_of(group) if "=" not in argument else []
+        if argument.startswith("-") and not choices:
+            return None
         if "=" not in argument and not argument.startswith("~"):
-            is_choice = following in options_of(argument)
-            raise ConfigError(
-                f"{argument!r} sets nothing; write {argument}={following if is_choice else '...'}"
-            )
-    return composed(name, arguments)
+            value = following if following in choices else "..."
+            raise ConfigError(f"{argument!r} sets nothing; write {group}={value}")
+    return composed(name, overrides)
+
+
+def _without_views(arguments: Sequence[str]) -> list[str]:
+    """The same without options that ask to see the config, `--cfg job` and `--resolve`."""
+    rest = list(arguments)
+    for place, argument in reversed([*enumerate(arguments)]):
+        if argument in ("--cfg", "-c"):
+            del rest[place : place + 2]
+        elif argument.startswith("--cfg=") or argument == "--resolve":
+            del rest[place]
+    return rest
 
 
 def composed(name: str, overrides: Sequence[str]) -> DictConfig:
@@ -57,6 +72,8 @@ def said_better(error: Exception, overrides: Sequence[str], name: str = "config"
     for override in overrides:
         group, _, option = override.lstrip("+").partition("=")
         options = options_of(group)
+        if options and set(option.split(",")) <= set(options) and "," in option:
+            return f"{group}={option}: {SEVERAL}"
         if options and option.strip("'\"") not in options:
             return f"{group}={option} is no option; choose one of {', '.join(options)}"
     unknown = re.match(r"Could not override '([\w.]+)'", str(error))
