@@ -317,7 +317,6 @@ def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
     check_command_line("config", ["logger=wandb", "logger.project=x", "diagnostics.gradient=null"])
-    check_command_line("config", ["--cfg", "job", *overrides])  # left to Hydra
 
 
 def test_what_is_added_where_nothing_judges_it_is_refused(hydra_conf):
