@@ -57,7 +57,7 @@ def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
     if block == "rates":
         return plan.rates()
     if block == "clock":
-        return plan.clock(rate, lambda setting: seconds(done, setting))
+        return plan.clock(lambda setting: seconds(done, setting))
     return plan.BLOCKS[block](rate)
 
 
@@ -141,8 +141,9 @@ def report(done: dict[str, dict]) -> None:
 def again(args: argparse.Namespace) -> None:
     """Finished runs once more, the newest of as many parts of the file, and what came out otherwise."""
     rows = list(runs.finished().values())
-    for place in range(1, args.again + 1):
-        row = rows[place * len(rows) // args.again - 1]
+    n = min(args.again, len(rows))
+    for place in range(1, n + 1):
+        row = rows[place * len(rows) // n - 1]
         differing = runs.again(row, args.runs_dir.absolute())
         name = f"{row['name']} at {row['lr']:g}, seed {row['seed']}, commit {row['commit']}"
         print(

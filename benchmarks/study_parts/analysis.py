@@ -14,6 +14,12 @@ SMOOTHING = 10
 """Iterations over which the reward is averaged before it is compared with a threshold."""
 
 
+VIEWS = {"sparse": "under the budget", "dense": "with all keys"}
+"""How a model is evaluated, by the first part of the names in a row."""
+N_FIRST = 20
+"""Iterations in which a learning rate that is too high shows."""
+
+
 @dataclass(frozen=True)
 class Contrast:
     """A paired difference of two arms over seeds."""
@@ -99,6 +105,11 @@ def rollouts_to(row: Row, accuracy: float) -> int | None:
 def gained(row: Row, view: str) -> float:
     """Accuracy after training minus the warm model's, `sparse` or `dense`."""
     return row[f"{view}_accuracy_after"] - row[f"{view}_accuracy_before"]
+
+
+def lowest_at_first(row: Row) -> float:
+    """The lowest reward of the first iterations."""
+    return min(row["rewards"][:N_FIRST])
 
 
 def mean_sd(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:

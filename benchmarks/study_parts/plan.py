@@ -128,9 +128,9 @@ def one_rate(_: Rates) -> list[Setting]:
     return _at_one_rate((*MAIN_ARMS, "distill"), SEEDS)
 
 
-def one_rate_free(_: Rates) -> list[Setting]:
+def one_rate_free(rate: Rates) -> list[Setting]:
     """And without the anchor."""
-    return [replace(run, anchored=False) for run in _at_one_rate((*MAIN_ARMS, "distill"), SEEDS)]
+    return [replace(run, anchored=False) for run in one_rate(rate)]
 
 
 def weak_anchor(_: Rates) -> list[Setting]:
@@ -174,7 +174,7 @@ def timing(_: Rates) -> list[Setting]:
     return [replace(run, n_iterations=TIMED_ITERATIONS) for run in runs]
 
 
-def clock(_: Rates, seconds: Callable[[Setting], float]) -> list[Setting]:
+def clock(seconds: Callable[[Setting], float]) -> list[Setting]:
     """The cheaper arms for as long as smd takes; `seconds` of an iteration of a run."""
     long = _at_one_rate(("smd",), FEW_SEEDS)
     allowed = N_ITERATIONS * seconds(long[0])

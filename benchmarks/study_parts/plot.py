@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from study_parts.analysis import RESPONSES_PER_ITERATION, SMOOTHING, Row, gained
+from study_parts.analysis import RESPONSES_PER_ITERATION, SMOOTHING, VIEWS, Row, gained
 
 COLORS = {
     "dense": "#5f6673",
@@ -22,7 +22,6 @@ COLORS = {
 }
 """After Okabe and Ito, one for each arm."""
 
-GAINS = {"sparse": "under the budget", "dense": "with all keys"}
 LARGEST_LOSS = 25.0
 """Points; an arm that lost more is marked at the edge, so that the others can be told apart."""
 
@@ -32,7 +31,7 @@ def draw(by_arm: Mapping[str, Sequence[Row]], path: Path) -> None:
     figure = Figure(figsize=(11.6, 4.6), layout="constrained")
     *ends, curves = figure.subplots(1, 3, width_ratios=(1.15, 0.75, 1.25))
     arms = [arm for arm in COLORS if arm in by_arm or f"{arm}+anchor" in by_arm]
-    for axes, (view, label) in zip(ends, GAINS.items(), strict=True):
+    for axes, (view, label) in zip(ends, VIEWS.items(), strict=True):
         _gains(axes, by_arm, arms, view)
         axes.set(xlabel=f"Points gained {label}")
     ends[1].tick_params(labelleft=False)

@@ -3,7 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from study_parts import variance
-from study_parts.analysis import Row, contrast, gained, holm, mean_sd, rollouts_to
+from study_parts.analysis import (
+    N_FIRST,
+    VIEWS,
+    Contrast,
+    Row,
+    contrast,
+    gained,
+    holm,
+    lowest_at_first,
+    mean_sd,
+    rollouts_to,
+)
 from study_parts.plan import ARMS, TIMED_ITERATIONS, TUNING_SEED
 
 ABSENT = "–"
@@ -27,8 +38,6 @@ CONTRASTS = (
     ("smd", "smd_current"),
 )
 """Questions put to every comparison: with the anchor and without it, under the budget and with all keys."""
-
-VIEWS = {"sparse": "under the budget", "dense": "with all keys"}
 
 LEARNERS = {
     "dense": "nothing is evicted, a control",
@@ -101,6 +110,22 @@ def start_line(arms: Mapping[str, Sequence[Row]]) -> str:
     )
 
 
+def seeds_table(arms: Mapping[str, Sequence[Row]]) -> str:
+    """Every seed by itself, in their order: points gained, and how far the reward fell at first."""
+    headings = ["arm", "seeds", *(f"gained {view}" for view in VIEWS.values())]
+    headings += [f"lowest reward of {N_FIRST} iterations"]
+    body = [
+        [
+            f"`{name}`",
+            ", ".join(str(row["seed"]) for row in rows),
+            *(", ".join(f"{100 * gained(row, view):+.1f}" for row in rows) for view in VIEWS),
+            ", ".join(f"{lowest_at_first(row):.2f}" for row in rows),
+        ]
+        for name, rows in arms.items()
+    ]
+    return markdown(headings, body)
+
+
 def cost_table(arms: Mapping[str, Sequence[Row]]) -> str:
     """What training looked like, and what it took. Seconds are of a busy machine: see the block `timing`."""
     headings = ["arm", "masked, %", "gradient norm", "entropy at the end", "KV, MiB", "KL(μ ‖ dense) after"]
@@ -119,17 +144,26 @@ def cost_table(arms: Mapping[str, Sequence[Row]]) -> str:
 
 
 def contrast_tables(arms: Mapping[str, Sequence[Row]]) -> list[str]:
-    """Paired differences in points, a table for each family of questions, within which p is adjusted."""
+    """Paired differences in points, a table for each family of questions; p within it and over all."""
     families = {
         "With the anchor": [(f"{first}+anchor", f"{second}+anchor") for first, second in CONTRASTS],
         "Without the anchor": list(CONTRASTS),
         "What the anchor does": [(f"{arm}+anchor", arm) for arm in ARMS],
     }
+    asked = {
+        f"### {title}, accuracy {label}": [
+            contrast(arms[first], arms[second], f"{view}_accuracy_after")
+            for first, second in pairs
+            if len(_common_seeds(arms, (first, second))) >= 2
+        ]
+        for title, pairs in families.items()
+        for view, label in VIEWS.items()
+    }
+    over_all = iter(holm([one for family in asked.values() for one in family]))
     parts = []
-    for title, pairs in families.items():
-        answered = [pair for pair in pairs if len(_common_seeds(arms, pair)) >= 2]
-        for view, label in VIEWS.items() if answered else ():
-            parts += [f"### {title}, accuracy {label}", _contrast_table(arms, answered, view)]
+    for title, family in asked.items():
+        if family:
+            parts += [title, _contrast_table(family, [next(over_all) for _ in family])]
     return parts
 
 
@@ -138,19 +172,18 @@ def _common_seeds(arms: Mapping[str, Sequence[Row]], pair: tuple[str, str]) -> s
     return first & second
 
 
-def _contrast_table(arms: Mapping[str, Sequence[Row]], pairs: Sequence[tuple[str, str]], view: str) -> str:
-    asked = [contrast(arms[first], arms[second], f"{view}_accuracy_after") for first, second in pairs]
+def _contrast_table(family: Sequence[Contrast], over_all: Sequence[float]) -> str:
     body = [
         [
             f"`{c.first}` − `{c.second}`",
             str(c.n),
             f"{100 * c.mean:+.1f} ± {100 * c.half_width:.1f}",
-            f"{c.p:.3f}",
-            f"{adjusted:.3f}",
+            *(f"{p:.3f}" for p in (c.p, adjusted, over_families)),
         ]
-        for c, adjusted in zip(asked, holm(asked), strict=True)
+        for c, adjusted, over_families in zip(family, holm(family), over_all, strict=True)
     ]
-    return markdown(["difference", "seeds", "points, 95 % interval", "p", "p (Holm)"], body)
+    headings = ["difference", "seeds", "points, 95 % interval", "p", "p (Holm)", "p (Holm, all tables)"]
+    return markdown(headings, body)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -161,9 +194,16 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def rates_table(rows: Sequence[Row]) -> str:
     """What each learning rate leads to with the tuning seed, by the block `rates`."""
     headings = ["arm", "lr", "budget before", "budget after", "dense before", "dense after"]
+    headings += [f"lowest reward of {N_FIRST} iterations"]
     names = [f"{view}_accuracy_{moment}" for view in ("sparse", "dense") for moment in ("before", "after")]
     body = [
-        [f"`{row['name']}`", f"{row['lr']:g}", *(f"{100 * row[name]:.1f}" for name in names)] for row in rows
+        [
+            f"`{row['name']}`",
+            f"{row['lr']:g}",
+            *(f"{100 * row[name]:.1f}" for name in names),
+            f"{lowest_at_first(row):.2f}",
+        ]
+        for row in rows
     ]
     return markdown(headings, body)
 
@@ -204,5 +244,5 @@ def report(
     for title, rows in groups.items():
         if arms := by_arm(rows):
             parts += [f"## {title}", start_line(arms), summary_table(arms), accuracy_table(arms)]
-            parts += [cost_table(arms), *contrast_tables(arms)]
+            parts += [seeds_table(arms), cost_table(arms), *contrast_tables(arms)]
     return "\n\n".join(parts)

@@ -23,7 +23,7 @@ class LoraSpec:
     """Module names, or "all-linear"."""
 
 
-def check_targets(backbone: PreTrainedModel, targets: Sequence[str] | str) -> None:
+def check_target_modules(backbone: PreTrainedModel, targets: Sequence[str] | str) -> None:
     """Refuse names under which nothing lies that could have an adapter, before there is one.
 
     Raises:

@@ -18,7 +18,7 @@ from lit_rlkv.data.tokenizers import check_vocabulary, load_tokenizer
 from lit_rlkv.kernels.backend import set_kernels, uses_triton, using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.adapters import check_targets
+from lit_rlkv.models.adapters import check_target_modules
 from lit_rlkv.models.backbone import n_embedded
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.loading import load_causal_lm
@@ -137,7 +137,7 @@ def load_backbone(parts: Parts, path: str | Path | None) -> PreTrainedModel:
     roles = parts.cfg.roles
     if not LAYOUTS[roles.layout].trains_backbones:
         with as_config_errors("roles"):
-            check_targets(backbone, roles.target_modules)
+            check_target_modules(backbone, roles.target_modules)
     return backbone
 
 

@@ -187,6 +187,32 @@ def test_a_table_has_the_points_gained_and_how_soon():
     assert "| `shadow` | 1 | 90.0 | 30.0 | 99.0 | -1.0 | – |" in table
 
 
+def test_every_seed_is_shown_with_how_far_its_reward_fell():
+    rows = [row("naive", seed, 0.5 + 0.1 * seed, rewards=[0.8, 0.1 * seed, 0.9]) for seed in (3, 1)]
+    table = tables.seeds_table(tables.by_arm(rows))
+    assert "| `naive` | 1, 3 | +0.0, +20.0 | -1.0, -1.0 | 0.10, 0.30 |" in table
+
+
+def test_p_is_adjusted_for_the_questions_of_its_table_and_for_those_of_all():
+    ends = {"naive": (0.5, 0.6, 0.7), "shadow": (0.60, 0.72, 0.81), "tis": (0.5, 0.61, 0.72)}
+    free = {name: [row(name, n, end) for n, end in enumerate(found)] for name, found in ends.items()}
+    anchored = {
+        f"{name}+anchor": [row(f"{name}+anchor", *end) for end in enumerate(ends[name])] for name in ends
+    }
+
+    def p_values(arms):
+        """As they are, within the first table, and over all tables."""
+        line = next(
+            one for one in tables.contrast_tables(arms)[1].splitlines() if one.startswith("| `shadow")
+        )
+        return [float(cell) for cell in line.split("|")[-4:-1]]
+
+    p, within, over_all = p_values(free)
+    assert p < within <= over_all
+    assert p_values(free | anchored)[:2] == [p, within]
+    assert p_values(free | anchored)[2] > over_all
+
+
 def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_itself():
     def ends(name, *accuracies):
         return [row(name, seed, accuracy) for seed, accuracy in enumerate(accuracies)]
@@ -204,7 +230,7 @@ def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_it
         for view in tables.VIEWS.values()
     ]
     free = tables.contrast_tables(by_arm)[1]
-    assert "`shadow` − `naive` | 2 | +10.0 ± 0.0 | 0.000 | 0.000 |" in free
+    assert "`shadow` − `naive` | 2 | +10.0 ± 0.0 | 0.000 | 0.000 | 0.000 |" in free
     assert "dense" not in free
 
 

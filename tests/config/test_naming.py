@@ -33,15 +33,3 @@ def test_what_a_key_lies_below_is_never_what_was_meant():
     known = ["rollout", "rollout.temperature", "task"]
     assert closest("rollout.x", known) is None
     assert closest("rolout", known) == "rollout"  # twin: a group that is spelt alike
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["experiment", "tis"], "'experiment' sets nothing; write experiment=tis"),
-        (["seed", "3"], "'seed' sets nothing; write seed=..."),
-        (["tis"], "'tis' sets nothing; write tis=..."),
-    ],
-)
-def test_a_setting_without_its_sign_is_shown_with_it(arguments, says):
-    assert refusal(*arguments) == says

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_rlkv.models.adapters import check_targets
+from lit_rlkv.models.adapters import check_target_modules
 from tests.models_zoo import tiny_model
 
 
@@ -11,7 +11,7 @@ from tests.models_zoo import tiny_model
     ["all-linear", ["q_proj", "down_proj"], ["self_attn.v_proj"], ["embed_tokens"], r".*\.[qv]_proj"],
 )
 def test_names_of_modules_with_a_matrix_pass(targets):
-    check_targets(tiny_model(), targets)
+    check_target_modules(tiny_model(), targets)
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ def test_names_of_modules_with_a_matrix_pass(targets):
 )
 def test_names_that_match_nothing_are_named(targets, unknown):
     with pytest.raises(ValueError, match=f"nothing in this model is called {unknown}; choose from .*v_proj"):
-        check_targets(tiny_model(), targets)
+        check_target_modules(tiny_model(), targets)
