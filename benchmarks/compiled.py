@@ -1,11 +1,15 @@
 """What the compiler makes of the Triton kernels for an NVIDIA GPU, on a machine that need not have one.
 
     python benchmarks/compiled.py [--arch 90] [--head-dims 64 128 256] [--dtypes bfloat16] [--ops evict]
+    python benchmarks/compiled.py --calls rare --arch 80 --dtypes float32
 
-Each operation is called as it would be on the GPU, at real sizes and on tensors without data; its kernels are
-compiled and not launched. Printed are registers a thread, bytes spilled a thread, shared memory of a program,
-and how many matrix and asynchronous-copy instructions there are; a kernel with several lines was compiled in
-several variants. Rows go to benchmarks/results/compiled.jsonl, one for each operation, type and dimension.
+Each operation is called as it would be on the GPU, cut for the one of that compute capability named below, on
+tensors without data; its kernels are compiled and not launched. Calls are the usual ones at real sizes or,
+with `--calls rare`, what else the operations take (kernel_parts/calls.py). Printed are registers a thread,
+bytes spilled a thread, shared memory of a program, and how many matrix and asynchronous-copy instructions
+there are; a kernel with several lines was compiled in several variants. Kernels that take more shared memory
+than a program can have are named, and the exit status is 1. Rows go to benchmarks/results/compiled.jsonl, one
+for each operation, type and dimension.
 """
 
 import argparse
@@ -24,8 +28,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lit_rlkv.kernels.device import A100, H100, L40S, Device, assuming
+
 NAME = "compiled"
 OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps")
+DEVICES = {80: A100, 89: L40S, 90: H100}
+"""What each compute capability, times ten, is compiled for."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEADINGS = (
     "operation",
@@ -53,7 +61,7 @@ class KernelReport:
     spilled_bytes: int
     """Of each thread, to local memory."""
     shared_bytes: int
-    """Of each program; a multiprocessor of Hopper has 233,472."""
+    """Of each program."""
     n_warps: int
     n_matrix: int
     """Matrix instructions of any kind."""
@@ -83,7 +91,7 @@ class NoDevice:
 
 @contextmanager
 def compiling_for(arch: int) -> Iterator[list[KernelReport]]:
-    """Within the block every launch of a kernel only compiles it; the list fills with the reports."""
+    """Within the block launches are cut for this device and only compile; the list fills with the reports."""
     reports: list[KernelReport] = []
     launch = JITFunction.run
 
@@ -95,7 +103,8 @@ def compiling_for(arch: int) -> Iterator[list[KernelReport]]:
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
-        yield reports
+        with assuming(DEVICES[arch]):
+            yield reports
     finally:
         JITFunction.run = launch
 
@@ -127,13 +136,15 @@ def _report(compiled: Any) -> KernelReport:
     )
 
 
-def compile_operation(op: str, dtype: torch.dtype, dim: int, arch: int) -> list[KernelReport]:
+def compile_operation(
+    op: str, dtype: torch.dtype, dim: int, arch: int, calls: str = "usual"
+) -> list[KernelReport]:
     """Every variant of the kernels that the operation launches, each once."""
     from kernel_parts.calls import (
         CALLS,  # not at the top: this file is imported from elsewhere for compile_call
     )
 
-    reports = compile_call(lambda: CALLS[op](dtype, dim), arch)
+    reports = compile_call(lambda: CALLS[calls][op](dtype, dim), arch)
     return list(dict.fromkeys(reports))
 
 
@@ -145,6 +156,16 @@ def report(rows: Sequence[tuple[str, str, int, KernelReport]]) -> str:
     return text_table(HEADINGS, cells, n_left=4)
 
 
+def too_large(rows: Sequence[tuple[str, str, int, KernelReport]], device: Device) -> list[str]:
+    """What a device refuses to launch."""
+    return [
+        f"{kernel.name} of {op}, {dtype}, head_dim {dim}, takes {kernel.shared_bytes:,} bytes of shared "
+        f"memory, and a program can have {device.program_bytes:,}"
+        for op, dtype, dim, kernel in rows
+        if kernel.shared_bytes > device.program_bytes
+    ]
+
+
 def main() -> None:
     import record
 
@@ -154,13 +175,16 @@ def main() -> None:
         for dtype in args.dtypes:
             # Rows of logits have the vocabulary's width, whatever the heads'.
             for dim in args.head_dims[:1] if op == "token_logps" else args.head_dims:
-                found = compile_operation(op, DTYPES[dtype], dim, args.arch)
+                found = compile_operation(op, DTYPES[dtype], dim, args.arch, args.calls)
                 rows.extend((op, dtype, dim, kernel) for kernel in found)
                 if args.record:
-                    described = {"arch": args.arch, "op": op, "dtype": dtype, "head_dim": dim}
+                    described = {"arch": args.arch, "calls": args.calls}
+                    described |= {"op": op, "dtype": dtype, "head_dim": dim}
                     record.append(NAME, described | {"kernels": [asdict(kernel) for kernel in found]})
                 print(f"{op}, {dtype}, head_dim {dim}: {len(found)} kernels compiled", flush=True)
     print(f"\nTriton {triton.__version__}, sm_{args.arch}\n{report(rows)}")
+    if refused := too_large(rows, DEVICES[args.arch]):
+        raise SystemExit("\n".join(refused))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -170,7 +194,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--arch", type=int, default=90, help="compute capability times ten")
+    parser.add_argument("--arch", type=int, choices=DEVICES, default=90, help="compute capability times ten")
+    parser.add_argument("--calls", choices=("usual", "rare"), default="usual")
     parser.add_argument(
         "--record", action=argparse.BooleanOptionalAction, default=True, help="append to results/"
     )

@@ -29,15 +29,15 @@ def provenance() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The clone's commit; "unknown" outside of one, and where there is no git."""
+    """The clone's commit, and whether what it measures was changed since; "unknown" where there is no git."""
     if shutil.which("git") is None:
         return "unknown"
-    git = ["git", "-C", str(RESULTS.parent)]
+    git = ["git", "-C", str(RESULTS.parent.parent)]
     commit = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     is_dirty = subprocess.run(
-        [*git, "status", "--porcelain", "lit_rlkv"], capture_output=True, text=True, check=False
+        [*git, "status", "--porcelain", "lit_rlkv", "conf"], capture_output=True, text=True, check=False
     )
     return (commit.stdout.strip() or "unknown") + ("+changes" if is_dirty.stdout.strip() else "")
 

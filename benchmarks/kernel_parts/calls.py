@@ -1,4 +1,8 @@
-"""Calls of every operation's Triton kernels at real sizes, on tensors without data, to be compiled only."""
+"""Calls of every operation's Triton kernels on tensors without data, to be compiled only.
+
+`USUAL` calls are at real sizes. `RARE` ones are what else the operations take: capped logits, no list of due
+rows, groups of many heads, sizes of 1, for which the compiler writes kernels of their own.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kernels.decode_attention import kernel as decode_kernel
+from lit_rlkv.kernels.decode_attention.launch import fits
 from lit_rlkv.kernels.evict import kernel as evict_kernel
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.slot_scores.keys import kernel as keys_kernel
@@ -34,32 +39,96 @@ flags = partial(empty, dtype=torch.bool)
 def decode_attention(dtype: torch.dtype, dim: int) -> None:
     """A batch that fills the device, with scores and without, and one row, whose slots are shared."""
     for batch in (BATCH, 1):
-        query = empty(batch, KV_HEADS, GROUP, dim, dtype=dtype)
-        keys, values = (empty(batch, KV_HEADS, 4096, dim, dtype=dtype) for _ in range(2))
-        received = floats(batch, KV_HEADS, 4096)
-        pool = (query, keys, values, integers(batch), dim**-0.5)
-        decode_kernel.decode_attention(*pool)
-        decode_kernel.decode_attention(*pool, received=received, accumulates=True)
+        attend(dtype, dim, batch)
+        attend(dtype, dim, batch, has_scores=True, accumulates=True)
+
+
+def decode_attention_rarely(dtype: torch.dtype, dim: int) -> None:
+    """Capped logits, scores that are written anew, very many query heads of a KV head, and one of all."""
+    for batch in (BATCH, 1):
+        attend(dtype, dim, batch, has_scores=True)
+        attend(dtype, dim, batch, has_scores=True, accumulates=True, softcap=50.0)
+    for group in (1, 64, 128):
+        attend(dtype, dim, BATCH, group=group, has_scores=True, accumulates=True)
+    attend(dtype, dim, batch=1, kv_heads=1, group=1, n_slots=1, has_scores=True, accumulates=True)
+
+
+def attend(
+    dtype: torch.dtype,
+    dim: int,
+    batch: int,
+    *,
+    kv_heads: int = KV_HEADS,
+    group: int = GROUP,
+    n_slots: int = 4096,
+    has_scores: bool = False,
+    accumulates: bool = False,
+    softcap: float | None = None,
+) -> None:
+    query = empty(batch, kv_heads, group, dim, dtype=dtype)
+    keys, values = (empty(batch, kv_heads, n_slots, dim, dtype=dtype) for _ in range(2))
+    if not fits(query, values):
+        return  # the definition runs instead
+    received = floats(batch, kv_heads, n_slots) if has_scores else None
+    decode_kernel.decode_attention(
+        *(query, keys, values, integers(batch), dim**-0.5),
+        softcap=softcap,
+        received=received,
+        accumulates=accumulates,
+    )
 
 
 def evict(dtype: torch.dtype, dim: int) -> None:
     """With a running score and without."""
-    shape = (BATCH, KV_HEADS, SLOTS)
+    for has_attention in (True, False):
+        compact(dtype, dim, (BATCH, KV_HEADS, SLOTS), 1024, has_attention=has_attention)
+
+
+def evict_rarely(dtype: torch.dtype, dim: int) -> None:
+    """Scores and columns of fewer bits, and a pool of one slot."""
+    numbers = {"score_dtype": dtype, "column_dtype": torch.int32}
+    compact(dtype, dim, (BATCH, KV_HEADS, SLOTS), 1024, has_attention=True, **numbers)
+    compact(dtype, dim, (1, 1, 1), 1, has_attention=True)
+
+
+def compact(
+    dtype: torch.dtype,
+    dim: int,
+    shape: tuple[int, int, int],
+    budget: int,
+    *,
+    has_attention: bool,
+    score_dtype: torch.dtype = torch.float32,
+    column_dtype: torch.dtype = torch.int64,
+) -> None:
     keys, values = (empty(*shape, dim, dtype=dtype) for _ in range(2))
-    death = empty(BATCH, KV_HEADS, SEQ, dtype=torch.int32)
-    rows = (flags(BATCH), integers(BATCH), integers(BATCH))
-    for attention in (floats(*shape), None):
-        pool = (floats(*shape), keys, values, integers(*shape), attention, death)
-        evict_kernel.evict(*pool, *rows, budget=1024, sink=4, window=WINDOW)
+    death = empty(*shape[:2], SEQ, dtype=torch.int32)
+    scores, columns = empty(*shape, dtype=score_dtype), empty(*shape, dtype=column_dtype)
+    attention = empty(*shape, dtype=score_dtype) if has_attention else None
+    pool = (scores, keys, values, columns, attention, death)
+    rows = (flags(shape[0]), integers(shape[0]), integers(shape[0]))
+    evict_kernel.evict(*pool, *rows, budget=budget, sink=min(4, budget), window=min(WINDOW, budget))
 
 
 def slot_scores(dtype: torch.dtype, dim: int) -> None:
     """Every score."""
-    shape = (BATCH, KV_HEADS, SLOTS)
+    score(dtype, dim, (BATCH, KV_HEADS, SLOTS), GROUP, WINDOW, has_due=True)
+
+
+def slot_scores_rarely(dtype: torch.dtype, dim: int) -> None:
+    """Of all rows, by a window that is longer than a tile; and of one slot by one query."""
+    score(dtype, dim, (BATCH, KV_HEADS, SLOTS), GROUP, 64, has_due=False)
+    score(dtype, dim, (1, 1, 1), 1, 1, has_due=False)
+
+
+def score(
+    dtype: torch.dtype, dim: int, shape: tuple[int, int, int], group: int, window: int, *, has_due: bool
+) -> None:
+    batch, kv_heads, _ = shape
     keys, values = (empty(*shape, dim, dtype=dtype) for _ in range(2))
-    queries = empty(BATCH, KV_HEADS, GROUP, WINDOW, dim, dtype=dtype)
-    is_live, is_recent, is_due = flags(*shape), flags(*shape), flags(BATCH)
-    looked_at = (queries, keys, integers(*shape), integers(BATCH, WINDOW), is_live)
+    queries = empty(batch, kv_heads, group, window, dim, dtype=dtype)
+    is_live, is_recent, is_due = flags(*shape), flags(*shape), flags(batch) if has_due else None
+    looked_at = (queries, keys, integers(*shape), integers(batch, window), is_live)
     keys_kernel.key_norm(keys, is_due)
     keys_kernel.key_direction_similarity(keys, is_live, is_due)
     keys_kernel.redundancy(keys, is_live, is_due)
@@ -70,27 +139,74 @@ def slot_scores(dtype: torch.dtype, dim: int) -> None:
 
 def shadow_attention(dtype: torch.dtype, dim: int) -> None:
     """Forward and backward, following lists of the living and without them."""
-    query = empty(1, GROUP * KV_HEADS, SEQ, dim, dtype=dtype)
-    key, value = (empty(1, KV_HEADS, SEQ, dim, dtype=dtype) for _ in range(2))
-    death = empty(1, KV_HEADS, SEQ, dtype=torch.int32)
     for n_slots in (N_LISTED, 0):
-        inputs = launch.Inputs(query, key, value, death, dim**-0.5, None, BLOCK, n_slots)
-        out, lse = launch.forward(inputs)
-        slot_of = empty(1, KV_HEADS, SEQ, dtype=torch.int32) if n_slots else None
-        launch.backward(inputs, torch.empty_like(out), torch.empty_like(lse), out, lse, slot_of)
+        learn(dtype, dim, n_slots)
+
+
+def shadow_attention_rarely(dtype: torch.dtype, dim: int) -> None:
+    """Capped logits, blocks of the fewest queries, a query head for every KV head, and one position."""
+    for n_slots in (N_LISTED, 0):
+        learn(dtype, dim, n_slots, softcap=50.0)
+    learn(dtype, dim, N_LISTED, block=16, group=1)
+    for n_slots in (16, 0):
+        learn(dtype, dim, n_slots, kv_heads=1, group=1, seq=1)
+
+
+def learn(
+    dtype: torch.dtype,
+    dim: int,
+    n_slots: int,
+    *,
+    kv_heads: int = KV_HEADS,
+    group: int = GROUP,
+    seq: int = SEQ,
+    block: int = BLOCK,
+    softcap: float | None = None,
+) -> None:
+    query = empty(1, group * kv_heads, seq, dim, dtype=dtype)
+    key, value = (empty(1, kv_heads, seq, dim, dtype=dtype) for _ in range(2))
+    death = empty(1, kv_heads, seq, dtype=torch.int32)
+    inputs = launch.Inputs(query, key, value, death, dim**-0.5, softcap, block, n_slots)
+    out, lse = launch.forward(inputs)
+    slot_of = empty(1, kv_heads, seq, dtype=torch.int32) if n_slots else None
+    launch.backward(inputs, torch.empty_like(out), torch.empty_like(lse), out, lse, slot_of)
 
 
 def token_logps(dtype: torch.dtype, dim: int) -> None:
     """A chunk's log-probs and KL, forward and backward; the head's dimension does not matter."""
-    p_logits, q_logits = (empty(POSITIONS, VOCAB, dtype=dtype) for _ in range(2))
-    tokens, upstream = integers(POSITIONS), floats(POSITIONS)
+    compare(dtype, POSITIONS, VOCAB, needs_p=(True, True), needs_q=(False, True))
+
+
+def token_logps_rarely(dtype: torch.dtype, dim: int) -> None:
+    """A vocabulary whose rows start at any address, where only the other policy learns; and one position."""
+    compare(dtype, POSITIONS, 50_257, needs_p=(False,), needs_q=(True,))
+    compare(dtype, 1, 1, needs_p=(True,), needs_q=(True,))
+
+
+def compare(
+    dtype: torch.dtype, n_rows: int, vocab: int, *, needs_p: tuple[bool, ...], needs_q: tuple[bool, ...]
+) -> None:
+    p_logits, q_logits = (empty(n_rows, vocab, dtype=dtype) for _ in range(2))
+    tokens, upstream = integers(n_rows), floats(n_rows)
     _, _, stats = logits_kernel.chosen_forward(p_logits, tokens, 1.0)
     logits_kernel.chosen_backward(upstream, p_logits, tokens, stats, 1.0)
     kl, stats = logits_kernel.kl_forward(p_logits, q_logits, 1.0)
-    for needs_q in (False, True):
-        logits_kernel.kl_backward(upstream, p_logits, q_logits, kl, stats, 1.0, True, needs_q)
+    for needs in zip(needs_p, needs_q, strict=True):
+        logits_kernel.kl_backward(upstream, p_logits, q_logits, kl, stats, 1.0, *needs)
 
 
-CALLS: dict[str, Calls] = {
-    call.__name__: call for call in (decode_attention, evict, slot_scores, shadow_attention, token_logps)
+USUAL: dict[str, Calls] = {
+    "decode_attention": decode_attention,
+    "evict": evict,
+    "slot_scores": slot_scores,
+    "shadow_attention": shadow_attention,
+    "token_logps": token_logps,
 }
+RARE: dict[str, Calls] = {
+    "decode_attention": decode_attention_rarely,
+    "evict": evict_rarely,
+    "slot_scores": slot_scores_rarely,
+    "shadow_attention": shadow_attention_rarely,
+    "token_logps": token_logps_rarely,
+}
+CALLS = {"usual": USUAL, "rare": RARE}

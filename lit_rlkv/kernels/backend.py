@@ -39,8 +39,11 @@ def using(kernels: str) -> Iterator[None]:
         set_kernels(before)
 
 
-def uses_triton(tensor: Tensor, kernels: str | None = None) -> bool:
+def uses_triton(tensor: Tensor, kernels: str | None = None, *, fits: bool = True) -> bool:
     """Whether an operation on this tensor runs its Triton kernel; None leaves it to the process's choice.
+
+    Args:
+        fits: that the kernel can take a tensor of this size; if not, `auto` takes the definition.
 
     Raises:
         ValueError: Triton is asked for by name and cannot take the tensor.
@@ -49,7 +52,7 @@ def uses_triton(tensor: Tensor, kernels: str | None = None) -> bool:
     if choice == "reference":
         return False
     if choice == "auto":
-        return tensor.is_cuda and tensor.dtype in TRITON_DTYPES
+        return fits and tensor.is_cuda and tensor.dtype in TRITON_DTYPES
     if tensor.dtype not in TRITON_DTYPES:
         raise ValueError(
             f"kernels=triton takes float32, float16 and bfloat16, not {tensor.dtype}; use kernels=reference"

@@ -6,17 +6,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import using
 from lit_rlkv.kvcache import POLICIES, CacheSpec
-from lit_rlkv.models import replay_logps
+from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
-from tests.models_zoo import PAD, ragged_prompts, tiny_model
+from tests.models_zoo import PAD, build, ragged_prompts, tiny_config
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENS = (11, 4)
 SCORED = ("h2o", "tova", "snapkv", "rkv", "keydiff", "expected")
 """Not knorm: in the first layer the keys of one token have equal norms, and rounding picks among them."""
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    """On the device whose kernels run, where the one that all tests share is not."""
+    return prepare_backbone(build(tiny_config(family)).to(DEVICE))
 
 
 def roll_out(kernels: str, policy: str, family: str = "llama", **changes: Any) -> Rollout:
@@ -25,10 +33,11 @@ def roll_out(kernels: str, policy: str, family: str = "llama", **changes: Any) -
         "max_new_tokens": 8,
         "eos_token_id": None,
         "pad_token_id": PAD,
-        "generator": torch.Generator().manual_seed(0),
+        "generator": torch.Generator(DEVICE).manual_seed(0),
     }
+    prompts = [tensor.to(DEVICE) for tensor in ragged_prompts(LENS)]
     with using(kernels):
-        return generate(tiny_model(family), *ragged_prompts(LENS), **{**settings, **changes})
+        return generate(model_of(family), *prompts, **{**settings, **changes})
 
 
 @cache
@@ -38,7 +47,7 @@ def by_triton(policy: str, family: str = "llama") -> Rollout:
 
 def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -> list[Tensor]:
     """Log-probs under the shadow mask, and what the sum of their squares asks of every parameter."""
-    model = tiny_model(family)
+    model = model_of(family)
     with using(kernels):
         logps = replay_logps(model, rollout)
         gradients = torch.autograd.grad(logps.square().sum(), list(model.parameters()), allow_unused=True)
@@ -57,8 +66,8 @@ def test_a_greedy_rollout_and_its_deaths_are_those_of_the_definitions(policy: st
 def test_the_learner_sees_what_the_sampler_saw_when_both_run_kernels(policy: str, family: str):
     rollout = by_triton(policy, family)
     with using("triton"), torch.no_grad():
-        gap = (replay_logps(tiny_model(family), rollout) - rollout.sampler_logps).abs().max()
-        blind = (replay_logps(tiny_model(family), rollout, shadow=False) - rollout.sampler_logps).abs().max()
+        gap = (replay_logps(model_of(family), rollout) - rollout.sampler_logps).abs().max()
+        blind = (replay_logps(model_of(family), rollout, shadow=False) - rollout.sampler_logps).abs().max()
     assert gap < 1e-4
     assert blind > 100 * gap
 

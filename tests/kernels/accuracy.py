@@ -23,5 +23,9 @@ def excess_error(actual: Tensor, plain: Tensor, truth: Tensor) -> float:
 
 def bound(dtype: torch.dtype) -> float:
     """What an error may be in units of plain PyTorch's own."""
+    if not is_interpreted():
+        # On a GPU exponentials and quotients are approximations, each right to about two roundings, and the
+        # compiler fuses products with sums; the interpreter rounds every step as plain PyTorch does.
+        return 4.0
     # Triton's interpreter truncates on stores to bfloat16, which real devices round.
-    return 3.0 if dtype == torch.bfloat16 and is_interpreted() else 2.0
+    return 3.0 if dtype == torch.bfloat16 else 2.0

@@ -1,10 +1,13 @@
 """The choice between definitions and Triton's kernels: by name, by block, by call, or by the tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lit_rlkv.kernels.backend import (
     TRITON_DTYPES,
@@ -15,6 +18,8 @@ from lit_rlkv.kernels.backend import (
     uses_triton,
     using,
 )
+from lit_rlkv.kernels.decode_attention import decode_attention
+from lit_rlkv.kernels.shadow_attention import shadow_attention, shadow_attention_with_lse
 
 ON_CPU = torch.zeros(2)
 
@@ -59,10 +64,70 @@ def test_auto_is_the_definition_on_a_cpu_even_with_the_interpreter(dtype: torch.
     assert not uses_triton(ON_CPU.to(dtype), "auto")
 
 
-@pytest.mark.gpu
-def test_auto_is_triton_on_cuda_where_the_kernels_take_the_precision():
-    assert all(uses_triton(ON_CPU.to("cuda", dtype)) for dtype in TRITON_DTYPES)
-    assert not uses_triton(ON_CPU.to("cuda", torch.float64))
+def on_cuda(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor that says it is there, on any machine."""
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def test_auto_is_triton_on_cuda_where_the_kernels_take_precision_and_size():
+    assert all(uses_triton(on_cuda(2, dtype=dtype)) for dtype in TRITON_DTYPES)
+    assert not uses_triton(on_cuda(2, dtype=torch.float64))
+    assert not uses_triton(on_cuda(2, dtype=torch.float16), fits=False)
+
+
+def test_triton_by_name_leaves_a_size_that_does_not_fit_to_the_kernel_to_refuse():
+    assert uses_triton(ON_CPU, "triton", fits=False)
+    assert not uses_triton(ON_CPU, "reference", fits=True)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Which implementation a call gets to: each of them raises its name."""
+
+    def found(name: str, *args: Any, **settings: Any) -> None:
+        raise RuntimeError(name)
+
+    def called(call: Callable[..., Any], *args: Any) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            call(*args, kernels="auto")
+        return str(raised.value)
+
+    for path, name in {
+        "decode_attention.reference.decode_attention": "definition",
+        "decode_attention.kernel.decode_attention": "kernel",
+        "shadow_attention.reference.shadow_attention": "definition",
+        "shadow_attention.reference.shadow_attention_with_lse": "definition",
+        "shadow_attention.ops.shadow_attention_with_lse": "kernel",
+    }.items():
+        monkeypatch.setattr(f"lit_rlkv.kernels.{path}", partial(found, name))
+    return called
+
+
+@pytest.mark.parametrize("attend", [shadow_attention, shadow_attention_with_lse])
+def test_auto_leaves_heads_wider_than_a_tile_to_the_definition(
+    attend: Callable[..., Any], chosen: Callable[..., str]
+):
+    def by_width(dim: int, dim_v: int) -> str:
+        query, key = (on_cuda(1, n, 17, dim, dtype=torch.float16) for n in (4, 2))
+        value, death = (
+            on_cuda(1, 2, 17, dim_v, dtype=torch.float16),
+            on_cuda(1, 2, 17, dtype=torch.int32),
+        )
+        return chosen(attend, query, key, value, death, 1.0)
+
+    assert by_width(256, 256) == "kernel"
+    assert by_width(257, 64) == by_width(64, 257) == "definition"
+
+
+def test_auto_leaves_a_group_that_no_program_holds_to_the_definition(chosen: Callable[..., str]):
+    def by_size(group: int, dim: int, dtype: torch.dtype) -> str:
+        query, pool = (on_cuda(1, 1, n, dim, dtype=dtype) for n in (group, 5))
+        return chosen(decode_attention, query, pool, pool, on_cuda(1, dtype=torch.int64), 1.0)
+
+    # 128 x 256 numbers of 2 bytes and 64 x 256 of 4 are 64 KiB.
+    assert by_size(128, 256, torch.bfloat16) == by_size(64, 256, torch.float32) == "kernel"
+    assert by_size(129, 256, torch.bfloat16) == by_size(65, 256, torch.float32) == "definition"
 
 
 def test_set_kernels_chooses_for_all_that_follows():

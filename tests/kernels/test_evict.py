@@ -245,6 +245,23 @@ def test_scores_order_as_numbers_do_from_minus_infinity_to_what_is_not_a_number(
         assert sorted(kept) == list(range(len(ascending) - budget, len(ascending)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_scores_may_be_of_16_bits(kernels: str, dtype: torch.dtype):
+    pool = make_pool(33)
+    pool = replace(pool, scores=pool.scores.to(dtype))
+    same = evicted(pool, 20, kernels).same(looped(pool, 20))
+    assert all(same.values()), same
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_scores_that_only_64_bits_tell_apart_are_ties(kernels: str):
+    pool = make_pool(33)
+    fine = replace(pool, scores=pool.scores.double() * (1 - 1e-12 * torch.arange(33).double()))
+    assert not looped(fine, 20).same(looped(pool, 20))["death"]
+    assert bits_equal(evicted(fine, 20, kernels).death, looped(pool, 20).death)
+
+
 @pytest.mark.parametrize("score", [NAN, -NAN, torch.inf, -torch.inf, 2.0])
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_exactly_the_budget_survives_when_all_scores_are_equal_whatever_they_are(kernels: str, score: float):

@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import is_interpreted
 from lit_rlkv.kernels.numerics import tanh
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUND = 4.0 if is_interpreted() else 8.0
+"""Roundings: a GPU approximates the exponential, and the quotient, to about two each."""
 
 
 @triton.jit
@@ -41,7 +44,7 @@ SIZES = [
 
 @pytest.mark.parametrize("x", SIZES)
 def test_tanh_keeps_its_relative_precision_at_every_size(x: Tensor):
-    assert roundings_off(kernel_tanh(x), x) <= 4.0
+    assert roundings_off(kernel_tanh(x), x) <= BOUND
 
 
 @pytest.mark.parametrize("x", SIZES)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kernels import slot_scores
-from tests.kernels.accuracy import GROUPS, LENGTHS, excess_error
+from tests.kernels.accuracy import GROUPS, LENGTHS, bound, excess_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["reference", "triton"]
-BOUND = 2.0
+BOUND = bound(torch.float32)
 
 
 @dataclass(frozen=True)

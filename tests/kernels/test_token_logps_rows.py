@@ -14,6 +14,7 @@ from tests.kernels.accuracy import bound, excess_error
 # numpy speaks of -inf - -inf and of log 0, which the kernels meet and do not add up.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEMPERATURE = 0.7
 SEVERAL_TILES = 2 * kernel.N_DEEP * kernel.N_LANES + 5
 SHAPES = [(1, 1), (24, 17), (12, 33), (6, 130), (3, 1000), (2, SEVERAL_TILES)]
@@ -37,9 +38,9 @@ def _outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def make_logits(n_rows: int, vocab: int, kind: str, dtype: torch.dtype, seed: int, device: str) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    noise = torch.randn(n_rows, vocab, generator=generator, device=device)
+def make_logits(n_rows: int, vocab: int, kind: str, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    noise = torch.randn(n_rows, vocab, generator=generator, device=DEVICE)
     if kind == "peaked":
         noise = torch.where(noise > 1, 100.0, -100.0) + noise
     if kind == "equal":
@@ -50,14 +51,14 @@ def make_logits(n_rows: int, vocab: int, kind: str, dtype: torch.dtype, seed: in
 
 
 def make_inputs(
-    shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str = "cpu"
+    shape: tuple[int, int], kind: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits of two policies, tokens that both can choose, and the gradient that comes from above."""
     n_rows, vocab = shape
-    p, q = (make_logits(*shape, kind, dtype, seed, device) for seed in (1, 2))
-    generator = torch.Generator(device).manual_seed(3)
-    tokens = torch.randint(3 * vocab // 5, vocab, (n_rows,), generator=generator, device=device)
-    return p, q, tokens, torch.randn(n_rows, generator=generator, device=device)
+    p, q = (make_logits(*shape, kind, dtype, seed) for seed in (1, 2))
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    tokens = torch.randint(3 * vocab // 5, vocab, (n_rows,), generator=generator, device=DEVICE)
+    return p, q, tokens, torch.randn(n_rows, generator=generator, device=DEVICE)
 
 
 def chosen_results(function: Chosen, logits: Tensor, tokens: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -82,19 +83,15 @@ def worst(actual: list[Tensor], plain: list[Tensor], truth: list[Tensor]) -> flo
     )
 
 
-def chosen_error(
-    function: Chosen, shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str = "cpu"
-) -> float:
-    p, _, tokens, upstream = make_inputs(shape, kind, dtype, device)
+def chosen_error(function: Chosen, shape: tuple[int, int], kind: str, dtype: torch.dtype) -> float:
+    p, _, tokens, upstream = make_inputs(shape, kind, dtype)
     plain = chosen_results(reference.chosen_logps, p, tokens, upstream)
     truth = chosen_results(reference.chosen_logps, p.double(), tokens, upstream)
     return worst(chosen_results(function, p, tokens, upstream), plain, truth)
 
 
-def kl_error(
-    function: Kl, shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str = "cpu"
-) -> float:
-    p, q, _, upstream = make_inputs(shape, kind, dtype, device)
+def kl_error(function: Kl, shape: tuple[int, int], kind: str, dtype: torch.dtype) -> float:
+    p, q, _, upstream = make_inputs(shape, kind, dtype)
     plain = kl_results(reference.kl_of_logits, p, q, upstream)
     truth = kl_results(reference.kl_of_logits, p.double(), q.double(), upstream)
     return worst(kl_results(function, p, q, upstream), plain, truth)
@@ -113,8 +110,8 @@ def test_rows_are_as_accurate_as_torch(shape: tuple[int, int], kind: str, dtype:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", REAL_SHAPES)
 def test_rows_of_real_size_are_as_accurate_as_torch(shape: tuple[int, int], kind: str, dtype: torch.dtype):
-    assert chosen_error(operations.chosen_logps, shape, kind, dtype, "cuda") <= bound(dtype)
-    assert kl_error(operations.kl_of_logits, shape, kind, dtype, "cuda") <= bound(dtype)
+    assert chosen_error(operations.chosen_logps, shape, kind, dtype) <= bound(dtype)
+    assert kl_error(operations.kl_of_logits, shape, kind, dtype) <= bound(dtype)
 
 
 CONTROL = ((17, 33), "usual", torch.float16)
@@ -155,31 +152,32 @@ def test_equal_logits_have_a_kl_of_exactly_zero_and_no_gradient(function: Kl):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", REAL_DTYPES)
 def test_equal_logits_of_real_size_have_a_kl_of_exactly_zero(dtype: torch.dtype):
-    p, q, *_ = make_inputs((512, 151_936), "usual", dtype, "cuda")
+    p, q, *_ = make_inputs((512, 151_936), "usual", dtype)
     assert (operations.kl_of_logits(p, q, TEMPERATURE) != 0).all()
     assert (operations.kl_of_logits(p, p.clone(), TEMPERATURE) == 0).all()
 
 
 @pytest.mark.parametrize("function", [reference.kl_of_logits, operations.kl_of_logits])
 def test_only_what_p_can_choose_and_q_cannot_makes_the_kl_infinite(function: Kl):
-    p, q = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -torch.inf]])
+    p, q = torch.zeros(1, 3, device=DEVICE), torch.tensor([[0.0, 0.0, -torch.inf]], device=DEVICE)
     assert function(p, q, 1.0).item() == torch.inf
     # q = (1/3, 1/3, 1/3) against p = (1/2, 1/2, 0): log 3/2.
-    torch.testing.assert_close(function(q, p, 1.0), torch.tensor([1.5]).log())
+    torch.testing.assert_close(function(q, p, 1.0).cpu(), torch.tensor([1.5]).log())
 
 
 @pytest.mark.parametrize("rows", [reference, operations])
 @pytest.mark.parametrize("poison", [[0.0, torch.nan, 1.0], [-torch.inf] * 3])
 def test_logits_without_a_distribution_are_not_hidden(rows: ModuleType, poison: list[float]):
-    logits, whole = torch.tensor([poison]), torch.zeros(1, 3)
-    assert all(x.isnan() for x in rows.chosen_logps(logits, torch.tensor([0]), 1.0))
+    logits, whole = torch.tensor([poison], device=DEVICE), torch.zeros(1, 3, device=DEVICE)
+    assert all(x.isnan() for x in rows.chosen_logps(logits, torch.tensor([0], device=DEVICE), 1.0))
     assert rows.kl_of_logits(logits, whole, 1.0).isnan()
     assert not rows.kl_of_logits(whole, logits, 1.0).isfinite()
     assert rows.kl_of_logits(whole, whole, 1.0).isfinite()
 
 
 def test_a_token_outside_of_the_vocabulary_reads_no_other_row():
-    logps, entropy = operations.chosen_logps(torch.zeros(4, 3), torch.tensor([-1, 0, 2, 3]), 1.0)
+    logits, tokens = torch.zeros(4, 3, device=DEVICE), torch.tensor([-1, 0, 2, 3], device=DEVICE)
+    logps, entropy = operations.chosen_logps(logits, tokens, 1.0)
     assert logps.isnan().tolist() == [True, False, False, True]
     assert entropy.isfinite().all()
 
@@ -243,7 +241,7 @@ def test_the_operations_are_declared_as_they_are():
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.lit_rlkv.chosen_forward, (p, tokens, 0.7), test_utils=tests)
     torch.library.opcheck(torch.ops.lit_rlkv.kl_forward, (p, q, 0.7), test_utils=tests)
-    stats, kl = torch.zeros(4, 3), torch.zeros(3)
+    stats, kl = torch.zeros(4, 3, device=DEVICE), torch.zeros(3, device=DEVICE)
     backward = torch.ops.lit_rlkv.chosen_backward
     torch.library.opcheck(backward, (upstream, p, tokens, stats[:2], 0.7), test_utils=tests)
     for needs in ((True, True), (True, False), (False, True)):

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.decode_attention import reference
+from lit_rlkv.kernels.decode_attention.launch import fits
 
 __all__ = ["decode_attention"]
 
@@ -32,13 +33,15 @@ def decode_attention(
             heads of its group; 0 in dead slots.
         accumulates: add the probabilities to what stands in `received` instead; the newest key, in slot
             n_live - 1, starts from 0.
-        kernels: `auto`, `reference` or `triton`; None leaves it to `lit_rlkv.kernels.backend`.
+        kernels: `auto`, `reference` or `triton`; None leaves it to `lit_rlkv.kernels.backend`. `auto` is the
+            definition also for groups of more and wider heads than a program can hold.
 
     Raises:
-        ValueError: the Triton kernel is asked for by name where it cannot run.
+        ValueError: the Triton kernel is asked for by name and cannot take the tensor; a group too large for
+            the device is Triton's own to refuse.
     """
     attend = reference.decode_attention
-    if uses_triton(query, kernels):
+    if uses_triton(query, kernels, fits=fits(query, values)):
         from lit_rlkv.kernels.decode_attention import kernel  # not at the top: Triton exists on Linux only
 
         attend = kernel.decode_attention

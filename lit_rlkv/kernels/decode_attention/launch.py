@@ -6,8 +6,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_rlkv.kernels.device import describe
+
 BLOCK_BYTES = 16_384
 """Of keys, and of values, that a program takes at once."""
+MAX_BLOCK = 128
+"""Slots of it: with more, for which heads of few dimensions leave room, registers overflow."""
+MAX_LOGITS = 1024
+"""Of a block, for each warp: the same where the query heads of a group are many."""
+MAX_QUERY_BYTES = 65_536
+"""Of the query heads of a group, all of which a program holds: beside more there is no room for keys."""
 MIN_SPLIT_SLOTS = 256
 """Below it a program's start weighs more than its share of the bytes."""
 MAX_SPLITS = 128
@@ -27,6 +35,21 @@ class Launch:
     n_warps: int
 
 
+def fits(
+    query: Float[Tensor, "batch kv_head group dim"], values: Float[Tensor, "batch kv_head slot dim_v"]
+) -> bool:
+    """Whether they can on an L40S, A100 or H100; in 16 bit they can for 128 heads of 256 dimensions."""
+    return _query_bytes(query, values) <= MAX_QUERY_BYTES
+
+
+def _query_bytes(query: Tensor, values: Tensor) -> int:
+    return padded(query.shape[2]) * _row_bytes(query, values)
+
+
+def _row_bytes(query: Tensor, values: Tensor) -> int:
+    return padded(max(query.shape[3], values.shape[3])) * query.element_size()
+
+
 def plan(
     query: Float[Tensor, "batch kv_head group dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],
@@ -35,45 +58,36 @@ def plan(
 ) -> Launch:
     """The launch of a call; `n_splits` overrides the choice."""
     n_pairs, group, n_slots = query.shape[0] * query.shape[1], query.shape[2], keys.shape[2]
-    width = padded(max(query.shape[3], values.shape[3])) * query.element_size()
     device = describe(query.device)
     if n_splits is None:
         n_splits = choose_n_splits(n_pairs, n_slots, device.n_multiprocessors)
     is_wide, is_small = padded(group) >= 64, device.shared_bytes <= 110_000
     is_crowded = is_wide and is_small  # many queries beside the blocks of keys and values
+    # Products in float32 are not made for tensor cores; with 4 warps their operands overflow registers, as
+    # those of very many queries do.
+    n_warps = 8 if query.dtype == torch.float32 or padded(group) > 64 else 4
+    n_stages = 2 if is_crowded else 3 if is_wide or is_small else 4
+    if is_small and _query_bytes(query, values) >= MAX_QUERY_BYTES:
+        n_stages = 1  # what is left holds one block
+    most = BLOCK_BYTES // (2 if is_crowded else 1) // _row_bytes(query, values)
     return Launch(
         n_splits=n_splits,
-        block=max(16, BLOCK_BYTES // width // (2 if is_crowded else 1)),
-        n_stages=2 if is_crowded else 3 if is_wide or is_small else 4,
-        # Products in float32 are not made for tensor cores; with 4 warps their operands overflow registers,
-        # as those of very many queries do.
-        n_warps=8 if query.dtype == torch.float32 or padded(group) > 64 else 4,
+        block=max(16, min(most, MAX_BLOCK, MAX_LOGITS * n_warps // padded(group))),
+        n_stages=n_stages,
+        n_warps=n_warps,
     )
 
 
 def choose_n_splits(n_pairs: int, n_slots: int, n_multiprocessors: int) -> int:
-    """One from three programs a multiprocessor on: two run at a time, and the last third still fills it."""
+    """One from three programs a multiprocessor on: two run at a time, and the last third still fills it.
+
+    Always a power of two, because kernels are compiled for it: another batch or pool seldom needs a new one.
+    """
     if n_pairs >= 3 * n_multiprocessors:
         return 1
     wanted = -(-4 * n_multiprocessors // n_pairs)
-    return max(1, min(wanted, n_slots // MIN_SPLIT_SLOTS, MAX_SPLITS))
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a launch is cut for; an H100 where there is no GPU, in the interpreter and when only compiling."""
-
-    n_multiprocessors: int = 132
-    shared_bytes: int = 233_472
-    """Of a multiprocessor."""
-
-
-def describe(device: torch.device) -> Device:
-    """The device's sizes, which torch remembers: no wait for the device."""
-    if device.type != "cuda":
-        return Device()
-    properties = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+    most = max(1, min(wanted, n_slots // MIN_SPLIT_SLOTS, MAX_SPLITS))
+    return 1 << (most.bit_length() - 1)
 
 
 def padded(size: int) -> int:

@@ -34,7 +34,8 @@ def evict(
     behind them is what stood there before.
 
     Args:
-        scores: read in rows that are due, before anything moves: it may be `attention` itself.
+        scores: read in rows that are due, before anything moves: it may be `attention` itself. Compared in
+            float32.
         keys, values, columns: the pool, changed in place. In a row that is due all slots are taken, and they
             stand in the order of their columns.
         attention: a running score that moves along with its key, in place; None if there is none.

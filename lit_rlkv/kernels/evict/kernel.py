@@ -224,7 +224,7 @@ def evict(
     survivors = torch.empty(batch, n_heads, budget, dtype=torch.int32, device=keys.device)
     moving = scores if attention is None else attention  # an argument has to be there; it is not read
     _choose[(batch * n_heads,)](
-        *(scores.contiguous(), columns, moving, death, survivors, is_due, now, first),
+        *(scores.float().contiguous(), columns, moving, death, survivors, is_due, now, first),
         *(*columns.stride()[:2], *moving.stride()[:2], *death.stride()[:2]),
         *(n_heads, n_slots, budget, sink, window),
         HAS_ATTENTION=attention is not None,

@@ -53,7 +53,7 @@ def choose_survivors(
     """The slots to keep, in the order of their columns, which is that of the slots."""
     is_protected = columns < (first + sink)[:, None, None]
     is_protected |= columns >= (now - window)[:, None, None]
-    scores = scores.masked_fill(is_protected, torch.inf)
+    scores = scores.float().masked_fill(is_protected, torch.inf)
     scores = scores.masked_fill(columns < first[:, None, None], -torch.inf)
     # A stable sort breaks ties by position; the second sort restores the order of the columns.
     order = scores.sort(dim=-1, descending=True, stable=True).indices

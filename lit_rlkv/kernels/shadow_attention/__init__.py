@@ -8,6 +8,7 @@ from lit_rlkv.kernels.backend import as_autocast, uses_triton
 from lit_rlkv.kernels.shadow_attention import reference
 from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, plan_slots
 from lit_rlkv.kernels.shadow_attention.reference import visible
+from lit_rlkv.kernels.shadow_attention.tiles import MAX_HEAD_DIM
 
 __all__ = ["SlotPlan", "plan_slots", "shadow_attention", "shadow_attention_with_lse", "visible"]
 
@@ -29,9 +30,10 @@ def shadow_attention(
         softcap: logits become softcap·tanh(logits / softcap) before the softmax.
         plan: of this layer's `death`; with it the Triton kernels do work in proportion to the living keys,
             without it that of dense causal attention. Results are the same up to rounding.
-        kernels: auto, reference or triton; what the process has chosen unless told.
+        kernels: auto, reference or triton; what the process has chosen unless told. Auto is the definition
+            also for heads of more dimensions than the kernels hold, and triton refuses these.
     """
-    if softcap is None and not uses_triton(query, kernels):
+    if softcap is None and not _uses_triton(query, value, kernels):
         return reference.shadow_attention(query, key, value, death, scaling)
     return shadow_attention_with_lse(
         query, key, value, death, scaling, softcap=softcap, plan=plan, kernels=kernels
@@ -56,8 +58,12 @@ def shadow_attention_with_lse(
     device = query.device.type
     query, key, value = as_autocast(query, key, value)
     with torch.autocast(device, enabled=False):
-        if not uses_triton(query, kernels):
+        if not _uses_triton(query, value, kernels):
             return reference.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap)
         from lit_rlkv.kernels.shadow_attention import ops  # Triton exists on Linux only
 
         return ops.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap, plan=plan)
+
+
+def _uses_triton(query: Tensor, value: Tensor, kernels: str | None) -> bool:
+    return uses_triton(query, kernels, fits=max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM)

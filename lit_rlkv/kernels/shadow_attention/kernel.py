@@ -13,6 +13,8 @@ query and key is tested, so that both are exact.
 
 An entry of a table is `key << 8 | left`, `left` being how many queries of the block come before the death of
 the key, at most all of them; 0 is an empty place.
+
+Axis 0 of every grid is the heads of all sequences, because CUDA bounds the other two at 65,535.
 """
 
 from typing import no_type_check
@@ -38,10 +40,10 @@ def _table(
     PLACED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = block * BLOCK
     death += row * seq
-    table += (row * tl.num_programs(0) + block) * n_slots
+    table += (row * tl.num_programs(1) + block) * n_slots
     count = 0
     for start in range(0, tl.minimum(first + BLOCK, seq), CHUNK):
         keys = start + tl.arange(0, CHUNK)
@@ -56,7 +58,7 @@ def _table(
         # A plan of another death table must not write elsewhere.
         tl.store(table + place, entry, mask=is_living & (place < n_slots))
     if not PLACED:
-        tl.store(n_listed + row * tl.num_programs(0) + block, tl.minimum(count, n_slots))
+        tl.store(n_listed + row * tl.num_programs(1) + block, tl.minimum(count, n_slots))
 
 
 @triton.jit
@@ -125,8 +127,8 @@ def _forward(
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
+    batch, head = (tl.program_id(0) // n_heads).to(tl.int64), (tl.program_id(0) % n_heads).to(tl.int64)
     row = batch * n_tables + (head // GROUP) % n_tables
     queries = first + tl.arange(0, QUERIES)
     q = _rows(query + batch * query_b + head * query_h, queries, queries < seq, query_s, DIM, WIDTH)
@@ -169,8 +171,8 @@ def _query_gradients(
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
+    batch, head = (tl.program_id(0) // n_heads).to(tl.int64), (tl.program_id(0) % n_heads).to(tl.int64)
     row = batch * n_tables + (head // GROUP) % n_tables
     queries = first + tl.arange(0, QUERIES)
     is_query = queries < seq
@@ -212,11 +214,11 @@ def _key_gradients(
     LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n_kv_heads = n_heads // GROUP
-    split = tl.program_id(1)
     batch, kv_head = (
-        (tl.program_id(2) // n_kv_heads).to(tl.int64),
-        (tl.program_id(2) % n_kv_heads).to(tl.int64),
+        (tl.program_id(0) // n_kv_heads).to(tl.int64),
+        (tl.program_id(0) % n_kv_heads).to(tl.int64),
     )
+    split, tile = tl.program_id(1), tl.program_id(2)
     row = batch * n_tables + kv_head % n_tables
     head = kv_head * GROUP + split * HEADS
     query += batch * query_b + head * query_h
@@ -226,10 +228,10 @@ def _key_gradients(
     key += batch * key_b + kv_head * key_h
     value += batch * value_b + kv_head * value_h
     # Gradients are [split batch seq kv_head dim].
-    at = (split * tl.num_programs(2) // n_kv_heads + batch) * seq * n_kv_heads + kv_head
+    at = (split * tl.num_programs(0) // n_kv_heads + batch) * seq * n_kv_heads + kv_head
     d_key += at * DIM
     d_value += at * DIM_V
-    places = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    places = tile * KEYS + tl.arange(0, KEYS)
     d_k = tl.zeros([KEYS, WIDTH], tl.float32)
     d_v = tl.zeros([KEYS, WIDTH_V], tl.float32)
     n_blocks = tl.cdiv(seq, BLOCK)
@@ -248,15 +250,18 @@ def _key_gradients(
             )
             heirs = tl.where(is_key, keys, -1)
             is_over = heirs != owners
-            _store_rows(d_key, owners, is_over & (owners >= 0), n_kv_heads * DIM, d_k * scaling, DIM, WIDTH)
-            _store_rows(d_value, owners, is_over & (owners >= 0), n_kv_heads * DIM_V, d_v, DIM_V, WIDTH_V)
+            is_done = is_over & (owners >= 0)
+            # In most spans none is, and two tiles need not be laid out for the stores.
+            if tl.max(is_done.to(tl.int32), 0) > 0:
+                _store_rows(d_key, owners, is_done, n_kv_heads * DIM, d_k * scaling, DIM, WIDTH)
+                _store_rows(d_value, owners, is_done, n_kv_heads * DIM_V, d_v, DIM_V, WIDTH_V)
             d_k = tl.where(is_over[:, None], 0.0, d_k)
             d_v = tl.where(is_over[:, None], 0.0, d_v)
             owners = heirs
             n_tiles = BLOCK // QUERIES
             n_steps = tl.where(tl.max(is_key.to(tl.int32), 0) > 0, HEADS * n_tiles, 0)
         else:
-            first = tl.program_id(0) * KEYS // QUERIES * QUERIES
+            first = tile * KEYS // QUERIES * QUERIES
             keys, deaths, is_key = _tile_of_keys(table, death + row * seq, places, seq, first, LISTED)
             n_tiles = tl.cdiv(seq - first, QUERIES)
             n_steps = HEADS * n_tiles
@@ -290,8 +295,8 @@ def _delta(
     out, d_out, d_lse, delta, out_b, out_h, out_s, d_out_b, d_out_h, d_out_s, n_heads, seq,
     DIM_V: tl.constexpr, WIDTH_V: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
-    queries = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    batch, head = (tl.program_id(0) // n_heads).to(tl.int64), (tl.program_id(0) % n_heads).to(tl.int64)
+    queries = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     is_query = queries < seq
     o = _rows(out + batch * out_b + head * out_h, queries, is_query, out_s, DIM_V, WIDTH_V)
     d_o = _rows(d_out + batch * d_out_b + head * d_out_h, queries, is_query, d_out_s, DIM_V, WIDTH_V)

@@ -13,6 +13,8 @@ from lit_rlkv.kernels.shadow_attention.tiles import Tiles, TilesOfPasses, tiles_
 
 LOG2E = 1.4426950408889634
 ENTRIES_AT_A_TIME = 1024
+DELTA_TILE = 8192
+"""Numbers of the output, and of its gradient, that a program takes to compute delta."""
 MIN_PROGRAMS = 264
 """With fewer, two for each multiprocessor of an H100, the heads of a group go to programs of their own.
 A constant, so that results do not depend on the device."""
@@ -91,7 +93,7 @@ def forward(inputs: Inputs) -> tuple[Float[Tensor, "batch head seq dim_v"], Floa
     table, n_listed = _live_keys(inputs)
     out = by_position(inputs.value, n_heads)
     lse = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
-    grid = (triton.cdiv(seq, arguments["QUERIES"]), batch * n_heads)
+    grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
     kernel._forward[grid](table=table, n_listed=n_listed, out=out, lse=lse, **arguments)
     return out, lse
 
@@ -124,7 +126,7 @@ def _query_gradients(inputs: Inputs, common: dict[str, Any]) -> Float[Tensor, "b
     arguments = common | inputs.arguments(_ahead(inputs, inputs.tiles.query_gradients))
     table, n_listed = _live_keys(inputs)
     d_query = by_position(inputs.query, n_heads)
-    grid = (triton.cdiv(seq, arguments["QUERIES"]), batch * n_heads)
+    grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
     kernel._query_gradients[grid](table=table, n_listed=n_listed, d_query=d_query, **arguments)
     return d_query
 
@@ -140,7 +142,7 @@ def _key_gradients(
     d_key, d_value = (
         by_position(like, n_kv_heads, n_splits, dtype=dtype) for like in (inputs.key, inputs.value)
     )
-    kernel._key_gradients[n_tiles, n_splits, batch * n_kv_heads](
+    kernel._key_gradients[batch * n_kv_heads, n_splits, n_tiles](
         table=None if slot_of is None else _occupants(inputs, slot_of),
         d_key=d_key,
         d_value=d_value,
@@ -175,7 +177,8 @@ def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch h
     """d_out·out - d_lse of each query."""
     batch, n_heads, seq, dim_v = out.shape
     delta = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
-    kernel._delta[triton.cdiv(seq, 64), batch * n_heads](
+    queries = min(64, DELTA_TILE // _width(dim_v))
+    kernel._delta[batch * n_heads, triton.cdiv(seq, queries)](
         **_strides(out=out, d_out=d_out),
         out=out,
         d_out=d_out,
@@ -185,7 +188,7 @@ def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch h
         seq=seq,
         DIM_V=dim_v,
         WIDTH_V=_width(dim_v),
-        QUERIES=64,
+        QUERIES=queries,
     )
     return delta
 
@@ -210,7 +213,7 @@ def _occupants(inputs: Inputs, slot_of: Tensor) -> Tensor:
 
 def _write_table(inputs: Inputs, slot_of: Tensor | None, table: Tensor, n_listed: Tensor | None) -> None:
     batch, n_tables, seq = inputs.death.shape
-    kernel._table[inputs.n_blocks, batch * n_tables](
+    kernel._table[batch * n_tables, inputs.n_blocks](
         death=inputs.death,
         slot_of=slot_of,
         table=table,

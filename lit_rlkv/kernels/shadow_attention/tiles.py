@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lit_rlkv.kernels.device import describe
+
 LARGE_SHARED_BYTES = 220 * 1024
 """Of a multiprocessor; an H100 has 228 KiB, an A100 164, cards for desktops 100."""
 
@@ -49,21 +51,19 @@ FLOAT32 = {  # without tensor cores, whose products are not float32's
     128: TilesOfPasses(*[Tiles(16, 16, 4, 2)] * 3),
     256: TilesOfPasses(*[Tiles(16, 16, 4, 2)] * 3),
 }
+MAX_HEAD_DIM = max(LARGE)
 
 
 def tiles_for(like: Tensor, width: int) -> TilesOfPasses:
     """The sizes for tensors of this kind whose wider head dimension, padded, is `width`.
 
     Raises:
-        ValueError: heads wider than 256.
+        ValueError: heads wider than `MAX_HEAD_DIM`.
     """
-    if width > max(LARGE):
-        raise ValueError(f"heads of more than {max(LARGE)} dimensions do not fit; use kernels=reference")
-    sizes = FLOAT32 if like.dtype == torch.float32 else LARGE if _is_large(like.device) else SMALL
+    if width > MAX_HEAD_DIM:
+        raise ValueError(
+            f"heads of more than {MAX_HEAD_DIM} dimensions do not fit; use kernels=auto or kernels=reference"
+        )
+    is_large = describe(like.device).shared_bytes >= LARGE_SHARED_BYTES
+    sizes = FLOAT32 if like.dtype == torch.float32 else LARGE if is_large else SMALL
     return sizes[max(64, width)]
-
-
-def _is_large(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE_SHARED_BYTES

@@ -1,0 +1,26 @@
+import subprocess
+
+import record
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_row_says_whether_the_package_was_changed_since_its_commit(tmp_path, monkeypatch):
+    for name in ("benchmarks/results/x.jsonl", "lit_rlkv/a.py", "conf/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "all")
+    commit = git(tmp_path, "rev-parse", "--short", "HEAD")
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "benchmarks" / "results")
+    (tmp_path / "benchmarks" / "results" / "x.jsonl").write_text("2\n")  # a row more is no change
+    assert record.provenance()["commit"] == commit
+    (tmp_path / "lit_rlkv" / "a.py").write_text("2\n")
+    assert record.provenance()["commit"] == f"{commit}+changes"
