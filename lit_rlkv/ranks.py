@@ -1,6 +1,7 @@
 """The processes that train together, as the parts of a run see them."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakMethod
 
@@ -24,6 +25,10 @@ class Ranks:
         """The same of plain objects; ranks may bring different numbers of them."""
         return list(values)
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, of one shape."""
+        return self.gather(values[None]).sum(dim=0)
+
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers."""
         return int(max(self.gather_list([number])))
@@ -34,6 +39,8 @@ class Ranks:
 
 
 ALONE = Ranks()
+PATIENCE = timedelta(hours=6)
+"""Longest that a rank waits for another, which may still sample; one that has ended is noticed by others."""
 
 
 class InStep:
@@ -57,7 +64,7 @@ class InStep:
         """
         if self.group is None:
             # On the CPU, so that no rank waits for its accelerator to know what comes next.
-            self.group = dist.new_group(backend="gloo")
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.gives.append(WeakMethod(give))
         return len(self.gives)
 

@@ -39,17 +39,23 @@ def gae(
 
     λ = 1 gives the discounted return less the value, λ = 0 the one-step error of the value.
     """
-    rewards = rewards.masked_fill(~is_action, 0.0)
     values = values.masked_fill(~is_action, 0.0)
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = values.new_zeros(len(values))
-    for column in reversed(range(values.shape[1])):
-        delta = rewards[:, column] + gamma * next_value - values[:, column]
-        # A prompt's last column sees the first action's value, but is no action itself.
-        next_advantage = torch.where(is_action[:, column], delta + gamma * lam * next_advantage, 0.0)
-        next_value = values[:, column]
-        advantages[:, column] = next_advantage
-    return advantages
+    delta = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
+    # A prompt's last column sees the first action's value, but is no action itself.
+    advantages = discounted_sums(delta.masked_fill(~is_action, 0.0), gamma * lam)
+    return advantages.masked_fill(~is_action, 0.0)
+
+
+def discounted_sums(values: Float[Tensor, "batch seq"], discount: float | int) -> Float[Tensor, "batch seq"]:
+    """Σ_n discount^n · value[t + n] at each column t, over all columns from t on.
+
+    In log₂(seq) steps, each of which doubles how far the sums reach.
+    """
+    reach = 1
+    while reach < values.shape[1]:
+        values = values + discount**reach * F.pad(values[:, reach:], (0, reach))
+        reach *= 2
+    return values
 
 
 def returns(

@@ -1,6 +1,7 @@
 """The hooks that our loop calls, declared once; a callback with any other one is refused at start-up."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 from lightning import Callback
 
@@ -24,8 +25,8 @@ class RLCallback(Callback):
 
     def on_update_start(self, experience: Experience, split: Split) -> None:
         """Before the first update on a rollout. `split(experience, n)` cuts it into n parts of whole groups,
-        each with the denominators of an optimizer step of its own, so that parts are independent estimates of
-        one gradient."""
+        all with the denominators of one optimizer step on the whole rollout, so that their gradients add up
+        to that step's."""
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
@@ -51,16 +52,29 @@ HOOKS = (
 """All that our loop calls, in order; Lightning's own come with its own arguments, the trainer being None."""
 
 
-def check_hooks(callbacks: Iterable[Callback]) -> None:
+TERMS = "loss_terms"
+NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
+"""Lightning's, which carry a trainer's state."""
+
+
+def check_hooks(callbacks: Iterable[Callback], kind: type[Callback] = Callback) -> None:
     """Refuse callbacks with a method that nothing would ever call.
 
+    Args:
+        kind: what the loop expects of each of them.
+
     Raises:
-        TypeError: a hook of another loop, or one that is misspelt, such as `on_rolout_end`.
+        TypeError: a hook of another loop, one that is misspelt, such as `on_rolout_end`, or no such callback.
     """
     for callback in callbacks:
-        for name in dir(type(callback)):
-            is_overridden = getattr(type(callback), name) is not getattr(Callback, name, None)
-            if name.startswith("on_") and is_overridden and name not in HOOKS:
+        own = type(callback)
+        if not isinstance(callback, kind):
+            raise TypeError(f"{own.__name__} is no {kind.__name__}; derive it from {kind.__module__}")
+        for name in dir(own):
+            is_overridden = getattr(own, name) is not getattr(Callback, name, None)
+            is_meant = not name.startswith("_") and get_close_matches(name, [TERMS], cutoff=0.9)
+            is_hook = name.startswith("on_") or name in NEVER_CALLED or is_meant
+            if is_hook and is_overridden and name not in (*HOOKS, TERMS):
                 raise TypeError(
-                    f"{type(callback).__name__}.{name} is never called; hooks are {', '.join(HOOKS)}"
+                    f"{own.__name__}.{name} is never called; hooks are {', '.join(HOOKS)} and {TERMS}"
                 )

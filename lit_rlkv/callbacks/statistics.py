@@ -4,7 +4,7 @@ import time
 
 from torch import Tensor
 
-from lit_rlkv.advantages.gae import explained_variance, token_rewards
+from lit_rlkv.advantages.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.rewarding import OWN
@@ -56,9 +56,10 @@ def critic_statistics(experience: Experience) -> dict[str, Tensor]:
     if values is None:
         return {}
     # Monte Carlo returns: those of GAE contain the values that are to be judged.
-    rewards = token_rewards(experience.rewards.total, rollout.is_action, experience.kl_penalty, 1.0)
-    found = rewards.flip(1).cumsum(1).flip(1)
-    return {"value/explained_variance": explained_variance(values, found, rollout.is_action)}
+    is_action = rollout.is_action
+    rewards = token_rewards(experience.rewards.total, is_action, experience.kl_penalty, 1.0)
+    found = discounted_sums(rewards, experience.gamma)
+    return {"value/explained_variance": explained_variance(values, found, is_action)}
 
 
 def reference_statistics(experience: Experience) -> dict[str, Tensor]:

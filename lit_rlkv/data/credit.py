@@ -47,6 +47,8 @@ class Experience:
     """Of the KL that the reward pays for; None where it pays for none."""
     verdicts: Float[Tensor, " batch"] | None = None
     """What the credit rule's judge makes of the responses; None where none is asked."""
+    gamma: float | int = 1.0
+    """Discount of a reward for each action that it is away, which a critic learns returns with."""
     ranks: Ranks = ALONE
     """Each of which has rows of its own."""
 
@@ -101,6 +103,7 @@ class CreditRule(ABC):
     needs: tuple[str, ...] = ()
     """Roles without which it cannot."""
     min_group_size = 1
+    gamma: float | int = 1.0
 
     def for_task(self, task: Task) -> "CreditRule":
         """The same rule where it may ask the task's verifier."""

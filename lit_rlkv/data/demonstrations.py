@@ -1,6 +1,6 @@
 """PreferenceDataModule: worked solutions to imitate and corrupted ones to rank below them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
 from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.types import Problem, TensorBatch
+from lit_rlkv.types import TensorBatch
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PreferenceDataModule(L.LightningDataModule):
 
     Args:
         batch_size: rows of a step, shared by the ranks.
-        n_pairs: rows of a batch, from the first, that also bring a rejected completion; 0 for none.
+        n_pairs: rows of a step, from the first, that also bring a rejected completion; 0 for none.
         ranks: which `source` gives each its own problems.
 
     Raises:
@@ -67,7 +67,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.batch_size = batch_size // ranks.size
-        self.n_pairs = n_pairs // ranks.size
+        self.n_pairs = n_pairs
         self.steps_per_loader = steps_per_loader
         self.seed = seed
         self.n_batches = 0
@@ -77,16 +77,17 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def next_batch(self) -> WarmupBatch:
         """The next problems of the source; the batch's number names the stream that corrupts them."""
-        problems = self.source.take(self.batch_size)
-        rejected = self._rejected(problems[: self.n_pairs]) if self.n_pairs else None
+        rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
-        chosen = encode_demonstrations(self.tokenizer, problems)
+        chosen = encode_demonstrations(self.tokenizer, self.source.take(self.batch_size))
         n_targets = sum(self.ranks.gather_list([int(chosen.is_target.sum())]))
         return WarmupBatch(chosen, rejected, n_targets, self.ranks.size)
 
-    def _rejected(self, problems: Sequence[Problem]) -> DemonstrationBatch:
-        rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, self.source.rank))
-        pairs = [preference_pair(self.task, problem, rng) for problem in problems]
+    def _rejected(self) -> DemonstrationBatch:
+        """Of this rank. One stream corrupts those of all, so that any number of ranks sees the same."""
+        rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, ALONE.rank))
+        pairs = [preference_pair(self.task, problem, rng) for problem in self.source.ahead(self.n_pairs)]
+        pairs = pairs[self.ranks.rank :: self.ranks.size]
         return encode_completions(self.tokenizer, [p.prompt for p in pairs], [p.rejected for p in pairs])
 
     def state_dict(self) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class CacheScore:
     row: EvalRow
     samples: list[Sample]
     """Every response that the row's accuracy is the mean of; those to one problem side by side."""
-    rollout: Rollout
-    """On which the mismatch was measured."""
+    rollout: Rollout | None
+    """On which the mismatch was measured; None on all ranks but the first, which did that."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,19 @@ class _Answered:
     kv_bytes: int
 
 
+@dataclass(frozen=True)
+class _Mismatch:
+    """Of sampler and learner, on the first rank alone: all rows of a rollout draw from one generator."""
+
+    rollout: Rollout
+    kl: float
+    replay_gap: float
+
+
 class Evaluator:
     """The policy on one list of held-out problems; where there is a reward role, its opinion too.
 
-    Ranks share the batches, and each has the result.
+    Ranks share the batches, and the first one measures the mismatch; each has the result.
     """
 
     def __init__(
@@ -135,7 +144,10 @@ class Evaluator:
         config, n = self.config, len(self.problems)
         n_scored = n * config.n_samples
         own = [self._answer(cache, batch) for batch in self._own_batches()]
+        mismatch = self._mismatch(cache) if self.ranks.rank == 0 else None
         batches = sorted(self.ranks.gather_list(own), key=lambda batch: batch.number)
+        measured = [] if mismatch is None else [(mismatch.kl, mismatch.replay_gap)]
+        ((kl, replay_gap),) = self.ranks.gather_list(measured)
         samples = [sample for batch in batches for sample in batch.samples]
         samples.sort(key=lambda sample: (sample.problem, sample.sample))
         n_failed = sum(batch.n_failed for batch in batches)
@@ -144,8 +156,6 @@ class Evaluator:
                 f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
                 f"{self.config.max_failed} allows; fit.log says what reward.accuracy has said"
             )
-        sampled = self._generate(self.problems[: config.n_mismatch], cache, config.sampling_temperature, n)
-        shadow, dense = (self._replayed(sampled, shadow=shadow) for shadow in (True, False))
         row = EvalRow(
             cache=cache.label,
             budget=None if cache.is_dense else cache.budget,
@@ -153,17 +163,30 @@ class Evaluator:
             n_problems=n,
             mean_length=sum(sample.n_tokens for sample in samples) / n_scored,
             kv_bytes=max(batch.kv_bytes for batch in batches),
-            kl=float(masked_mean(sampled.sampler_logps - dense, sampled.is_action)),
-            replay_gap=float((shadow - sampled.sampler_logps).abs().max()),
+            kl=kl,
+            replay_gap=replay_gap,
             learned_reward=(
                 sum(batch.learned for batch in batches) / n_scored if "reward" in self.roles.needed else None
             ),
         )
-        return CacheScore(row, samples, sampled)
+        return CacheScore(row, samples, None if mismatch is None else mismatch.rollout)
 
     def _own_batches(self) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
         """This rank's, each with its number among those of all."""
-        return islice(enumerate(self._batches()), self.ranks.rank, None, self.ranks.size)
+        # The first rank comes last: it has the mismatch to measure.
+        first = (self.ranks.rank - 1) % self.ranks.size
+        return islice(enumerate(self._batches()), first, None, self.ranks.size)
+
+    def _mismatch(self, cache: CacheSpec) -> _Mismatch:
+        config = self.config
+        problems = self.problems[: config.n_mismatch]
+        sampled = self._generate(problems, cache, config.sampling_temperature, len(self.problems))
+        shadow, dense = (self._replayed(sampled, shadow=shadow) for shadow in (True, False))
+        return _Mismatch(
+            rollout=sampled,
+            kl=float(masked_mean(sampled.sampler_logps - dense, sampled.is_action)),
+            replay_gap=float((shadow - sampled.sampler_logps).abs().max()),
+        )
 
     def _answer(self, cache: CacheSpec, batch: tuple[int, tuple[int, int, int, int]]) -> _Answered:
         """The samples of one batch."""

@@ -56,6 +56,10 @@ class PromptSource:
         """The problem at a place of the global stream, a function of seed, split and index alone."""
         return self._draw(index)
 
+    def ahead(self, n: int) -> list[Problem]:
+        """The next `n` problems of all ranks together, which stay to be taken."""
+        return [self.problem(index) for index in range(self._cursor, self._cursor + n)]
+
     def take(self, n: int) -> list[Problem]:
         """This rank's next `n` problems; all ranks must take equally many."""
         start = self._cursor + self.rank

@@ -24,7 +24,7 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.scoring import score_rollout
-from lit_rlkv.objectives.corrections import Correction, Weights
+from lit_rlkv.objectives.corrections import Correction, weigh_together
 from lit_rlkv.objectives.kl import ESTIMATORS, adapted_weight, k1
 from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.ranks import ALONE, Ranks
@@ -137,10 +137,13 @@ class RolloutDataModule(L.LightningDataModule):
             kl_weight=kl_weight,
             kl_penalty=self._kl_penalty(old_logps, ref_logps, is_action, kl_weight),
             values=scores.get("value"),
-            weights=self._weights(old_logps - rollout.sampler_logps, is_action),
+            weights=weigh_together(
+                self.correction.weigh, old_logps - rollout.sampler_logps, is_action, self.ranks
+            ),
             group_size=group_size,
             kl_estimator=self.kl.estimator if self.kl.place == "reward" else None,
             verdicts=_on(is_action.device, self.credit.judge_all(problems, completions, group_size)),
+            gamma=self.credit.gamma,
             ranks=self.ranks,
         )
 
@@ -236,12 +239,6 @@ class RolloutDataModule(L.LightningDataModule):
             components=components,
             is_failed=None if rewards.is_failed is None else rewards.is_failed[mine],
         )
-
-    def _weights(self, log_ratio: Tensor, is_action: Tensor) -> Weights:
-        """Of the actions; what a weight is normalised by is that of all ranks."""
-        found = self.correction.weigh(self.ranks.gather(log_ratio), self.ranks.gather(is_action))
-        mine = self.ranks.mine(len(log_ratio))
-        return Weights(found.weight[mine], found.is_counted[mine])
 
     def _kl_penalty(
         self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int

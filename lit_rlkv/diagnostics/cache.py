@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.types import NEVER, Rollout
 
 
@@ -65,8 +66,12 @@ def age_histogram(
     return 1 + width * torch.arange(n_bins + 1), counts.view(n_bins, width).sum(dim=1)
 
 
-def lifetimes(rollout: Rollout) -> Lifetimes:
-    """The ages at which keys were evicted; one layer at a time, because tables of all of them are large."""
+def lifetimes(rollout: Rollout, ranks: Ranks = ALONE) -> Lifetimes:
+    """The ages at which keys were evicted; one layer at a time, because tables of all of them are large.
+
+    Args:
+        ranks: whose rollouts, of as many columns, are counted together.
+    """
     n_layers, n_heads, seq = rollout.death.shape[1:]
     born = torch.arange(seq, device=rollout.death.device)
     is_key = rollout.is_token & (born < _last_column(rollout.is_token)[:, None])
@@ -78,13 +83,18 @@ def lifetimes(rollout: Rollout) -> Lifetimes:
         n_kept[layer] = (is_key[:, None] & (death == NEVER)).sum(dim=(0, 2))
         age = torch.where(is_evicted, death - born, 0).long().transpose(0, 1).flatten(1)
         evicted[layer].scatter_add_(1, age, is_evicted.transpose(0, 1).flatten(1).long())
-    return Lifetimes(evicted, n_kept)
+    return Lifetimes(ranks.total(evicted), ranks.total(n_kept))
 
 
-def retained(rollout: Rollout) -> tuple[Float[Tensor, "layer kv_head"], Float[Tensor, "layer kv_head"]]:
+def retained(
+    rollout: Rollout, ranks: Ranks = ALONE
+) -> tuple[Float[Tensor, "layer kv_head"], Float[Tensor, "layer kv_head"]]:
     """Living keys over all keys so far: mean over queries, and mean over the last queries of responses.
 
     Queries are those that predicted an action.
+
+    Args:
+        ranks: whose rollouts are taken together.
     """
     is_query = predicts(rollout.is_action)
     is_last = is_query & ~predicts(is_query)
@@ -92,9 +102,13 @@ def retained(rollout: Rollout) -> tuple[Float[Tensor, "layer kv_head"], Float[Te
     of_queries, of_last = [], []
     for layer in range(rollout.death.shape[1]):
         fraction = live_keys(rollout, layer) / n_born[:, None].clamp(min=1)
-        of_queries.append(_mean_over(fraction, is_query))
-        of_last.append(_mean_over(fraction, is_last))
-    return torch.stack(of_queries), torch.stack(of_last)
+        of_queries.append(_sum_over(fraction, is_query))
+        of_last.append(_sum_over(fraction, is_last))
+
+    def mean(sums: list[Tensor], is_counted: Tensor) -> Tensor:
+        return ranks.total(torch.stack(sums)) / ranks.total(is_counted.sum()).clamp(min=1)
+
+    return mean(of_queries, is_query), mean(of_last, is_last)
 
 
 def live_keys(rollout: Rollout, layer: int) -> Int[Tensor, "batch kv_head seq"]:
@@ -111,11 +125,10 @@ def predicts(is_action: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
     return F.pad(is_action[:, 1:], (0, 1), value=False)
 
 
-def _mean_over(
+def _sum_over(
     values: Float[Tensor, "batch kv_head seq"], is_counted: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, " kv_head"]:
-    found = values.masked_fill(~is_counted[:, None], 0.0).sum(dim=(0, 2))
-    return found / is_counted.sum().clamp(min=1)
+    return values.masked_fill(~is_counted[:, None], 0.0).sum(dim=(0, 2))
 
 
 def _last_column(is_token: Bool[Tensor, "batch seq"]) -> Int[Tensor, " batch"]:

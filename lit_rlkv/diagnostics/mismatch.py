@@ -111,7 +111,7 @@ def rollout_correction(
     weight: Float[Tensor, "batch seq"],
     is_action: Bool[Tensor, "batch seq"],
 ) -> Scalars:
-    """All of verl's `rollout_corr/*` of one rollout."""
+    """`rollout_corr/*` of one rollout: distances, ratios of tokens, what the run's correction rejects."""
     log_ratio = learner_logps - sampler_logps
     found = {
         **off_policy(learner_logps, sampler_logps, is_action),

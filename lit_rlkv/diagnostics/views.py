@@ -13,6 +13,7 @@ from lit_rlkv.kernels.token_logps import policy_kl
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.replay import action_hidden
+from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.types import NEVER, Rollout
 
 MAX_TOKENS = 2**16
@@ -75,10 +76,16 @@ def nothing_died(rollout: Rollout) -> bool:
     return bool((is_kept | ~rollout.is_token[:, None, None]).all())
 
 
-def spread_rows(rollout: Rollout, n_rows: int) -> Int[Tensor, " row"]:
-    """`n_rows` of its responses, evenly from the first to the last; all where there are fewer."""
-    n = len(rollout.token_ids)
+def spread_rows(rollout: Rollout, n_rows: int, ranks: Ranks = ALONE) -> Int[Tensor, " row"]:
+    """`n_rows` of its responses, evenly from the first to the last; all where there are fewer.
+
+    Args:
+        ranks: whose responses are chosen from together; the rows of this one's rollout, perhaps none.
+    """
+    mine = ranks.mine(len(rollout.token_ids))
+    n = len(rollout.token_ids) * ranks.size
     rows = torch.linspace(0, n - 1, min(n_rows, n), dtype=torch.float64).round().long()
+    rows = rows[(mine.start <= rows) & (rows < mine.stop)] - mine.start
     return rows.to(rollout.token_ids.device)
 
 

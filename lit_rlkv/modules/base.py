@@ -110,12 +110,13 @@ class PolicyModule(L.LightningModule, ABC):
         """Loss terms and metrics of the algorithm."""
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Terms:
-        """`loss` with its gradient, and metrics that add up over the micro-batches of a step."""
-        if not batch.ends_step and isinstance(self._trainer, L.Trainer):
-            raise ValueError(
-                "lightning.Trainer steps the optimizer after every micro-batch; use n_micro_batches=1 and, "
-                "for PPO, loss.separate_passes=false with it"
-            )
+        """`loss` with its gradient, and metrics that add up over the micro-batches of a step.
+
+        Raises:
+            ValueError: under lightning.Trainer, what it would do otherwise than our loop.
+        """
+        if isinstance(self._trainer, L.Trainer):
+            _check_trainer(self._trainer, batch)
         losses, metrics = self.step_terms(batch)
         loss = touching_all(self, torch.stack(list(losses.values())).sum())
         return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
@@ -184,3 +185,16 @@ def touching_all(module: nn.Module, loss: Float[Tensor, ""]) -> Float[Tensor, ""
     if not (dist.is_available() and dist.is_initialized()) or is_sharded(module):
         return loss
     return loss + 0.0 * torch.stack([p.sum() for p in module.parameters() if p.requires_grad]).sum()
+
+
+def _check_trainer(trainer: L.Trainer, batch: TrainBatch) -> None:
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"lightning.Trainer with {trainer.world_size} processes: each would sample the same responses; "
+            "share them out by python -m lit_rlkv.fit fabric.devices=..., or use one"
+        )
+    if not batch.ends_step:
+        raise ValueError(
+            "lightning.Trainer steps the optimizer after every micro-batch; use n_micro_batches=1 and, "
+            "for PPO, loss.separate_passes=false with it"
+        )

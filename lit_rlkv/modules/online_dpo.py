@@ -63,14 +63,16 @@ class OnlineDPO(PolicyModule):
             return torch.where(is_counted, values, 0.0).sum() / n
 
         losses = {"dpo_loss": mean(token_loss)}
-        rewards_chosen, rewards_rejected = mean(self.beta * chosen), mean(self.beta * rejected)
         logps = outputs.logps.sum(dim=1)
+        # As TRL has them, whatever the loss weighs and averages.
+        rewards = self.beta * (logps - batch.ref_logps.sum(dim=1))
+        rewards_chosen, rewards_rejected = mean(rewards[::2]), mean(rewards[1::2])
         return losses, {
             **losses,
             "rewards/chosen": rewards_chosen,
             "rewards/rejected": rewards_rejected,
             "rewards/margins": rewards_chosen - rewards_rejected,
-            "rewards/accuracies": mean((chosen > rejected).float()),
+            "rewards/accuracies": mean((rewards[::2] > rewards[1::2]).float()),
             "logps/chosen": mean(logps[::2]),
             "logps/rejected": mean(logps[1::2]),
         }

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rlkv.masking import masked_mean
+from lit_rlkv.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Correction:
     replays: bool
     """The learner sees what the sampler saw, by its death table."""
     weigh: WeightFn
+
+
+def weigh_together(
+    weigh: WeightFn, log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"], ranks: Ranks
+) -> Weights:
+    """Of this rank's actions; what a weight is normalised by is that of all ranks."""
+    found = weigh(ranks.gather(log_ratio), ranks.gather(is_action))
+    mine = ranks.mine(len(log_ratio))
+    return Weights(found.weight[mine], found.is_counted[mine])
 
 
 def unweighted(log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]) -> Weights:

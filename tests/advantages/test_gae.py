@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.advantages.gae import explained_variance, gae, returns, token_rewards, whiten
+from lit_rlkv.advantages.gae import discounted_sums, explained_variance, gae, returns, token_rewards, whiten
 
 # Two columns of prompt, then responses of four, two and one actions, then padding.
 LENGTHS = [4, 2, 1]
@@ -110,6 +110,17 @@ def test_with_lambda_zero_an_advantage_is_the_error_of_one_step():
         ahead = 0.0 if is_last else gamma * VALUES[row, column + 1].item()
         expected = REWARDS[row, column].item() + ahead - VALUES[row, column].item()
         assert advantages[row, column].item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize("seq", [1, 2, 7, 8, 9])
+def test_discounted_sums_are_those_of_their_definition(seq: int, discount: float):
+    values = torch.randn(2, seq, generator=torch.Generator().manual_seed(seq), dtype=torch.float64)
+    expected = [
+        [sum(discount**n * value for n, value in enumerate(row[t:])) for t in range(seq)]
+        for row in values.tolist()
+    ]
+    torch.testing.assert_close(discounted_sums(values, discount), values.new_tensor(expected))
 
 
 def test_a_perfect_value_function_leaves_no_advantage():

@@ -14,15 +14,33 @@ class OfAnotherLoop(RLCallback):
         raise AssertionError("never called")
 
 
+class Stateful(RLCallback):
+    def state_dict(self):
+        raise AssertionError("never called")
+
+
+class Term(RLCallback):
+    def loss_term(self, module, batch, outputs):
+        raise AssertionError("never called")
+
+
 class Right(RLCallback):
     def on_rollout_end(self, experience):
         pass
 
+    def loss_terms(self, module, batch, outputs):
+        return {}, {}
+
     def on_fit_end(self, trainer, pl_module):
         pass
 
+    def losses(self):
+        """No hook, and not meant to be one."""
 
-@pytest.mark.parametrize("callback", [Misspelt(), OfAnotherLoop(), L.pytorch.callbacks.ModelCheckpoint()])
+
+@pytest.mark.parametrize(
+    "callback", [Misspelt(), OfAnotherLoop(), Stateful(), Term(), L.pytorch.callbacks.ModelCheckpoint()]
+)
 def test_a_hook_that_nothing_calls_is_refused(callback):
     with pytest.raises(TypeError, match="is never called; hooks are on_fit_start, on_phase_start"):
         check_hooks([callback])
@@ -30,3 +48,8 @@ def test_a_hook_that_nothing_calls_is_refused(callback):
 
 def test_hooks_of_the_loop_are_accepted():
     check_hooks([Right(), RLCallback(), L.Callback()])
+    check_hooks([Right(), RLCallback()], RLCallback)
+    with pytest.raises(
+        TypeError, match=r"Callback is no RLCallback; derive it from lit_rlkv\.callbacks\.hooks"
+    ):
+        check_hooks([L.Callback()], RLCallback)

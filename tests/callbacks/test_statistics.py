@@ -7,6 +7,7 @@ import torch
 from lit_rlkv.callbacks import statistics
 from lit_rlkv.callbacks.statistics import (
     RolloutStatistics,
+    critic_statistics,
     reference_statistics,
     reward_statistics,
     rollout_statistics,
@@ -39,6 +40,18 @@ def test_a_dense_learner_shows_its_mismatch():
     dense = Correction(samples_dense=True, replays=False, weigh=unweighted)
     experience = make_datamodule(make_roles(), correction=dense).collect()
     assert rollout_statistics(experience)["rollout_corr/k3_kl"] == 0.0
+
+
+def test_a_critic_is_judged_by_returns_that_are_discounted_as_its_own():
+    experience = make_datamodule(make_roles()).collect()
+    is_action = experience.rollout.is_action
+    n_left = is_action.flip(1).cumsum(1).flip(1)
+    total = torch.arange(16.0)
+    values = torch.where(is_action, total[:, None] * 0.9 ** (n_left - 1), 0.0)
+    exact = replace(experience, rewards=Rewards(total, {}), values=values, gamma=0.9)
+    assert float(critic_statistics(exact)["value/explained_variance"]) == pytest.approx(1.0, abs=1e-6)
+    undiscounted = critic_statistics(replace(exact, gamma=1.0))["value/explained_variance"]
+    assert float(undiscounted) < 0.999
 
 
 def test_statistics_join_the_metrics_of_their_iteration():

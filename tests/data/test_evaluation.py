@@ -1,5 +1,7 @@
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.replay import replay_logps
+from lit_rlkv.ranks import Ranks
 from lit_rlkv.rollout import generate
 from tests.training import make_roles
 
@@ -89,6 +92,41 @@ def test_the_same_seed_gives_the_same_row():
     first, second = (make_evaluator(temperature=1.0).score_cache(SPARSE).row for _ in range(2))
     assert first == second
     assert make_evaluator(temperature=1.0, seed=1).score_cache(SPARSE).row != first
+
+
+class Together(Ranks):
+    """Ranks that are threads."""
+
+    def __init__(self, rank, brought):
+        self.rank, self.size = rank, len(brought)
+        self.brought = brought
+
+    def gather_list(self, values):
+        self.brought[self.rank] = list(values)
+        MET.wait()
+        everything = [value for of_rank in self.brought for value in of_rank]
+        MET.wait()
+        return everything
+
+
+MET = Barrier(2)
+
+
+def test_ranks_share_the_batches_and_the_mismatch_and_find_what_one_finds():
+    options = {"temperature": 1.0, "batch_size": 8}
+    alone = make_evaluator(**options).score_cache(SPARSE)
+    brought = [[], []]
+    evaluators = [make_evaluator(**options) for _ in brought]
+    for rank, evaluator in enumerate(evaluators):
+        evaluator.ranks = Together(rank, brought)
+    # Of three batches and the mismatch each has two.
+    assert [[number for number, _ in one._own_batches()] for one in evaluators] == [[1], [0, 2]]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda evaluator: evaluator.score_cache(SPARSE), evaluators)
+    assert first.row == second.row == alone.row
+    assert first.samples == second.samples == alone.samples
+    assert torch.equal(first.rollout.token_ids, alone.rollout.token_ids)
+    assert second.rollout is None
 
 
 def test_gradients_are_not_kept():

@@ -7,10 +7,18 @@ from lit_rlkv.diagnostics import views
 from lit_rlkv.diagnostics.views import in_passes, layer_kls, rows_in_pass, spread_rows, view_overlap
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import dense_death, replay_death
+from lit_rlkv.ranks import Ranks
 from lit_rlkv.types import NEVER
 from tests.training import ARMS, make_datamodule, make_roles, shift
 
 VOCAB = 51
+
+
+class OneOfTwo(Ranks):
+    size = 2
+
+    def __init__(self, rank):
+        self.rank = rank
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +123,14 @@ def test_rows_are_spread_over_the_rollout(sampled):
     assert spread_rows(rollout, 4).tolist() == [0, 5, 10, 15]
     assert spread_rows(rollout, 1).tolist() == [0]
     assert spread_rows(rollout, 99).tolist() == list(range(16))
+
+
+def test_ranks_choose_the_rows_that_one_would_have_chosen(sampled):
+    _, rollout = sampled
+    first, second = (rollout.rows(slice(start, start + 8)) for start in (0, 8))
+    for n_rows in (1, 3, 4, 99):
+        chosen = [spread_rows(half, n_rows, OneOfTwo(rank)) for rank, half in enumerate((first, second))]
+        assert [*chosen[0].tolist(), *(chosen[1] + 8).tolist()] == spread_rows(rollout, n_rows).tolist()
 
 
 def test_passes_take_so_many_rows_or_so_many_tokens(sampled, monkeypatch):

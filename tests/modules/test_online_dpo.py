@@ -130,12 +130,13 @@ def test_every_arm_weighs_the_log_ratio_of_an_action(arm: str):
     assert (abs(found - unweighted) > 1e-4) == (arm in ("tis", "mis", "sparse_rl"))
 
 
-def test_the_logged_rewards_are_those_of_the_pairs():
+@pytest.mark.parametrize("averages", [False, True])
+def test_the_logged_rewards_are_those_of_the_pairs_whatever_the_loss_averages(averages):
     roles, data, experience = roll_out()
     (batch,) = data.steps.minibatches(experience)
     found = {
         name: float(value)
-        for name, value in make_dpo(roles).training_step(batch, 0).items()
+        for name, value in make_dpo(roles, averages=averages).training_step(batch, 0).items()
         if name != "loss"
     }
     rollout = experience.rollout

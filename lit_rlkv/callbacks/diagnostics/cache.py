@@ -39,6 +39,7 @@ class CacheStatistics(Diagnostic):
 
     Attention is that of the policy before its update, in one dense forward of `n_rows` responses. A rollout
     in which nothing was evicted, such as a dense one, is not run again: all is retained, nothing is dead.
+    Of several ranks each looks at the attention of responses of its own, for percentiles do not add up.
 
     Args:
         n_rows: responses that the dense policy reads, from the first to the last of the rollout; no more than
@@ -58,8 +59,8 @@ class CacheStatistics(Diagnostic):
 
     def measure(self, experience: Experience) -> None:
         rollout = experience.rollout
-        fraction, at_last = retained(rollout)
-        lived = lifetimes(rollout)
+        fraction, at_last = retained(rollout, experience.ranks)
+        lived = lifetimes(rollout, experience.ranks)
         n_kept, n_evicted = int(lived.n_kept.sum()), int(lived.n_evicted.sum())
         self.scalars = {
             "kv/retained": float(fraction.mean()),

@@ -23,7 +23,14 @@ from lit_rlkv.data.steps import Part, Split
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.modules.base import StepOutputs
-from lit_rlkv.objectives.corrections import WeightFn, masked, sparse_rl, truncated, unweighted
+from lit_rlkv.objectives.corrections import (
+    WeightFn,
+    masked,
+    sparse_rl,
+    truncated,
+    unweighted,
+    weigh_together,
+)
 from lit_rlkv.ranks import over_ranks
 from lit_rlkv.types import TrainBatch
 
@@ -119,7 +126,9 @@ class GradientSources(GradientDiagnostic):
             experience,
             old_logps=scores["policy"],
             ref_logps=scores.get("reference"),
-            weights=weigh(scores["policy"] - rollout.sampler_logps, rollout.is_action),
+            weights=weigh_together(
+                weigh, scores["policy"] - rollout.sampler_logps, rollout.is_action, experience.ranks
+            ),
         )
         if dense.kl_estimator is None or dense.ref_logps is None:
             return dense

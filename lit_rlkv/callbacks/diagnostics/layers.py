@@ -12,26 +12,20 @@ class LayerMismatch(RowsDiagnostic):
     """KL of the policy with one layer's evictions from the dense policy, layer by layer.
 
     It costs n_layers + 2 forwards of the responses it looks at. Where nothing was evicted all of them are 0,
-    and no forward is run.
+    and no forward is run. Responses are chosen from those of all ranks.
     """
 
     name = "layers"
 
     def measure(self, experience: Experience) -> None:
-        rollout = experience.rollout
-        if nothing_died(rollout):
-            self._report([0.0] * rollout.death.shape[1], 0.0)
-            return
-        some = rollout.rows(spread_rows(rollout, self.n_rows))
-        with acting_as(self.policy.roles, "policy") as backbone:
-            parts = [
-                layer_kls(backbone, part, self.policy.temperature)
-                for part in in_passes(some, self.rows_per_pass)
-            ]
-        *alone, together = torch.cat(parts, dim=1).mean(dim=1).tolist()
-        self._report(alone, together)
-
-    def _report(self, alone: list[float], together: float) -> None:
+        rollout, ranks = experience.rollout, experience.ranks
+        some = rollout.rows(spread_rows(rollout, self.n_rows, ranks))
+        kls = torch.zeros(rollout.death.shape[1] + 1, dtype=torch.float64, device=rollout.death.device)
+        if not nothing_died(some):
+            with acting_as(self.policy.roles, "policy") as backbone:
+                for part in in_passes(some, self.rows_per_pass):
+                    kls += layer_kls(backbone, part, self.policy.temperature).double().sum(dim=1)
+        *alone, together = (ranks.total(kls) / ranks.total(some.is_action.sum())).tolist()
         self.scalars = {f"kv/layer_kl/{layer}": value for layer, value in enumerate(alone)}
         self.scalars["kv/layer_kl/all"] = together
         self.arrays = {"layer_kl": alone, "all_layers_kl": together}

@@ -23,7 +23,6 @@ from lit_rlkv.diagnostics.views import (
 )
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.scoring import score_rollout
-from lit_rlkv.types import Rollout
 
 
 class Mismatch(RowsDiagnostic):
@@ -32,17 +31,17 @@ class Mismatch(RowsDiagnostic):
     Under a dense learner π_old is that learner already. Under replay one more forward asks what it would
     say, and tells what the other arms would have made of the same rollout. Where nothing was evicted no
     forward is run. Whole distributions are compared on a part of the responses, at the cost of two more
-    forwards of them.
+    forwards of them. On several ranks all of it is of the responses of all.
     """
 
     name = "mismatch"
 
     def measure(self, experience: Experience) -> None:
-        rollout = experience.rollout
+        dense_logps = experience.ranks.gather(self._dense_logps(experience))
+        overlap = experience.ranks.gather(self._overlap(experience))
+        rollout = experience.everyone().rollout
         is_action = rollout.is_action
-        dense_logps = self._dense_logps(experience)
         log_ratio = dense_logps - rollout.sampler_logps
-        overlap = self._overlap(rollout)
         at_actions = overlap[is_action & ~overlap.isnan()]
         self.scalars = as_floats(
             {
@@ -74,17 +73,19 @@ class Mismatch(RowsDiagnostic):
         )
         return found["policy"]
 
-    def _overlap(self, rollout: Rollout) -> Float[Tensor, "batch seq"]:
+    def _overlap(self, experience: Experience) -> Float[Tensor, "batch seq"]:
         """Of the responses that are looked at; NaN at the others."""
-        rows = spread_rows(rollout, self.n_rows)
+        rollout = experience.rollout
+        rows = spread_rows(rollout, self.n_rows, experience.ranks)
+        some = rollout.rows(rows)
         overlap = torch.full_like(rollout.sampler_logps, torch.nan)
-        if nothing_died(rollout):
-            overlap[rows] = rollout.is_action[rows].to(overlap.dtype)
+        if nothing_died(some):
+            overlap[rows] = some.is_action.to(overlap.dtype)
             return overlap
         with acting_as(self.policy.roles, "policy") as backbone:
             parts = [
                 view_overlap(backbone, part, self.policy.temperature)
-                for part in in_passes(rollout.rows(rows), self.rows_per_pass)
+                for part in in_passes(some, self.rows_per_pass)
             ]
         overlap[rows] = torch.cat(parts).to(overlap.dtype)
         return overlap
