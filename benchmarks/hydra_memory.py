@@ -24,7 +24,7 @@ import record
 import torch
 from hydra_parts.measure import check_backbones, largest_fitting, measure_held
 from hydra_parts.plot import draw
-from hydra_parts.runs import PRECISIONS, SFT, Run, make_run
+from hydra_parts.runs import DTYPES, SFT, Run, make_run
 from hydra_parts.setting import PRESETS, Setting, job_of
 from hydra_parts.tables import (
     BASELINE,
@@ -144,7 +144,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         response_len=args.response,
         rank=args.rank,
         cache=spec,
-        dtype=next(dtype for dtype in PRECISIONS if str(dtype) == f"torch.{args.dtype}"),
+        dtype=DTYPES[args.dtype],
         device=args.device,
         checkpoints_layers=args.checkpointing,
     )

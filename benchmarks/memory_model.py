@@ -106,6 +106,8 @@ class Job:
     weight_bytes: int = 4
     moment_bytes: int = 4
     """Of each of Adam's two moments."""
+    beside_bytes: int = 4
+    """Of adapters and heads, and at least of their moments."""
     is_checkpointed: bool = False
     foreach: bool = False
     """Whether Adam steps all parameters at once, as it does on CUDA."""
@@ -123,16 +125,17 @@ def static_bytes(variant: Variant, job: Job) -> dict[str, int]:
     adapter = model.n_adapter(job.rank)
     n_unread_heads = max(variant.n_trained - 1, 0) * (not model.is_tied)
     trained_heads = min(variant.n_heads, 1)
-    n_trained = variant.n_trained * model.n_weights - n_unread_heads * model.n_head_weights
-    n_trained += variant.n_adapters * adapter + trained_heads * head
+    n_whole = variant.n_trained * model.n_weights - n_unread_heads * model.n_head_weights
+    n_beside = variant.n_adapters * adapter + trained_heads * head
+    moments = n_whole * job.moment_bytes + n_beside * max(job.moment_bytes, job.beside_bytes)
     n_tensors = variant.n_trained * model.n_tensors - n_unread_heads + 2 * trained_heads
     n_tensors += variant.n_adapters * 2 * len(model.linears) * model.n_layers
     return {
         "weights": variant.n_copies * model.n_weights * job.weight_bytes,
-        "adapters": variant.n_adapters * adapter * job.weight_bytes,
-        "heads": variant.n_heads * head * job.weight_bytes,
-        "optimizer": 2 * n_trained * job.moment_bytes + n_tensors * FLOAT32,
-        "gradients": n_trained * job.weight_bytes,
+        "adapters": variant.n_adapters * adapter * job.beside_bytes,
+        "heads": variant.n_heads * head * job.beside_bytes,
+        "optimizer": 2 * moments + n_tensors * FLOAT32,
+        "gradients": n_whole * job.weight_bytes + n_beside * job.beside_bytes,
     }
 
 
@@ -162,6 +165,13 @@ def saved_bytes_per_token(variant: Variant, job: Job) -> int:
     return FLOAT32 * (normed + statistics) + job.weight_bytes * rest
 
 
+def cast_bytes(variant: Variant, job: Job) -> int:
+    """What autograd keeps of one layer besides: its adapter in the precision that it computes in."""
+    if variant.n_adapters == 0 or job.beside_bytes == job.weight_bytes:
+        return 0
+    return job.model.n_adapter(job.rank) // job.model.n_layers * job.weight_bytes
+
+
 def learned_len(variant: Variant, job: Job) -> int:
     """Columns of a forward that learns: the last token of a rollout predicts nothing, and is left out."""
     return job.prompt_len + job.response_len - variant.replays
@@ -176,14 +186,14 @@ def logits_bytes(job: Job) -> int:
 def update_activations(variant: Variant, job: Job, *, has_logits: bool) -> int:
     """Most bytes besides weights, optimizer and finished gradients in one forward and backward pass.
 
-    tokens·(layers·saved + final norm) + hidden states of the actions, and the larger of the chunk of logits
-    and what the backward pass through one MLP has on top, 2f + 2d per token. Where a tied output head trains,
-    its gradient waits for that of the embedding. Under checkpointing layers keep their inputs alone, d, and
-    one of them at a time is as above.
+    layers·(tokens·saved + cast) + tokens·final norm + hidden states of the actions, and the larger of the
+    chunk of logits and what the backward pass through one MLP has on top, 2f + 2d per token. Where a tied
+    output head trains, its gradient waits for that of the embedding. Under checkpointing layers keep their
+    inputs alone, d, and one of them at a time is as above.
     """
     model, is_whole = job.model, variant.n_trained > 0
     n_tokens = job.batch * learned_len(variant, job)
-    layer = n_tokens * saved_bytes_per_token(variant, job)
+    layer = n_tokens * saved_bytes_per_token(variant, job) + cast_bytes(variant, job)
     backward = n_tokens * job.weight_bytes * 2 * (model.mlp_dim + model.dim)
     backward += job.weight_bytes * model.n_head_weights * (has_logits and is_whole and model.is_tied)
     logits = logits_bytes(job) * has_logits

@@ -2,14 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning import Callback
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import HalfPrecision
 from torch import Tensor, nn
 
 from lit_rlkv.faults import FiniteSteps
@@ -54,6 +54,9 @@ class Learner:
         module: on several ranks one with `idle_parameters`, as all of `lit_rlkv.modules` have.
         max_grad_norm: that gradients are clipped to; None clips none.
         state: of an earlier one, to go on from.
+
+    Raises:
+        ValueError: a Fabric that would change the precision of the module's parameters to 16 bit.
     """
 
     def __init__(
@@ -68,13 +71,17 @@ class Learner:
         self.module = module
         self.callbacks = callbacks
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
+        if isinstance(fabric.strategy.precision, HalfPrecision):
+            raise ValueError(
+                f"Fabric(precision={fabric.strategy.precision.precision!r}) would round adapters, heads and "
+                "buffers, too; load the backbone in that precision, and leave Fabric's at 32-true"
+            )
         IN_STEP.wait()  # no layer may be whole while an optimizer takes its parameters
         self.is_sharded = is_sharded(module)
         configured, self.scheduler = _unpack(module.configure_optimizers())
         keep_kinds_apart(configured)
         # One after the other, as sharded modules must be.
-        with keeping_buffers(module):
-            self.model = fabric.setup_module(_Step(module))
+        self.model = fabric.setup_module(_Step(module))
         self.optimizer = cast("torch.optim.Optimizer", fabric.setup_optimizers(configured))
         self.precision = fabric.strategy.precision
         self.guard = FiniteSteps()
@@ -107,9 +114,11 @@ class Learner:
                 parameter.grad = None
         self._learners = set()
         norm = self._clip()
-        is_finite = self.guard.may_step(norm, self.sums.step)
+        scaler = getattr(self.precision, "scaler", None)
+        loss_scale = 1.0 if scaler is None else scaler.get_scale()
+        is_finite = self.guard.may_step(norm, self.sums.step, loss_scale)
         # A scaler of float16 leaves out the step by itself, and learns from it that it must scale less.
-        if is_finite or getattr(self.precision, "scaler", None) is not None:
+        if is_finite or scaler is not None:
             call(self.callbacks, "on_before_optimizer_step", None, self.module, self.optimizer)
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -147,19 +156,6 @@ class Learner:
         self.precision.load_state_dict(state.get("precision", {}))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-
-
-@contextmanager
-def keeping_buffers(module: nn.Module) -> Iterator[None]:
-    """A block in which a precision is given to parameters alone.
-
-    Fabric's bf16-true would round the frequencies of rotary embeddings, and the model that was evaluated
-    before, and that is exported after, would be another one than the model that is trained.
-    """
-    before = {name: buffer.data for name, buffer in module.named_buffers()}
-    yield
-    for name, buffer in module.named_buffers():
-        buffer.data = before[name].to(buffer.device)
 
 
 def call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from lit_rlkv.config import CONF_DIR, check_config
 from lit_rlkv.config.fabric_rules import FSDP2
 from lit_rlkv.fit import fit
-from lit_rlkv.stages.launching import make_fabric
+from lit_rlkv.stages.launching import fabric_precision, make_fabric
 
 MODEL = [
     "debug=fast",
@@ -53,7 +53,8 @@ def run_on_ranks(tmp_path, name, n_ranks, *overrides, resumes=False):
         args = (n_ranks, free_port(), cfg, tmp_path / name, resumes)
         torch.multiprocessing.start_processes(_fit_as_started, args, n_ranks, start_method="fork")
         return
-    fabric = Fabric(accelerator="cpu", devices=n_ranks, strategy="ddp_fork", precision=cfg.fabric.precision)
+    precision = fabric_precision(cfg.fabric.precision)
+    fabric = Fabric(accelerator="cpu", devices=n_ranks, strategy="ddp_fork", precision=precision)
     fabric.launch(_fit_on_a_rank, cfg, tmp_path / name, resumes)
 
 

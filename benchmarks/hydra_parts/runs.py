@@ -32,7 +32,8 @@ CONF = Path(__file__).parents[2] / "conf"
 PPO = OmegaConf.merge(*(OmegaConf.load(CONF / "algorithm" / f"{name}.yaml") for name in ("_shared", "ppo")))
 CORRECTION = OmegaConf.load(CONF / "correction" / "shadow.yaml")
 OPTIMIZER = OmegaConf.load(CONF / "optimizer" / "adamw.yaml")
-PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-true"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What backbones are kept in; adapters and heads beside them are in float32."""
 SFT = "sft"
 
 
@@ -69,9 +70,8 @@ class Run:
 
     def train(self, batch: int, n_iterations: int, callback: PhaseCallback) -> None:
         """The package's own loop with a fresh optimizer."""
-        precision = PRECISIONS[self.setting.dtype]
         train(
-            Fabric(accelerator=self.setting.device, devices=1, precision=precision),
+            Fabric(accelerator=self.setting.device, devices=1),
             self.module,
             self.make_data(batch, callback),
             callbacks=[callback],

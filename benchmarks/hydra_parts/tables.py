@@ -109,7 +109,7 @@ def paper_table() -> str:
     for name in (*LAYOUTS, SFT):
         variant = variant_of(name)
         jobs = [
-            Job(LLAMA_7B, PAPER_RANK, 1, 0, ASSUMED_LEN, 0, weight_bytes=2, moment_bytes=n_bytes)
+            Job(LLAMA_7B, PAPER_RANK, 1, 0, ASSUMED_LEN, 0, 2, moment_bytes=n_bytes, beside_bytes=2)
             for n_bytes in (2, 4)
         ]
         half, full = (sum(static_bytes(variant, job).values()) / GB for job in jobs)

@@ -2,6 +2,7 @@
 
 from lit_rlkv.config.building import (
     CONF_DIR,
+    PRESETS,
     ConfigError,
     as_config_errors,
     build,
@@ -16,6 +17,7 @@ from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
 
 __all__ = [
     "CONF_DIR",
+    "PRESETS",
     "WEIGHT_DTYPES",
     "ConfigError",
     "as_config_errors",

@@ -168,7 +168,7 @@ def _check_deleted(cfg: DictConfig, keys: Sequence[str]) -> None:
             raise ConfigError(f"~{key} takes away what every run reads; write {off}")
 
 
-PRESETS = ("experiment", "debug")
+PRESETS = ("experiment", "recipe", "debug")
 """Groups that set keys of others and have none of their own."""
 CHECKED = ("cache.", "reward.", "algorithm.kl.")
 """Nodes without `_target_` that a constructor takes whole, and so refuses what it does not know."""
@@ -200,7 +200,7 @@ def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str
     places = {key for leaf in known for key in (leaf, leaf.rpartition(".")[0])}
     close = closest(path, places)
     hint = f"did you mean {close!r}?" if close else "see --cfg job for all keys"
-    where = "on the command line" if is_typed else "in the experiment or debug preset"
+    where = "on the command line" if is_typed else "in the preset of experiment, recipe or debug"
     return f"unknown key {path!r} {where}: {hint}"
 
 

@@ -1,9 +1,11 @@
 """Rules on the processes of a run, and on how its work is shared out among them."""
 
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config.building import ConfigError
 from lit_rlkv.config.requirements import is_count, require
+from lit_rlkv.data.credit import PairCredit
 
 AUTO = "auto"
 FSDP2 = "fsdp2"
@@ -103,9 +105,11 @@ def check_shares(cfg: DictConfig, n_ranks: int) -> None:
             )
     algorithm = cfg.algorithm
     n_cuts = algorithm.n_minibatches * algorithm.n_micro_batches
-    n_own = cfg.rollout.n_prompts // n_shards
+    pairs = issubclass(get_object(algorithm.credit._target_), PairCredit)
+    n_own = cfg.rollout.n_prompts // n_shards * (1 if pairs else algorithm.group_size)
     if n_shards > 1 and n_own < n_cuts:
         raise ConfigError(
-            f"n_minibatches × n_micro_batches = {n_cuts} parts cannot be cut from the {n_own} prompts of "
-            f"each of {n_shards} shards; lower them, or raise rollout.n_prompts"
+            f"n_minibatches × n_micro_batches = {n_cuts} parts cannot be cut from the {n_own} "
+            f"{'pairs' if pairs else 'responses'} of each of {n_shards} shards; lower them, or raise "
+            "rollout.n_prompts"
         )

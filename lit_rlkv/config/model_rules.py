@@ -1,10 +1,34 @@
 """Rules on how the weights of a model are held."""
 
+from collections.abc import Iterator
+
 from omegaconf import DictConfig
 
 from lit_rlkv.config.building import ConfigError
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.loading import QUANTIZATIONS
+
+
+def check_precision(cfg: DictConfig) -> None:
+    """Refuse to keep in bfloat16 what learns: an update below half a step of its numbers is lost.
+
+    Raises:
+        ConfigError: warm-up or the layout trains the backbone's own weights.
+    """
+    for who, instead in _trainers_of_weights(cfg) if cfg.fabric.precision == "bf16-true" else ():
+        raise ConfigError(
+            f"fabric.precision=bf16-true rounds small updates of the weights that {who} trains away; use "
+            f"fabric.precision=bf16-mixed, or {instead}"
+        )
+
+
+def _trainers_of_weights(cfg: DictConfig) -> Iterator[tuple[str, str]]:
+    """What trains the backbone's own weights, and what to take instead."""
+    if "sft" in cfg.stages:
+        yield "sft", "stages=[rl,eval]"
+    layout = cfg.roles.layout
+    if layout in LAYOUTS and LAYOUTS[layout].trains_backbones:
+        yield f"roles={layout}", "roles=hydra or so"
 
 
 def check_quantization(cfg: DictConfig) -> None:
@@ -13,7 +37,7 @@ def check_quantization(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the first rule that is broken.
     """
-    quantization, layout = cfg.fabric.quantization, cfg.roles.layout
+    quantization = cfg.fabric.quantization
     if quantization is None:
         return
     given = f"fabric.quantization={quantization}"
@@ -21,7 +45,5 @@ def check_quantization(cfg: DictConfig) -> None:
         raise ConfigError(f"{given} is unknown; choose {', '.join(QUANTIZATIONS)}, or null")
     if cfg.model.path is None:
         raise ConfigError(f"{given} is of a checkpoint; give model.path, or use null")
-    if "sft" in cfg.stages:
-        raise ConfigError(f"{given}, but sft trains all weights; use stages=[rl,eval], or null")
-    if layout in LAYOUTS and LAYOUTS[layout].trains_backbones:
-        raise ConfigError(f"{given}, but roles={layout} trains all weights; use roles=hydra or so, or null")
+    for who, instead in _trainers_of_weights(cfg):
+        raise ConfigError(f"{given}, but {who} trains all weights; use {instead}, or null")

@@ -11,7 +11,6 @@ ELSEWHERE = {
     "max_steps": "algorithm.n_iterations",
     "total_training_steps": "algorithm.n_iterations",
     "gradient_accumulation_steps": "algorithm.n_micro_batches",
-    "per_device_train_batch_size": "rollout.n_prompts",
     "train_batch_size": "rollout.n_prompts",
     "max_completion_length": "rollout.max_new_tokens",
     "max_response_length": "rollout.max_new_tokens",
@@ -20,7 +19,7 @@ ELSEWHERE = {
     "beta": "algorithm.kl.weight",
     "kl_coef": "algorithm.kl.weight",
 }
-"""Names of TRL and verl, by their ends, and what is the same here."""
+"""Names of TRL and verl, by their ends, and what does the same here; README says what counts otherwise."""
 
 
 def closest(key: str, known: Collection[str]) -> str | None:

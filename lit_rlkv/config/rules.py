@@ -4,23 +4,19 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.building import ConfigError, as_config_errors, build, check_targets, is_local
+from lit_rlkv.config.algorithm_rules import check_algorithm
+from lit_rlkv.config.building import ConfigError, build, check_targets, is_local
 from lit_rlkv.config.fabric_rules import check_fabric
-from lit_rlkv.config.model_rules import check_quantization
+from lit_rlkv.config.model_rules import check_precision, check_quantization
 from lit_rlkv.config.presence import check_given
 from lit_rlkv.config.requirements import is_count, is_number, require
 from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.config.training_rules import check_training
-from lit_rlkv.data.credit import CreditRule, PairCredit
-from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.kernels.backend import KERNELS
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
-from lit_rlkv.objectives.kl import MAX_ERROR
 
 STAGES = ("sft", "rl", "eval")
 WEIGHT_DTYPES = {
@@ -49,12 +45,13 @@ def check_config(cfg: DictConfig) -> None:
         _check_paths,
         _check_cache,
         _check_sampling,
-        _check_algorithm,
+        check_algorithm,
         _check_reward,
         _check_roles,
         _check_records,
     ):
         check(cfg)
+    check_precision(cfg)
     check_quantization(cfg)
     _check_arm(cfg)
     if cfg.distillation is not None:
@@ -241,76 +238,6 @@ def _check_sampling(cfg: DictConfig) -> None:
         rollout.temperature > 0,
         f"rollout.temperature={rollout.temperature}: the policy gradient needs a distribution; "
         "give more than 0",
-    )
-
-
-def _check_algorithm(cfg: DictConfig) -> None:
-    algorithm = cfg.algorithm
-    with as_config_errors("algorithm.credit"):
-        credit: CreditRule = build(algorithm.credit).for_task(build(cfg.task))
-    has_judge = isinstance(credit, PairCredit) and credit.judge is not None
-    require(
-        not has_judge or cfg.reward.missing_eos_penalty == 0,
-        f"reward.missing_eos_penalty={cfg.reward.missing_eos_penalty} has no effect beside a judge, who "
-        "ranks in place of the reward; use 0",
-    )
-    require(
-        algorithm.group_size >= credit.min_group_size,
-        f"algorithm.group_size={algorithm.group_size}: {type(credit).__name__} compares responses to one "
-        f"prompt; give at least {credit.min_group_size}",
-    )
-    tables: dict[str, Collection[str]] = {
-        "lr_schedule": ("linear", "constant"),
-        "aggregation": AGGREGATIONS,
-    }
-    for name, table in tables.items():
-        require(
-            algorithm[name] in table,
-            f"algorithm.{name}={algorithm[name]!r} is unknown; choose one of {', '.join(table)}",
-        )
-    module = get_object(algorithm.loss._target_)
-    require(
-        isinstance(credit, module.credit_rule),
-        f"algorithm.credit: {module.__name__} learns from {module.credit_rule.__name__}, not from "
-        f"{type(credit).__name__}; choose an algorithm and change its options",
-    )
-    missing = [name for name in module.required_options if name not in algorithm.loss]
-    require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
-    with as_config_errors(algorithm.loss._target_):
-        options = {name: value for name, value in algorithm.loss.items() if not name.startswith("_")}
-        module.check_options(**options)
-    n_rows = cfg.rollout.n_prompts * algorithm.group_size
-    n_units = cfg.rollout.n_prompts if isinstance(credit, PairCredit) else n_rows
-    n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
-    require(
-        1 <= n_parts <= n_units,
-        f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
-        f"{'pairs' if isinstance(credit, PairCredit) else 'responses'}; lower them",
-    )
-    target, horizon = algorithm.kl.get("target"), algorithm.kl.get("horizon", 1)
-    require(
-        (target is None or is_number(target)) and is_number(horizon),
-        f"algorithm.kl.target={target} or algorithm.kl.horizon={horizon} is no number; give numbers, or "
-        "target=null, which steers nothing",
-    )
-    with as_config_errors("algorithm.kl"):
-        kl = KLConfig(**algorithm.kl)
-    require(
-        kl.target is None or kl.horizon > MAX_ERROR * n_rows,
-        f"algorithm.kl.horizon={kl.horizon} steers too fast for {n_rows} responses an iteration; give "
-        f"more than {MAX_ERROR * n_rows:.0f}",
-    )
-    has_critic = "value" in credit.needs
-    require(
-        0 <= algorithm.critic_warmup < algorithm.n_iterations
-        and (has_critic or algorithm.critic_warmup == 0),
-        f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
-        f"n_iterations={algorithm.n_iterations} with one",
-    )
-    require(
-        kl.place == "loss" or not isinstance(credit, PairCredit),
-        "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
-        "beta; use place=loss or weight=0",
     )
 
 

@@ -175,14 +175,27 @@ def _rope_switch(config: PretrainedConfig) -> int | None:
 
     The other such kind, dynamic scaling, sets in at `max_position_embeddings`.
     """
-    rope = optional_setting(config, "rope_parameters") or {}
-    per_layer_type = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     switches = [
         entry["original_max_position_embeddings"]
-        for entry in per_layer_type
+        for entry in _ropes(config)
         if entry.get("rope_type") == "longrope"
     ]
     return min(switches, default=None)
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """How keys are rotated: in all layers, or by the kind of layer."""
+    rope = optional_setting(config, "rope_parameters") or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def can_be_captured(model: PreTrainedModel) -> bool:
+    """Whether a forward can be recorded in a CUDA graph: it exchanges nothing, and asks the device nothing.
+
+    Dynamic scaling asks for the length so far, whether or not it has to do anything about it.
+    """
+    is_asking = any(entry.get("rope_type") == "dynamic" for entry in _ropes(text_config(model)))
+    return not is_asking and not is_sharded(model)
 
 
 def optional_setting(config: PretrainedConfig, name: str) -> Any:

@@ -146,7 +146,7 @@ def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> 
                 f"the reward head does not fit a {type(backbone).__name__} with hidden size "
                 f"{head.linear.in_features}; it belongs to another checkpoint: {error}"
             ) from error
-    return head.to(device=backbone.device, dtype=backbone.dtype)
+    return head.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
 
 
 def freeze_output_head(backbone: PreTrainedModel) -> None:

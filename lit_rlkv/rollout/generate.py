@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import check_length, is_sharded, n_embedded
+from lit_rlkv.models.adapters import rounding_once
+from lit_rlkv.models.backbone import can_be_captured, check_length, n_embedded
 from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
 from lit_rlkv.types import NEVER, Rollout
 
@@ -45,7 +46,7 @@ def generate(
             row `i * n_samples + j` of the rollout is response j to prompt i.
         max_rows: most responses under way at a time, which bounds the cache; a prompt waits until all its
             samples find a row. None runs them all at once.
-        cuda_graph: capture the decode step; None does on CUDA, unless the layers are sharded.
+        cuda_graph: capture the decode step; None does on CUDA, where the model can be captured.
 
     Raises:
         ValueError: prompts that are empty or not left-padded, or too long for the model; no row for the
@@ -67,9 +68,10 @@ def generate(
             temperature=temperature,
         ),
         generator,
-        cuda_graph=token_ids.is_cuda and not is_sharded(model) if cuda_graph is None else cuda_graph,
+        cuda_graph=token_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
     )
-    with torch.cuda.device_of(token_ids):  # type: ignore[no-untyped-call]  # graphs are the current device's
+    # Graphs are the current device's.
+    with torch.cuda.device_of(token_ids), rounding_once(model):  # type: ignore[no-untyped-call]
         rows = _decode_all(decoder, token_ids, is_prompt, n_samples)
     kv_bytes = decoder.kv.kv_bytes
     del decoder  # its cache makes room for what follows

@@ -39,3 +39,30 @@ def test_a_look_at_the_config_is_held_to_what_exists(view):
 def test_what_hydra_alone_answers_is_left_to_it():
     assert check_command_line("config", ["--help"]) is None
     assert check_command_line("config", ["--info", "defaults"]) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["diagnostics=null"], "diagnostics=null is no option; choose one of default, none"),
+        (["logger=null"], "logger=null is no option; choose one of csv,"),
+        (["diagnostics=nnone"], "diagnostics=nnone is no option; choose one of default, none"),
+        (["diagnostics.gradent=null"], "unknown key 'diagnostics.gradent': did you mean 'diagnostics.gradi"),
+        (["diagnostic=none"], "unknown key 'diagnostic': did you mean 'diagnostics'?"),
+        (["logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project' of logger=wandb?"),
+        (["logger.project=x"], "unknown key 'logger.project': logger=wandb has it"),
+        (["logger=wandb", "logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project'?"),
+        (["zzz=1"], "unknown key 'zzz': python -m lit_rlkv.fit --cfg job shows all"),
+        (["seed=1,2"], "Ambiguous value for argument 'seed=1,2' 1. To use it as a list"),
+    ],
+)
+def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        check_command_line("config", overrides)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+    check_command_line("config", ["logger=wandb", "logger.project=x", "diagnostics.gradient=null"])
+
+
+def test_what_the_options_of_a_group_share_is_no_option():
+    assert "roles=_shared is what the options of roles share" in refusal("roles=_shared")

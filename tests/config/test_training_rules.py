@@ -6,6 +6,14 @@ from tests.config.asking import asked, refusal
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (
+            ["fabric.precision=bf16-true"],
+            "fabric.precision=bf16-true rounds small updates of the weights",
+        ),
+        (
+            ["fabric.precision=bf16-true", "stages=[rl]", "roles=ppo"],
+            "fabric.precision=bf16-true rounds small updates of the weights that roles=ppo trains away; use",
+        ),
         (["seed=abc"], "seed=abc is no whole number; give one, such as seed=0"),
         (["seed=null"], "seed=None is no whole number"),
         (["seed=1.5"], "seed=1.5 is no whole number"),

@@ -1,8 +1,18 @@
 """Where adapters may go."""
 
-import pytest
+from copy import deepcopy
 
-from lit_rlkv.models.adapters import check_target_modules
+import pytest
+import torch
+
+from lit_rlkv.models.adapters import (
+    LoraSpec,
+    acting_by_row,
+    add_adapter,
+    check_target_modules,
+    rounding_once,
+    switched,
+)
 from tests.models_zoo import tiny_model
 
 
@@ -21,3 +31,40 @@ def test_names_of_modules_with_a_matrix_pass(targets):
 def test_names_that_match_nothing_are_named(targets, unknown):
     with pytest.raises(ValueError, match=f"nothing in this model is called {unknown}; choose from .*v_proj"):
         check_target_modules(tiny_model(), targets)
+
+
+@torch.no_grad()
+def test_adapters_on_bfloat16_weights_compute_in_it_alone_and_by_row_and_are_kept_in_float32():
+    model = deepcopy(tiny_model()).bfloat16()
+    for name in ("first", "second"):
+        add_adapter(model, name, LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)
+        if "lora_B" in name:
+            parameter.normal_(std=0.1)
+    token_ids = torch.arange(12).view(2, 6) % 7 + 3
+    alone = []
+    for name in ("first", "second"):
+        with switched(model, name):
+            alone.append(model(token_ids).logits)
+    assert not torch.equal(*alone)
+    with acting_by_row(model, ["first", "first", "second", "second"]):
+        stacked = model(token_ids.repeat(2, 1)).logits
+    assert torch.equal(stacked, torch.cat(alone))
+    assert stacked.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_adapters_that_are_rounded_once_say_the_same_until_the_block_ends():
+    model = deepcopy(tiny_model()).bfloat16()
+    add_adapter(model, "first", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
+    moved = [p.normal_(std=0.1) for name, p in model.named_parameters() if "lora_B" in name]
+    token_ids = torch.arange(12).view(2, 6) % 7 + 3
+    with switched(model, "first"):
+        before = model(token_ids).logits
+        with rounding_once(model):
+            assert torch.equal(model(token_ids).logits, before)
+            for parameter in moved:
+                parameter.mul_(2)
+            assert torch.equal(model(token_ids).logits, before)
+        assert not torch.equal(model(token_ids).logits, before)

@@ -23,7 +23,7 @@ from transformers import (
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models import attention, prepare_backbone, replay_logps
-from lit_rlkv.models.backbone import check_length, head_logits, token_positions
+from lit_rlkv.models.backbone import can_be_captured, check_length, head_logits, token_positions
 from lit_rlkv.rollout import generate
 from tests.models_zoo import (
     FAMILIES,
@@ -269,6 +269,12 @@ def test_sequences_on_which_longrope_turns_all_keys_are_refused():
     check_length(model, 16)
     with pytest.raises(ValueError, match="beyond 16 Phi3ForCausalLM rotates all its keys differently"):
         check_length(model, 17)
+
+
+def test_a_model_whose_rotation_asks_for_the_length_is_not_captured():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert not can_be_captured(build(tiny_config("llama", rope_parameters=rope)))
+    assert can_be_captured(build(tiny_config("llama")))
 
 
 def test_positions_count_tokens_and_not_padding():

@@ -1,0 +1,80 @@
+"""What conf/ offers."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import CONF_DIR
+from lit_rlkv.kvcache import POLICIES
+from tests.config.asking import asked
+
+GROUPS = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}"
+    for path in CONF_DIR.glob("*/*.yaml")
+    if path.stem != "none" and path.stem[0] != "_"
+)
+# Options that need something of the user's, or of the running program.
+EXTRAS = {
+    "task=jsonl": ["task.path=tests/data/problems.jsonl"],
+    "task=dataset": ["task.dataset=tests/data/problems.jsonl"],
+    "task=gsm8k": ["task.dataset=tests/data/gsm8k", "task.name=null"],
+    "reward=python": ["reward.functions.custom.path=tests/data/rewards.py:score"],
+    "reward=command": ["reward.functions.custom.argv=[sh,score.sh]"],
+    "reward=endpoint": ["reward.functions.custom.url=http://localhost:8000/score"],
+    "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
+    "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],
+    "task=reasoning_gym": ["task.dataset=spell_backward"],
+    "logger=lightning_csv": ["logger.save_dir=runs"],
+    "correction=dense": ["distillation=none"],
+    "recipe=llm": ["model.path=someone/something"],
+}
+PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}
+PACKAGES |= {"task=gsm8k": "datasets", "reward=math": "math_verify"}
+"""Of the extras `data`, `gym` and `math`."""
+STABLE_NAMES = (
+    "task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window",
+    "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size",
+    "correction", "distillation", "distillation.weight", "stages", "seed", "logger", "resume",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes_and_passes_the_checks(option):
+    if option in PACKAGES:
+        pytest.importorskip(PACKAGES[option])
+    asked(option, *EXTRAS.get(option, []))
+
+
+def test_the_names_of_the_command_line_stay():
+    cfg = asked()
+    missing = [name for name in STABLE_NAMES if OmegaConf.select(cfg, name, default="absent") == "absent"]
+    assert missing == []
+    assert {"experiment", "debug"} <= set(GROUPS)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES])
+def test_every_eviction_policy_is_an_option(policy):
+    assert asked(f"cache.policy={policy}").cache.policy == policy
+
+
+def test_the_default_passes_every_check():
+    cfg = asked()
+    assert cfg.correction.replays
+    assert cfg.distillation.direction == "sparse_student"
+
+
+def test_distillation_can_be_left_out_or_turned_around_alone():
+    assert asked("distillation=none").distillation is None
+    dense_student = asked("distillation=dense_student").distillation
+    assert (dense_student.direction, dense_student.weight, dense_student.anchor_weight) == (
+        "dense_student",
+        0.1,
+        0.0,
+    )
+
+
+def test_experiments_name_their_own_command():
+    for path in (Path(CONF_DIR) / "experiment").glob("*.yaml"):
+        assert f"python -m lit_rlkv.fit experiment={path.stem}" in path.read_text()
