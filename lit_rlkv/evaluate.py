@@ -15,6 +15,7 @@ from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_comma
 from lit_rlkv.config.commands import check_draws, check_evaluation
 from lit_rlkv.data.estimates import Estimates, estimate
 from lit_rlkv.data.evaluation import Sample
+from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.files import write_atomically
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.stages import environment
@@ -105,7 +106,7 @@ def run_command_line(asked: DictConfig) -> None:
     """What a command line that composes asks for."""
     try:
         found = evaluate(asked)
-    except (ConfigError, MemoryExhaustedError) as error:
+    except (ConfigError, MemoryExhaustedError, RewardsFailedError) as error:
         sys.exit(f"error: {error}")
     result = found.save(asked.name)
     settings = found.settings

@@ -33,11 +33,13 @@ class FiniteSteps:
         self.n_tolerated = n_tolerated
         self.n_in_a_row = 0
 
-    def may_step(self, norm: Tensor, terms: Mapping[str, Tensor]) -> bool:
+    def may_step(self, norm: Tensor, terms: Mapping[str, Tensor], loss_scale: float = 1.0) -> bool:
         """Whether the gradient of this norm is finite; waits for the device.
 
         Args:
             terms: the losses and metrics of the step, to say which of them were not finite.
+            loss_scale: what the loss was multiplied by before it went back. Above 1 a gradient that is not
+                finite counts nothing yet: a scaler begins too high, and halves its scale each time.
 
         Raises:
             NonFiniteError: too many steps in a row had none.
@@ -45,6 +47,8 @@ class FiniteSteps:
         if bool(torch.isfinite(norm)):
             self.n_in_a_row = 0
             return True
+        if loss_scale > 1.0:
+            return False
         self.n_in_a_row += 1
         if self.n_in_a_row > self.n_tolerated:
             raise NonFiniteError(
@@ -118,6 +122,15 @@ class Interruption:
         """
         if self._agreed is not None:
             raise InterruptedRunError(f"asked to end by {signal.Signals(self._agreed).name}")
+
+    def end_if_asked(self, fabric: Fabric) -> None:
+        """End where any rank was asked to by now; all of them must call this together, held.
+
+        Raises:
+            InterruptedRunError: one was.
+        """
+        self.is_asked(fabric)
+        self.end_if_agreed()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number

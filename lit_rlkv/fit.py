@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -24,6 +25,7 @@ from lit_rlkv.config import (
     check_keys,
 )
 from lit_rlkv.config.fabric_rules import check_shares
+from lit_rlkv.data.rewarding import RewardsFailedError
 from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption
 from lit_rlkv.files import sweep_partial, write_atomically
 from lit_rlkv.out_of_memory import MemoryExhaustedError
@@ -45,6 +47,8 @@ from lit_rlkv.stages.saving import newest
 from lit_rlkv.stages.warmup import WARM, start_folder
 
 LOG = "fit.log"
+ASKED = ".asked_to_end"
+"""In the folder of a run that has saved itself and ended because it was asked to, until it goes on."""
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +119,7 @@ def run_command_line(cfg: DictConfig) -> None:
     try:
         with interruption.listening():
             run_dir, results = fit_as_asked(cfg, run_dir, hydra_cfg, console, interruption)
-    except ConfigError as error:
+    except (ConfigError, RewardsFailedError) as error:
         sys.exit(f"error: {error}")
     except MemoryExhaustedError as error:
         log.error("what did not find memory:", exc_info=error)
@@ -164,7 +168,26 @@ def fit_as_asked(
         if fabric.is_global_zero:
             logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG, delay=True))
         resumes = old_dir is not None
-        return run_dir, fit(cfg, run_dir, console, resumes=resumes, fabric=fabric, interruption=interruption)
+        with leaving_word(run_dir, is_first=fabric.is_global_zero):
+            results = fit(cfg, run_dir, console, resumes=resumes, fabric=fabric, interruption=interruption)
+        return run_dir, results
+
+
+@contextmanager
+def leaving_word(run_dir: Path, *, is_first: bool) -> Iterator[None]:
+    """A block in which a run goes on; if it ends because it was asked to, `ASKED` says so.
+
+    The exit code need not: srun gives the highest of all ranks, also of one that it killed on its way out.
+    """
+    if is_first:
+        (run_dir / ASKED).unlink(missing_ok=True)
+    try:
+        yield
+    except InterruptedRunError:
+        if is_first and (run_dir / CONFIG).is_file():  # else there is nothing to go on with
+            with suppress(OSError):
+                (run_dir / ASKED).touch()
+        raise
 
 
 def claimed(

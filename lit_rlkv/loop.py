@@ -71,8 +71,7 @@ def train(
                 # One rank that ends would leave the others waiting for it.
                 with fabric.autocast(), interruption.granted(fabric.world_size == 1):
                     loader = fabric.setup_dataloaders(datamodule.train_dataloader())
-                interruption.is_asked(fabric)
-                interruption.end_if_agreed()
+                interruption.end_if_asked(fabric)
             except InterruptedRunError:
                 save(Moment(iteration, metrics, data_state, learner.state_dict, is_last=True))
                 raise

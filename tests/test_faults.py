@@ -3,11 +3,14 @@
 import os
 import signal
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 
-from lit_rlkv.faults import FiniteSteps, InterruptedRunError, Interruption, NonFiniteError
+from lit_rlkv.faults import MAX_SKIPPED, FiniteSteps, InterruptedRunError, Interruption, NonFiniteError
+from lit_rlkv.learner import Learner
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
@@ -31,6 +34,45 @@ def test_too_many_in_a_row_end_training_with_what_was_not_finite(terms, says):
     guard.may_step(NAN, terms)
     with pytest.raises(NonFiniteError, match=says):
         guard.may_step(NAN, terms)
+
+
+def test_what_a_scaler_still_answers_by_a_lower_scale_counts_nothing():
+    guard = FiniteSteps(n_tolerated=1)
+    assert not any(guard.may_step(NAN, {}, loss_scale=2.0**power) for power in range(16, 0, -1))
+    assert not guard.may_step(NAN, {}, loss_scale=1.0)
+    with pytest.raises(NonFiniteError, match="2 optimizer steps in a row"):
+        guard.may_step(NAN, {}, loss_scale=0.5)
+
+
+class Steep(L.LightningModule):
+    """Its one gradient is `slope`."""
+
+    def __init__(self, slope):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.slope = slope
+
+    def training_step(self, batch, index):
+        return {"loss": self.weight * self.slope}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def n_skipped(slope, n_steps):
+    """By a learner whose losses are scaled, by 65,536 at first."""
+    precision = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+    learner = Learner(Fabric(accelerator="cpu", plugins=precision), Steep(slope), [], 1.0, None)
+    for _ in range(n_steps):
+        learner.learn(None, 0)
+    return learner.metrics()["skipped_steps"]
+
+
+def test_a_scaler_that_begins_too_high_has_the_steps_it_needs():
+    # 1e36 is below 3.4e38, the largest of float32, by a factor of 340: from 2 ** 16 down to 2 ** 8
+    assert n_skipped(1e36, n_steps=10) == 8 > MAX_SKIPPED
+    with pytest.raises(NonFiniteError):
+        n_skipped(torch.inf, n_steps=16 + MAX_SKIPPED + 1)
 
 
 def send(number):
@@ -70,6 +112,14 @@ def test_nobody_who_was_not_asked_ends():
     interruption = Interruption()
     assert not interruption.is_asked(FABRIC)
     interruption.end_if_agreed()
+    interruption.end_if_asked(FABRIC)
+
+
+def test_who_was_asked_ends_at_the_next_place_for_it():
+    with Interruption().listening() as interruption, interruption.held():
+        send(signal.SIGTERM)
+        with pytest.raises(InterruptedRunError, match="SIGTERM"):
+            interruption.end_if_asked(FABRIC)
 
 
 def test_inside_of_what_is_held_a_block_may_be_broken_off():

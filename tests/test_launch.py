@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.faults import EXIT_CODE
+from lit_rlkv.fit import ASKED
 from tests.tiny import TINY, run
 
 ROOT = Path(__file__).parent.parent
@@ -26,11 +27,11 @@ def warm(tmp_path_factory):
     return folder
 
 
-def start(launcher, *arguments):
+def start(launcher, *arguments, **environment):
     return subprocess.Popen(
         [*launcher, *TINY, *OPTIONS, *arguments],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
 
 
@@ -65,10 +66,12 @@ def test_a_launcher_decides_on_the_number_of_processes(warm, name):
     assert said.count("report: ") == 1
 
 
-def test_one_signal_ends_all_ranks_and_what_is_left_goes_on(warm):
+def test_one_signal_ends_all_ranks_that_one_task_of_slurm_has_started(warm):
+    slurm = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"}
+    slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
     folder = warm / "asked"
     arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
-    process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
+    process = start([*PYTHON, "lit_rlkv.fit"], *arguments, **slurm)
     wait_for(folder / "ranks" / "1" / "metrics.csv")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
@@ -76,6 +79,64 @@ def test_one_signal_ends_all_ranks_and_what_is_left_goes_on(warm):
     assert process.returncode == EXIT_CODE, said
     (saved,) = (folder / "checkpoints").iterdir()
     assert saved.name == f"iteration-{n_rows(folder):06d}"
+
+
+def test_a_signal_ends_all_ranks_between_the_caches_of_an_evaluation(warm):
+    folder = warm / "asked-while-it-evaluates"
+    budgets = f"evaluation.budgets={list(range(5, 105))}".replace(" ", "")
+    arguments = ["stages=[rl,eval]", f"runs_dir={warm}", f"hydra.run.dir={folder}", "resume=auto"]
+    process = start(
+        [*PYTHON, "lit_rlkv.fit"], *arguments, "fabric.devices=2", budgets, "evaluation.n_prompts=256"
+    )
+    for line in process.stdout:
+        if "before training" in line:
+            break
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[0]
+    assert process.returncode == EXIT_CODE, said
+    assert (folder / ASKED).exists()
+    assert not (folder / "evaluation.json").exists()  # it was still at that
+    process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert not (folder / ASKED).exists()
+    assert n_rows(folder) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "leaves_note", "ends_with", "is_requeued"),
+    [
+        (0, False, 0, False),
+        (1, False, 1, False),
+        (137, False, 137, False),  # a rank was killed, for it had no memory
+        (75, True, 75, True),
+        (137, True, 75, True),  # srun killed one that was on its way out
+        (75, False, 75, True),
+    ],
+)
+def test_a_job_goes_on_if_the_run_says_that_it_was_asked_to_end(
+    tmp_path, code, leaves_note, ends_with, is_requeued
+):
+    note = tmp_path / "runs" / "mine" / ASKED
+    note.parent.mkdir(parents=True)
+    note.touch()  # of the time before: a job that cannot start would else be requeued for ever
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text("")
+    ends = f"touch {note}; exit {code}" if leaves_note else f"exit {code}"
+    for name, then in {"srun": ends, "scontrol": "exit 0"}.items():
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >> said\n{then}\n')
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "fit.sbatch"), "mine", "seed=1"], cwd=tmp_path, check=False,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        | {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"},
+    )  # fmt: skip
+    assert done.returncode == ends_with
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said[0].endswith("-m lit_rlkv.fit hydra.run.dir=runs/mine resume=auto seed=1")
+    assert (said[1:] == ["scontrol requeue 7"]) == is_requeued
 
 
 @pytest.mark.parametrize("dies", [0, 1])

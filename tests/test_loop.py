@@ -77,6 +77,19 @@ def test_lightning_trainer_gives_the_same_losses_and_weights():
         torch.testing.assert_close(value, parameters_of(twin)[name], rtol=0, atol=1e-7)
 
 
+def test_a_fabric_that_would_round_what_trains_is_refused():
+    with pytest.raises(ValueError, match=r"'bf16-true'.* load the backbone in that precision"):
+        Learner(Fabric(accelerator="cpu", precision="bf16-true"), make_run()[0], [], 1.0, None)
+
+
+def test_several_processes_of_lightning_trainer_are_refused():
+    module, datamodule = make_run()
+    module.trainer = L.Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    batch = next(iter(datamodule.train_dataloader()))
+    with pytest.raises(ValueError, match="2 processes: each would sample the same responses"):
+        module.training_step(batch, 0)
+
+
 def test_micro_batches_do_not_change_the_update():
     whole, data = make_run(n_minibatches=2)
     split, split_data = make_run(n_minibatches=2, n_micro_batches=3)
@@ -214,14 +227,3 @@ def test_under_mixed_precision_the_learner_computes_in_the_precision_of_the_samp
     after = parameters_of(module)
     assert all(parameter.dtype == torch.float32 for parameter in after.values())
     assert any(not torch.equal(after[name], before[name]) for name in after)
-
-
-def test_a_precision_is_one_of_parameters_and_rounds_no_rotary_frequencies():
-    roles = make_roles()
-    rotary = roles.backbone("policy").model.rotary_emb
-    before = rotary.inv_freq.clone()
-    fabric = Fabric(accelerator="cpu", precision="bf16-true")
-    Learner(fabric, make_module(roles), [], 1.0, None)
-    assert next(roles.parameters()).dtype == torch.bfloat16
-    assert torch.equal(rotary.inv_freq, before)
-    assert not torch.equal(before.bfloat16().float(), before)  # what it would have been

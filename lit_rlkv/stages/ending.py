@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 
-from lit_rlkv.stages.launching import started_processes
+from lit_rlkv.stages.launching import starts_others
 
 FIRST = "LIT_RLKV_FIRST_PROCESS"
 """Environment variable: the process that starts the others."""
@@ -24,7 +24,7 @@ def ending_together(fabric: Fabric) -> Iterator[None]:
     it does not look after the process that starts them. Those of torchrun and srun have these to do that.
     """
     # On Windows the parent of a process in a virtual environment is a stub, which says nothing.
-    is_ours = os.name == "posix" and fabric.world_size > 1 and started_processes() is None
+    is_ours = os.name == "posix" and fabric.world_size > 1 and starts_others(fabric)
     first = os.environ.get(FIRST) if os.environ.get("LOCAL_RANK", "0") != "0" else None
     over = threading.Event()
     if is_ours and first is not None:

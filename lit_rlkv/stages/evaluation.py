@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from lit_rlkv.callbacks.progress import track
 from lit_rlkv.data.evaluation import CacheScore, EvalConfig, Evaluator
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.faults import Interruption
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.ranks import ranks_of
@@ -34,9 +35,18 @@ def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) ->
 
 
 def score_caches(
-    parts: Parts, roles: Roles, caches: Sequence[CacheSpec], n_samples: int = 1
+    parts: Parts,
+    roles: Roles,
+    caches: Sequence[CacheSpec],
+    n_samples: int = 1,
+    interruption: Interruption | None = None,
 ) -> Iterator[CacheScore]:
-    """What the policy scores with each cache on the same held-out prompts, one after the other."""
+    """What the policy scores with each cache on the same held-out prompts, one after the other.
+
+    Args:
+        interruption: of a run that may be asked to end, which several processes do before a cache.
+    """
+    interruption = interruption or Interruption()
     cfg = parts.cfg.evaluation
     source = PromptSource(parts.task, split="eval", seed=parts.cfg.seed)
     problems = source.take(min(cfg.n_prompts, source.size or cfg.n_prompts))
@@ -57,18 +67,25 @@ def score_caches(
     )
     with track("eval", len(caches)) as advance, parts.fabric.autocast():
         for cache in caches:
+            interruption.end_if_asked(parts.fabric)
             found = evaluator.score_cache(cache)
             advance(accuracy=found.row.accuracy)
             yield found
 
 
-def evaluate_policy(parts: Parts, roles: Roles) -> tuple[list[EvalRow], Rollout]:
-    """Accuracy on held-out prompts with each cache, and the rollout under the run's own budget."""
+def evaluate_policy(
+    parts: Parts, roles: Roles, interruption: Interruption | None = None
+) -> tuple[list[EvalRow], Rollout | None]:
+    """Accuracy on held-out prompts with each cache, and the first rank's rollout under the run's own budget.
+
+    Raises:
+        InterruptedRunError: the run was asked to end; what was scored is lost.
+    """
     caches = evaluation_caches(parts.cfg)
     rows, pictured = [], None
-    for cache, found in zip(caches, score_caches(parts, roles, caches), strict=True):
+    scores = score_caches(parts, roles, caches, interruption=interruption)
+    for cache, found in zip(caches, scores, strict=True):
         rows.append(found.row)
         if cache == parts.cache or pictured is None:
             pictured = found.rollout
-    assert pictured is not None
     return rows, pictured

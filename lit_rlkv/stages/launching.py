@@ -2,19 +2,23 @@
 
 import os
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import DoublePrecision
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, Precision
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import Strategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.fabric_rules import ALL_DEVICES, AUTO, FSDP2
+from lit_rlkv.ranks import PATIENCE
 from lit_rlkv.sharding import ShardedStrategy
 
 Found = TypeVar("Found")
@@ -23,20 +27,26 @@ Found = TypeVar("Found")
 def make_fabric(cfg: DictConfig) -> Fabric:
     """The device or devices of a run; `launch` starts its other processes where no launcher has.
 
-    `fabric.devices=auto` is one process, or as many as torchrun, srun or `fabric run` has started.
+    `fabric.devices=auto` is one process, or as many as torchrun, srun or `fabric run` has started. In a SLURM
+    job of one task, which may have many devices, another number is started as it is without SLURM.
 
     Raises:
         ConfigError: another number of processes was started than is asked for, or a device that is not there.
     """
     settings = cfg.fabric
     started = started_processes()
+    plugins: list[Precision | ClusterEnvironment | CheckpointIO] = []
+    if _is_one_task_of_slurm(started) and settings.devices not in (AUTO, 1):
+        started = None
+        plugins.append(LightningEnvironment())
     if started is not None:
         n_nodes, n_devices = started
         if settings.num_nodes not in (1, n_nodes) or settings.devices not in (AUTO, n_devices):
             raise ConfigError(
                 f"fabric.num_nodes={settings.num_nodes} and fabric.devices={settings.devices}, but the "
                 f"launcher has started {n_devices} processes on each of {n_nodes} nodes; leave both out, and "
-                "it decides"
+                "have it start as many as there are devices (srun --ntasks-per-node, torchrun "
+                "--nproc-per-node)"
             )
     else:
         n_nodes, n_devices = settings.num_nodes, 1 if settings.devices == AUTO else settings.devices
@@ -46,6 +56,9 @@ def make_fabric(cfg: DictConfig) -> Fabric:
                 "the run there too, by srun or torchrun"
             )
     is_double = settings.precision == "64-true"
+    if is_double:
+        # By its name Fabric has it for all strategies but FSDP2.
+        plugins.append(DoublePrecision())
     with as_config_errors("fabric"):
         try:
             return Fabric(
@@ -53,12 +66,20 @@ def make_fabric(cfg: DictConfig) -> Fabric:
                 devices=n_devices,
                 num_nodes=n_nodes,
                 strategy=_strategy(cfg, n_nodes, n_devices),
-                # By its name Fabric has it for all strategies but FSDP2.
-                precision=None if is_double else settings.precision,
-                plugins=DoublePrecision() if is_double else None,
+                precision=None if is_double else fabric_precision(settings.precision),
+                plugins=plugins,
             )
         except (MisconfigurationException, RuntimeError) as error:
             raise ValueError(str(error)) from error
+
+
+def fabric_precision(precision: str) -> Any:
+    """What Fabric is told of a precision, a literal of its own.
+
+    Of bf16-true nothing: weights are loaded in it, and all that trains beside them stays in float32. Fabric
+    would round adapters, heads and buffers too, and make every new tensor bfloat16, rewards among them.
+    """
+    return "32-true" if precision == "bf16-true" else precision
 
 
 def _strategy(cfg: DictConfig, n_nodes: int, n_devices: int) -> str | Strategy:
@@ -72,6 +93,22 @@ def launch(fabric: Fabric) -> None:
     """Start its other processes, or meet those that a launcher has started."""
     if "LT_CLI_USED" not in os.environ:  # under `fabric run` a Fabric does that when it is made
         fabric.launch()
+    everyone = dist.group.WORLD if dist.is_available() else None
+    if everyone is not None:
+        # Not when the group is made: that a rank cannot be reached at all should be said sooner.
+        everyone.set_timeout(PATIENCE)
+
+
+def starts_others(fabric: Fabric) -> bool:
+    """Whether the processes of this run are started by the first one of them, and by no launcher."""
+    strategy = fabric.strategy
+    return isinstance(strategy, ParallelStrategy) and isinstance(
+        strategy.cluster_environment, LightningEnvironment
+    )
+
+
+def _is_one_task_of_slurm(started: tuple[int, int] | None) -> bool:
+    return started == (1, 1) and not TorchElasticEnvironment.detect()
 
 
 def started_processes() -> tuple[int, int] | None:

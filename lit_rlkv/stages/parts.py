@@ -26,6 +26,7 @@ from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.rewards import Panel
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.sharding import ShardedStrategy
+from lit_rlkv.stages.launching import fabric_precision
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
@@ -86,7 +87,8 @@ def build_parts(cfg: DictConfig, fabric: Fabric | None = None) -> Parts:
     if cfg.fabric.n_threads is not None:
         torch.set_num_threads(cfg.fabric.n_threads)
     set_kernels(cfg.kernels)
-    fabric = fabric or Fabric(accelerator=cfg.fabric.accelerator, devices=1, precision=cfg.fabric.precision)
+    precision = fabric_precision(cfg.fabric.precision)
+    fabric = fabric or Fabric(accelerator=cfg.fabric.accelerator, devices=1, precision=precision)
     _check_device(cfg, fabric.device)
     with as_config_errors("model"):
         tokenizer = load_tokenizer(expanded(cfg.model.path))

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checkpoint import Checkpoint
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import PRESETS, ConfigError
 from lit_rlkv.stages.locking import BusyError, FolderLock
 from lit_rlkv.stages.parts import CONFIG, REPORT, load_config
 
@@ -143,7 +143,7 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
     asked = saved.copy()
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if key in ("experiment", "debug"):  # a preset sets keys everywhere
+        if key in PRESETS:  # a preset sets keys everywhere
             raise ConfigError(
                 f"{override}: a preset cannot be put on a run that is gone on with; give the settings that "
                 "are to change"

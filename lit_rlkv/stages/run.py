@@ -37,7 +37,7 @@ from lit_rlkv.stages.saving import backbone_id, check_backbone
 from lit_rlkv.stages.training import make_policy, train_policy
 from lit_rlkv.stages.warm_progress import WarmProgress
 from lit_rlkv.stages.warmup import WARM_DONE, warm_up
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import EvalRow, Rollout
 
 WARM_WORK = "warmup"
 """Folder in a run for what its warm-up has done so far."""
@@ -88,7 +88,7 @@ class Run:
         Args:
             start: the model to start from; None warms one up.
         """
-        # One rank that ends would leave the others waiting; training is where all of them agree to.
+        # One rank that ends would leave the others waiting: all agree to, where they ask each other.
         with self.interruption.held(self.parts.fabric.world_size > 1):
             return self._stages(start)
 
@@ -101,15 +101,17 @@ class Run:
         backbone = told_by_first(self.parts.fabric, lambda: backbone_id(start))
         check_backbone(self.resume_from, start, backbone)
         diagnostics = make_diagnostics(cfg, module)
+        self.interruption.end_if_asked(self.parts.fabric)
         if evaluates and results.reward_model is None:
             with results.timed("eval"):
                 results.reward_model = report_on_reward(self.parts, module.roles, start)
         if evaluates and trains and not results.before:
             self.console.print("[bold]eval[/] before training")
             with results.timed("eval"):
-                results.before, results.rollout = evaluate_policy(self.parts, module.roles)
+                results.before, results.rollout = self._evaluate(module)
             self._save_results()
         if trains:
+            self.interruption.end_if_asked(self.parts.fabric)  # before it samples for an iteration
             self._train(module, diagnostics, backbone)
         elif self.resume_from is not None:
             with as_config_errors(str(self.resume_from.path)):
@@ -117,7 +119,7 @@ class Run:
         if evaluates:
             self.console.print("[bold]eval[/]" + (" after training" if trains else ""))
             with results.timed("eval"):
-                results.after, results.rollout = evaluate_policy(self.parts, module.roles)
+                results.after, results.rollout = self._evaluate(module)
             budget = None if self.parts.cache.is_dense else self.parts.cache.budget
             results.final = final_metrics(results.before, results.after, budget)
             self._save_results()
@@ -125,6 +127,9 @@ class Run:
             self._report()
         self.parts.fabric.barrier()
         return results
+
+    def _evaluate(self, module: PolicyModule) -> tuple[list[EvalRow], Rollout | None]:
+        return evaluate_policy(self.parts, module.roles, self.interruption)
 
     def _start_from(self, start: str | Path) -> str | Path:
         self.console.print(f"start from {start}")

@@ -132,7 +132,13 @@ def train_policy(
     interruption: Interruption | None = None,
     backbone: str | None = None,
 ) -> None:
-    """RL from the first iteration, or from a checkpoint; `backbone` is the fingerprint of what is frozen."""
+    """RL from the first iteration, or from a checkpoint; `backbone` is the fingerprint of what is frozen.
+
+    Raises:
+        TypeError: a callback that the loop cannot call.
+        ConfigError: the checkpoint is of other parameters.
+    """
+    check_hooks(callbacks, RLCallback)
     cfg = parts.cfg
     algorithm = cfg.algorithm
     ranks = ranks_of(parts.fabric)
@@ -185,7 +191,6 @@ def train_policy(
         ranks=ranks,
     )
     module.loss_terms = [callback.loss_terms for callback in callbacks]
-    check_hooks(callbacks)
     if resume_from is not None:
         with as_config_errors(str(resume_from.path)):
             load_trainable(module, resume_from.weights())

@@ -1,10 +1,14 @@
 """How many processes a run has, by the config and by what a launcher says."""
 
 import pytest
+import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.stages.launching import make_fabric, started_processes
+from lit_rlkv.ranks import IN_STEP, PATIENCE
+from lit_rlkv.stages.launching import launch, make_fabric, started_processes, starts_others
+from tests.tiny import as_rank, free_port
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
@@ -42,8 +46,50 @@ def test_alone_there_is_one_process_or_as_many_as_asked_for():
 def test_a_launcher_decides(monkeypatch, variables, n_ranks):
     set_all(monkeypatch, variables)
     assert make_fabric(config()).world_size == n_ranks
-    with pytest.raises(ConfigError, match=r"fabric\.devices=3, but the launcher has started"):
+    assert not starts_others(make_fabric(config()))
+    with pytest.raises(ConfigError, match=r"fabric\.devices=3, but the launcher has started") as error:
         make_fabric(config(devices=3))
+    assert "srun --ntasks-per-node" in str(error.value)
+
+
+ONE_TASK = {
+    **SLURM,
+    "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_one_task_of_slurm_starts_the_other_processes_itself(monkeypatch, precision):
+    set_all(monkeypatch, ONE_TASK)
+    fabric = make_fabric(config(devices=2, precision=precision))
+    assert fabric.world_size == 2
+    assert starts_others(fabric)
+    assert fabric.strategy.precision.precision == precision
+    for devices in ("auto", 1):
+        assert make_fabric(config(devices=devices)).world_size == 1
+    with pytest.raises(ConfigError, match="by srun or torchrun"):
+        make_fabric(config(devices=2, num_nodes=2))
+
+
+def test_one_process_of_torchrun_starts_no_others(monkeypatch):
+    set_all(monkeypatch, {**ONE_TASK, **TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    with pytest.raises(ConfigError, match=r"fabric\.devices=2, but the launcher has started 1"):
+        make_fabric(config(devices=2))
+
+
+def wait_as_long_as_any_rollout(rank, port):
+    as_rank(rank, 2, port)
+    launch(make_fabric(config()))
+    IN_STEP.add(IN_STEP.wait)
+    for group in (dist.group.WORLD, IN_STEP.group):
+        assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
+    dist.destroy_process_group()
+
+
+def test_ranks_wait_for_one_that_samples_for_hours():
+    args = (free_port(),)
+    torch.multiprocessing.start_processes(wait_as_long_as_any_rollout, args, 2, start_method="fork")
+    assert PATIENCE.total_seconds() > 2 * 3600
 
 
 def test_what_would_wait_for_ever_is_refused(monkeypatch):

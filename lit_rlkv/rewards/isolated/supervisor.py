@@ -15,6 +15,8 @@ from contextlib import suppress
 
 def main() -> None:
     """Run the program until it ends or is left alone."""
+    # A scheduler may send it to all processes of a run that still waits for the program.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     lifeline, argv = int(sys.argv[1]), sys.argv[2:]
     try:
         program = subprocess.Popen(argv, start_new_session=True)

@@ -1,6 +1,7 @@
 """A process that scores completions with a function of a file: JSON lines in, JSON lines out.
 
-It ends when its input ends, also in the middle of a question, so that it never outlives who asks. It is run
+It ends when its input ends, also in the middle of a question, so that it never outlives who asks. It does not
+end by SIGTERM, which a scheduler may send to all processes of a run that still waits for an answer. It is run
 by its path and imports the standard library alone, so that it starts in a moment and is small.
 """
 
@@ -9,6 +10,7 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -20,6 +22,7 @@ from typing import Any, TextIO
 
 def main() -> None:
     """Load the function that the first line names, then answer each further line with one."""
+    _outlive_sigterm()
     questions, answers = _private_pipes()
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(questions, lines), daemon=True).start()
@@ -38,6 +41,12 @@ def main() -> None:
         answer = _answer(function, question, job["options"])
         faulthandler.cancel_dump_traceback_later()
         _write(answers, answer)
+
+
+def _outlive_sigterm() -> None:
+    # A handler, for what the function starts would inherit that a signal is ignored, and could not be ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def load(path: str, name: str) -> Callable[..., Any]:

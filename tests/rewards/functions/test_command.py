@@ -1,10 +1,12 @@
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from lit_rlkv.rewards import Command
+from lit_rlkv.rewards.isolated import supervisor
 from tests.rewards.asking import opened, score
 from tests.rewards.running import is_running, wait_until
 
@@ -60,6 +62,21 @@ def test_a_failure_is_tried_again(tmp_path):
         score(Command(argv=["sh", str(tmp_path / "second.sh")]), "")
 
 
+def test_a_schedulers_signal_does_not_part_a_program_from_who_waits_for_it():
+    read, write = os.pipe()
+    program = ["sh", "-c", "trap '' TERM; echo on; sleep 1; echo done"]
+    process = subprocess.Popen(
+        [sys.executable, supervisor.__file__, str(read), *program],
+        stdout=subprocess.PIPE, pass_fds=[read], text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "on\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[0] == "done\n"
+    assert process.returncode == 0
+    os.close(read)
+    os.close(write)
+
+
 @pytest.mark.usefixtures("_as_users_run_it")
 @pytest.mark.parametrize(
     ("argv", "says"),
@@ -95,6 +112,7 @@ print(1)
 PARENT = """
 import sys
 from lit_rlkv.rewards import Command
+from lit_rlkv.rewards.isolated import supervisor
 Command(argv=sys.argv[1:], timeout_s=60).open().submit({"completion": ""}).result()
 """
 

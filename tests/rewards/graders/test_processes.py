@@ -11,11 +11,27 @@ from lit_rlkv.rewards.graders import Children, Refused, processes
 from tests.rewards.running import is_running, wait_until
 
 SOURCE = """
+import multiprocessing
 import os
+import signal
+import subprocess
 import time
 
 def pid(completion):
     return os.getpid()
+
+def asked_to_end(completion):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 0.5
+
+def ends_others(completion):
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forked.start()
+    program = subprocess.Popen(["sleep", "60"])
+    for other in (forked, program):
+        other.terminate()
+    forked.join()
+    return -forked.exitcode + (program.wait() == forked.exitcode) / 2
 
 def hang(completion):
     open(completion, "w").write(str(os.getpid()))
@@ -51,6 +67,18 @@ def test_a_worker_that_hangs_is_killed(file, tmp_path):
     with pytest.raises(TimeoutError):
         children.ask({"completion": str(tmp_path / "pid")})
     assert not is_running(int((tmp_path / "pid").read_text()))
+    children.close()
+
+
+def test_a_worker_answers_though_a_scheduler_asks_all_processes_to_end(file):
+    children = Children(str(file), "asked_to_end", {}, 5)
+    assert [children.ask({"completion": ""}) for _ in range(2)] == [0.5, 0.5]
+    children.close()
+
+
+def test_what_a_function_starts_can_be_ended(file):
+    children = Children(str(file), "ends_others", {}, 20)
+    assert children.ask({"completion": ""}) == signal.SIGTERM + 0.5
     children.close()
 
 

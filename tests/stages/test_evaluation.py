@@ -1,0 +1,44 @@
+"""Evaluations of a run: when one that is asked to end does."""
+
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lit_rlkv.faults import InterruptedRunError, Interruption
+from lit_rlkv.stages.evaluation import evaluate_policy
+from lit_rlkv.stages.parts import Parts, build_parts
+from lit_rlkv.stages.training import make_policy
+from lit_rlkv.stages.warmup import warm_up
+from tests.tiny import config
+
+
+@dataclass(frozen=True)
+class AskedWhileItScores(Parts):
+    """Parts of a run that a signal reaches while the answers from the first cache are scored."""
+
+    interruption: Interruption
+    n_scored: list[int]
+
+    @property
+    def accuracy(self):
+        def score(problems, completions):
+            self.n_scored.append(len(completions))
+            self.interruption.signal = signal.SIGTERM
+            return torch.ones(len(completions))
+
+        return score
+
+
+def test_what_is_held_ends_after_the_cache_under_way(tmp_path):
+    plain = build_parts(config(tmp_path, "stages=[sft,eval]"))
+    roles = make_policy(plain, warm_up(plain, [])).roles
+    interruption, n_scored = Interruption(), []
+    parts = AskedWhileItScores(**vars(plain), interruption=interruption, n_scored=n_scored)
+    with interruption.held(), pytest.raises(InterruptedRunError, match="SIGTERM"):
+        evaluate_policy(parts, roles, interruption)
+    assert n_scored == [16]  # all prompts, with one cache of three
+    rows, rollout = evaluate_policy(plain, roles)
+    assert len(rows) == 3
+    assert rollout is not None
