@@ -5,9 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
-from lit_rlkv.config import CONF_DIR, check_config, check_keys
+from lit_rlkv.config import CONF_DIR, check_command_line, check_config, check_keys
+from tests.checkpoints import save_checkpoint
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -49,3 +51,38 @@ def test_there_are_commands_to_check():
 def test_files_that_readme_names_exist():
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+PROGRAMS = [
+    (program, shlex.split(line.split(" #")[0]))
+    for program, line in re.findall(r"^python -m lit_rlkv\.(evaluate|export)(.*)$", README, re.M)
+]
+
+
+@pytest.mark.parametrize(("program", "arguments"), PROGRAMS, ids=str)
+def test_every_command_for_a_saved_run_composes(program, arguments):
+    assert check_command_line(program, arguments).ckpt == "runs/..."
+
+
+def test_every_benchmark_takes_what_it_is_given():
+    commands = re.findall(r"python (benchmarks/\w+\.py)([^`#\n]*)", README)
+    assert len(commands) >= 10
+    for path, arguments in commands:
+        source = (ROOT / path).read_text()
+        assert [one for one in re.findall(r"--[\w-]+", arguments) if f'"{one}"' not in source] == [], path
+
+
+def test_scripts_that_commands_name_exist():
+    named = re.findall(r"^(?:fabric run|sbatch) .*?(scripts/\S+)", README, re.M)
+    assert {*named} == {"scripts/fit.py", "scripts/fit.sbatch"}
+    assert all((ROOT / path).is_file() for path in named)
+
+
+def test_the_lines_for_a_trainer_of_ones_own_run_as_they_stand(tmp_path):
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.S)
+    names = {"path": save_checkpoint(tmp_path / "model")}
+    exec(code.replace("max_new_tokens=2048", "max_new_tokens=16"), names)
+    rollout = names["rollout"]
+    assert len(rollout.token_ids) == 16
+    torch.testing.assert_close(names["logps"].detach(), rollout.sampler_logps, atol=1e-4, rtol=0)
+    assert names["logps"].requires_grad

@@ -1,4 +1,8 @@
-"""Which runs to stop early: W&B's rule for `early_terminate: {type: hyperband}` (arXiv:1603.06560)."""
+"""Which runs to stop early: W&B's rule for `early_terminate: {type: hyperband}` (arXiv:1603.06560).
+
+Brackets are read as W&B documents them. Its own code (hyperband_stopping.py in github.com/wandb/sweeps)
+counts them from 0, and so judges one logged value later.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
