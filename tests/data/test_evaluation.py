@@ -109,7 +109,7 @@ class Together(Ranks):
         return everything
 
 
-MET = Barrier(2)
+MET = Barrier(2, timeout=60)  # seconds: where one fails, the other is not to wait for ever
 
 
 def test_ranks_share_the_batches_and_the_mismatch_and_find_what_one_finds():
