@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import record
-from study_parts import plan, plot, runs, tables, variance
+from study_parts import exposure, plan, plot, runs, tables, variance
 from study_parts.plan import Setting
 
 
@@ -98,6 +98,16 @@ def run_variances(args: argparse.Namespace) -> bool:
     return not variance.missing()
 
 
+def run_exposures(args: argparse.Namespace) -> bool:
+    """Look at the places that have not been; False once the time is over."""
+    for place in exposure.missing():
+        if time.monotonic() >= args.stop_at:
+            return False
+        row = exposure.run(place, args.runs_dir)
+        print(f"exposure  {row['task']:10} budget {row['budget']:3}  {row['affected']:.3f}", flush=True)
+    return True
+
+
 COMPARISONS = {
     "Every arm at the learning rate chosen for it, and controls": ("main", "controls"),
     f"Every arm at {plan.COMMON_RATE:g}": ("one_rate", "one_rate_free"),
@@ -133,7 +143,8 @@ def report(done: dict[str, dict]) -> None:
     """Print every table and draw the figure."""
     groups = comparisons(done)
     tuning, timed = (rows_of(settings_of(block, done), done) for block in ("rates", "timing"))
-    print(tables.report(groups, tuning, timed, list(variance.measured().values())))
+    exposures = list(runs.finished(exposure.NAME).values())
+    print(tables.report(groups, tuning, timed, list(runs.finished(variance.NAME).values()), exposures))
     if arms := tables.by_arm(groups.get(SHOWN, ())):
         plot.draw(arms, record.RESULTS / f"{runs.NAME}.png")
 
@@ -164,11 +175,15 @@ def describe(row: dict) -> str:
     )
 
 
+MEASUREMENTS = {"exposure": run_exposures, "variance": run_variances}
+"""Blocks of warm models, which learn nothing."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", nargs="+", default=["variance", "rates", *plan.BLOCKS, "clock"])
+    parser.add_argument("--blocks", nargs="+", default=[*MEASUREMENTS, "rates", *plan.BLOCKS, "clock"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
@@ -186,7 +201,9 @@ def main() -> None:
     done = runs.finished()
     for block in args.blocks:
         is_done = (
-            run_variances(args) if block == "variance" else run_missing(settings_of(block, done), done, args)
+            MEASUREMENTS[block](args)
+            if block in MEASUREMENTS
+            else run_missing(settings_of(block, done), done, args)
         )
         if not is_done:
             sys.exit(f"the time is over in block {block}; start again to go on")

@@ -4,6 +4,7 @@ The package itself is not imported here; whatever imports it must do so after ja
 """
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -22,6 +23,18 @@ HAS_CUDA = torch.cuda.is_available()
 
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which importing torch does not do
+
+FORK_LIVES_S = 300
+
+
+def _end_in_time() -> None:
+    """A fork that waits for ever would keep the suite waiting even when its test has timed out."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(FORK_LIVES_S)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_time)
 
 torch.set_num_threads(1)  # on tensors this small, more threads than free cores cost more than they give
 

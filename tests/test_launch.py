@@ -12,7 +12,7 @@ import pytest
 
 from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.fit import ASKED
-from tests.tiny import TINY, run
+from tests.tiny import TINY, run, said_by
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "diagnostics=none", "fabric.accelerator=cpu", "fabric.n_threads=1"]
@@ -60,7 +60,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_decides_on_the_number_of_processes(warm, name):
     process = start(LAUNCHERS[name], f"runs_dir={warm}", f"hydra.run.dir={warm / name}")
-    said = process.communicate()[0]
+    said = said_by(process)
     assert process.returncode == 0, said
     assert n_rows(warm / name) == n_rows(warm / name / "ranks" / "1") == 2
     assert said.count("report: ") == 1
@@ -75,7 +75,7 @@ def test_one_signal_ends_all_ranks_that_one_task_of_slurm_has_started(warm):
     wait_for(folder / "ranks" / "1" / "metrics.csv")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate()[0]
+    said = said_by(process)
     assert process.returncode == EXIT_CODE, said
     (saved,) = (folder / "checkpoints").iterdir()
     assert saved.name == f"iteration-{n_rows(folder):06d}"
@@ -93,12 +93,12 @@ def test_a_signal_ends_all_ranks_between_the_caches_of_an_evaluation(warm):
             break
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate()[0]
+    said = said_by(process)
     assert process.returncode == EXIT_CODE, said
     assert (folder / ASKED).exists()
     assert not (folder / "evaluation.json").exists()  # it was still at that
     process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
-    said = process.communicate()[0]
+    said = said_by(process)
     assert process.returncode == 0, said
     assert not (folder / ASKED).exists()
     assert n_rows(folder) == 2

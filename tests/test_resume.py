@@ -17,7 +17,7 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.stages.resuming import resumed
-from tests.tiny import TINY, run, scoring
+from tests.tiny import TINY, run, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
@@ -86,13 +86,13 @@ def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
     wait_for(folder / "metrics.csv")
     time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate()[0]
+    said = said_by(process)
     assert process.returncode == EXIT_CODE, said
     assert "asked to end by SIGTERM: saved" in said
     n_done = len(rows_of(folder))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"iteration-{n_done:06d}"]
     process = start(*arguments)
-    said = process.communicate()[0]
+    said = said_by(process)
     assert process.returncode == 0, said
     assert f"go on after iteration {n_done}" in said
     assert_same_run(folder, warm / "straight")
@@ -105,14 +105,14 @@ def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(w
     while all(process.poll() is None for process in both):
         time.sleep(0.1)
     refused, works = sorted(both, key=lambda process: process.poll() is None)
-    said = refused.communicate()[0]
+    said = said_by(refused)
     assert refused.returncode == 1, said
     assert said.startswith(f"error: {folder}: process {works.pid} on ")
     while not any(folder.glob("checkpoints/iteration-*")):
         assert works.poll() is None
         time.sleep(0.02)
     works.kill()
-    works.communicate()
+    said_by(works)
     command = [sys.executable, "-m", "lit_rlkv.fit", f"resume={folder}", "stages=[eval]"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     assert "go on after iteration" in said

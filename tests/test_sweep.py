@@ -71,7 +71,7 @@ def test_the_sweeps_that_readme_shows_can_be_started(tmp_path):
     [
         ("cache.budget:", "cache.buget:", "unknown key 'cache.buget': did you mean 'cache.budget'"),
         ("sparse_rl, shadow", "sparse_lr, shadow", "experiment=sparse_lr is no option"),
-        ("[12, 16, 20]", "[4, 16, 20]", "leave no slot to choose in budget=4"),
+        ("[12, 14, 16]", "[4, 14, 16]", "leave no slot to choose in budget=4"),
     ],
 )
 def test_a_mistake_in_a_shipped_file_would_be_found(tmp_path, was, now, says):
@@ -259,6 +259,17 @@ def test_a_folder_that_cannot_be_written_is_refused_and_none_is_made(tmp_path):
             check_folder(folder)
         with pytest.raises(ConfigError, match="the sweep's folder cannot be written"), only_one(folder):
             pass
+
+
+def test_the_directions_of_the_distillation_differ_in_nothing_else(tmp_path):
+    plan = Plan(read_sweep(ROOT / "sweeps" / "distillation.yaml"))
+    found = [
+        plan.compose(values, tmp_path).cfg
+        for values in map(plan.values, combinations(plan.sweep))
+        if (values["seed"], values["distillation.weight"]) == (0, 1.0)
+    ]
+    assert {cfg.distillation.pop("direction") for cfg in found} == {"sparse_student", "dense_student"}
+    assert found[0] == found[1]
 
 
 def test_the_anchored_arms_differ_in_their_correction_alone_and_have_the_anchor_of_smd(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,15 @@ def free_port():
 
 def _fit_on_a_rank(fabric, cfg, run_dir, resumes):
     fit(cfg, run_dir, Console(quiet=True), resumes=resumes, fabric=fabric)
+
+
+def said_by(process):
+    """What a process, and those that it started, have written when all have ended."""
+    try:
+        return process.communicate(timeout=300)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()  # which ends the others
+        raise
 
 
 def scoring(folder):

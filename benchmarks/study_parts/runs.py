@@ -19,9 +19,9 @@ N_LAST = 10
 """Iterations whose mean stands for the end of a run."""
 
 
-def finished() -> dict[str, dict]:
-    """Rows by what fit was told."""
-    path = record.RESULTS / f"{NAME}.jsonl"
+def finished(name: str = NAME) -> dict[str, dict]:
+    """Rows of a file of results, by what fit was told."""
+    path = record.RESULTS / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     return {key(row["overrides"]): row for row in map(json.loads, lines)}
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from study_parts import variance
+from study_parts import exposure, variance
 from study_parts.analysis import (
     N_FIRST,
     VIEWS,
@@ -231,6 +231,7 @@ def report(
     tuning: Sequence[Row],
     timed: Sequence[Row],
     variances: Sequence[dict],
+    exposures: Sequence[dict] = (),
 ) -> str:
     """Every table that there are rows for; `groups` are comparisons by title."""
     parts = []
@@ -241,6 +242,8 @@ def report(
     if variances:
         parts += ["## Gradients of the warm model", variance.table(variances, markdown)]
         parts += [variance.sample_sizes(variances)]
+    if exposures:
+        parts += ["## What eviction touches", exposure.table(exposures, markdown)]
     for title, rows in groups.items():
         if arms := by_arm(rows):
             parts += [f"## {title}", start_line(arms), summary_table(arms), accuracy_table(arms)]

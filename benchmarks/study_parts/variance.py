@@ -1,6 +1,5 @@
 """Each arm's gradient on the same rollouts of one model: variance, signal, what weights leave of the data."""
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,15 +50,8 @@ def overrides(arm: str, seed: int) -> list[str]:
     ]
 
 
-def measured() -> dict[str, dict]:
-    """Rows by what fit was told."""
-    path = record.RESULTS / f"{NAME}.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {runs.key(row["overrides"]): row for row in map(json.loads, lines)}
-
-
 def missing() -> list[tuple[str, int]]:
-    done = measured()
+    done = runs.finished(NAME)
     pairs = [(arm, seed) for seed in SEEDS for arm in VARIANCE_ARMS]
     return [pair for pair in pairs if runs.key(overrides(*pair)) not in done]
 

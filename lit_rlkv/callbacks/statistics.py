@@ -23,6 +23,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
         "reward_std": rewards.std(dim=1, unbiased=experience.group_size > 1).mean(),
         "frac_reward_zero_std": (rewards.amax(dim=1) == rewards.amin(dim=1)).float().mean(),
         "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1 - experience.has_eos.float().mean(),
         "num_tokens": lengths.sum(),
         **rollout_correction(

@@ -111,6 +111,24 @@ def retained(
     return mean(of_queries, is_query), mean(of_last, is_last)
 
 
+def affected(rollout: Rollout, ranks: Ranks = ALONE) -> Float[Tensor, ""]:
+    """Share of actions that a query predicted which missed a key in some layer and KV head.
+
+    Only these can differ from those of a policy with all keys by what was evicted.
+
+    Args:
+        ranks: whose rollouts are taken together.
+    """
+    seq = rollout.death.shape[-1]
+    first = torch.full(rollout.death.shape[:1], NEVER, dtype=rollout.death.dtype, device=rollout.death.device)
+    for layer in range(rollout.death.shape[1]):
+        death = rollout.death[:, layer].masked_fill(~rollout.is_token[:, None], NEVER)
+        first = torch.minimum(first, death.flatten(1).amin(dim=1))
+    column = torch.arange(seq, device=rollout.death.device)
+    is_affected = predicts(rollout.is_action) & (column >= first[:, None])
+    return ranks.total(is_affected.sum()) / ranks.total(rollout.is_action.sum()).clamp(min=1)
+
+
 def live_keys(rollout: Rollout, layer: int) -> Int[Tensor, "batch kv_head seq"]:
     """Keys of one layer born and not yet evicted at each column: births so far minus deaths so far."""
     death, seq = rollout.death[:, layer], rollout.death.shape[-1]

@@ -6,11 +6,14 @@ from functools import cache
 import pytest
 import study
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from omegaconf import open_dict
 from study_parts import analysis, plan, plot, runs, tables
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_config, check_keys
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tokenizers import build_task_tokenizer
 
 
 def rate(arm, anchored):
@@ -41,6 +44,25 @@ def test_every_arm_and_place_of_the_plan_passes_the_checks():
     assert len(settings()) >= 2 * len(plan.ARMS)
     for setting in settings():
         composed(setting)
+
+
+def n_keys(cfg):
+    """Of a layer and head, that the longest right response to some problems reads."""
+    task, tokenizer = instantiate(cfg.task), build_task_tokenizer()
+    problems = PromptSource(task, split="eval", seed=0).take(64)
+    return max(len(tokenizer(problem.prompt + problem.solution).input_ids) for problem in problems)
+
+
+def test_every_budget_of_the_plan_evicts_what_the_sampler_would_read():
+    for setting in settings():
+        cfg = composed(setting)
+        assert cfg.cache.budget + cfg.cache.interval < n_keys(cfg) <= n_allowed(cfg), setting
+    roomy = composed(replace(setting, task="chain_sum", budget=18))
+    assert roomy.cache.budget + roomy.cache.interval == n_keys(roomy)
+
+
+def n_allowed(cfg):
+    return n_keys(cfg) + cfg.rollout.max_new_tokens
 
 
 @pytest.mark.parametrize("arm", plan.ARMS)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.diagnostics.cache import (
+    affected,
     age_histogram,
     lifetimes,
     live_keys,
@@ -47,6 +48,15 @@ def test_a_lifetime_counts_the_queries_that_saw_the_key():
     assert found.n_kept.tolist() == [[3, 2]]
     assert found.n_evicted.tolist() == [[1, 2]]
     assert found.median.tolist() == [[2, 2]]
+
+
+def test_an_action_is_affected_from_the_first_query_on_that_misses_a_key_anywhere():
+    # Queries of columns 3 and 4 miss keys in some head, that of column 2 misses none.
+    assert float(affected(TWO_HEADS)) == pytest.approx(2 / 3)
+    assert float(affected(replace(TWO_HEADS, death=TWO_HEADS.death[:, :, :1]))) == pytest.approx(1 / 3)
+    # What is no token never was a key; a death after the last query affects nobody.
+    late = make_rollout([[[0, 5, N, N, N, N]]], n_pad=1, n_prompt=2)
+    assert float(affected(late)) == 0.0
 
 
 def test_a_death_one_query_later_is_another_lifetime():

@@ -7,6 +7,7 @@ from lit_rlkv.callbacks.diagnostics.base import Diagnostic
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.diagnostics.cache import (
     Lifetimes,
+    affected,
     age_histogram,
     lifetimes,
     mean_age,
@@ -66,6 +67,7 @@ class CacheStatistics(Diagnostic):
             "kv/retained": float(fraction.mean()),
             "kv/retained_last": float(at_last.mean()),
             "kv/never_evicted": n_kept / max(n_kept + n_evicted, 1),
+            "kv/affected": float(affected(rollout, experience.ranks)),
         }
         if n_evicted > 0:
             self._add_lifetimes(lived)

@@ -3,8 +3,9 @@
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -23,7 +24,7 @@ FILE_NAME = "wandb.json"
 FORBIDDEN = "/\\#?%:"
 """Characters that W&B refuses in the name of a project."""
 
-INIT_TIMEOUT_S = 60.0
+INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
 
 Mode = Literal["online", "offline"]
 
@@ -157,7 +158,7 @@ class WandbRun(RunLogger):
             if self.offline:
                 raise
             log.warning("W&B cannot be reached, so this run is kept in its folder: %s", error)
-            self._wandb.teardown()  # else its service holds on to the id
+            end_service(self._wandb.teardown)  # else it holds on to the id
             return self._init_in("offline", run_id)
 
     def _mode(self) -> Mode | None:
@@ -184,6 +185,19 @@ class WandbRun(RunLogger):
                 finish_timeout_raises=True,
             ),
         )
+
+
+def end_service(teardown: Callable[[], None]) -> None:
+    """End wandb's own process, which itself waits without a limit for what it may still be sending.
+
+    Raises:
+        TimeoutError: it does not end.
+    """
+    ending = Thread(target=teardown, daemon=True)
+    ending.start()
+    ending.join(TEARDOWN_TIMEOUT_S)
+    if ending.is_alive():
+        raise TimeoutError(f"wandb's service has not ended within {TEARDOWN_TIMEOUT_S:g} seconds")
 
 
 def _read_id(run_dir: Path) -> str | None:

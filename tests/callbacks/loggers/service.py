@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,11 @@ class Service(ThreadingHTTPServer):
         self.lines: dict[str, dict[int, str]] = {}
         self.summary: dict[str, str] = {}
         self.config: dict[str, str] = {}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client may be gone before it has read everything; what else goes wrong is printed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def history(self, run: str) -> list[dict[str, Any]]:
         return [json.loads(line) for _, line in sorted(self.lines[run].items())]
@@ -101,5 +107,7 @@ class Handler(BaseHTTPRequestHandler):
 def running() -> Iterator[Service]:
     with Service() as service:
         Thread(target=service.serve_forever, daemon=True).start()
-        yield service
-        service.shutdown()
+        try:
+            yield service
+        finally:
+            service.shutdown()

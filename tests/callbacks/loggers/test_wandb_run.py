@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import wandb
 from matplotlib.figure import Figure
 
-from lit_rlkv.callbacks.loggers import GuardedLogger
-from lit_rlkv.callbacks.loggers.wandb_run import WandbRun
+from lit_rlkv.callbacks.loggers import GuardedLogger, wandb_run
+from lit_rlkv.callbacks.loggers.wandb_run import WandbRun, end_service
 from lit_rlkv.callbacks.report import Picture
 from tests.callbacks.loggers.offline_run import finished_runs, read_runs
 from tests.callbacks.loggers.recorded import place, start_in
@@ -187,7 +188,7 @@ def test_a_missing_wandb_stops_nothing(tmp_path, monkeypatch, caplog, capsys):
 
 @pytest.mark.slow
 def test_a_service_that_cannot_be_reached_leaves_the_run_in_its_folder(tmp_path, monkeypatch, caplog):
-    wandb.teardown()  # it reads its settings once a process
+    end_service(wandb.teardown)  # it reads its settings once a process
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     logger = opened(tmp_path / "run")
@@ -195,7 +196,16 @@ def test_a_service_that_cannot_be_reached_leaves_the_run_in_its_folder(tmp_path,
     assert "wandb sync" in logger.close(is_complete=True)
     assert "W&B cannot be reached" in caplog.text
     assert iterations(finished_runs(tmp_path / "run")[0]) == [1]
-    wandb.teardown()
+    end_service(wandb.teardown)
+
+
+def test_a_service_that_does_not_end_is_left_after_a_while(monkeypatch):
+    monkeypatch.setattr(wandb_run, "TEARDOWN_TIMEOUT_S", 0.1)
+    is_over = threading.Event()
+    with pytest.raises(TimeoutError, match=r"has not ended within 0\.1 seconds"):
+        end_service(is_over.wait)
+    is_over.set()
+    end_service(is_over.wait)
 
 
 @pytest.mark.usefixtures("_as_users_run_it")

@@ -7,7 +7,7 @@ import sys
 import pytest
 import wandb
 
-from lit_rlkv.callbacks.loggers.wandb_run import WandbRun
+from lit_rlkv.callbacks.loggers.wandb_run import WandbRun, end_service
 from tests.callbacks.loggers.offline_run import finished_runs
 from tests.callbacks.loggers.recorded import place, start_in
 from tests.callbacks.loggers.service import running
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def service(wandb_home, monkeypatch):
-    wandb.teardown()  # it reads its settings once a process
+    end_service(wandb.teardown)  # it reads its settings once a process
     with running() as found:
         monkeypatch.setenv("WANDB_BASE_URL", found.url)
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
         yield found
-        wandb.teardown()
+        end_service(wandb.teardown)
 
 
 def record(run_dir, iterations, resumed_at=0, **settings):
@@ -44,6 +44,7 @@ def test_sync_makes_one_run_of_parts_that_a_kill_has_torn_apart(service, tmp_pat
     last = finished_runs(tmp_path / "run")[-1]
     subprocess.run(
         [sys.executable, "-m", "wandb", "sync", str(tmp_path / "run" / "wandb")],
+        timeout=300,
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
         check=True,

@@ -24,9 +24,15 @@ def asked_to_end(completion):
     os.kill(os.getpid(), signal.SIGTERM)
     return 0.5
 
+def wait(tell):
+    tell.send(True)
+    time.sleep(60)
+
 def ends_others(completion):
-    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    ready, tell = multiprocessing.Pipe()
+    forked = multiprocessing.get_context("fork").Process(target=wait, args=(tell,))
     forked.start()
+    ready.recv()
     program = subprocess.Popen(["sleep", "60"])
     for other in (forked, program):
         other.terminate()

@@ -1,0 +1,81 @@
+"""How many actions of a warm model eviction can touch, and what room its cache has, by task and budget."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import record
+from omegaconf import OmegaConf
+from study_parts import runs
+from study_parts.plan import BUDGETS, Setting, budgets
+
+from lit_rlkv.data.tokenizers import build_task_tokenizer
+
+NAME = "study_exposure"
+SEED = 2
+METRICS = {
+    "affected": "kv/affected",
+    "mean_length": "completions/mean_length",
+    "max_length": "completions/max_length",
+    "kv_bytes": "kv/bytes",
+}
+
+
+def places() -> list[Setting]:
+    """Every task and budget of the plan."""
+    found = [*BUDGETS.items(), *((run.task, run.budget) for run in budgets(lambda *_: 0.0))]
+    return [
+        Setting("naive", False, SEED, lr=0.0, task=task, budget=budget, n_iterations=1)
+        for task, budget in dict.fromkeys(found)
+    ]
+
+
+def overrides(place: Setting) -> list[str]:
+    """One rollout of the warm model, of which nothing is learned."""
+    look = "+diagnostics.cache={_target_:lit_rlkv.callbacks.diagnostics.cache.CacheStatistics}"
+    return [*place.overrides, "stages=[sft,rl]", "callbacks.samples_every=1", look]
+
+
+def missing() -> list[Setting]:
+    done = runs.finished(NAME)
+    return [place for place in places() if runs.key(overrides(place)) not in done]
+
+
+def run(place: Setting, runs_dir: Path) -> dict:
+    """Keys are of one layer and head: those there is room for, and those of the longest sequence."""
+    told = overrides(place)
+    folder = runs.fit(f"exposure-{place.task}-{place.budget}", told, runs_dir)
+    (history,) = runs.read_metrics(folder)
+    found = {name: float(history[metric]) for name, metric in METRICS.items()}
+    cache = OmegaConf.load(folder / "config.yaml").cache
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    tokenizer = build_task_tokenizer()
+    n_prompt = max(len(tokenizer(sample["prompt"]).input_ids) for sample in samples)
+    row = {
+        **{"task": place.task, "policy": place.policy, "budget": place.budget, "seed": place.seed},
+        "overrides": told,
+        "n_slots": cache.budget + cache.interval,
+        "n_needed": n_prompt + int(found["max_length"]) - 1,  # the last token is written and never read
+        "n_allowed": n_prompt + int(OmegaConf.load(folder / "config.yaml").rollout.max_new_tokens),
+        **found,
+    }
+    record.append(NAME, row)
+    return row
+
+
+def table(rows: Sequence[dict], markdown: Callable[[Sequence[str], Sequence[Sequence[str]]], str]) -> str:
+    """One line for each place."""
+    headings = ["task", "budget", "actions a response", "after an eviction", "of all, %"]
+    headings += ["keys with room", "of the longest response", "of the longest allowed"]
+    body = [
+        [
+            row["task"],
+            str(row["budget"]),
+            f"{row['mean_length']:.1f}",
+            f"{row['affected'] * row['mean_length']:.1f}",
+            f"{100 * row['affected']:.0f}",
+            *(f"{row[name]}" for name in ("n_slots", "n_needed", "n_allowed")),
+        ]
+        for row in rows
+    ]
+    return markdown(headings, body)
