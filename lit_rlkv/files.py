@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 log = logging.getLogger(__name__)
 ABANDONED_S = 24 * 3600.0
 """Age from which nobody can still be writing a folder that has not appeared."""
@@ -48,15 +50,19 @@ def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
     after a kill, a name that begins with a dot. Several may write the same folder, each in one of its own.
 
     Raises:
-        OSError: the folder cannot take its name, and no other has taken it.
+        OSError: a file cannot be written, as to a full disk, or the folder cannot take its name, and no other
+            has taken it.
     """
     sweep_partial(folder.parent, f"{folder.name}.", is_shared=True)
     partial = _beside(folder, "partial")
     partial.mkdir(parents=True)
     try:
-        yield partial
-        for path in (*partial.rglob("*"), partial):
+        with _os_errors():
+            yield partial
+        for path in partial.rglob("*"):
+            _share(path, partial)
             sync(path)
+        sync(partial)
         if replaces:
             discard(folder)
         try:
@@ -67,6 +73,25 @@ def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
         sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """A block in which files that cannot be written raise OSError, by whichever library."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # where torch.save writes
+            raise
+        raise OSError(f"torch.save: {error}") from error
+
+
+def _share(path: Path, folder: Path) -> None:
+    """Let all read a file who may read its folder: safetensors writes for the owner alone."""
+    if path.is_file() and path.stat().st_nlink == 1:  # a link is to a file of somebody's own
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def discard(folder: Path) -> None:

@@ -3,12 +3,16 @@
 import json
 import logging
 import os
+import resource
 import shutil
+import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
+from lit_rlkv import checkpoint, files
 from lit_rlkv.checkpoint import (
     LEARNER,
     STATE,
@@ -19,6 +23,7 @@ from lit_rlkv.checkpoint import (
     load_checkpoint,
     load_trainable,
 )
+from lit_rlkv.files import appearing_whole
 
 
 def save(folder, iteration, reward=0.0, **options):
@@ -108,17 +113,93 @@ def test_where_none_is_whole_training_does_not_begin_anew_by_itself(tmp_path):
         CheckpointDir(tmp_path).latest()
 
 
-def test_what_cannot_be_written_leaves_the_older_ones(tmp_path, monkeypatch):
+@contextmanager
+def files_of_at_most(n_bytes):
+    """A block in which no file can grow further, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("large", ["weights", "learner", "data"])
+def test_what_cannot_be_written_leaves_the_older_ones(tmp_path, large):
     save(tmp_path, 1)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("lit_rlkv.checkpoint.torch.save", full)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 2)
+    many = torch.zeros(10_000)
+    weights = {"w": many if large == "weights" else many[:3]}
+    learner = {"step": many if large == "learner" else 1}
+    data = {"cursors": [0] * 10_000 if large == "data" else []}
+    with files_of_at_most(20_000), pytest.raises(OSError, match=r"File too large|torch\.save"):
+        CheckpointDir(tmp_path).save(2, weights, learner, data)
     assert iterations(tmp_path) == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-000001"]
+    CheckpointDir(tmp_path).save(2, weights, learner, data)  # there is room again
+    assert iterations(tmp_path) == [1, 2]
+
+
+def save_until_killed(folder, module, name, n_calls):
+    """Save iteration 3; killed right after so many calls of a function, if there are as many."""
+    function, calls = getattr(module, name), []
+
+    def counted(*args, **options):
+        found = function(*args, **options)
+        calls.append(name)
+        if len(calls) == n_calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(module, name, counted)
+    save(folder, 3, n_last=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (checkpoint, "save_file"),
+        (torch, "save"),
+        (checkpoint, "digest"),
+        (files, "sync"),
+        (os, "replace"),
+        (shutil, "rmtree"),
+    ],
+)
+def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, module, name):
+    places = 0
+    while is_killed(tmp_path / str(places), module, name, places + 1):
+        places += 1
+    assert places >= {"sync": 5, "digest": 2, "replace": 2}.get(name, 1)
+
+
+def is_killed(folder, module, name, n_calls):
+    """Whether a save had so many calls of a function; what a kill after the last of them leaves is whole."""
+    for iteration in (1, 2):
+        save(folder, iteration)
+    child = os.fork()
+    if child == 0:
+        try:
+            save_until_killed(folder, module, name, n_calls)
+        finally:
+            os._exit(0)
+    killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    found = CheckpointDir(folder).latest()
+    assert found.iteration in (2, 3)
+    assert float(found.weights()["w"][0]) == found.iteration
+    save(folder, 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["iteration-000002", "iteration-000003"]
+    return killed
+
+
+def test_an_error_of_the_run_is_not_taken_for_a_full_disk(tmp_path):
+    with pytest.raises(RuntimeError, match="no disk"), appearing_whole(tmp_path / "folder"):
+        raise RuntimeError("no disk")
+
+
+def test_who_may_read_the_folder_may_read_what_is_in_it(tmp_path):
+    path = save(tmp_path, 1)
+    for file in path.iterdir():
+        assert file.stat().st_mode & 0o777 == path.stat().st_mode & 0o666
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_digests_and_is_taken(tmp_path):
