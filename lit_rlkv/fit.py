@@ -26,7 +26,7 @@ from lit_rlkv.config import (
 )
 from lit_rlkv.config.fabric_rules import check_shares
 from lit_rlkv.data.rewarding import RewardsFailedError
-from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption
+from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption, NonFiniteError
 from lit_rlkv.files import sweep_partial, write_atomically
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.stages.ending import ending_together
@@ -119,7 +119,7 @@ def run_command_line(cfg: DictConfig) -> None:
     try:
         with interruption.listening():
             run_dir, results = fit_as_asked(cfg, run_dir, hydra_cfg, console, interruption)
-    except (ConfigError, RewardsFailedError) as error:
+    except (ConfigError, NonFiniteError, RewardsFailedError) as error:
         sys.exit(f"error: {error}")
     except MemoryExhaustedError as error:
         log.error("what did not find memory:", exc_info=error)

@@ -15,7 +15,11 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     shlex.split(line.split(" #")[0])
-    for line in re.findall(r"^(?:python|torchrun .*) -m lit_rlkv\.fit(.*)$", README.replace("\\\n", ""), re.M)
+    for line in re.findall(
+        r"^(?:(?:python|torchrun .*) -m lit_rlkv\.fit|sbatch .*scripts/fit\.sbatch \S+)(.*)$",
+        README.replace("\\\n", ""),
+        re.M,
+    )
 ]
 
 
@@ -31,11 +35,8 @@ def here(argument):
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_every_command_for_fit_composes_and_passes_the_checks(arguments):
-    if "task=reasoning_gym" in arguments:
-        pytest.importorskip("reasoning_gym")
     overrides = [here(argument) for argument in arguments if not argument.startswith(("--", "resume="))]
     if "task=gsm8k" in arguments:
-        pytest.importorskip("datasets")
         overrides += ["task.dataset=tests/data/gsm8k", "task.name=null"]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         full = compose("config", overrides=overrides, return_hydra_config=True)

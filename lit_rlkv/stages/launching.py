@@ -39,6 +39,8 @@ def make_fabric(cfg: DictConfig) -> Fabric:
     if _is_one_task_of_slurm(started) and settings.devices not in (AUTO, 1):
         started = None
         plugins.append(LightningEnvironment())
+    elif _is_interactive_step():
+        plugins.append(SLURMEnvironment())
     if started is not None:
         n_nodes, n_devices = started
         if settings.num_nodes not in (1, n_nodes) or settings.devices not in (AUTO, n_devices):
@@ -107,6 +109,15 @@ def starts_others(fabric: Fabric) -> bool:
     )
 
 
+def _is_interactive_step() -> bool:
+    """Whether srun has started this process in a job that Lightning takes for a shell, as salloc's are.
+
+    In the shell itself the step has one task, however many the job may start.
+    """
+    has_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    return has_tasks and not SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+
+
 def _is_one_task_of_slurm(started: tuple[int, int] | None) -> bool:
     return started == (1, 1) and not TorchElasticEnvironment.detect()
 
@@ -120,7 +131,7 @@ def started_processes() -> tuple[int, int] | None:
     if TorchElasticEnvironment.detect():  # torchrun, and `fabric run`, which calls it
         n_local = int(os.environ["LOCAL_WORLD_SIZE"])
         return int(os.environ["WORLD_SIZE"]) // n_local, n_local
-    if SLURMEnvironment.detect():
+    if SLURMEnvironment.detect() or _is_interactive_step():
         n_nodes, n_tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS"])
         if n_tasks > 1 and "SLURM_STEP_ID" not in os.environ:
             raise ConfigError(

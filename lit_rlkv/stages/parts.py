@@ -158,8 +158,8 @@ def _load_backbone(parts: Parts, path: str | Path | None, dtype: torch.dtype) ->
         with explaining_memory(
             lambda: (
                 f"out of memory while {path or 'the model'} moves to {parts.fabric.device}; shard it over "
-                "several devices (fabric.strategy=fsdp2), or store less of it (fabric.precision=bf16-true, "
-                "fabric.quantization=4bit)"
+                "several devices (fabric.strategy=fsdp2, of lit_rlkv.fit), or store less of it "
+                "(fabric.precision=bf16-true, fabric.quantization=4bit)"
             )
         ):
             parts.fabric.to_device(model)

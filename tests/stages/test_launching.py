@@ -17,7 +17,7 @@ TORCHRUN = {
 SLURM = {
     "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost",
-    "SLURM_JOB_ID": "1", "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_JOB_ID": "1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_NUM_TASKS": "8",
 }  # fmt: skip
 
 
@@ -42,7 +42,10 @@ def test_alone_there_is_one_process_or_as_many_as_asked_for():
     assert make_fabric(config(devices=2)).world_size == 2
 
 
-@pytest.mark.parametrize(("variables", "n_ranks"), [(TORCHRUN, 4), (SLURM, 8)])
+IN_SALLOC = SLURM | {"SLURM_JOB_NAME": "interactive"}
+
+
+@pytest.mark.parametrize(("variables", "n_ranks"), [(TORCHRUN, 4), (SLURM, 8), (IN_SALLOC, 8)])
 def test_a_launcher_decides(monkeypatch, variables, n_ranks):
     set_all(monkeypatch, variables)
     assert make_fabric(config()).world_size == n_ranks
@@ -54,7 +57,7 @@ def test_a_launcher_decides(monkeypatch, variables, n_ranks):
 
 ONE_TASK = {
     **SLURM,
-    "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1",
 }  # fmt: skip
 
 
@@ -69,6 +72,12 @@ def test_one_task_of_slurm_starts_the_other_processes_itself(monkeypatch, precis
         assert make_fabric(config(devices=devices)).world_size == 1
     with pytest.raises(ConfigError, match="by srun or torchrun"):
         make_fabric(config(devices=2, num_nodes=2))
+
+
+def test_the_shell_of_salloc_is_one_process_however_many_the_job_may_start(monkeypatch):
+    set_all(monkeypatch, {**IN_SALLOC, "SLURM_STEP_NUM_TASKS": "1"})
+    assert started_processes() is None
+    assert make_fabric(config()).world_size == 1
 
 
 def test_one_process_of_torchrun_starts_no_others(monkeypatch):
