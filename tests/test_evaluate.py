@@ -1,15 +1,18 @@
 """Scoring a saved run: caches, samples, intervals, and what is refused before any work."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.evaluate import evaluate, main
+from lit_rlkv.fit import fit
 from tests.tiny import run
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +88,20 @@ def test_a_bad_value_is_refused_before_anything_is_loaded(saved, monkeypatch, op
     monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=says):
         evaluate(asking(**{"ckpt": saved, **options}))
+
+
+@pytest.mark.parametrize("place", ["task", "algorithm.loss", "diagnostics.cache", "reward.functions.mine"])
+def test_a_saved_config_cannot_name_what_a_new_one_could_not(saved, tmp_path, place):
+    shutil.copytree(saved, tmp_path / "run", symlinks=True)
+    path = tmp_path / "run" / "config.yaml"
+    cfg = OmegaConf.load(path)
+    OmegaConf.update(cfg, place, {"_target_": "os.mkdir", "path": str(tmp_path / "made")}, force_add=True)
+    OmegaConf.save(cfg, path)
+    with pytest.raises(ConfigError, match=r"os\.mkdir.* is not from a trusted package"):
+        evaluate(asking(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"os\.mkdir.* is not from a trusted package"):
+        fit(cfg, tmp_path / "run", Console(quiet=True), resumes=True)
+    assert not (tmp_path / "made").exists()
 
 
 def command(*arguments):

@@ -1,7 +1,10 @@
 """NaN and signals: what is left out, what ends, and when."""
 
+import csv
+import itertools
 import os
 import signal
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -9,8 +12,11 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
+from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.faults import MAX_SKIPPED, FiniteSteps, InterruptedRunError, Interruption, NonFiniteError
 from lit_rlkv.learner import Learner
+from lit_rlkv.modules.base import PolicyModule
+from tests.tiny import run
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
@@ -25,7 +31,7 @@ def test_a_step_without_a_finite_gradient_is_left_out():
 @pytest.mark.parametrize(
     ("terms", "says"),
     [
-        ({"policy_loss": NAN, "kl": FINE}, "not finite in the last of them: policy_loss. Lower"),
+        ({"policy_loss": NAN, "kl": FINE}, "not finite in the last of them: policy_loss. Start a new run"),
         ({"policy_loss": FINE}, "all losses and metrics of the last of them were finite"),
     ],
 )
@@ -73,6 +79,30 @@ def test_a_scaler_that_begins_too_high_has_the_steps_it_needs():
     assert n_skipped(1e36, n_steps=10) == 8 > MAX_SKIPPED
     with pytest.raises(NonFiniteError):
         n_skipped(torch.inf, n_steps=16 + MAX_SKIPPED + 1)
+
+
+@pytest.mark.parametrize(("broken", "n_iterations"), [({2}, 3), (range(2, 99), 9)], ids=["once", "always"])
+def test_a_run_leaves_out_a_step_without_a_gradient_and_ends_when_that_repeats(
+    tmp_path, monkeypatch, broken, n_iterations
+):
+    step, n_steps = PolicyModule.training_step, itertools.count(1)
+
+    def sometimes_nan(self, batch, index):
+        terms = step(self, batch, index)
+        return terms | {"loss": terms["loss"] * torch.nan} if next(n_steps) in broken else terms
+
+    monkeypatch.setattr(PolicyModule, "training_step", sometimes_nan)
+    options = ["algorithm.n_minibatches=1", f"algorithm.n_iterations={n_iterations}", "diagnostics=none"]
+    ends = (
+        nullcontext() if broken == {2} else pytest.raises(NonFiniteError, match=r"6 .*norm nan.*model\.path")
+    )
+    with ends:
+        run(tmp_path, "run", "stages=[sft,rl]", *options)
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        skipped = [float(row["skipped_steps"]) for row in csv.DictReader(file)]
+    assert skipped == ([0, 1, 0] if broken == {2} else [0, 1, 1, 1, 1, 1])
+    # What was learned until then is there to go on from.
+    assert CheckpointDir(tmp_path / "run" / "checkpoints").latest().iteration == len(skipped)
 
 
 def send(number):

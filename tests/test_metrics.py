@@ -14,7 +14,11 @@ ROWS = re.findall(r"^\| (`.+?) \|(.*)\|$", PAGE, re.M)
 ON_CUDA = "CUDA"
 """A row that says so is logged there only."""
 RUNS = {
-    "smd": ["experiment=smd", "diagnostics.gradient_sources.counterfactual=tis"],
+    "smd": [
+        "experiment=smd",
+        "diagnostics.gradient_sources.counterfactual=tis",
+        "diagnostics.performance.peak_flops=1e12",
+    ],
     "tis": ["experiment=tis", "algorithm.kl.weight=0.1"],
     "rlhf": [
         "experiment=rlhf",

@@ -1,14 +1,16 @@
 """Which run is gone on with, and that only the same run is."""
 
 import os
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from lit_rlkv.checkpoint import Checkpoint
 from lit_rlkv.config import ConfigError, composed
 from lit_rlkv.stages.locking import BusyError, FolderLock
 from lit_rlkv.stages.parts import CONFIG, REPORT
-from lit_rlkv.stages.resuming import differences, resumed
+from lit_rlkv.stages.resuming import differences, resumed, warn_of_other_ranks
 from lit_rlkv.stages.resuming import found as found_by
 from tests.tiny import TINY
 
@@ -97,6 +99,13 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(tmp_path):
         resumed(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
     with pytest.raises(ConfigError, match="a preset cannot be put on a run"):
         resumed(cfg, [f"resume={run}", "experiment=tis"])
+
+
+@pytest.mark.parametrize(("n_ranks", "says"), [(2, ""), (4, "had 2 processes and goes on with 4: prompts")])
+def test_it_is_said_what_another_number_of_processes_changes(caplog, n_ranks, says):
+    warn_of_other_ranks(Checkpoint(Path("iteration-000001"), 1, {}, n_ranks=2), n_ranks)
+    assert says in caplog.text
+    assert bool(caplog.text) == bool(says)
 
 
 def test_many_differences_are_counted(tmp_path):
