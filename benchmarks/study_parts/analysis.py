@@ -35,17 +35,26 @@ class Contrast:
     """Two-sided, of no difference (paired t-test)."""
 
 
+def pairs_of(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Rows of one seed in both, from one kind of processor: on another a seed's warm model is another one."""
+    theirs = {_place(row): row for row in second}
+    return [(row, theirs[_place(row)]) for row in first if _place(row) in theirs]
+
+
+def _place(row: Row) -> tuple[int, str]:
+    return row["seed"], str(row.get("device", "")).partition(",")[0]
+
+
 def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contrast:
     """First minus second, by seed.
 
     Raises:
-        ValueError: fewer than two seeds are in both, or a seed is in one of them twice.
+        ValueError: fewer than two pairs are in both, or a seed is in one of them twice.
     """
     for rows in (first, second):
         if len({row["seed"] for row in rows}) < len(rows):
             raise ValueError(f"{rows[0]['name']}: a seed has several rows, which are of several settings")
-    theirs = {row["seed"]: row for row in second}
-    pairs = [(row, theirs[row["seed"]]) for row in first if row["seed"] in theirs]
+    pairs = pairs_of(first, second)
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} seeds in both; a paired difference needs at least 2")
     differences = [a[measure] - b[measure] for a, b in pairs]

@@ -13,6 +13,7 @@ from study_parts.analysis import (
     holm,
     lowest_at_first,
     mean_sd,
+    pairs_of,
     rollouts_to,
 )
 from study_parts.plan import ARMS, TIMED_ITERATIONS, TUNING_SEED
@@ -154,7 +155,7 @@ def contrast_tables(arms: Mapping[str, Sequence[Row]]) -> list[str]:
         f"### {title}, accuracy {label}": [
             contrast(arms[first], arms[second], f"{view}_accuracy_after")
             for first, second in pairs
-            if len(_common_seeds(arms, (first, second))) >= 2
+            if len(pairs_of(arms.get(first, ()), arms.get(second, ()))) >= 2
         ]
         for title, pairs in families.items()
         for view, label in VIEWS.items()
@@ -165,11 +166,6 @@ def contrast_tables(arms: Mapping[str, Sequence[Row]]) -> list[str]:
         if family:
             parts += [title, _contrast_table(family, [next(over_all) for _ in family])]
     return parts
-
-
-def _common_seeds(arms: Mapping[str, Sequence[Row]], pair: tuple[str, str]) -> set[int]:
-    first, second = ({row["seed"] for row in arms.get(name, ())} for name in pair)
-    return first & second
 
 
 def _contrast_table(family: Sequence[Contrast], over_all: Sequence[float]) -> str:

@@ -117,6 +117,14 @@ def test_one_common_seed_is_no_paired_test():
         analysis.contrast([row("a", 0, 0.8)], [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
 
 
+def test_rows_of_different_processors_are_no_pair():
+    ours, theirs = ({"device": f"{name}, 2 cores, 1 threads"} for name in ("AMD EPYC", "Xeon"))
+    first = [row("a", 0, 0.8, **ours), row("a", 1, 0.8, **ours), row("a", 2, 0.9, **theirs)]
+    second = [row("b", 0, 0.7, **ours), row("b", 1, 0.5, **theirs), row("b", 2, 0.7, **theirs)]
+    assert [ours["seed"] for ours, _ in analysis.pairs_of(first, second)] == [0, 2]
+    assert analysis.contrast(first, second, "sparse_accuracy_after").mean == pytest.approx(0.15)
+
+
 @pytest.mark.parametrize(("n_free", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (30, 2.042)])
 def test_quantiles_of_student_t_are_those_of_the_tables(n_free, quantile):
     assert analysis.t_quantile(0.975, n_free) == pytest.approx(quantile, rel=1e-3)
