@@ -155,6 +155,18 @@ def test_weights_may_be_written_in_another_precision(runs, tmp_path):
     assert "no reward or value head" in (folder / "README.md").read_text()
 
 
+def test_weights_that_overflow_are_refused(runs, tmp_path):
+    copytree(runs / "ppo", tmp_path / "large")
+    last = find_run(tmp_path / "large").checkpoint
+    weights = {name: 1e5 * value if "norm" in name else value for name, value in last.weights().items()}
+    CheckpointDir(tmp_path / "large" / "checkpoints").save(
+        last.iteration + 1, weights, last.learner_state(), last.data_state, backbone=last.backbone
+    )
+    with pytest.raises(ConfigError, match=r"overflow in torch\.float16; use dtype=bfloat16"):
+        export(asking(tmp_path, "large", tmp_path / "to", dtype="float16"))
+    assert not (tmp_path / "to").exists()
+
+
 def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
     asked = asking(runs, "hydra", tmp_path / "first")
     asked.ckpt = str(runs / "hydra" / "checkpoints" / "iteration-000001")
@@ -191,7 +203,7 @@ def test_a_merge_that_loses_a_small_adapter_is_refused_in_bfloat16_too(runs, tmp
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(runs / "hydra" / "backbone")(token_ids).logits
     moved = float((base - expected).abs().max() / expected.abs().max())
-    assert 1e-3 < moved < 0.2 * exporting.TOLERANCE[torch.bfloat16]  # what rounding may do hides it
+    assert 1e-3 < moved < 1e-2  # what rounding does hides it
     asked = {"runs": tmp_path / "runs", "name": "small", "dtype": "bfloat16"}
     export(asking(to=tmp_path / "right", **asked))
     monkeypatch.setattr(exporting.PeftModel, "merge_and_unload", losing_the_adapter, raising=False)

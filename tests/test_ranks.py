@@ -82,6 +82,8 @@ def test_two_ranks_equal_one_that_samples_in_as_many_shards(folder, name, option
     assert len(one) == 5
     assert len({row["loss"] for row in one}) > 1
     assert max(row["grad_norm"] for row in one) > 1e-3
+    for row in (one[0], two[0]):
+        row.pop("rewards/accuracies", None)  # before the first update, the signs of float errors
     for ours, theirs in zip(one, two, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7)
     weights = weights_of(folder / f"{name}-two")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import ConfigError
@@ -268,7 +269,8 @@ def test_the_directions_of_the_distillation_differ_in_nothing_else(tmp_path):
         for values in map(plan.values, combinations(plan.sweep))
         if (values["seed"], values["distillation.weight"]) == (0, 1.0)
     ]
-    assert {cfg.distillation.pop("direction") for cfg in found} == {"sparse_student", "dense_student"}
+    found = [OmegaConf.to_container(cfg) for cfg in found]
+    assert {cfg["distillation"].pop("direction") for cfg in found} == {"sparse_student", "dense_student"}
     assert found[0] == found[1]
 
 

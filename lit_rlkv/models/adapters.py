@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.models.rounding import Cast
 
 
 @dataclass(frozen=True)
@@ -59,37 +57,6 @@ def _is_matrix(module: nn.Module) -> bool:
     return isinstance(weight, nn.Parameter) and weight.ndim > 1
 
 
-class _Cast(nn.Module):
-    """A linear module without bias that computes in the precision of another's weights, whatever it reads."""
-
-    rounded: Tensor | None = None
-    """Its weight in that precision, while that is kept."""
-
-    def __init__(self, linear: nn.Module, base: nn.Module) -> None:
-        super().__init__()
-        self.weight = cast(nn.Parameter, linear.weight)
-        self._base = (base,)  # not as a module: it is one of the model's already
-
-    def forward(self, x: Float[Tensor, "*lead in"]) -> Float[Tensor, "*lead out"]:
-        dtype = cast(Tensor, self._base[0].weight).dtype
-        weight = self.weight.to(dtype) if self.rounded is None else self.rounded
-        return F.linear(x.to(dtype), weight)
-
-
-@contextmanager
-def rounding_once(backbone: PreTrainedModel) -> Iterator[None]:
-    """A block without gradients or updates, in which adapters are not rounded anew in each forward."""
-    casts = [module for module in backbone.modules() if isinstance(module, _Cast)]
-    # What lies in shards is whole, and may be read, during a forward alone.
-    for one in casts if not is_sharded(backbone) else ():
-        one.rounded = one.weight.detach().to(cast(Tensor, one._base[0].weight).dtype)
-    try:
-        yield
-    finally:
-        for one in casts:
-            one.rounded = None
-
-
 def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
     """Inject one more LoRA adapter, switched off; with B = 0 it changes nothing yet.
 
@@ -126,7 +93,7 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
                 # peft would have each adapter keep a copy in float32 of what it reads.
                 layer.cast_input_dtype_enabled = False
                 for matrices in pair:
-                    matrices[name] = _Cast(matrices[name], layer.get_base_layer())
+                    matrices[name] = Cast(matrices[name], layer.get_base_layer())
 
 
 def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.adapters import rounding_once
 from lit_rlkv.models.backbone import can_be_captured, check_length, n_embedded
+from lit_rlkv.models.rounding import rounding_once
 from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
 from lit_rlkv.types import NEVER, Rollout
 

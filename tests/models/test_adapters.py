@@ -10,9 +10,9 @@ from lit_rlkv.models.adapters import (
     acting_by_row,
     add_adapter,
     check_target_modules,
-    rounding_once,
     switched,
 )
+from lit_rlkv.models.rounding import rounding_once
 from tests.models_zoo import tiny_model
 
 

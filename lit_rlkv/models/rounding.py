@@ -1,0 +1,43 @@
+"""Linear layers that are kept in float32 and compute in a backbone's lower precision."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from lit_rlkv.models.backbone import is_sharded
+
+
+class Cast(nn.Module):
+    """A linear module without bias that computes in the precision of another's weights, whatever it reads."""
+
+    rounded: Tensor | None = None
+    """Its weight in that precision, while that is kept."""
+
+    def __init__(self, linear: nn.Module, base: nn.Module) -> None:
+        super().__init__()
+        self.weight = cast(nn.Parameter, linear.weight)
+        self._base = (base,)  # not as a module: it is one of the model's already
+
+    def forward(self, x: Float[Tensor, "*lead in"]) -> Float[Tensor, "*lead out"]:
+        dtype = cast(Tensor, self._base[0].weight).dtype
+        weight = self.weight.to(dtype) if self.rounded is None else self.rounded
+        return F.linear(x.to(dtype), weight)
+
+
+@contextmanager
+def rounding_once(backbone: PreTrainedModel) -> Iterator[None]:
+    """A block without gradients or updates, in which adapters are not rounded anew in each forward."""
+    casts = [module for module in backbone.modules() if isinstance(module, Cast)]
+    # What lies in shards is whole, and may be read, during a forward alone.
+    for one in casts if not is_sharded(backbone) else ():
+        one.rounded = one.weight.detach().to(cast(Tensor, one._base[0].weight).dtype)
+    try:
+        yield
+    finally:
+        for one in casts:
+            one.rounded = None
