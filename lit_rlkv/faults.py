@@ -54,8 +54,7 @@ class FiniteSteps:
             raise NonFiniteError(
                 f"{self.n_in_a_row} optimizer steps in a row had a gradient of norm {float(norm)}, so the "
                 f"parameters no longer change; {_culprits(terms)}. Start a new run with a lower learning "
-                "rate or in float32 (fabric.precision=32-true); to begin where this one was whole, export an "
-                "older checkpoint and give it as model.path"
+                "rate, or in float32 (fabric.precision=32-true)"
             )
         return False
 

@@ -81,6 +81,8 @@ def _os_errors() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
+        if "I/O error" not in str(error):  # of reading what is no such file, for one
+            raise
         raise OSError(str(error)) from error
     except RuntimeError as error:
         if "inline_container" not in str(error):  # where torch.save writes

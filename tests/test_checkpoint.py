@@ -3,13 +3,13 @@
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lit_rlkv import checkpoint, files
@@ -116,6 +116,7 @@ def test_where_none_is_whole_training_does_not_begin_anew_by_itself(tmp_path):
 @contextmanager
 def files_of_at_most(n_bytes):
     """A block in which no file can grow further, as on a full disk."""
+    resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
     try:
@@ -191,9 +192,12 @@ def is_killed(folder, module, name, n_calls):
     return killed
 
 
-def test_an_error_of_the_run_is_not_taken_for_a_full_disk(tmp_path):
+def test_another_error_is_not_taken_for_a_full_disk(tmp_path):
     with pytest.raises(RuntimeError, match="no disk"), appearing_whole(tmp_path / "folder"):
         raise RuntimeError("no disk")
+    (tmp_path / "weights").write_text("nothing of the kind")
+    with pytest.raises(SafetensorError), appearing_whole(tmp_path / "folder"):
+        safe_open(tmp_path / "weights", framework="pt")
 
 
 def test_who_may_read_the_folder_may_read_what_is_in_it(tmp_path):

@@ -44,7 +44,7 @@ def test_every_direct_dependency_is_pinned_inside_its_range():
     extras = PROJECT["optional-dependencies"]
     own, *dev = extras["dev"]  # first the extras whose tests run, too
     tested = [text for name in Requirement(own).extras for text in extras[name]]
-    assert len(tested) == 5
+    assert len(tested) >= 5
     assert unmet([*PROJECT["dependencies"], *tested, *dev], pins) == []
 
 

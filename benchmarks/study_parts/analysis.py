@@ -56,7 +56,9 @@ def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contr
             raise ValueError(f"{rows[0]['name']}: a seed has several rows, which are of several settings")
     pairs = pairs_of(first, second)
     if len(pairs) < 2:
-        raise ValueError(f"{len(pairs)} seeds in both; a paired difference needs at least 2")
+        raise ValueError(
+            f"{len(pairs)} seeds in both, on one kind of processor; a paired difference needs at least 2"
+        )
     differences = [a[measure] - b[measure] for a, b in pairs]
     n, mean = len(differences), statistics.mean(differences)
     error = statistics.stdev(differences) / n**0.5

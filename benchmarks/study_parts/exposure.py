@@ -13,6 +13,7 @@ from lit_rlkv.data.tokenizers import build_task_tokenizer
 
 NAME = "study_exposure"
 SEED = 2
+"""One is enough to see by how much tasks and budgets differ."""
 METRICS = {
     "affected": "kv/affected",
     "mean_length": "completions/mean_length",
@@ -56,7 +57,7 @@ def run(place: Setting, runs_dir: Path) -> dict:
         "overrides": told,
         "n_slots": cache.budget + cache.interval,
         "n_needed": n_prompt + int(found["max_length"]) - 1,  # the last token is written and never read
-        "n_allowed": n_prompt + int(OmegaConf.load(folder / "config.yaml").rollout.max_new_tokens),
+        "n_full": n_prompt + int(OmegaConf.load(folder / "config.yaml").rollout.max_new_tokens),
         **found,
     }
     record.append(NAME, row)
@@ -66,7 +67,7 @@ def run(place: Setting, runs_dir: Path) -> dict:
 def table(rows: Sequence[dict], markdown: Callable[[Sequence[str], Sequence[Sequence[str]]], str]) -> str:
     """One line for each place."""
     headings = ["task", "budget", "actions a response", "after an eviction", "of all, %"]
-    headings += ["keys with room", "of the longest response", "of the longest allowed"]
+    headings += ["keys: room", "that the longest response reads", "room of a full cache"]
     body = [
         [
             row["task"],
@@ -74,7 +75,7 @@ def table(rows: Sequence[dict], markdown: Callable[[Sequence[str], Sequence[Sequ
             f"{row['mean_length']:.1f}",
             f"{row['affected'] * row['mean_length']:.1f}",
             f"{100 * row['affected']:.0f}",
-            *(f"{row[name]}" for name in ("n_slots", "n_needed", "n_allowed")),
+            *(f"{row[name]}" for name in ("n_slots", "n_needed", "n_full")),
         ]
         for row in rows
     ]

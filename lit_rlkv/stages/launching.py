@@ -39,8 +39,6 @@ def make_fabric(cfg: DictConfig) -> Fabric:
     if _is_one_task_of_slurm(started) and settings.devices not in (AUTO, 1):
         started = None
         plugins.append(LightningEnvironment())
-    elif _is_interactive_step():
-        plugins.append(SLURMEnvironment())
     if started is not None:
         n_nodes, n_devices = started
         if settings.num_nodes not in (1, n_nodes) or settings.devices not in (AUTO, n_devices):
@@ -63,6 +61,8 @@ def make_fabric(cfg: DictConfig) -> Fabric:
         plugins.append(DoublePrecision())
     with as_config_errors("fabric"):
         try:
+            if _is_step_of_salloc():
+                plugins.append(SLURMEnvironment())
             return Fabric(
                 accelerator=settings.accelerator,
                 devices=n_devices,
@@ -109,13 +109,14 @@ def starts_others(fabric: Fabric) -> bool:
     )
 
 
-def _is_interactive_step() -> bool:
-    """Whether srun has started this process in a job that Lightning takes for a shell, as salloc's are.
+def _is_step_of_salloc() -> bool:
+    """Whether srun has started this process in a job of salloc, which Lightning takes for its shell.
 
     In the shell itself the step has one task, however many the job may start.
     """
     has_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-    return has_tasks and not SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    is_named_so = os.environ.get("SLURM_JOB_NAME") == "interactive"
+    return has_tasks and is_named_so and not TorchElasticEnvironment.detect()
 
 
 def _is_one_task_of_slurm(started: tuple[int, int] | None) -> bool:
@@ -131,7 +132,7 @@ def started_processes() -> tuple[int, int] | None:
     if TorchElasticEnvironment.detect():  # torchrun, and `fabric run`, which calls it
         n_local = int(os.environ["LOCAL_WORLD_SIZE"])
         return int(os.environ["WORLD_SIZE"]) // n_local, n_local
-    if SLURMEnvironment.detect() or _is_interactive_step():
+    if _is_step_of_salloc() or SLURMEnvironment.detect():
         n_nodes, n_tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS"])
         if n_tasks > 1 and "SLURM_STEP_ID" not in os.environ:
             raise ConfigError(

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -158,7 +159,8 @@ class WandbRun(RunLogger):
             if self.offline:
                 raise
             log.warning("W&B cannot be reached, so this run is kept in its folder: %s", error)
-            end_service(self._wandb.teardown)  # else it holds on to the id
+            with suppress(TimeoutError):  # then another is started beside it
+                end_service(self._wandb.teardown)  # else it holds on to the id
             return self._init_in("offline", run_id)
 
     def _mode(self) -> Mode | None:
@@ -193,9 +195,19 @@ def end_service(teardown: Callable[[], None]) -> None:
     Raises:
         TimeoutError: it does not end.
     """
-    ending = Thread(target=teardown, daemon=True)
+    errors: list[Exception] = []
+
+    def end() -> None:
+        try:
+            teardown()
+        except Exception as error:  # raised below
+            errors.append(error)
+
+    ending = Thread(target=end, daemon=True)
     ending.start()
     ending.join(TEARDOWN_TIMEOUT_S)
+    if errors:
+        raise errors[0]
     if ending.is_alive():
         raise TimeoutError(f"wandb's service has not ended within {TEARDOWN_TIMEOUT_S:g} seconds")
 

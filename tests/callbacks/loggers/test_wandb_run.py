@@ -206,6 +206,8 @@ def test_a_service_that_does_not_end_is_left_after_a_while(monkeypatch):
         end_service(is_over.wait)
     is_over.set()
     end_service(is_over.wait)
+    with pytest.raises(ZeroDivisionError):
+        end_service(lambda: 1 / 0)
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
