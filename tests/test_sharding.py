@@ -57,6 +57,9 @@ def assert_same(folder, one, two):
                 *("fabric.unshard_rollout=true", "stages=[sft,rl,eval]"),
             ],
         ),
+        ("joint", ["experiment=j_hydra_ppo"]),
+        ("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
+        ("pairs", ["algorithm=online_dpo"]),
     ],
 )
 def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, options):
