@@ -48,16 +48,16 @@ def run(place: Setting, runs_dir: Path) -> dict:
     folder = runs.fit(f"exposure-{place.task}-{place.budget}", told, runs_dir)
     (history,) = runs.read_metrics(folder)
     found = {name: float(history[metric]) for name, metric in METRICS.items()}
-    cache = OmegaConf.load(folder / "config.yaml").cache
+    cfg = OmegaConf.load(folder / "config.yaml")
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     tokenizer = build_task_tokenizer()
     n_prompt = max(len(tokenizer(sample["prompt"]).input_ids) for sample in samples)
     row = {
         **{"task": place.task, "policy": place.policy, "budget": place.budget, "seed": place.seed},
         "overrides": told,
-        "n_slots": cache.budget + cache.interval,
+        "n_slots": cfg.cache.budget + cfg.cache.interval,
         "n_needed": n_prompt + int(found["max_length"]) - 1,  # the last token is written and never read
-        "n_full": n_prompt + int(OmegaConf.load(folder / "config.yaml").rollout.max_new_tokens),
+        "n_full": n_prompt + cfg.rollout.max_new_tokens,
         **found,
     }
     record.append(NAME, row)
