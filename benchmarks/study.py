@@ -1,7 +1,7 @@
 """Does compressing the KV cache hurt RL, and what repairs it: every arm, its controls, tasks, budgets.
 
     python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
-    python benchmarks/study.py --blocks timing --jobs 1     on a machine that does nothing else
+    python benchmarks/study.py --blocks timing              on a machine that does nothing else
     python benchmarks/study.py --again 2                    so many finished runs once more, and what differs
     python benchmarks/study.py --report                     tables and figure of what has been run
 
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import record
-from study_parts import exposure, plan, plot, runs, tables, variance
+from study_parts import exposure, plan, plot, runs, tables, timing, variance
 from study_parts.plan import Setting
 
 
@@ -37,19 +37,6 @@ def chosen_rate(done: dict[str, dict], arm: str, anchored: bool) -> float:
     return best["lr"]
 
 
-def seconds(done: dict[str, dict], setting: Setting) -> float:
-    """Of an iteration of an arm, from the block `timing`.
-
-    Raises:
-        LookupError: it has not been run.
-    """
-    timed = {(run.arm, run.anchored): run for run in settings_of("timing", done)}
-    row = done.get(runs.key(timed[setting.arm, setting.anchored].overrides))
-    if row is None:
-        raise LookupError(f"{setting.name}: the block `timing` has not been run")
-    return (row["rollout_seconds"] + row["update_seconds"]) / plan.TIMED_ITERATIONS
-
-
 def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
     def rate(arm: str, anchored: bool) -> float:
         return chosen_rate(done, arm, anchored)
@@ -57,7 +44,8 @@ def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
     if block == "rates":
         return plan.rates()
     if block == "clock":
-        return plan.clock(lambda setting: seconds(done, setting))
+        rounds = timing.measured()
+        return plan.clock(lambda setting: timing.seconds_of(setting, rounds))
     return plan.BLOCKS[block](rate)
 
 
@@ -96,6 +84,17 @@ def run_variances(args: argparse.Namespace) -> bool:
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(work, variance.missing()))
     return not variance.missing()
+
+
+def run_timing(args: argparse.Namespace) -> bool:
+    """Time the rounds that this machine has not, one run at a time; False once the time is over."""
+    for _ in range(timing.n_missing()):
+        if time.monotonic() >= args.stop_at:
+            return False
+        row = timing.run_round(args.runs_dir)
+        listed = (f"{name} {sum(seconds):.2f}" for name, seconds in row["seconds"].items())
+        print(f"timing  {', '.join(listed)} s", flush=True)
+    return True
 
 
 def run_exposures(args: argparse.Namespace) -> bool:
@@ -142,9 +141,9 @@ def rows_of(settings: Iterable[Setting], done: dict[str, dict]) -> list[dict]:
 def report(done: dict[str, dict]) -> None:
     """Print every table and draw the figure."""
     groups = comparisons(done)
-    tuning, timed = (rows_of(settings_of(block, done), done) for block in ("rates", "timing"))
-    exposures = list(runs.finished(exposure.NAME).values())
-    print(tables.report(groups, tuning, timed, list(runs.finished(variance.NAME).values()), exposures))
+    tuning = rows_of(settings_of("rates", done), done)
+    variances, exposures = (list(runs.finished(part.NAME).values()) for part in (variance, exposure))
+    print(tables.report(groups, tuning, timing.measured(), variances, exposures))
     if arms := tables.by_arm(groups.get(SHOWN, ())):
         plot.draw(arms, record.RESULTS / f"{runs.NAME}.png")
 
@@ -175,8 +174,8 @@ def describe(row: dict) -> str:
     )
 
 
-MEASUREMENTS = {"exposure": run_exposures, "variance": run_variances}
-"""Blocks of warm models, which learn nothing."""
+MEASUREMENTS = {"exposure": run_exposures, "variance": run_variances, "timing": run_timing}
+"""Blocks that ask no model how well it has learned."""
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ first, and each anchored arm ends within 2 points of its best."""
 TUNING_SEED = 100
 SEEDS, FEW_SEEDS = (0, 1, 2, 3, 4), (0, 1, 2)
 CLOCK_SEEDS = (5, 6, 7)
-N_ITERATIONS = 100
+N_ITERATIONS, TIMED_ITERATIONS = 100, 10
 COMMON = (
     "diagnostics=none",
     "evaluation.n_prompts=1024",
@@ -165,11 +165,8 @@ def policies(_: Rates) -> list[Setting]:
     return [replace(run, policy=policy) for policy in ("snapkv", "streaming") for run in runs]
 
 
-TIMED_ITERATIONS = 10
-
-
-def timing(_: Rates) -> list[Setting]:
-    """What an iteration costs; to be run with one job on a machine that does nothing else."""
+def timed() -> list[Setting]:
+    """The arms whose iterations are timed."""
     runs = _at_one_rate(MAIN_ARMS, SEEDS[:1])
     runs += [replace(run, anchored=False) for run in runs]
     return [replace(run, n_iterations=TIMED_ITERATIONS) for run in runs]
@@ -202,10 +199,9 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "one_rate": one_rate,
     "tasks": tasks,
     "budgets": budgets,
-    "timing": timing,
     "policies": policies,
     "one_rate_free": one_rate_free,
     "weak_anchor": weak_anchor,
     "longer": longer,
 }
-"""In the order in which they are run; `rates` comes before them, `clock` after `timing`."""
+"""In the order in which they are run; `rates` comes before them, `clock` after them."""

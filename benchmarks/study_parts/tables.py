@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from study_parts import exposure, variance
+from study_parts import exposure, timing, variance
 from study_parts.analysis import (
     N_FIRST,
     VIEWS,
@@ -16,7 +16,7 @@ from study_parts.analysis import (
     pairs_of,
     rollouts_to,
 )
-from study_parts.plan import ARMS, TIMED_ITERATIONS, TUNING_SEED
+from study_parts.plan import ARMS, TUNING_SEED
 
 ABSENT = "–"
 GOAL = 0.75
@@ -204,28 +204,10 @@ def rates_table(rows: Sequence[Row]) -> str:
     return markdown(headings, body)
 
 
-def timing_table(rows: Sequence[Row]) -> str:
-    """Seconds of an iteration, by the block `timing`."""
-    headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's"]
-    seconds = {
-        str(row["name"]): (
-            row["rollout_seconds"] / TIMED_ITERATIONS,
-            row["update_seconds"] / TIMED_ITERATIONS,
-        )
-        for row in rows
-    }
-    naive = sum(seconds["naive"])
-    body = [
-        [f"`{name}`", f"{rollout:.2f}", f"{update:.2f}", f"{(rollout + update) / naive:.2f}"]
-        for name, (rollout, update) in seconds.items()
-    ]
-    return markdown(headings, body)
-
-
 def report(
     groups: Mapping[str, Iterable[Row]],
     tuning: Sequence[Row],
-    timed: Sequence[Row],
+    rounds: Sequence[Row],
     variances: Sequence[dict],
     exposures: Sequence[dict] = (),
 ) -> str:
@@ -233,8 +215,8 @@ def report(
     parts = []
     if tuning:
         parts += [f"## Learning rates, seed {TUNING_SEED}", rates_table(tuning)]
-    if any(row["name"] == "naive" for row in timed):
-        parts += ["## Seconds of an iteration", timing_table(timed)]
+    if rounds:
+        parts += ["## Seconds of an iteration", timing.table(rounds, markdown)]
     if variances:
         parts += ["## Gradients of the warm model", variance.table(variances, markdown)]
         parts += [variance.sample_sizes(variances)]

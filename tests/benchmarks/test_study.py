@@ -4,11 +4,12 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import record
 import study
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import open_dict
-from study_parts import analysis, plan, plot, runs, tables
+from study_parts import analysis, plan, plot, runs, tables, timing
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_config, check_keys
@@ -264,3 +265,42 @@ def test_the_table_of_the_readme_is_what_the_rows_say():
     done = runs.finished()
     table = tables.summary_table(tables.by_arm(study.comparisons(done)[study.SHOWN]))
     assert table in (runs.ROOT / "README.md").read_text()
+
+
+def timed_rows(path, *rounds, device="a"):
+    rows = [{"device": device, "seconds": seconds} for seconds in rounds]
+    with (path / f"{timing.NAME}.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_a_round_takes_the_median_iteration_of_every_arm(results, tmp_path, monkeypatch):
+    (tmp_path / "metrics.csv").write_text("time/data,time/update\n9,30\n1,3\n2,4\n")
+    monkeypatch.setattr(runs, "fit", lambda *_: tmp_path)
+    row = timing.run_round(tmp_path)
+    assert len(row["seconds"]) == 2 * len(plan.MAIN_ARMS)
+    assert set(map(tuple, row["seconds"].values())) == {(2, 4)}
+    assert timing.n_missing() == timing.N_ROUNDS - 1
+
+
+def test_seconds_are_of_the_machine_that_measured_last(results):
+    timed_rows(results, {"naive": [1, 1], "smd": [1, 1]}, device="another")
+    timed_rows(results, {"naive": [1, 1], "smd": [1, 3]}, {"naive": [2, 2], "smd": [2, 4]})
+    assert timing.n_missing() == timing.N_ROUNDS  # of this one
+    table = timing.table(timing.measured(), tables.markdown)
+    assert "| `smd` | 1.50 ± 0.71 | 3.50 ± 0.71 | 1.75 ± 0.35 |" in table
+
+
+def test_equal_time_waits_for_all_rounds_and_gives_quicker_arms_more_iterations(results):
+    seconds = {f"{arm}+anchor": [1, 1] for arm in plan.SHORT} | {"smd+anchor": [1, 4]}
+    timed_rows(results, seconds)
+    with pytest.raises(LookupError, match="1 of 3 rounds"):
+        study.settings_of("clock", {})
+    timed_rows(results, seconds, seconds)
+    by_arm = {run.arm: run.n_iterations for run in study.settings_of("clock", {})}
+    assert by_arm == {"smd": 100, "naive": 250, "tis": 250, "shadow": 250}

@@ -1,0 +1,72 @@
+"""Seconds of an iteration by arm: all arms in turn, round after round, on an otherwise idle machine."""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import record
+from study_parts import runs
+from study_parts.analysis import mean_sd
+from study_parts.plan import Setting, timed
+
+NAME = "study_timing"
+N_ROUNDS = 3
+
+
+def measured() -> list[dict]:
+    """Rounds of the machine that measured last."""
+    path = record.RESULTS / f"{NAME}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [row for row in rows if row["device"] == rows[-1]["device"]]
+
+
+def n_missing() -> int:
+    """Rounds that this machine has still to run."""
+    here = record.provenance()["device"]
+    return N_ROUNDS - sum(row["device"] == here for row in measured())
+
+
+def run_round(runs_dir: Path) -> dict:
+    """Every arm once. Of the iterations the median, which neither the first one nor a hiccup moves."""
+    runs.warm_up(timed()[0], runs_dir)
+    seconds = {setting.name: _timed(setting, runs_dir) for setting in timed()}
+    row = {"overrides": {setting.name: _overrides(setting) for setting in timed()}, "seconds": seconds}
+    record.append(NAME, row)
+    return row
+
+
+def _overrides(setting: Setting) -> list[str]:
+    return [*setting.overrides, "stages=[sft,rl]"]
+
+
+def _timed(setting: Setting, runs_dir: Path) -> list[float]:
+    """Of rollout and scoring, and of the update."""
+    history = runs.read_metrics(runs.fit(f"timing-{setting.folder}", _overrides(setting), runs_dir))
+    return [statistics.median(float(line[name]) for line in history) for name in ("time/data", "time/update")]
+
+
+def seconds_of(setting: Setting, rounds: Sequence[Mapping]) -> float:
+    """Of a whole iteration of an arm, the median over rounds.
+
+    Raises:
+        LookupError: rounds are missing.
+    """
+    if len(rounds) < N_ROUNDS:
+        raise LookupError(f"{len(rounds)} of {N_ROUNDS} rounds of `timing` have been run")
+    return statistics.median(sum(row["seconds"][setting.name]) for row in rounds)
+
+
+Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+
+
+def table(rounds: Sequence[Mapping], markdown: Markdown) -> str:
+    """Means ± standard deviations over rounds; ratios are of arms of one round."""
+    headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's"]
+    body = []
+    for name in rounds[0]["seconds"]:
+        mine = [row["seconds"][name] for row in rounds]
+        ratios = [sum(row["seconds"][name]) / sum(row["seconds"]["naive"]) for row in rounds]
+        rollout, update = zip(*mine, strict=True)
+        body.append([f"`{name}`", *(mean_sd(values, 1, 2) for values in (rollout, update, ratios))])
+    return markdown(headings, body)
