@@ -149,9 +149,12 @@ def report(done: dict[str, dict]) -> None:
 
 
 def again(args: argparse.Namespace) -> None:
-    """Finished runs once more, the newest of as many parts of the file, and what came out otherwise."""
-    rows = list(runs.finished().values())
+    """Finished runs of this machine once more, from all over the file, and what came out otherwise."""
+    here = record.provenance()["device"]
+    rows = [row for row in runs.finished().values() if row["device"] == here]
     n = min(args.again, len(rows))
+    if not rows:
+        print(f"no run has finished on {here}, and on another processor numbers are others")
     for place in range(1, n + 1):
         row = rows[place * len(rows) // n - 1]
         differing = runs.again(row, args.runs_dir.absolute())

@@ -36,12 +36,13 @@ class Contrast:
 
 
 def pairs_of(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Rows of one seed in both, from one kind of processor: on another a seed's warm model is another one."""
-    theirs = {_place(row): row for row in second}
-    return [(row, theirs[_place(row)]) for row in first if _place(row) in theirs]
+    """Rows of one seed in both, from one kind of processor."""
+    theirs = {place(row): row for row in second}
+    return [(row, theirs[place(row)]) for row in first if place(row) in theirs]
 
 
-def _place(row: Row) -> tuple[int, str]:
+def place(row: Row) -> tuple[int, str]:
+    """Seed and kind of processor, which together make a warm model."""
     return row["seed"], str(row.get("device", "")).partition(",")[0]
 
 

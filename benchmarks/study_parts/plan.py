@@ -26,7 +26,7 @@ TASKS = {
     "recall": ("task=recall", "sft.n_steps=400"),
     "long_chain": ("task=chain_sum", "task.n_terms=8", "rollout.max_new_tokens=40"),
 }
-"""Arithmetic with a scratchpad; recall; a long chain, which the warm model gets wrong with all keys, too."""
+"""Arithmetic with a scratchpad; recall; a long chain, some of which is too hard even with all keys."""
 
 MAIN_TASK, MAIN_POLICY = "chain_sum", "random"
 BUDGETS = {"chain_sum": 16, "recall": 32, "long_chain": 28}

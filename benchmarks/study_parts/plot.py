@@ -23,7 +23,7 @@ COLORS = {
 """After Okabe and Ito, one for each arm."""
 
 LARGEST_LOSS = 25.0
-"""Points; an arm that lost more is marked at the edge, so that the others can be told apart."""
+"""Points; seeds that lost more are numbers at the edge, so that the others can be told apart."""
 
 
 def draw(by_arm: Mapping[str, Sequence[Row]], path: Path) -> None:
@@ -48,19 +48,16 @@ def _gains(axes: Axes, by_arm: Mapping[str, Sequence[Row]], arms: Sequence[str],
             points = [100 * gained(row, view) for row in rows]
             fill = COLORS[arm] if name != arm else "white"
             style = {"mec": COLORS[arm], "mfc": fill, "zorder": 3}
-            seen = [point for point in points if point >= -LARGEST_LOSS]
-            axes.plot(seen, [place + shift] * len(seen), "|", color=COLORS[arm], ms=7, alpha=0.6)
+            y, seen = place + shift, [point for point in points if point >= -LARGEST_LOSS]
+            axes.plot(seen, [y] * len(seen), "|", color=COLORS[arm], ms=7, alpha=0.6)
             mean, marker = np.mean(points), "o"
+            if len(seen) < len(points):
+                beyond = "← " + ", ".join(f"{point:.0f}" for point in sorted(points) if point < -LARGEST_LOSS)
+                left = (-LARGEST_LOSS, y), (-6, -13)
+                axes.annotate(beyond, *left, textcoords="offset points", fontsize=7, color=COLORS[arm])
             if mean < -LARGEST_LOSS:
-                axes.annotate(
-                    f"{mean:.0f}",
-                    (-LARGEST_LOSS, place + shift),
-                    (9, -3),
-                    textcoords="offset points",
-                    fontsize=8,
-                )
                 mean, marker = -LARGEST_LOSS, "<"
-            axes.plot(mean, place + shift, marker, ms=8, mew=1.6, **style)
+            axes.plot(mean, y, marker, ms=8, mew=1.6, **style)
     axes.plot([], [], "o", color="#5f6673", label="with the anchor")
     axes.plot([], [], "o", mec="#5f6673", mfc="white", label="without")
     axes.plot([], [], "|", color="#5f6673", label="a seed")

@@ -1,4 +1,7 @@
-"""Each arm's gradient on the same rollouts of one model: variance, signal, what weights leave of the data."""
+"""Each arm's gradient on the same rollouts of one model: variance, signal, what weights leave of the data.
+
+Of the whole loss: the policy's term alone is the same in `shadow`, `smd` and `smd_dense`.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -6,14 +9,15 @@ from pathlib import Path
 
 import record
 from study_parts import runs
+from study_parts.analysis import place
 from study_parts.plan import ARMS, BUDGETS, MAIN_TASK, SEEDS, TASKS
 
 NAME = "study_variance"
 VARIANCE_ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow", "smd", "smd_dense")
 N_ROLLOUTS = 8
 METRICS = {
-    "variance": "gradient/policy/variance",
-    "signal": "gradient/policy/signal",
+    "variance": "gradient/loss/variance",
+    "signal": "gradient/loss/signal",
     "sampling": "gradient/sources/sampling",
     "rewards": "gradient/sources/rewards",
     "reweighting": "gradient/sources/reweighting",
@@ -73,7 +77,7 @@ Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 
 def table(rows: Sequence[dict], markdown: Markdown) -> str:
     """Means ± standard deviations over seeds; variances in units of naive's, by seed."""
-    naive = {row["seed"]: row["variance"] for row in rows if row["arm"] == "naive"}
+    naive = {place(row): row["variance"] for row in rows if row["arm"] == "naive"}
     headings = [
         "arm",
         "seeds",
@@ -84,19 +88,16 @@ def table(rows: Sequence[dict], markdown: Markdown) -> str:
     ]
     body = []
     for arm in VARIANCE_ARMS:
-        mine = [row for row in rows if row["arm"] == arm and row["seed"] in naive]
+        mine = [row for row in rows if row["arm"] == arm and place(row) in naive]
         if not mine:
             continue
         cells = (
-            ([row["variance"] / naive[row["seed"]] for row in mine], 2),
-            ([row["signal"] / row["variance"] for row in mine], 2),
-            ([100 * row["masked_fraction"] for row in mine], 2),
-            (
-                [row["reweighting"] / naive[row["seed"]] for row in mine if row["reweighting"] is not None],
-                2,
-            ),
+            [row["variance"] / naive[place(row)] for row in mine],
+            [row["signal"] / row["variance"] for row in mine],
+            [100 * row["masked_fraction"] for row in mine],
+            [row["reweighting"] / naive[place(row)] for row in mine],
         )
-        body.append([f"`{arm}`", str(len(mine)), *(_cell(values, digits) for values, digits in cells)])
+        body.append([f"`{arm}`", str(len(mine)), *(_cell(values, 2) for values in cells)])
     return markdown(headings, body)
 
 

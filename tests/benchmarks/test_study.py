@@ -9,7 +9,7 @@ import study
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import open_dict
-from study_parts import analysis, plan, plot, runs, tables, timing
+from study_parts import analysis, plan, plot, runs, tables, timing, variance
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_config, check_keys
@@ -31,12 +31,16 @@ def settings():
 
 @cache
 def composed(setting):
+    return composed_of(setting.overrides)
+
+
+def composed_of(overrides):
     """As fit composes and checks it."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        full = compose("config", overrides=setting.overrides, return_hydra_config=True)
+        full = compose("config", overrides=overrides, return_hydra_config=True)
         with open_dict(full):
             choices = full.pop("hydra").runtime.choices
-        check_keys(full, choices, setting.overrides)
+        check_keys(full, choices, overrides)
         check_config(full)
     return full
 
@@ -304,3 +308,26 @@ def test_equal_time_waits_for_all_rounds_and_gives_quicker_arms_more_iterations(
     timed_rows(results, seconds, seconds)
     by_arm = {run.arm: run.n_iterations for run in study.settings_of("clock", {})}
     assert by_arm == {"smd": 100, "naive": 250, "tis": 250, "shadow": 250}
+
+
+def test_variances_are_compared_with_naives_of_the_same_warm_model():
+    rest = {"signal": 1.0, "masked_fraction": 0.1, "reweighting": 0.0, "seed": 0}
+    here, there = ({"device": f"{name}, 2 cores, 1 threads"} for name in ("AMD EPYC", "Xeon"))
+    rows = [
+        {"arm": "naive", "variance": 2.0, **rest, **here},
+        {"arm": "shadow", "variance": 1.0, **rest, **here},
+        {"arm": "smd", "variance": 1.0, **rest, **there},
+    ]
+    table = variance.table(rows, tables.markdown)
+    assert "| `shadow` | 1 | 0.50 | 1.00 | 10.00 | 0.00 |" in table
+    assert "smd" not in table
+
+
+def test_variances_are_of_all_that_an_arm_learns_from():
+    """The policy's own term is the same in all arms that replay."""
+    assert {variance.METRICS[name] for name in ("variance", "signal")} == {
+        "gradient/loss/variance",
+        "gradient/loss/signal",
+    }
+    cfg = composed_of(variance.overrides("smd", 0))
+    assert "loss" in cfg.diagnostics.gradient.terms
