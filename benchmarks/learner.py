@@ -19,6 +19,7 @@ import argparse
 from pathlib import Path
 
 from kernels import prepare_triton
+from shapes import QWEN_1_5B
 
 PRESETS = {
     "tiny": {
@@ -30,17 +31,9 @@ PRESETS = {
         "head_dim": 16,
         "intermediate_size": 128,
     },
-    "1.5b": {
-        "vocab_size": 151_936,
-        "hidden_size": 1536,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "intermediate_size": 8960,
-    },
+    "1.5b": QWEN_1_5B | {"head_dim": 128},
 }
-"""Decoders as presets.tiny_qwen3 builds them; the larger one has the shape of Qwen2.5-1.5B."""
+"""Decoders as presets.tiny_qwen3 builds them."""
 DEFAULTS = {
     "cpu": {"preset": "tiny", "lengths": [96, 192, 384], "budgets": [16, 48], "interval": 8, "prompt": 16},
     "cuda": {

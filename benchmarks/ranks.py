@@ -16,10 +16,7 @@ for the memory that the processes share.
 
 import argparse
 import csv
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,10 +24,10 @@ from pathlib import Path
 import record
 import torch
 import torch.distributed as dist
+from fit_process import fit
 from lightning.fabric import Fabric
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = (
     "model.preset.hidden_size=256",
     "model.preset.num_hidden_layers=4",
@@ -43,7 +40,6 @@ SETTINGS = (
     "diagnostics=none",
     "+diagnostics.performance={_target_:lit_rlkv.callbacks.diagnostics.performance.Performance,every:1}",
     "fabric.accelerator=cpu",
-    "fabric.n_threads=1",
 )
 N_PROMPTS, GROUP_SIZE = 16, 8
 """Of each process."""
@@ -53,22 +49,16 @@ PHASES = ("rollout", "score", "reward", "update")
 
 def run(n_ranks: int, n_iterations: int, folder: Path, stage: str, number: int = 0) -> Path:
     """One process of fit, or one for each core, pinned to as many cores."""
-    run_dir = folder / f"{stage}-{n_ranks}-{number}"
-    command = [
-        *("taskset", "-c", ",".join(map(str, range(n_ranks)))),
-        *(sys.executable, "-m", "lit_rlkv.fit", *SETTINGS),
+    overrides = [
+        *SETTINGS,
         f"algorithm.group_size={GROUP_SIZE}",
         f"stages=[{stage}]",
         f"fabric.devices={n_ranks}",
         f"rollout.n_prompts={n_ranks * N_PROMPTS}",
         f"algorithm.n_iterations={n_iterations}",
-        f"runs_dir={folder}",
-        f"hydra.run.dir={run_dir}",
     ]
-    subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True
-    )
-    return run_dir
+    pinned = ("taskset", "-c", ",".join(map(str, range(n_ranks))))
+    return fit(folder / f"{stage}-{n_ranks}-{number}", folder, overrides, before=pinned)
 
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:

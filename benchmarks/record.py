@@ -62,3 +62,9 @@ def append(name: str, row: dict) -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(provenance() | row) + "\n")
+
+
+def rows(name: str) -> list[dict]:
+    """All measurements of benchmarks/results/NAME.jsonl, in the order of their time."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

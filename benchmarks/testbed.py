@@ -11,43 +11,23 @@ the budget that training won back.
 
 import argparse
 import json
-import os
 import re
-import shutil
-import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fit_process
 import record
 from omegaconf import OmegaConf
+from study_parts.analysis import mean_sd
+from text_table import text_table
 
 NAME = "testbed"
-ROOT = Path(__file__).parent.parent
-
-
-def finished() -> list[dict]:
-    path = record.RESULTS / f"{NAME}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def fit(name: str, arguments: list[str], runs_dir: Path) -> Path:
     """One run of fit in a process and a folder of its own."""
     folder = runs_dir / re.sub(r"[^\w.-]+", "_", name).strip("_")
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
-    command = [sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1", f"runs_dir={runs_dir}"]
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    with (runs_dir / f"{folder.name}.log").open("w") as log:
-        subprocess.run(
-            [*command, f"hydra.run.dir={folder}", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            check=True,
-        )
-    return folder
+    return fit_process.fit(folder, runs_dir, arguments)
 
 
 def warm_up(arms: list[str], seed: int, runs_dir: Path) -> None:
@@ -86,27 +66,19 @@ def run(arm: str, seed: int, overrides: list[str], runs_dir: Path) -> dict:
     return row
 
 
-def mean_sd(values: list[float], scale: float = 100.0) -> str:
-    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{scale * statistics.mean(values):5.1f} ± {scale * spread:4.1f}"
-
-
 def table(rows: list[dict]) -> str:
-    lines = [
-        "arm            n   budget before   budget after    dense before    dense after     recovered, %"
-    ]
+    views = [f"{view}_{moment}" for view in ("sparse", "dense") for moment in ("before", "after")]
+    cells = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == arm]
-        columns = [
-            mean_sd([row[name] for row in mine])
-            for name in ("sparse_before", "sparse_after", "dense_before", "dense_after")
-        ]
+        columns = [mean_sd([row[name] for row in mine]) for name in views]
         recovered = [
             (row["sparse_after"] - row["sparse_before"]) / (row["dense_before"] - row["sparse_before"])
             for row in mine
         ]
-        lines.append(f"{arm:12} {len(mine):3}   " + "   ".join([*columns, mean_sd(recovered)]))
-    return "\n".join(lines)
+        cells.append([arm, str(len(mine)), *columns, mean_sd(recovered)])
+    headings = ("budget before", "budget after", "dense before", "dense after", "recovered, %")
+    return text_table(["arm", "n", *headings], cells)
 
 
 def main() -> None:
@@ -118,7 +90,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     args, overrides = parser.parse_known_args()
-    done = {(row["arm"], row["seed"]): row for row in finished() if row["overrides"] == overrides}
+    done = {(row["arm"], row["seed"]): row for row in record.rows(NAME) if row["overrides"] == overrides}
     missing = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in done]
     with ThreadPoolExecutor(args.jobs) as pool:
         seeds = sorted({seed for _, seed in missing})

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from hydra_parts.runs import PhaseCallback, Run
+from hydra_parts.runs import Run
 from live_bytes import CudaBytes, LiveBytes, Meter, storage_bytes
 from torch import Tensor, nn
 
+from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.models.hydra import LAYOUTS, Roles
+
+PHASES = {"rollout": "sampling", "score": "scoring", "update": "update"}
+"""Those of an iteration that are told apart, by their names here."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def check_backbones(layout: str, roles: Roles) -> None:
         )
 
 
-class Watch(PhaseCallback):
+class Watch(RLCallback):
     """Fills in what a run holds while it goes on; the last iteration counts."""
 
     def __init__(self, module: nn.Module, meter: Meter) -> None:
@@ -98,12 +102,16 @@ class Watch(PhaseCallback):
         if peak > self._peak:
             self._peak, self._at_peak = peak, sum(self._gradients.values())
 
-    def end_phase(self, name: str) -> None:
-        """Keep the peak since the phase before, and begin anew."""
+    def on_phase_end(self, phase: str, iteration: int) -> None:
+        """Keep the peak since the phase before, and begin anew; rewards are counted with the update."""
+        if phase not in PHASES:
+            return
         self._look()
-        self.held.phases[name] = Phase(self._peak, self._at_peak)
+        self.held.phases[PHASES[phase]] = Phase(self._peak, self._at_peak)
         self._peak, self._at_peak = 0, 0
         self.meter.reset_peak()
+        if phase == "update":
+            self._gradients.clear()
 
     def on_rollout_end(self, experience: Any) -> None:
         self.held.kv = experience.rollout.kv_bytes
@@ -113,11 +121,6 @@ class Watch(PhaseCallback):
         states = [s for state in optimizer.state.values() for s in state.values() if isinstance(s, Tensor)]
         self.held.gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
         self.held.optimizer = storage_bytes(states)
-
-    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        self._look()
-        self._gradients.clear()
-        self.end_phase("update")
 
 
 @contextmanager

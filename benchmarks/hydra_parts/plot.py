@@ -7,9 +7,19 @@ from hydra_parts.tables import MB, Result
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_rlkv.callbacks.plots import BLUE, FULL_WIDTH, GREEN, GRID, INK, MUTED, PURPLE, SAND, VERMILLION
+from lit_rlkv.callbacks.plots.style import (
+    BLUE,
+    FULL_WIDTH,
+    GREEN,
+    INK,
+    NORMAL,
+    PURPLE,
+    SAND,
+    SMALL,
+    VERMILLION,
+    calm,
+)
 
-SMALL, NORMAL = 8, 9
 COLORS = {
     "weights": BLUE,
     "adapters and heads": GREEN,
@@ -53,7 +63,14 @@ def draw(results: Sequence[Result]) -> Figure:
     axes.set_yticks(ticks, labels)
     axes.invert_yaxis()
     axes.set_xlabel(f"MB at the peak of a phase, batch {results[0].batch}", fontsize=NORMAL, color=INK)
-    _calm(axes)
+    calm(axes)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.08, y=0.02)
+    axes.tick_params(length=0)
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=7, frameon=False, fontsize=SMALL, borderaxespad=0.2
+    )
     return figure
 
 
@@ -72,19 +89,4 @@ def _bar(axes: Axes, place: float, parts: dict[str, int]) -> None:
         fontsize=SMALL,
         color=INK,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-    )
-
-
-def _calm(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    axes.grid(visible=True, axis="x", color=GRID, lw=0.8)
-    axes.margins(x=0.08, y=0.02)
-    axes.tick_params(labelsize=SMALL, labelcolor=INK, color=GRID, length=0)
-    axes.tick_params(axis="x", labelcolor=MUTED)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color(GRID)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=7, frameon=False, fontsize=SMALL, borderaxespad=0.2
     )

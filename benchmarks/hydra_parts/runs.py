@@ -1,24 +1,22 @@
 """PPO on each role layout, and supervised fine-tuning of the same model, ready to be run on any batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 from hydra_parts.setting import RandomWords, Setting, make_backbone, make_tokenizer
 from lightning.fabric import Fabric
 from omegaconf import OmegaConf
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config import build
+from lit_rlkv.config import CONF_DIR, build
 from lit_rlkv.data.demonstrations import WarmupBatch
 from lit_rlkv.data.pairs import DemonstrationBatch
+from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig
 from lit_rlkv.data.rollouts import RolloutDataModule
@@ -26,12 +24,12 @@ from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.loop import train
 from lit_rlkv.models.hydra import ROLES, LoraSpec, Roles, checkpointed_layers
 from lit_rlkv.modules.hydra_sft import HydraSFT
-from lit_rlkv.types import Problem, Rollout
 
-CONF = Path(__file__).parents[2] / "conf"
-PPO = OmegaConf.merge(*(OmegaConf.load(CONF / "algorithm" / f"{name}.yaml") for name in ("_shared", "ppo")))
-CORRECTION = OmegaConf.load(CONF / "correction" / "shadow.yaml")
-OPTIMIZER = OmegaConf.load(CONF / "optimizer" / "adamw.yaml")
+PPO = OmegaConf.merge(
+    *(OmegaConf.load(CONF_DIR / "algorithm" / f"{name}.yaml") for name in ("_shared", "ppo"))
+)
+CORRECTION = OmegaConf.load(CONF_DIR / "correction" / "shadow.yaml")
+OPTIMIZER = OmegaConf.load(CONF_DIR / "optimizer" / "adamw.yaml")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What backbones are kept in; adapters and heads beside them are in float32."""
 SFT = "sft"
@@ -52,23 +50,16 @@ def make_roles(layout: str, setting: Setting) -> Roles:
     )
 
 
-class PhaseCallback(RLCallback):
-    """A callback that is also told when a part of an iteration is over."""
-
-    def end_phase(self, name: str) -> None:
-        """After "sampling" and after "scoring"; the update is what is left."""
-
-
 @dataclass(frozen=True)
 class Run:
     """A variant that can be trained for some iterations on batches of any size."""
 
     module: L.LightningModule
     setting: Setting
-    make_data: Callable[[int, PhaseCallback], L.LightningDataModule]
+    make_data: Callable[[int, RLCallback], L.LightningDataModule]
     """From a batch size to data with one optimizer step per loader."""
 
-    def train(self, batch: int, n_iterations: int, callback: PhaseCallback) -> None:
+    def train(self, batch: int, n_iterations: int, callback: RLCallback) -> None:
         """The package's own loop with a fresh optimizer."""
         train(
             Fabric(accelerator=self.setting.device, devices=1),
@@ -80,24 +71,6 @@ class Run:
         )
 
 
-class PhasedRollouts(RolloutDataModule):
-    """Tells its listener when sampling and scoring are over."""
-
-    def __init__(self, *parts: Any, listener: PhaseCallback, **options: Any) -> None:
-        super().__init__(*parts, on_rollout_end=[listener.on_rollout_end], **options)
-        self.listener = listener
-
-    def _sample(self, problems: Sequence[Problem]) -> Rollout:
-        rollout = super()._sample(problems)
-        self.listener.end_phase("sampling")
-        return rollout
-
-    def _scores(self, rollout: Rollout) -> dict[str, Tensor]:
-        scores = super()._scores(rollout)
-        self.listener.end_phase("scoring")
-        return scores
-
-
 def ppo_run(layout: str, setting: Setting) -> Run:
     """One PPO step on one rollout per iteration, with the options of conf/algorithm/ppo.yaml."""
     roles = make_roles(layout, setting)
@@ -105,8 +78,8 @@ def ppo_run(layout: str, setting: Setting) -> Run:
     module = make_module(roles, build(OPTIMIZER), replays=True, temperature=1.0, value_shadow=True)
     task = RandomWords(setting.prompt_len, setting.size.vocab_size)
 
-    def make_data(batch: int, listener: PhaseCallback) -> L.LightningDataModule:
-        return PhasedRollouts(
+    def make_data(batch: int, callback: RLCallback) -> L.LightningDataModule:
+        return RolloutDataModule(
             roles,
             make_tokenizer(setting.size.vocab_size),
             task,
@@ -121,7 +94,8 @@ def ppo_run(layout: str, setting: Setting) -> Run:
             seed=0,
             kl=KLConfig(**PPO.kl),
             reward=RewardConfig(verifier=0.0, learned=1.0),
-            listener=listener,
+            on_rollout_end=[callback.on_rollout_end],
+            phases=Phases([], [callback.on_phase_end]),
         )
 
     return Run(module, setting, make_data)
@@ -152,7 +126,7 @@ def sft_run(setting: Setting) -> Run:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
     module = HydraSFT(backbone, build(OPTIMIZER), reward_weight=0.0, n_steps=1000, n_warmup_steps=0)
-    return Run(module, setting, lambda batch, listener: Demonstrations(setting, batch))
+    return Run(module, setting, lambda batch, callback: Demonstrations(setting, batch))
 
 
 def make_run(variant: str, setting: Setting) -> Run:

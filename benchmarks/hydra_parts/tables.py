@@ -7,6 +7,7 @@ from hydra_parts.measure import Held
 from hydra_parts.runs import SFT
 from hydra_parts.timing import PassCost, Seconds
 from memory_model import LLAMA_7B, Job, saved_bytes_per_token, static_bytes, variant_of
+from text_table import text_table
 
 from lit_rlkv.models.hydra import LAYOUTS
 
@@ -40,19 +41,6 @@ class Result:
         peak, resident = self.held.peak, self.held.resident
         predicted = max(self.predicted.values())
         return predicted / peak - 1, (predicted - resident) / (peak - resident) - 1
-
-
-def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be; the first to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (headings, *rows)
-    ]
-    return "\n".join(lines)
 
 
 def mb(n_bytes: float) -> str:

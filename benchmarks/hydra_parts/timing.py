@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from hydra_parts.measure import make_meter
-from hydra_parts.runs import PhaseCallback, Run
+from hydra_parts.runs import Run
 from hydra_parts.setting import Setting
 
+from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.types import Rollout
 
 
-class Clock(PhaseCallback):
+class Clock(RLCallback):
     """Seconds of rollout and update, iteration by iteration, as the loop reports them."""
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class PassCost:
 
 def measure_passes(run: Run, roles: Roles, batch: int, n_rounds: int) -> dict[bool, PassCost]:
     """With the passes of a backbone stacked and one after the other, taking turns."""
-    rollout = run.make_data(batch, PhaseCallback()).collect().rollout
+    rollout = run.make_data(batch, RLCallback()).collect().rollout
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(1 + n_rounds):
         for stacks, mine in times.items():

@@ -108,7 +108,7 @@ def step(model: PreTrainedModel, logps: Logps, rollout: Rollout, kernels: str) -
 def torch_logps(model: PreTrainedModel, rollout: Rollout) -> Tensor:
     """As a learner without us computes them: transformers' causal attention, by SDPA without a mask."""
     hidden = model.base_model(input_ids=rollout.token_ids[:, :-1], use_cache=False).last_hidden_state
-    return action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], 1.0)[0]
+    return action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], 1.0)
 
 
 dense_logps = partial(replay_logps, shadow=False)

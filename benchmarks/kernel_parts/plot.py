@@ -8,10 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-INK, MUTED, GRID = "#1f2430", "#6b7280", "#e3e6eb"
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # of Okabe and Ito
-SMALL, NORMAL = 8, 9
-WIDTH, HEIGHT = 5.2, 3.4
+from lit_rlkv.callbacks.plots.style import (
+    BLUE,
+    FULL_WIDTH,
+    GREEN,
+    HALF_WIDTH,
+    INK,
+    MUTED,
+    NORMAL,
+    PURPLE,
+    SMALL,
+    VERMILLION,
+    calm,
+)
+
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, "#e69f00", "#56b4e9")  # of Okabe and Ito
+HEIGHT = 3.4
 """Inches of a panel."""
 DENSE = {"dense flash": INK, "dense SDPA": INK, "dense cuDNN": MUTED, "torch dense": INK}
 
@@ -34,7 +46,7 @@ def draw(results: Sequence[CaseResult], setting: Setting) -> Figure:
         panels.append(lambda axes: _against_positions(axes, of_op["token_logps"]))
     n_columns = min(2, max(1, len(panels)))
     n_rows = max(1, -(-len(panels) // n_columns))
-    figure = Figure(figsize=(WIDTH * n_columns, HEIGHT * n_rows), dpi=100, layout="constrained")
+    figure = Figure(figsize=(HALF_WIDTH * n_columns, HEIGHT * n_rows), dpi=100, layout="constrained")
     for number, panel in enumerate(panels):
         panel(figure.add_subplot(n_rows, n_columns, number + 1))
     if setting.timed_kernels != "triton":
@@ -44,7 +56,7 @@ def draw(results: Sequence[CaseResult], setting: Setting) -> Figure:
 
 def draw_learner(results: Sequence[CaseResult], setting: Setting) -> Figure:
     """Seconds of a learner's step against budget, at the longest length, and against length."""
-    figure = Figure(figsize=(2 * WIDTH, HEIGHT), dpi=100, layout="constrained")
+    figure = Figure(figsize=(FULL_WIDTH, HEIGHT), dpi=100, layout="constrained")
     longest = max(results, key=lambda result: int(result.sizes["seq"]))
     by_budget: Lines = {}
     budgets = [float(arm.name.split(",")[0].split()[1]) for arm in longest.arms if arm.name[:6] == "shadow"]
@@ -158,12 +170,8 @@ def draw_panel(
         _log_y(axes, [y for points in lines.values() for _, y in points])
     if starts_at_zero:
         axes.set_ylim(bottom=0)
-    axes.set_axisbelow(True)
-    axes.grid(visible=True, color=GRID, lw=0.8)
-    axes.tick_params(labelsize=SMALL, labelcolor=MUTED, color=GRID, length=0, which="both")
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("bottom", "left"))
-        spine.set_color(GRID)
+    calm(axes)
+    axes.tick_params(labelsize=SMALL, labelcolor=MUTED, length=0, which="both")
     axes.legend(frameon=False, fontsize=SMALL)
 
 

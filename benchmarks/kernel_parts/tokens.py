@@ -110,7 +110,7 @@ def values_of(what: str) -> Callable[..., Tensor]:
 def _logps(inputs: Inputs, kernels: str) -> Tensor:
     is_frozen = not inputs.weight.requires_grad
     options = {"head_is_frozen": is_frozen, "kernels": kernels}
-    return token_logps(inputs.student, inputs.head, inputs.tokens, 1.0, inputs.vocab, **options)[0]
+    return token_logps(inputs.student, inputs.head, inputs.tokens, 1.0, inputs.vocab, **options)
 
 
 def _kl(inputs: Inputs, kernels: str) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from shapes import QWEN_1_5B
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -35,15 +36,7 @@ class Preset:
 
 PRESETS = {
     "1.5b": Preset(
-        shape={
-            "vocab_size": 151_936,
-            "hidden_size": 1536,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "intermediate_size": 8960,
-            "max_position_embeddings": 65_536,
-        },
+        shape=QWEN_1_5B | {"max_position_embeddings": 65_536},
         dtype=torch.bfloat16,
         batch=256,
         prompt=256,

@@ -2,28 +2,22 @@
 
 import csv
 import json
-import os
-import shutil
 import statistics
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import fit_process
 import record
 from study_parts.plan import Setting
 
 NAME = "study"
-ROOT = Path(__file__).parent.parent.parent
 N_LAST = 10
 """Iterations whose mean stands for the end of a run."""
 
 
 def finished(name: str = NAME) -> dict[str, dict]:
     """Rows of a file of results, by what fit was told."""
-    path = record.RESULTS / f"{name}.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {key(row["overrides"]): row for row in map(json.loads, lines)}
+    return {key(row["overrides"]): row for row in record.rows(name)}
 
 
 def key(overrides: list[str]) -> str:
@@ -66,29 +60,8 @@ def warm_up(setting: Setting, runs_dir: Path) -> None:
 
 
 def fit(name: str, overrides: list[str], runs_dir: Path) -> Path:
-    """One process of fit, in a folder of its own.
-
-    Raises:
-        RuntimeError: it failed; with the end of its log.
-    """
-    folder = runs_dir / "study" / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
-    command = [sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1", f"runs_dir={runs_dir}"]
-    log_path = Path(f"{folder}.log")
-    with log_path.open("w") as log:
-        done = subprocess.run(
-            [*command, f"hydra.run.dir={folder}", *overrides],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            check=False,
-        )
-    if done.returncode:
-        tail = "\n".join(log_path.read_text().splitlines()[-5:])
-        raise RuntimeError(f"{folder.name} ended with {done.returncode}:\n{tail}")
-    return folder
+    """One process of fit, in a folder of its own."""
+    return fit_process.fit(runs_dir / "study" / name, runs_dir, overrides)
 
 
 def evaluation(folder: Path, budget: int) -> dict:

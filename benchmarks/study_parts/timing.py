@@ -1,6 +1,5 @@
 """Seconds of an iteration by arm: all arms in turn, round after round, on an otherwise idle machine."""
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ N_ROUNDS = 3
 
 def measured() -> list[dict]:
     """Rounds of the machine that measured last."""
-    path = record.RESULTS / f"{NAME}.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    rows = record.rows(NAME)
     return [row for row in rows if row["device"] == rows[-1]["device"]]
 
 

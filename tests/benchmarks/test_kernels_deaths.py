@@ -3,7 +3,7 @@ import torch
 from kernel_parts.deaths import NEVER, Schedule, n_visible, simulate_deaths
 from torch import Tensor
 
-from lit_rlkv.kernels.shadow_attention import visible
+from lit_rlkv.kernels.shadow_attention.reference import visible
 
 SEQ = 150
 SHORT_PROMPT = Schedule(budget=24, interval=8, sink=2, window=5, prompt=6)

@@ -4,7 +4,7 @@ from functools import cache
 import pytest
 import torch
 from hydra_parts.measure import Held, measure_held
-from hydra_parts.runs import SFT, PhaseCallback, Run, make_run
+from hydra_parts.runs import SFT, Run, make_run
 from hydra_parts.setting import PRESETS, Setting, job_of
 from memory_model import (
     LLAMA_7B,
@@ -20,6 +20,7 @@ from memory_model import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import LAYOUTS
 
@@ -45,7 +46,7 @@ def held(variant: str) -> Held:
 
 def saved_for_backward(run: Run) -> int:
     """Bytes that one forward leaves for the backward pass, beside the model's own."""
-    data = run.make_data(BATCH, PhaseCallback())
+    data = run.make_data(BATCH, RLCallback())
     batch = next(iter(data.train_dataloader()))
     known = {t.untyped_storage().data_ptr() for t in (*run.module.parameters(), *run.module.buffers())}
     kept = {}

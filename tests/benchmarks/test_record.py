@@ -24,3 +24,11 @@ def test_a_row_says_whether_the_package_was_changed_since_its_commit(tmp_path, m
     assert record.provenance()["commit"] == commit
     (tmp_path / "lit_rlkv" / "a.py").write_text("2\n")
     assert record.provenance()["commit"] == f"{commit}+changes"
+
+
+def test_rows_are_read_back_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    assert record.rows("x") == []
+    for value in (2, 1):
+        record.append("x", {"value": value})
+    assert [row["value"] for row in record.rows("x")] == [2, 1]

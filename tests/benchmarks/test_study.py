@@ -3,6 +3,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import fit_process
 import pytest
 import record
 import study
@@ -268,7 +269,7 @@ def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_it
 def test_the_table_of_the_readme_is_what_the_rows_say():
     done = runs.finished()
     table = tables.summary_table(tables.by_arm(study.comparisons(done)[study.SHOWN]))
-    assert table in (runs.ROOT / "README.md").read_text()
+    assert table in (fit_process.ROOT / "README.md").read_text()
 
 
 def timed_rows(path, *rounds, device="a"):

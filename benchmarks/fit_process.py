@@ -1,0 +1,40 @@
+"""Runs of fit as processes of their own, one thread each."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+N_LAST_LINES = 5
+"""Lines of a log that say why a run failed."""
+
+
+def fit(folder: Path, runs_dir: Path, overrides: Iterable[str], before: Iterable[str] = ()) -> Path:
+    """One run in a folder, from the warm models of `runs_dir`; its log is beside the folder.
+
+    Args:
+        before: what stands before the command, such as taskset.
+
+    Raises:
+        RuntimeError: it failed; with the end of its log.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
+    command = [*before, sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1"]
+    log_path = Path(f"{folder}.log")
+    with log_path.open("w") as log:
+        done = subprocess.run(
+            [*command, f"runs_dir={runs_dir}", f"hydra.run.dir={folder}", *overrides],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            check=False,
+        )
+    if done.returncode:
+        tail = "\n".join(log_path.read_text().splitlines()[-N_LAST_LINES:])
+        raise RuntimeError(f"{folder.name} ended with {done.returncode}:\n{tail}")
+    return folder

@@ -1,0 +1,30 @@
+import sys
+
+import pytest
+from fit_process import fit
+
+
+def before(code):
+    """A program that reads the command instead of running it."""
+    return (sys.executable, "-c", f"import sys; {code}")
+
+
+def test_a_run_is_told_its_folder_before_its_overrides(tmp_path):
+    folder = fit(tmp_path / "runs" / "a", tmp_path, ["seed=1"], before("print(*sys.argv)"))
+    assert folder == tmp_path / "runs" / "a"
+    told = (tmp_path / "runs" / "a.log").read_text().split()
+    assert told[2:] == [
+        *("-m", "lit_rlkv.fit", "fabric.n_threads=1"),
+        *(f"runs_dir={tmp_path}", f"hydra.run.dir={folder}", "seed=1"),
+    ]
+
+
+def test_what_an_unfinished_run_left_is_removed(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "half").touch()
+    assert not fit(tmp_path / "a", tmp_path, [], before("pass")).exists()
+
+
+def test_a_run_that_failed_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match=r"a ended with 3:\n1\n2\n3\n4\n5$"):
+        fit(tmp_path / "a", tmp_path, [], before("print(*range(6), sep='\\n'); sys.exit(3)"))
