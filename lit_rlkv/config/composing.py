@@ -98,7 +98,7 @@ def _closest(key: str, overrides: Sequence[str], name: str) -> str:
         other: f"{group}={option}"
         for option in options_of(group)
         for other in _nodes_of_option(group, option)
-        if other not in known
+        if other not in {*known, f"{group}.defaults"}  # what a file is built on is no key
     }
     if key in elsewhere:
         return f"{elsewhere[key]} has it"

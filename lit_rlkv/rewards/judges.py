@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.rewards.verifier import Verifier
+from lit_rlkv.rewards.verifier import Verifier, check_lengths
 from lit_rlkv.types import Problem
 
 Judge = Callable[[Problem, str, str], float]
@@ -55,10 +55,7 @@ def tournament(
 
 
 def _check_groups(problems: Sequence[Problem], completions: Sequence[str], group_size: int) -> None:
-    if len(problems) != len(completions):
-        raise ValueError(
-            f"{len(problems)} problems for {len(completions)} completions; give one problem for each"
-        )
+    check_lengths(problems, completions)
     if group_size < 2:
         raise ValueError(f"group_size={group_size} leaves nothing to compare with; give at least 2")
     if len(completions) % group_size:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_rlkv.rewards.functions import RewardFunction
 from lit_rlkv.rewards.graders import Grader, question_of
+from lit_rlkv.rewards.verifier import check_lengths
 from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
@@ -99,10 +100,7 @@ class Panel:
         Raises:
             ValueError: not one problem for each completion.
         """
-        if len(problems) != len(completions):
-            raise ValueError(
-                f"{len(problems)} problems for {len(completions)} completions; give one problem for each"
-            )
+        check_lengths(problems, completions)
         questions = [question_of(*both) for both in zip(problems, completions, strict=True)]
         graders = {name: self._grader(name) for name in (self.functions if names is None else names)}
         return Asked(

@@ -51,6 +51,7 @@ def test_what_hydra_alone_answers_is_left_to_it():
         (["diagnostic=none"], "unknown key 'diagnostic': did you mean 'diagnostics'?"),
         (["logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project' of logger=wandb?"),
         (["logger.project=x"], "unknown key 'logger.project': logger=wandb has it"),
+        (["task.defaults=x"], "unknown key 'task.defaults': did you mean 'task.dataset' of task="),
         (["logger=wandb", "logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project'?"),
         (["zzz=1"], "unknown key 'zzz': python -m lit_rlkv.fit --cfg job shows all"),
         (["seed=1,2"], "Ambiguous value for argument 'seed=1,2' 1. To use it as a list"),

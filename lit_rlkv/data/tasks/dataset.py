@@ -1,13 +1,10 @@
 """Problems from files and Hugging Face datasets, whatever their columns are called."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
+from functools import partial
 
 from lit_rlkv.data.tasks.problems import Problems, RowFormat
-from lit_rlkv.data.tasks.rows import Table, path_of, read_rows
-from lit_rlkv.files import stamps
-from lit_rlkv.types import Problem
+from lit_rlkv.data.tasks.rows import read_rows
 
 _OWN = ("prompt", "answer", "solution")
 _HINT = "set prompt_column, answer_column and solution_column, with null where there is no answer or solution"
@@ -52,27 +49,15 @@ def load_problems(
     taken = [column for column in extra_columns if column in _OWN or column == "completion"]
     if taken:
         raise ValueError(f"extra_columns={list(extra_columns)}: {', '.join(taken)} would hide what is there")
-    columns = {"prompt": prompt_column, "answer": answer_column, "solution": solution_column}
-    columns |= {column: column for column in extra_columns}
+    wanted = {"prompt": prompt_column, "answer": answer_column, "solution": solution_column}
+    wanted |= {column: column for column in extra_columns}
+    columns = tuple((key, column) for key, column in wanted.items() if column is not None)
     has_own_score = answer_after is not None or (answer_column is not None and solution_column is None)
     form = RowFormat(answer_after, system_prompt, has_own_score, tuple(extra_columns))
-    wanted = tuple((key, column) for key, column in columns.items() if column is not None)
-    state = tuple(stamps(Path(path_of(dataset)).expanduser()))  # a file that has changed is read again
-    table, held_out = (
-        None if each is None else _read(dataset, name, each, wanted, form, state)
-        for each in (split, eval_split)
+    read = partial(read_rows, dataset, form, columns, hint=_HINT, name=name)
+    return Problems(
+        read(split=split),
+        None if eval_split is None else read(split=eval_split),
+        answer_after=answer_after,
+        is_verifiable=has_own_score,
     )
-    assert table is not None
-    return Problems(table, held_out, answer_after=answer_after, is_verifiable=has_own_score)
-
-
-@lru_cache(maxsize=4)  # the checks of a config build its task more than once
-def _read(
-    dataset: str,
-    name: str | None,
-    split: str,
-    columns: tuple[tuple[str, str], ...],
-    form: RowFormat,
-    state: tuple[tuple[str, int, int], ...],
-) -> Table[Problem]:
-    return read_rows(dataset, form.parse, dict(columns), hint=_HINT, name=name, split=split)

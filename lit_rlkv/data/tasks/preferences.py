@@ -1,63 +1,33 @@
 """Preferences as a task: prompts with a better and a worse completion, as people or models ranked them."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lit_rlkv.data.tasks.chat import answerable, text_or_chat
-from lit_rlkv.data.tasks.rows import read_lines
+from lit_rlkv.data.tasks.listed import ListedTask
+from lit_rlkv.data.tasks.rows import Table, read_lines
 from lit_rlkv.types import Message, PreferencePair, Problem, Prompt
 
 
-class Preferences:
-    """A finite task of ranked pairs: the chosen side is to be imitated, the rejected side is its corruption.
+class Preferences(ListedTask[PreferencePair]):
+    """Ranked pairs: the chosen side is to be imitated, the rejected side is its corruption.
 
     A preference says which of two completions is better; it does not say what is right.
-
-    Raises:
-        ValueError: there are no pairs to train on.
     """
 
     is_verifiable = False
 
-    def __init__(
-        self,
-        pairs: Sequence[PreferencePair],
-        source: str,
-        places: Sequence[str] | None = None,
-        n_held_out: int = 0,
-    ) -> None:
-        if len(pairs) == n_held_out:
-            raise ValueError(f"{source!r} holds no pairs, so there is nothing to prefer; give at least one")
-        self.source = source
-        """Where the pairs are from, for messages."""
-        self.n_held_out = n_held_out
-        """The last pairs, which are for evaluation alone."""
-        self._pairs = pairs
-        self._places = places
+    def __init__(self, table: Table[PreferencePair], held_out: Table[PreferencePair] | None = None) -> None:
+        super().__init__(table, held_out)
         self._rejected: dict[tuple[Prompt, str], list[str]] = {}
-        for pair in pairs:
+        for pair in self._table.rows:
             self._rejected.setdefault((pair.prompt, pair.chosen), []).append(pair.rejected)
 
-    def __repr__(self) -> str:
-        return f"Preferences({self.source!r})"
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
     def at(self, index: int) -> Problem:
-        """The prompt of a pair with its chosen side, counted from 0."""
-        pair = self._pairs[index]
+        pair = self._table.rows[index]
         return Problem(pair.prompt, solution=pair.chosen, answer=pair.chosen)
-
-    def place(self, index: int) -> str:
-        """Where a pair stands in its source."""
-        return f"{self.source} pair {index}" if self._places is None else self._places[index]
-
-    def sample(self, rng: random.Random) -> Problem:
-        """Any pair's of those to train on."""
-        return self.at(rng.randrange(len(self) - self.n_held_out))
 
     def score(self, problem: Problem, completion: str) -> float:
         """1.0 if the completion is the chosen side, both stripped of surrounding whitespace."""
@@ -75,8 +45,7 @@ def read_preferences(path: str | Path) -> Preferences:
         FileNotFoundError: there is no such file.
         ValueError: lines that are no pairs, by number; all lines are looked at before.
     """
-    pairs = read_lines(path, parse_pair)
-    return Preferences(pairs.rows, str(path), pairs.places)
+    return Preferences(read_lines(path, parse_pair))
 
 
 def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:

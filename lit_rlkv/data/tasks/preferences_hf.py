@@ -1,6 +1,7 @@
 """Preferences from files and Hugging Face datasets."""
 
-from lit_rlkv.data.tasks.held_out import without_held_out
+from functools import partial
+
 from lit_rlkv.data.tasks.preferences import Preferences, parse_pair
 from lit_rlkv.data.tasks.rows import read_rows
 
@@ -28,16 +29,10 @@ def load_preferences(
         ValueError: nothing can be loaded, a column is missing, or rows that are no pairs, by their place.
     """
     wanted = {"prompt": prompt_column, "chosen": chosen_column, "rejected": rejected_column}
-    columns = {key: column for key, column in wanted.items() if column is not None}
+    columns = tuple((key, column) for key, column in wanted.items() if column is not None)
     hint = (
         f"set {', '.join(f'{key}_column' for key in wanted)}, with prompt_column=null where the sides are "
         "whole conversations"
     )
-    pairs = read_rows(dataset, parse_pair, columns, hint=hint, name=name, split=split)
-    if eval_split is None:
-        return Preferences(pairs.rows, dataset, pairs.places)
-    held_out = read_rows(dataset, parse_pair, columns, hint=hint, name=name, split=eval_split)
-    pairs = without_held_out(pairs, held_out)
-    return Preferences(
-        pairs.rows + held_out.rows, dataset, pairs.places + held_out.places, n_held_out=len(held_out.rows)
-    )
+    read = partial(read_rows, dataset, parse_pair, columns, hint=hint, name=name)
+    return Preferences(read(split=split), None if eval_split is None else read(split=eval_split))

@@ -9,17 +9,16 @@ from typing import Any
 
 from lit_rlkv.data.tasks.base import change_one_character, corrupt_final_answer, solve_with
 from lit_rlkv.data.tasks.chat import answerable, text_or_chat, with_system
-from lit_rlkv.data.tasks.held_out import without_held_out
+from lit_rlkv.data.tasks.listed import ListedTask
 from lit_rlkv.data.tasks.rows import Table
 from lit_rlkv.rewards.answers import final_answer
 from lit_rlkv.types import Problem
 
 
-class Problems:
-    """A finite task of the problems of a table, and of another one for evaluation where there is one.
+class Problems(ListedTask[Problem]):
+    """Problems whose own score compares final answers as texts.
 
-    Its own score compares final answers as texts. Where `is_verifiable` is false it says nothing, and rewards
-    come from functions or from a reward model.
+    Where `is_verifiable` is false it says nothing, and rewards come from functions or from a reward model.
     """
 
     def __init__(
@@ -30,32 +29,12 @@ class Problems:
         answer_after: str | None,
         is_verifiable: bool = True,
     ) -> None:
-        self.source = table.source
+        super().__init__(table, held_out)
         self.answer_after = answer_after
         self.is_verifiable = is_verifiable
-        if held_out is not None:
-            table = without_held_out(table, held_out)
-        self.n_held_out = 0 if held_out is None else len(held_out.rows)
-        self._problems = table.rows + ([] if held_out is None else held_out.rows)
-        self._places = table.places + ([] if held_out is None else held_out.places)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.source!r})"
-
-    def __len__(self) -> int:
-        return len(self._problems)
 
     def at(self, index: int) -> Problem:
-        """The problem of a row, counted from 0 without blank lines; those held out come last."""
-        return self._problems[index]
-
-    def place(self, index: int) -> str:
-        """Where a problem stands in its source."""
-        return self._places[index]
-
-    def sample(self, rng: random.Random) -> Problem:
-        """Any row of those to train on."""
-        return self._problems[rng.randrange(len(self) - self.n_held_out)]
+        return self._table.rows[index]
 
     def score(self, problem: Problem, completion: str) -> float:
         """1.0 if the final answer equals the row's, both stripped of surrounding whitespace."""
@@ -87,13 +66,18 @@ class RowFormat:
     """Whether a solution must score 1.0 by the task's own score."""
     extra: tuple[str, ...] = ()
     """Keys that reward functions get beside the answer."""
+    required: tuple[str, ...] = ("prompt",)
+    """Keys that no row may lack."""
 
-    def parse(self, entry: Mapping[str, Any]) -> Problem:
-        """A problem from `prompt` (a text or chat messages), `answer` and `solution`; the last two may lack.
+    def __call__(self, entry: Mapping[str, Any]) -> Problem:
+        """A problem from `prompt` (a text or chat messages), and perhaps `answer` and `solution`.
 
         Raises:
-            ValueError: a key that holds something else, or a solution that would not score.
+            ValueError: a key that lacks or holds something else, or a solution that would not score.
         """
+        missing = [key for key in self.required if key not in entry]
+        if missing:
+            raise ValueError(f"missing {', '.join(missing)}; each line needs {' and '.join(self.required)}")
         prompt = with_system(answerable(text_or_chat(entry["prompt"], "prompt")), self.system_prompt)
         extra = {key: _plain(entry[key], key) for key in self.extra}
         if "answer" not in entry and "solution" not in entry:

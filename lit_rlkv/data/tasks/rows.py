@@ -3,10 +3,12 @@
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from lit_rlkv.data.tasks.lines import numbered_lines, parse_object, parse_rows
+from lit_rlkv.files import stamps
 
 EXAMPLE = "example:"
 """Before the name of a file that the package brings."""
@@ -16,8 +18,14 @@ _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SAVED = ("state.json", "dataset_dict.json")
 """What save_to_disk leaves in the folder of a dataset, and of one with splits."""
 
+N_KEPT = 4
+"""Tables kept in memory: those of a task to train on and to evaluate on, twice over."""
+
+Columns = tuple[tuple[str, str], ...]
+"""Pairs of a key and the column that it stands for."""
 _Parsed = TypeVar("_Parsed")
 _Row = TypeVar("_Row")
+_Reader = TypeVar("_Reader", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,24 @@ class Table(Generic[_Parsed]):
     places: list[str]
 
 
+def _once(read: _Reader) -> _Reader:
+    """A reader that reads again only files that have changed: the checks of a config build its task, too.
+
+    All that it is given must be hashable; a `parse` is known again if it is equal.
+    """
+
+    @lru_cache(maxsize=N_KEPT)
+    def kept(state: Any, *args: Any, **options: Any) -> Any:
+        return read(*args, **options)
+
+    @wraps(read)
+    def reader(source: str | Path, *args: Any, **options: Any) -> Any:
+        return kept(tuple(stamps(Path(source).expanduser())), source, *args, **options)
+
+    return cast(_Reader, reader)
+
+
+@_once
 def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
     """Every line of a file of JSON objects.
 
@@ -36,13 +62,14 @@ def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> 
         FileNotFoundError: there is no such file.
         ValueError: lines that `parse` refuses, by number; all lines are looked at before.
     """
-    return _parsed(str(path), numbered_lines(Path(path)), lambda line: parse(parse_object(line)))
+    return _lines(str(path), parse)
 
 
+@_once
 def read_rows(
     dataset: str,
     parse: Callable[[dict[str, Any]], _Parsed],
-    columns: Mapping[str, str],
+    columns: Columns,
     *,
     hint: str,
     name: str | None = None,
@@ -63,13 +90,13 @@ def read_rows(
     """
     where = path_of(dataset)
     if Path(where).suffix == _LINES and split == "train" and name is None:
-        return read_lines(where, lambda entry: parse(_chosen(entry, columns, list(entry), hint)))
+        return _lines(where, lambda entry: parse(_chosen(entry, columns, list(entry), hint)))
     loaded = _load(where, name, split)
     _chosen(dict.fromkeys(loaded.column_names), columns, loaded.column_names, f"{hint} ({dataset!r})")
-    rows = loaded.select_columns([*dict.fromkeys(columns.values())])
+    rows = loaded.select_columns([*dict.fromkeys(column for _, column in columns)])
     at = dataset if split == "train" else f"{dataset} {split}"
     entries = ((f"{at} row {index}", row) for index, row in enumerate(rows))
-    return _parsed(dataset, entries, lambda row: parse({key: row[column] for key, column in columns.items()}))
+    return _parsed(dataset, entries, lambda row: parse({key: row[column] for key, column in columns}))
 
 
 def path_of(dataset: str) -> str:
@@ -87,6 +114,10 @@ def path_of(dataset: str) -> str:
     return str(path)
 
 
+def _lines(path: str, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
+    return _parsed(path, numbered_lines(Path(path)), lambda line: parse(parse_object(line)))
+
+
 def _parsed(
     source: str, entries: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed]
 ) -> Table[_Parsed]:
@@ -101,13 +132,11 @@ def _parsed(
     return Table(source, rows, places)
 
 
-def _chosen(
-    entry: Mapping[str, Any], columns: Mapping[str, str], has: list[str], hint: str
-) -> dict[str, Any]:
-    missing = [column for column in columns.values() if column not in entry]
+def _chosen(entry: Mapping[str, Any], columns: Columns, has: list[str], hint: str) -> dict[str, Any]:
+    missing = [column for _, column in columns if column not in entry]
     if missing:
         raise ValueError(f"no column {' and '.join(map(repr, missing))}, it has {', '.join(has)}; {hint}")
-    return {key: entry[column] for key, column in columns.items()}
+    return {key: entry[column] for key, column in columns}
 
 
 def _load(dataset: str, name: str | None, split: str) -> Any:

@@ -31,10 +31,15 @@ class Regex(SlowFunction):
         try:
             compiled = re.compile(self.pattern)
         except re.error as error:
-            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from error
+            raise ValueError(
+                f"pattern={self.pattern!r} is no regular expression: {error}; write one of Python's re, with "
+                "a backslash before each of .^$*+?{}[]()|\\ that stands for itself"
+            ) from error
         known = [*range(compiled.groups + 1), *compiled.groupindex]
         if self.group is not None and self.group not in known:
-            raise ValueError(f"group={self.group!r} is not in pattern={self.pattern!r}; it has {known}")
+            raise ValueError(
+                f"pattern={self.pattern!r} has no group={self.group!r}; give one of {known}, or null"
+            )
 
     def check(self, problem: Problem) -> None:
         if self.group is not None and not problem.answer.strip():

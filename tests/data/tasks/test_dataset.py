@@ -175,13 +175,6 @@ def test_a_solution_without_a_way_to_its_answer_is_refused(tmp_path):
         load_problems("a.jsonl", answer_column=None, solution_column="answer")
 
 
-def test_a_file_that_changes_is_read_again(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", ROWS)
-    assert len(load_problems(path, **GSM8K)) == 4
-    write_lines(tmp_path / "a.jsonl", ROWS[:3])
-    assert len(load_problems(path, **GSM8K)) == 3
-
-
 @pytest.mark.parametrize("name", ["gsm8k", "word_problems"])
 def test_the_system_prompt_names_the_marker_that_answers_follow(name):
     cfg = OmegaConf.load(CONF_DIR / "task" / f"{name}.yaml")

@@ -9,6 +9,7 @@ from lit_rlkv.data.pairs import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import FiniteTask, Preferences, Recall, read_preferences
 from lit_rlkv.data.tasks.preferences import parse_pair
+from lit_rlkv.data.tasks.rows import Table
 from lit_rlkv.types import Message, PreferencePair, Problem
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -167,5 +168,5 @@ def test_an_empty_file_is_refused(write):
 
 
 def test_no_pairs_are_refused():
-    with pytest.raises(ValueError, match="'nothing' holds no pairs"):
-        Preferences([], "nothing")
+    with pytest.raises(ValueError, match="'nothing' holds no rows, so there is nothing to train on"):
+        Preferences(Table("nothing", [], []))
