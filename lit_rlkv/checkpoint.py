@@ -43,7 +43,7 @@ class Checkpoint:
     n_ranks: int = 1
     """Processes that the run had."""
     backbone: str | None = None
-    """Fingerprint of the weights that it stands on, which are not in it; None where that was not recorded."""
+    """Fingerprint of the weights that it stands on, which are not in it; None where all of them are."""
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters that training changed, by name."""
@@ -167,12 +167,11 @@ class CheckpointDir:
             try:
                 return load_checkpoint(path)
             except BrokenCheckpointError as error:
-                broken = error
-                log.warning("%s; looking for an older one", error)
+                log.warning("looking for an older checkpoint: %s", error)
         if paths:
             raise BrokenCheckpointError(
-                f"none of the {len(paths)} checkpoints in {self.root} is whole ({broken}); remove the folder "
-                "to begin training anew"
+                f"none of the {len(paths)} checkpoints in {self.root} is whole; bring one back, or remove "
+                "the folder to begin training anew"
             )
         return None
 
@@ -184,28 +183,31 @@ def load_checkpoint(path: Path) -> Checkpoint:
         FileNotFoundError: the folder holds no checkpoint.
         BrokenCheckpointError: it is not what was written.
     """
-    if not (path / STATE).is_file():
-        kind = BrokenCheckpointError if path.is_dir() and path.name.startswith(PREFIX) else FileNotFoundError
-        raise kind(f"{path} holds no checkpoint ({STATE} is missing); give a folder named {PREFIX}...")
+    is_one_by_name = path.is_dir() and path.name.startswith(PREFIX)
+    if not is_one_by_name and not (path / STATE).is_file():
+        raise FileNotFoundError(
+            f"{path} holds no checkpoint ({STATE} is missing); give a folder named {PREFIX}..."
+        )
     state = _state_of(path)
     if state is None:
-        raise BrokenCheckpointError(f"{path / STATE} is broken")
-    for name, expected in state.get("files", {}).items():
-        if not (path / name).is_file():
-            raise BrokenCheckpointError(f"{path / name} is missing")
-        if digest(path / name) != expected:
-            raise BrokenCheckpointError(f"{path / name} is not the file that was written")
+        raise _broken(path / STATE)
+    for name, expected in state["files"].items():
+        if not (path / name).is_file() or digest(path / name) != expected:
+            raise _broken(path / name)
     return _checkpoint(path, state)
+
+
+def _broken(file: Path) -> BrokenCheckpointError:
+    why = "is not the file that was written" if file.is_file() else "is missing"
+    return BrokenCheckpointError(f"{file} {why}; give another checkpoint of this run")
 
 
 def _state_of(path: Path) -> dict[str, Any] | None:
     """What a checkpoint says of itself; None where that is not what was written."""
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
-        is_whole = (
-            state.pop("digest", None) in (None, _digest_of(state)) and {"iteration", "data"} <= state.keys()
-        )
-    except (OSError, ValueError, AttributeError, TypeError):
+        is_whole = state.pop("digest") == _digest_of(state)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
     return state if is_whole else None
 
@@ -215,9 +217,9 @@ def _checkpoint(path: Path, state: dict[str, Any]) -> Checkpoint:
         path=path,
         iteration=state["iteration"],
         data_state=state["data"],
-        metrics=state.get("metrics", {}),
-        n_ranks=state.get("n_ranks", 1),
-        backbone=state.get("backbone"),
+        metrics=state["metrics"],
+        n_ranks=state["n_ranks"],
+        backbone=state["backbone"],
     )
 
 
@@ -251,12 +253,13 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
     if own.keys() != weights.keys():
         odd = sorted(own.keys() ^ weights.keys())
         raise ValueError(
-            f"the checkpoint's parameters are not this model's, {len(odd)} differ, such as {odd[0]}"
+            f"the checkpoint's parameters are not this model's, {len(odd)} differ, such as {odd[0]}; give "
+            "the roles that it was trained with"
         )
     for name, parameter in own.items():
         if parameter.shape != weights[name].shape:
             raise ValueError(
                 f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but "
-                f"{tuple(parameter.shape)} here; was it trained with another LoRA rank?"
+                f"{tuple(parameter.shape)} here; give the model and the roles.rank that it was trained with"
             )
         parameter.data.copy_(like(weights[name], parameter))

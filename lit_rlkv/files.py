@@ -30,6 +30,15 @@ def write_atomically(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file (UTF-8) without their ends; no lines where there is none.
+
+    A last one without an end is left out: a crash or a full disk has cut it short, or it is being written.
+    """
+    written = path.read_bytes() if path.is_file() else b""
+    return [line.decode() for line in written.split(b"\n")[:-1]]
+
+
 def append_if_possible(path: Path, text: str) -> None:
     """Add lines to a file that nothing depends on; a full disk costs a warning, and leaves no half line."""
     size = path.stat().st_size if path.is_file() else 0

@@ -1,14 +1,10 @@
 """python -m lit_rlkv.sweep FILE: run a W&B sweep file on this machine, or hand it to W&B."""
 
 import argparse
-import fcntl
 import hashlib
 import importlib.util
-import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +13,7 @@ from rich.text import Text
 
 from lit_rlkv.callbacks.progress import stderr_console
 from lit_rlkv.config import ConfigError
+from lit_rlkv.stages.locking import FolderLock
 from lit_rlkv.sweeping.checking import check_plan, first_config
 from lit_rlkv.sweeping.grid import n_runs
 from lit_rlkv.sweeping.handover import hand_over
@@ -27,7 +24,6 @@ from lit_rlkv.sweeping.plan import Plan, Run, by_key
 from lit_rlkv.sweeping.results import TABLE, Ended, results_table, write_results
 from lit_rlkv.sweeping.spec import Sweep, read_sweep
 
-LOCK = "sweep.lock"
 MAX_NAME = 60
 """Characters of a folder's name that tell the file and its overrides."""
 INTERRUPTED = 130
@@ -119,13 +115,14 @@ def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Consol
     """Run what is left of a sweep in its folder, and show what it found; returns the runs that failed.
 
     Raises:
-        ConfigError: the folder belongs to another sweep.
+        ConfigError: the folder belongs to another sweep, or another process sweeps there.
     """
     from lit_rlkv.sweeping.ledger import Ledger  # here: what needs the package of an extra
     from lit_rlkv.sweeping.scheduler import FitLauncher, Scheduler
 
     folder = folder.resolve()
-    with only_one(folder):
+    with FolderLock("--dir=") as lock:
+        lock.take(folder)
         scheduler = Scheduler(Ledger(plan, folder, total), FitLauncher(plan), console, n_jobs)
         console.print(
             f"sweep {plan.sweep.name}: {total} runs, {len(scheduler.ended)} done, in {folder}", markup=False
@@ -147,30 +144,6 @@ def show(sweep: Sweep, folder: Path, ended: Ended, console: Console) -> None:
     console.print(results_table(sweep, ended))
     where = f"results: {folder / TABLE}" + (f"\npicture: {picture}" if picture else "")
     console.print(Text(where))
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """The folder to oneself.
-
-    Raises:
-        ConfigError: another process sweeps there, or it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise ConfigError(f"the sweep's folder cannot be written: {error}; give another --dir") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"another process sweeps in {folder}; wait for it, or give another --dir"
-        ) from error
-    else:
-        yield
-    finally:
-        os.close(lock)
 
 
 def folder_name(file: Path, plan: Plan) -> str:

@@ -11,6 +11,7 @@ from lit_rlkv.files import (
     append_if_possible,
     fingerprint,
     sweep_partial,
+    whole_lines,
     write_atomically,
 )
 
@@ -111,6 +112,13 @@ def test_other_weights_have_another_fingerprint(tmp_path):
     path.write_bytes(content)
     path.rename(tmp_path / "deep" / "b.safetensors")
     assert fingerprint(tmp_path, "**/*.safetensors") != known
+
+
+def test_a_line_that_was_cut_short_is_none_and_only_a_line_end_ends_one(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    assert whole_lines(path) == []
+    path.write_bytes("π\u2028\n\nπ".encode()[:-1])  # within a character
+    assert whole_lines(path) == ["π\u2028", ""]
 
 
 def test_what_cannot_be_added_leaves_whole_lines_and_a_warning(tmp_path, monkeypatch, caplog):

@@ -10,13 +10,11 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.faults import EXIT_CODE
-from lit_rlkv.stages.resuming import resumed
 from tests.tiny import TINY, run, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
@@ -160,16 +158,6 @@ def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
     kept = {path.name for path in (warm / "best" / "checkpoints").iterdir()}
     assert kept == {"best", f"iteration-{best:06d}", "iteration-000006"}
     assert (warm / "best" / "checkpoints" / "best").resolve().name == f"iteration-{best:06d}"
-
-
-def test_a_run_of_an_earlier_version_is_scored_and_goes_on(warm):
-    copytree(warm / "first", warm / "old")
-    saved = OmegaConf.load(warm / "old" / "config.yaml")
-    del saved.kernels, saved.rollout.max_rows, saved.rollout.cuda_graph, saved.callbacks.keep_last
-    OmegaConf.save(saved, warm / "old" / "config.yaml")
-    assert evaluate(scoring(warm / "old")).rows == evaluate(scoring(warm / "first")).rows
-    gone_on = resumed(OmegaConf.create({"resume": str(warm / "old"), "runs_dir": "runs"}))[1]
-    assert (gone_on.kernels, gone_on.callbacks.keep_last) == ("auto", 2)
 
 
 def test_another_run_is_refused_with_what_differs(warm):

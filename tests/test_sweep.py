@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweep import check_folder, folder_name, main, only_one, parse, run_sweep
+from lit_rlkv.stages.locking import FolderLock
+from lit_rlkv.sweep import check_folder, folder_name, main, parse, run_sweep
 from lit_rlkv.sweeping.checking import check_plan
 from lit_rlkv.sweeping.grid import combinations, n_runs
 from lit_rlkv.sweeping.job import LOCK, FitJob, can_resume, is_finished, is_worked_in
@@ -226,14 +227,11 @@ def test_other_overrides_are_another_sweep_in_another_folder(tmp_path):
 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path):
-    with (
-        only_one(tmp_path),
-        pytest.raises(ConfigError, match="another process sweeps in"),
-        only_one(tmp_path),
-    ):
-        pass
-    with only_one(tmp_path):
-        pass
+    plan = plan_of(tmp_path, GRID)
+    with FolderLock() as lock:
+        lock.take(tmp_path)
+        with pytest.raises(ConfigError, match=r"is at work there; .* \(--dir=\.\.\.\)"):
+            run_sweep(plan, tmp_path, 4, 1, Console(quiet=True))
 
 
 def test_a_run_whose_process_was_never_started_is_no_run(tmp_path):
@@ -258,8 +256,6 @@ def test_a_folder_that_cannot_be_written_is_refused_and_none_is_made(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "b"):
         with pytest.raises(ConfigError, match=r"which cannot be written: .*; give another --dir"):
             check_folder(folder)
-        with pytest.raises(ConfigError, match="the sweep's folder cannot be written"), only_one(folder):
-            pass
 
 
 def test_the_directions_of_the_distillation_differ_in_nothing_else(tmp_path):

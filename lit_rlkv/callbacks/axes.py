@@ -38,17 +38,5 @@ class RunAxes(RLCallback):
 
 
 def place_of(history: History) -> Place:
-    """The place of the last row; the start of the run if there is none.
-
-    Rows of runs that did not log the axes count what they did log.
-    """
-    if not history:
-        return dict.fromkeys(AXES, 0.0)
-    last = history[-1]
-    counted = {TOKENS: ("num_tokens",), SECONDS: ("time/data", "time/update")}
-    place = {axis: float(last[axis]) if axis in last else _total(history, counted[axis]) for axis in counted}
-    return {ITERATION: float(last[ITERATION]), **place}
-
-
-def _total(history: History, metrics: tuple[str, ...]) -> float:
-    return sum(float(row.get(metric, 0.0)) for row in history for metric in metrics)
+    """The place of the last row; the start of the run if there is none."""
+    return {axis: float(history[-1][axis]) if history else 0.0 for axis in AXES}

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.files import write_atomically
+from lit_rlkv.files import whole_lines, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -20,16 +20,11 @@ class MetricsFile(RLCallback):
 
     def __init__(self, path: Path, resumed_at: int = 0) -> None:
         self.path = path
-        self.history: list[dict[str, float]] = []
-        self.columns: dict[str, None] = {}
+        earlier = read_metrics(path) if resumed_at else []
+        self.history = [row for row in earlier if row["iteration"] <= resumed_at]
+        self.columns = dict.fromkeys(name for row in self.history for name in row)
         self._is_behind = False
         """The file lacks rows, or ends within one."""
-        if resumed_at > 0 and path.is_file():
-            text = path.read_text()
-            whole = io.StringIO(text[: text.rfind("\n") + 1])  # a full disk or a crash cuts the last row
-            rows = [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(whole)]
-            self.history = [row for row in rows if row["iteration"] <= resumed_at]
-            self.columns = dict.fromkeys(name for row in self.history for name in row)
         self._rewrite()
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
@@ -55,3 +50,9 @@ class MetricsFile(RLCallback):
         writer.writeheader()
         writer.writerows(self.history)
         write_atomically(self.path, text.getvalue())
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The whole rows of a metrics file, whoever is writing it; empty cells are left out."""
+    rows = csv.DictReader(whole_lines(path))
+    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]

@@ -12,7 +12,7 @@ from rich.text import Text
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.progress import stderr_console
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.files import append_if_possible
+from lit_rlkv.files import append_if_possible, whole_lines, write_atomically
 from lit_rlkv.types import prompt_text
 
 FILE_NAME = "samples.jsonl"
@@ -60,6 +60,8 @@ class Samples(RLCallback):
         self.n = n
         self.n_kept = n_kept
         self.console = console or stderr_console()
+        if self.path.is_file():  # what a crash cut short would spoil the line that comes next
+            write_atomically(self.path, "".join(f"{line}\n" for line in whole_lines(self.path)))
         self.samples = thinned(_read_back(self.path), n_kept)
 
     def on_rollout_end(self, experience: Experience) -> None:
@@ -121,11 +123,4 @@ def _shown(text: str) -> str:
 
 
 def _read_back(path: Path) -> list[Sample]:
-    """The samples of a file; a last line that a crash cut short is removed from it."""
-    if not path.is_file():
-        return []
-    written = path.read_bytes()
-    whole = written[: written.rfind(b"\n") + 1]
-    if whole != written:
-        path.write_bytes(whole)
-    return [Sample(**json.loads(line)) for line in whole.splitlines()]
+    return [Sample(**json.loads(line)) for line in whole_lines(path)]

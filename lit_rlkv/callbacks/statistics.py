@@ -8,7 +8,8 @@ from lit_rlkv.advantages.gae import discounted_sums, explained_variance, token_r
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.rewarding import OWN
-from lit_rlkv.diagnostics.mismatch import as_floats, rollout_correction
+from lit_rlkv.diagnostics.mismatch import rollout_correction
+from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.types import Rewards
 

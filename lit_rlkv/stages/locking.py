@@ -1,4 +1,4 @@
-"""One process at a time writes in a run's folder: a lock that others see, and that ends with the process."""
+"""One process at a time in the folder of a run or a sweep: a lock that others see, and that ends with it."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-"""In a run's folder while a process is at work on it; says which, and is locked by it."""
+"""In a folder while a process is at work there; says which, and is locked by it."""
 N_TRIES = 10
 MAX_OWNER = 200
 """Bytes read of what a lock says."""
@@ -31,9 +31,13 @@ class FolderLock:
     """The folder that this process alone may write in, until the block ends; none before the first is taken.
 
     A lock of the system (flock), not the file as such: it is gone when its process is, however that ended.
+
+    Args:
+        setting: by which the user gives another folder.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, setting: str = "hydra.run.dir=") -> None:
+        self.setting = setting
         self._held: tuple[Path, int] | None = None
 
     def __enter__(self: Lock) -> Lock:
@@ -51,7 +55,7 @@ class FolderLock:
             BusyError: another process has it, or this one by another lock.
             ConfigError: the folder cannot be written.
         """
-        taken = _locked(folder)
+        taken = _locked(folder, self.setting)
         self._let_go()
         self._held = taken
 
@@ -64,7 +68,7 @@ class FolderLock:
             os.close(descriptor)
 
 
-def _locked(folder: Path) -> tuple[Path, int] | None:
+def _locked(folder: Path, setting: str) -> tuple[Path, int] | None:
     """The lock's file and its open descriptor, None where there are no locks."""
     path = folder / LOCK
     for _ in range(N_TRIES):
@@ -72,9 +76,9 @@ def _locked(folder: Path) -> tuple[Path, int] | None:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error}; give another hydra.run.dir") from error
+            raise ConfigError(f"{folder} cannot be written: {error}; give another ({setting}...)") from error
         try:
-            is_locked = _lock(descriptor, folder)
+            is_locked = _lock(descriptor, folder, setting)
         except BusyError:
             os.close(descriptor)
             raise
@@ -92,7 +96,7 @@ def _locked(folder: Path) -> tuple[Path, int] | None:
     return None
 
 
-def _lock(descriptor: int, folder: Path) -> bool:
+def _lock(descriptor: int, folder: Path, setting: str) -> bool:
     """Whether the file is locked now; False where it cannot be.
 
     Raises:
@@ -106,8 +110,8 @@ def _lock(descriptor: int, folder: Path) -> bool:
     except BlockingIOError as error:
         owner = os.pread(descriptor, MAX_OWNER, 0).decode(errors="replace") or "another process"
         raise BusyError(
-            f"{folder}: {owner} is at work on this run; wait until it has ended, or end it; for another run "
-            "give another folder (hydra.run.dir=...)"
+            f"{folder}: {owner} is at work there; wait until it has ended, or end it, or give another folder "
+            f"({setting}...)"
         ) from error
     except OSError as error:
         log.warning("%s cannot be locked (%s): nothing keeps a second process out of it", folder, error)

@@ -6,10 +6,12 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.progress import track
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.sampling import sample_responses
 from lit_rlkv.data.tasks import Preferences
-from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts, end_token_ids
+from lit_rlkv.data.tasks.rows import Table
+from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts
+from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.rng import derive_seed, stream
-from lit_rlkv.rollout import generate
 from lit_rlkv.stages.parts import Parts
 from lit_rlkv.types import PreferencePair, Problem
 
@@ -19,6 +21,7 @@ def own_mistakes(parts: Parts, backbone: PreTrainedModel, n_prompts: int, seed: 
 
     Raises:
         ConfigError: it got none wrong that could be learned from.
+        MemoryExhaustedError: its answers find too little memory; says what to lower.
     """
     source = PromptSource(parts.task, split="train", seed=derive_seed(seed, "answered"))
     problems = source.take(n_prompts)
@@ -36,26 +39,31 @@ def own_mistakes(parts: Parts, backbone: PreTrainedModel, n_prompts: int, seed: 
             f"sft.mistakes.n_prompts={n_prompts}: the warm model answered all of them right, so there are no "
             "mistakes to learn from; use 0"
         )
-    return Preferences(pairs, "the model's own mistakes")
+    places = [f"own mistake {number}" for number in range(len(pairs))]
+    return Preferences(Table("the model's own mistakes", pairs, places))
 
 
 @torch.no_grad()
 def _wrong_answers(
     parts: Parts, backbone: PreTrainedModel, problems: list[Problem], generator: torch.Generator
 ) -> list[PreferencePair]:
-    prompts = encode_prompts(parts.tokenizer, [p.prompt for p in problems]).to(backbone.device)
-    with parts.fabric.autocast():
-        rollout = generate(
+    rollout_cfg, batch_size = parts.cfg.rollout, parts.cfg.evaluation.batch_size
+    explained = explaining_memory(
+        lambda: (
+            f"out of memory while the warm model answers, {len(problems)} prompts at a time; lower "
+            f"evaluation.batch_size={batch_size} or rollout.max_new_tokens={rollout_cfg.max_new_tokens}"
+        )
+    )
+    with explained, parts.fabric.autocast():
+        rollout = sample_responses(
             backbone,
-            prompts.token_ids,
-            prompts.attention_mask,
+            parts.tokenizer,
+            encode_prompts(parts.tokenizer, [p.prompt for p in problems]),
             cache=parts.cache,
-            max_new_tokens=parts.cfg.rollout.max_new_tokens,
-            eos_token_id=end_token_ids(parts.tokenizer),
-            pad_token_id=parts.tokenizer.pad_token_id,
-            temperature=parts.cfg.rollout.temperature,
+            max_new_tokens=rollout_cfg.max_new_tokens,
+            temperature=rollout_cfg.temperature,
             generator=generator,
-            cuda_graph=parts.cfg.rollout.cuda_graph,
+            cuda_graph=rollout_cfg.cuda_graph,
         )
     answers = decode_completions(parts.tokenizer, rollout.token_ids, rollout.is_action)
     return [

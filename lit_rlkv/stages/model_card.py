@@ -2,15 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lit_rlkv.callbacks.markdown import markdown_table
 from lit_rlkv.config.building import is_local
 from lit_rlkv.stages import environment
 from lit_rlkv.stages.exporting import ADAPTER, HEADS, VALUE_ADAPTER, Exported
-from lit_rlkv.stages.parts import EVALUATION
+from lit_rlkv.stages.results import Results
 from lit_rlkv.stages.saved import SavedRun
+from lit_rlkv.types import EvalRow
 
 COLUMNS = {
     "cache": "cache",
@@ -104,34 +107,28 @@ def _contents(exported: Exported) -> str:
 
 
 def _scores(run: SavedRun) -> str:
-    path = run.run_dir / EVALUATION
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    found = Results.load(run.run_dir)
     tables = [
-        f"{title}\n\n{_table(found[moment])}"
-        for moment, title in (("after", "After training:"), ("before", "Before:"))
-        if found.get(moment)
+        f"{title}\n\n{_table(rows)}\n"
+        for title, rows in (("After training:", found.after), ("Before:", found.before))
+        if rows
     ]
     if not tables:
         return "## Scores\n\nThe run was not evaluated.\n"
     n_iterations = run.cfg.algorithm.n_iterations
-    if run.iteration != n_iterations and found.get("after"):
+    if run.iteration != n_iterations and found.after:
         tables.insert(
             0, f"Of the run's end, {n_iterations} iterations; this is the policy after {run.iteration}."
         )
     return "## Scores\n\nOn held-out prompts, by the cache they were answered with.\n\n" + "\n".join(tables)
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    shown = {
-        key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)
-    }
-    lines = ["| " + " | ".join(shown.values()) + " |", "|" + "---|" * len(shown)]
-    lines += ["| " + " | ".join(_cell(row.get(key)) for key in shown) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def _table(rows: Sequence[EvalRow]) -> str:
+    """Without the columns that no row has anything in."""
+    cells = [asdict(row) for row in rows]
+    shown = [column for column in COLUMNS if any(row[column] is not None for row in cells)]
+    headings = [COLUMNS[column] for column in shown]
+    return markdown_table(headings, [[row[column] for column in shown] for row in cells])
 
 
 def _origin(run: SavedRun) -> str:
@@ -146,7 +143,7 @@ def _origin(run: SavedRun) -> str:
 
 
 def _made_with(found: Mapping[str, Any]) -> str:
-    git = found.get("git")
+    git = found["git"]
     commit = "no commit known" if git is None else f"commit {git['commit']}"
     if git is not None and git["is_dirty"]:
         commit += " and changes"

@@ -31,16 +31,6 @@ from lit_rlkv.stages.launching import fabric_precision
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
 """Where a run folder keeps them; the report is the last that a run writes."""
-KEYS_SINCE = {
-    "kernels": "auto",
-    "rollout": {"max_rows": None, "cuda_graph": None, "n_shards": None},
-    "algorithm": {"policy_weight": 1.0},
-    "diagnostics": {},
-    "reward": {"functions": {}, "accuracy": None, "max_failed": 0.5},
-    "callbacks": {"keep_last": 2, "keep_best": 0, "best_metric": "reward", "best_mode": "max"},
-    "fabric": {"num_nodes": 1, "strategy": "auto", "quantization": None, "unshard_rollout": False},
-}
-"""Keys that runs of earlier versions lack, and what they did."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +64,10 @@ class Parts:
 
 
 def load_config(run_dir: Path) -> DictConfig:
-    """The config of an earlier run, with what it meant by keys that have come since."""
+    """The config of an earlier run."""
     saved = OmegaConf.load(run_dir / CONFIG)
-    merged = OmegaConf.merge(KEYS_SINCE, saved)
-    assert isinstance(merged, DictConfig)
-    return merged
+    assert isinstance(saved, DictConfig)
+    return saved
 
 
 def build_parts(cfg: DictConfig, fabric: Fabric | None = None) -> Parts:

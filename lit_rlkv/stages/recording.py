@@ -1,6 +1,7 @@
 """The record of a run with its logger: how it starts, and what it gets at the end."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +18,7 @@ from lit_rlkv.stages import environment
 from lit_rlkv.stages.parts import Parts
 from lit_rlkv.types import EvalRow
 
-EVALUATION_HEADINGS = (
-    "when", "cache", "budget", "accuracy", "problems", "mean_length", "kv_bytes", "kl", "replay_gap",
-    "learned_reward",
-)  # fmt: skip
+EVALUATION_HEADINGS = ("when", *(column.name for column in fields(EvalRow)))
 
 
 def start_logger(parts: Parts, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
@@ -74,11 +72,4 @@ def log_outcome(
 
 def evaluation_rows(evaluations: Mapping[str, Sequence[EvalRow]]) -> list[list[Cell]]:
     """Cells under EVALUATION_HEADINGS."""
-    return [
-        [
-            when, row.cache, row.budget, row.accuracy, row.n_problems, row.mean_length, row.kv_bytes, row.kl,
-            row.replay_gap, row.learned_reward,
-        ]
-        for when, rows in evaluations.items()
-        for row in rows
-    ]  # fmt: skip
+    return [[when, *astuple(row)] for when, rows in evaluations.items() for row in rows]

@@ -47,9 +47,9 @@ class Results:
         return cls(
             before=[EvalRow(**row) for row in saved["before"]],
             after=[EvalRow(**row) for row in saved["after"]],
-            final=saved.get("final", {}),
+            final=saved["final"],
             stage_seconds=saved["stage_seconds"],
-            reward_model=None if saved.get("reward_model") is None else RewardReport(**saved["reward_model"]),
+            reward_model=None if saved["reward_model"] is None else RewardReport(**saved["reward_model"]),
         )
 
     @contextmanager

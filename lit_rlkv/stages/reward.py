@@ -10,7 +10,7 @@ from lit_rlkv.config import as_config_errors
 from lit_rlkv.data.pairs import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.reward_evaluation import RewardReport, score_pairs
-from lit_rlkv.models.adapters import switched
+from lit_rlkv.models.adapters import lora_layers, switched
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles, acting_as, make_head
 from lit_rlkv.rng import derive_seed
@@ -48,7 +48,7 @@ def report_on_reward(parts: Parts, roles: Roles, start: str | Path) -> RewardRep
     else:
         backbone = load_backbone(parts, folder)
         shard(parts, backbone)
-    with switched(backbone, None):
+    with switched(lora_layers(backbone), None):
         return evaluate_reward(parts, backbone, make_head(backbone, weights))
 
 

@@ -114,7 +114,7 @@ def check_backbone(checkpoint: Checkpoint | None, start: str | Path, found: str)
     Raises:
         ConfigError: the weights at `start`, whose fingerprint was found, are not those that it stands on.
     """
-    if checkpoint is not None and checkpoint.backbone not in (None, found):
+    if checkpoint is not None and checkpoint.backbone != found:
         raise ConfigError(
             f"{checkpoint.path} was trained on other weights than those in {start}, which have changed "
             "since; bring them back, or start a new run"

@@ -1,8 +1,6 @@
 """A run under way: what its folder says, and the process that works in it."""
 
-import csv
 import fcntl
-import io
 import json
 import os
 import signal
@@ -13,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lit_rlkv.callbacks.metrics_file import read_metrics
 from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.stages.parts import CHECKPOINTS, EVALUATION, METRICS, REPORT
 
@@ -152,13 +151,3 @@ def found_metrics(folder: Path) -> dict[str, float]:
     if (folder / EVALUATION).is_file():
         found |= json.loads((folder / EVALUATION).read_text())["final"]
     return found
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The whole rows of a metrics file that another process may be writing; empty cells are left out."""
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    rows = csv.DictReader(io.StringIO(whole, newline=""))
-    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]

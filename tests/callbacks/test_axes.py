@@ -36,12 +36,6 @@ def test_a_resumed_run_goes_on_and_does_not_count_the_time_it_was_down():
     assert 2000 < row[SECONDS] < 2000.2
 
 
-def test_a_run_that_did_not_log_its_axes_is_counted():
-    row = {"num_tokens": 30.0, "time/data": 2.0, "time/update": 1.5}
-    place = place_of([{"iteration": 1.0, **row}, {"iteration": 2.0, **row}])
-    assert place == {"iteration": 2.0, TOKENS: 60.0, SECONDS: 7.0}
-
-
 def test_a_run_begins_at_zero():
     assert place_of([]) == {"iteration": 0.0, TOKENS: 0.0, SECONDS: 0.0}
 

@@ -3,7 +3,7 @@ import torch
 
 from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import action_hidden, action_logps, dense_death, replay_death
+from lit_rlkv.models.replay import action_hidden, action_logps_and_entropy, dense_death, replay_death
 from lit_rlkv.modules.base import StepOutputs
 from tests.training import make_datamodule, make_module, make_roles, shift
 
@@ -20,7 +20,7 @@ def run():
 def outputs_of(module, batch):
     with acting_as(module.roles, "policy") as backbone:
         hidden = action_hidden(backbone, batch.rollout, shadow=module.replays)
-        return StepOutputs(hidden, *action_logps(backbone, batch.rollout, hidden, 1.0))
+        return StepOutputs(hidden, *action_logps_and_entropy(backbone, batch.rollout, hidden, 1.0))
 
 
 def full_log_softmax(module, batch, role, *, shadow):

@@ -1,7 +1,7 @@
 import csv
 from pathlib import Path
 
-from lit_rlkv.callbacks.metrics_file import MetricsFile
+from lit_rlkv.callbacks.metrics_file import MetricsFile, read_metrics
 
 
 def read(path):
@@ -41,6 +41,16 @@ def test_a_row_that_was_cut_is_no_row(tmp_path):
         first.on_iteration_end(iteration, 20, {"reward": 1.5e-3})
     path.write_bytes(path.read_bytes()[:-4])
     assert [row["iteration"] for row in MetricsFile(path, resumed_at=11).history] == [9.0, 10.0]
+
+
+def test_a_file_that_is_being_written_gives_its_whole_rows(tmp_path):
+    path = tmp_path / "metrics.csv"
+    assert read_metrics(path) == []
+    path.write_text("iteration,reward,kl\r\n1.0,0.5,\r\n2.0,0.75,0.1\r\n3.0,0.8")
+    assert read_metrics(path) == [
+        {"iteration": 1.0, "reward": 0.5},
+        {"iteration": 2.0, "reward": 0.75, "kl": 0.1},
+    ]
 
 
 def test_a_full_disk_costs_a_warning_and_no_row(tmp_path, monkeypatch, caplog):

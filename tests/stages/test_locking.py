@@ -19,7 +19,7 @@ def test_a_folder_has_one_writer_and_a_second_is_told_who(tmp_path):
         with pytest.raises(BusyError) as refused, FolderLock() as second:
             second.take(run)
         assert str(refused.value).startswith(
-            f"{run}: process {os.getpid()} on {socket.gethostname()} is at work on this run; wait until"
+            f"{run}: process {os.getpid()} on {socket.gethostname()} is at work there; wait until"
         )
         with FolderLock() as other:
             other.take(tmp_path)
@@ -108,5 +108,5 @@ def test_where_there_are_no_locks_a_run_goes_on_without(tmp_path, monkeypatch, c
 
 def test_a_folder_that_cannot_be_made_is_a_mistake(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run cannot be written.*give another hydra\.run\.dir"):
-        FolderLock().take(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match=r"run cannot be written.*give another \(--dir=\.\.\.\)"):
+        FolderLock("--dir=").take(tmp_path / "file" / "run")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from lit_rlkv.config import CONF_DIR, ConfigError, check_config
 from lit_rlkv.data.prompts import split_of
 from lit_rlkv.data.tasks import ChainSum
+from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import build_parts, load_backbone
 from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, training_passes, warm_folder, warm_up
@@ -73,6 +74,13 @@ def test_a_model_without_mistakes_is_refused(tmp_path):
     parts = build_parts(config(tmp_path))
     object.__setattr__(parts, "task", Generous())
     with pytest.raises(ConfigError, match="answered all of them right"):
+        own_mistakes(parts, load_backbone(parts, None), 8, seed=0)
+
+
+def test_answers_that_find_too_little_memory_say_what_to_lower(tmp_path):
+    parts = build_parts(config(tmp_path, f"cache.budget={2**38}"))
+    says = r"the warm model answers, 8 prompts at a time; lower evaluation\.batch_size=\d+ or rollout"
+    with pytest.raises(MemoryExhaustedError, match=says):
         own_mistakes(parts, load_backbone(parts, None), 8, seed=0)
 
 

@@ -2,17 +2,7 @@
 
 import time
 
-from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_finished, is_worked_in, read_metrics
-
-
-def test_a_file_that_is_being_written_gives_its_whole_rows(tmp_path):
-    path = tmp_path / "metrics.csv"
-    assert read_metrics(path) == []
-    path.write_text("iteration,reward,kl\r\n1.0,0.5,\r\n2.0,0.75,0.1\r\n3.0,0.8")
-    assert read_metrics(path) == [
-        {"iteration": 1.0, "reward": 0.5},
-        {"iteration": 2.0, "reward": 0.75, "kl": 0.1},
-    ]
+from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_finished, is_worked_in
 
 
 def test_the_metrics_of_a_run_are_its_last_row_and_its_evaluation(tmp_path):

@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lit_rlkv.callbacks.axes import ITERATION, Place
 from lit_rlkv.callbacks.loggers.base import Cell, RunLogger, RunStart, checked_interval
+from lit_rlkv.callbacks.markdown import markdown_table
 from lit_rlkv.callbacks.plots import pixels
 from lit_rlkv.callbacks.report import Picture
 
@@ -59,7 +60,7 @@ class TensorBoard(RunLogger):
         *,
         grows: bool = False,
     ) -> None:
-        self.logger.experiment.add_text(name, markdown(headings, rows), int(place[ITERATION]))
+        self.logger.experiment.add_text(name, markdown_table(headings, rows), int(place[ITERATION]))
 
     def figures(self, pictures: Sequence[Picture], place: Place) -> None:
         for picture in pictures:
@@ -70,16 +71,3 @@ class TensorBoard(RunLogger):
     def close(self, is_complete: bool) -> str | None:
         self.logger.finalize("success" if is_complete else "failed")
         return None
-
-
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table of TensorBoard's text page; bars and line breaks of a cell are kept from ending it."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(value: Cell) -> str:
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "&#124;").replace("\n", "<br>")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+SYNCED = ".wandb.synced"
+"""Ending of the file beside another for which `wandb sync` passes over that."""
 BLOCK, HEADER, RECORD_HEADER = 32768, 7, 7
 """Bytes of LevelDB's log format, in which wandb writes."""
 UNUSED, FULL, LAST = 0, 1, 4

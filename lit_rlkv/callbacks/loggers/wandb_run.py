@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from lit_rlkv.callbacks.axes import AXES, ITERATION, TOKENS, Place
 from lit_rlkv.callbacks.loggers.base import Cell, FileKind, RunLogger, RunStart, checked_interval
-from lit_rlkv.callbacks.loggers.wandb_files import last_iteration, repair, segments
+from lit_rlkv.callbacks.loggers.wandb_files import SYNCED, last_iteration, repair, segments
 from lit_rlkv.callbacks.plots import pixels
 from lit_rlkv.callbacks.report import Picture
 from lit_rlkv.files import write_atomically
@@ -35,7 +35,8 @@ class WandbRun(RunLogger):
 
     W&B only ever appends, and gives its own step to what it gets, so the axes are metrics of ours. After a
     resume it is found out what the W&B run holds: an iteration that is done again is not logged twice, and
-    what a kill has kept from the service is made up for.
+    what a kill has kept from the service is made up for. A run that was offline and goes on with an account
+    sends what the service lacks, but for figures, and `wandb sync` then passes over its offline parts.
 
     Args:
         entity: a team or user; None is the account's default.
@@ -97,8 +98,13 @@ class WandbRun(RunLogger):
         self.run = self._init(kept_id or uuid4().hex[:8])
         # A sweep's agent has chosen an id before us, and wandb then keeps to that.
         _write_id(start.run_dir, self.run.id)
-        # What the service has is the truth for a run that goes on there.
-        self.last_iteration = int(self.run.summary.get(ITERATION, 0)) if self.run.resumed else held
+        is_online = not (self.run.offline or self.run.disabled)
+        if is_online:
+            # It gets from us what it lacks, and by a sync of the offline parts would get it twice.
+            for path in earlier:
+                path.with_suffix(SYNCED).touch()
+        # What the service has is the truth for a run that goes on there, and it may have nothing yet.
+        self.last_iteration = int(self.run.summary.get(ITERATION, 0)) if is_online else held
         self.keeps_tables = bool(self.run.resumed)
         for axis in AXES:
             self.run.define_metric(axis)

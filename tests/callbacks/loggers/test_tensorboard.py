@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lit_rlkv.callbacks.loggers import tensorboard
-from lit_rlkv.callbacks.loggers.tensorboard import TensorBoard, markdown
+from lit_rlkv.callbacks.loggers.tensorboard import TensorBoard
 from lit_rlkv.callbacks.report import Picture
 from tests.callbacks.loggers.recorded import place, start_in
 
@@ -74,11 +74,6 @@ def test_a_resumed_run_hides_what_was_done_after_its_checkpoint(tmp_path):
     again.close(is_complete=True)
     seen = [(event.step, event.value) for event in events(tmp_path).Scalars("reward")]
     assert seen == [(1, pytest.approx(0.1)), (2, pytest.approx(0.2)), (3, pytest.approx(0.9))]
-
-
-def test_cells_cannot_end_their_table():
-    text = markdown(["a", "b"], [["x|y", "two\nlines"], [0.123456, None]])
-    assert text.splitlines() == ["| a | b |", "| --- | --- |", "| x&#124;y | two<br>lines |", "| 0.1235 |  |"]
 
 
 def test_a_missing_package_is_named_before_work(monkeypatch):

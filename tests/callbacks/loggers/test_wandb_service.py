@@ -38,18 +38,23 @@ def record(run_dir, iterations, resumed_at=0, **settings):
     return logger
 
 
-def test_sync_makes_one_run_of_parts_that_a_kill_has_torn_apart(service, tmp_path):
-    killed_run(tmp_path / "run")  # after 15 iterations
-    record(tmp_path / "run", range(13, 19), resumed_at=12, offline=True)
-    last = finished_runs(tmp_path / "run")[-1]
+def sync(run_dir):
+    """What a user does who has kept a run offline."""
     subprocess.run(
-        [sys.executable, "-m", "wandb", "sync", str(tmp_path / "run" / "wandb")],
+        [sys.executable, "-m", "wandb", "sync", str(run_dir / "wandb")],
         timeout=300,
-        cwd=tmp_path,
+        cwd=run_dir,
         env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
         check=True,
         capture_output=True,
     )
+
+
+def test_sync_makes_one_run_of_parts_that_a_kill_has_torn_apart(service, tmp_path):
+    killed_run(tmp_path / "run")  # after 15 iterations
+    record(tmp_path / "run", range(13, 19), resumed_at=12, offline=True)
+    last = finished_runs(tmp_path / "run")[-1]
+    sync(tmp_path / "run")
     history = service.history(last.id)
     assert [row["iteration"] for row in history] == list(range(1, 19))
     assert [row["_step"] for row in history] == list(range(18))
@@ -68,4 +73,19 @@ def test_what_the_service_lost_is_sent_again(service, tmp_path):
     service.lines[first.run.id] = {n: line for n, line in service.lines[first.run.id].items() if n < 2}
     service.summary[first.run.id] = '{"iteration": 2, "_step": 1}'
     record(tmp_path / "run", range(5, 7), resumed_at=4)
+    assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("syncs_first", [False, True])
+def test_a_run_that_was_offline_goes_on_in_the_service_with_all_its_iterations_once(
+    service, tmp_path, syncs_first
+):
+    first = record(tmp_path / "run", range(1, 5), offline=True)
+    finished_runs(tmp_path / "run")
+    if syncs_first:
+        sync(tmp_path / "run")
+    again = record(tmp_path / "run", range(4, 7), resumed_at=3)
+    assert again.run.id == first.run.id
+    assert again.keeps_tables == syncs_first
+    sync(tmp_path / "run")
     assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5, 6]
