@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import HalfPrecision
 from torch import Tensor, nn
 
+from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.faults import FiniteSteps
 from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.ranks import IN_STEP
@@ -92,18 +93,20 @@ class Learner:
             self.load_state_dict(state)
 
     def learn(self, batch: Any, index: int) -> None:
-        """One micro-batch, and an optimizer step where it ends one."""
+        """One micro-batch, and an optimizer step where it ends one.
+
+        `batch` says so by `ends_step`, and names by `learners` the roles that learn from it.
+        """
         fabric = self.fabric
-        ends_step = getattr(batch, "ends_step", True)
         # Sharded layers exchange the gradients of each micro-batch, so that no rank holds whole ones.
-        with fabric.no_backward_sync(self.model, enabled=not ends_step and not self.is_sharded):
+        with fabric.no_backward_sync(self.model, enabled=not batch.ends_step and not self.is_sharded):
             outputs = self.model(_Held(batch), index)
             IN_STEP.wait()  # a backward pass is an exchange too
             # Denominators are those of all ranks, and gradients are averaged over the ranks.
             fabric.backward(outputs["loss"] * fabric.world_size)
         self.sums.add(outputs)
-        self._learners |= {*getattr(batch, "learners", ())}
-        if ends_step:
+        self._learners |= {*batch.learners}
+        if batch.ends_step:
             self._step()
 
     def _step(self) -> None:
@@ -153,7 +156,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_like(state["optimizer"], self.optimizer))
-        self.precision.load_state_dict(state.get("precision", {}))
+        self.precision.load_state_dict(state["precision"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
@@ -207,4 +210,4 @@ class MetricSums:
                 if chosen:
                     values = torch.stack([found[name] for name in chosen])
                     found |= dict(zip(chosen, fabric.all_reduce(values, reduce_op=kind), strict=True))
-        return {**{name: float(value) for name, value in found.items()}, "skipped_steps": n_skipped}
+        return {**as_floats(found), "skipped_steps": n_skipped}

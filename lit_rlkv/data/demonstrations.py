@@ -33,6 +33,10 @@ class WarmupBatch(TensorBatch):
     """Tokens to imitate, in the batches of all ranks; None: this one is all there is."""
     n_ranks: int = 1
     """That share one step, each with as many rows."""
+    ends_step: bool = True
+    """Each is an optimizer step by itself."""
+    learners: tuple[str, ...] = ()
+    """No roles yet: the backbone and its heads learn as one."""
 
 
 class PreferenceDataModule(L.LightningDataModule):

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.accuracy import Accuracy, accuracy_of
 from lit_rlkv.data.rewarding import RewardsFailedError
+from lit_rlkv.data.sampling import sample_responses
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_mean
 from lit_rlkv.models import replay_logps
@@ -21,7 +22,6 @@ from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rng import stream
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import EvalRow, Problem, Rollout, prompt_text
 
 
@@ -103,6 +103,12 @@ class Evaluator:
     """The policy on one list of held-out problems; where there is a reward role, its opinion too.
 
     Ranks share the batches, and the first one measures the mismatch; each has the result.
+
+    Args:
+        task: whose score is the accuracy, where no other is given.
+        problems: the same on every rank.
+        accuracy: what a completion is worth; None: what the task makes of it.
+        ranks: that share the work.
     """
 
     def __init__(
@@ -117,7 +123,6 @@ class Evaluator:
     ) -> None:
         self.roles = roles
         self.tokenizer = tokenizer
-        self.task = task
         self.accuracy = accuracy or accuracy_of(task)
         self.problems = problems
         self.config = config
@@ -265,21 +270,17 @@ class Evaluator:
         first: int = 0,
         n_samples: int = 1,
     ) -> Rollout:
-        device = self.roles.backbone("policy").device
-        prompts = encode_prompts(self.tokenizer, [p.prompt for p in problems]).to(device)
         rounds = () if first == 0 else (first,)
-        generator = stream(self.config.seed, "evaluate", cache.label, start, *rounds, device=device)
         with acting_as(self.roles, "policy") as backbone:
-            return generate(
+            names = ("evaluate", cache.label, start, *rounds)
+            return sample_responses(
                 backbone,
-                prompts.token_ids,
-                prompts.attention_mask,
+                self.tokenizer,
+                encode_prompts(self.tokenizer, [p.prompt for p in problems]),
                 cache=cache,
                 max_new_tokens=self.config.max_new_tokens,
-                eos_token_id=end_token_ids(self.tokenizer),
-                pad_token_id=self.tokenizer.pad_token_id,
                 temperature=temperature,
-                generator=generator,
+                generator=stream(self.config.seed, *names, device=backbone.device),
                 n_samples=n_samples,
                 max_rows=max(self.config.batch_size, n_samples),
                 cuda_graph=self.config.cuda_graph,

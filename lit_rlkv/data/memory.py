@@ -8,16 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.data.settings import SamplingConfig, UpdateConfig
-from lit_rlkv.diagnostics.flops import n_kv_heads
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import optional_setting, text_config
+from lit_rlkv.models.backbone import head_dim, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.rollout.generate import rows_under_way
 from lit_rlkv.units import human_bytes
 
 DEATH_BYTES = 4
-SAMPLING_BYTES = 16
-"""Of a logit while a token is drawn: its log-prob, noise, probability and their quotient in float32."""
+SAMPLING_BYTES = 12
+"""Of a logit while a token is drawn: its log-prob, noise and probability in float32."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ def rollout_needs(
     n_rows = rows_under_way(n_prompts, group, sampling.max_rows)
     n_columns = n_prompt_columns + sampling.max_new_tokens
     layers, heads = {"layers": int(config.num_hidden_layers)}, {"KV heads": n_kv_heads(model)}
-    head_dim = optional_setting(config, "head_dim") or config.hidden_size // config.num_attention_heads
     itemsize = _computes_in(model).itemsize
     limit = "null, all at once" if sampling.max_rows is None else sampling.max_rows
     fewer = f"set rollout.max_rows below {n_rows} (now {limit})"
@@ -64,7 +62,7 @@ def rollout_needs(
         Need(
             "KV cache",
             {"of keys and values": 2, **layers, "rows": n_rows, **heads}
-            | {"slots": cache.n_slots(n_columns), "dims": int(head_dim), "bytes": itemsize},
+            | {"slots": cache.n_slots(n_columns), "dims": head_dim(model), "bytes": itemsize},
             [*(smaller if cache.is_dense else [f"lower cache.budget={cache.budget}"]), fewer],
         ),
         Need(

@@ -15,23 +15,23 @@ from lit_rlkv.data.memory import explain_rollout, explain_scoring, explain_updat
 from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.rewarding import RewardConfig, RewardRule
+from lit_rlkv.data.sampling import sample_responses
 from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.data.shards import joined
 from lit_rlkv.data.steps import Split, Steps
 from lit_rlkv.data.tasks import Task
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids, is_end, padded
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, is_end, padded
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.objectives.corrections import Correction, weigh_together
-from lit_rlkv.objectives.kl import ESTIMATORS, adapted_weight, k1
+from lit_rlkv.objectives.kl import adapted_weight, k1, kl_penalty
 from lit_rlkv.out_of_memory import explaining_memory
 from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.rewards import Panel, score
 from lit_rlkv.rewards.panel import Asked
 from lit_rlkv.rng import stream
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import Problem, PromptBatch, Rewards, Rollout, TrainBatch
 
 
@@ -40,6 +40,20 @@ class RolloutDataModule(L.LightningDataModule):
 
     Every draw comes from a stream named by seed and iteration, and the prompts from the source's cursor.
     These, the parameters, the KL's weight and the moments of the rewards are the whole state of training.
+
+    Args:
+        roles: those that the run needs; the policy of them samples.
+        source: of prompts; on several ranks it gives each its own.
+        cache: that the policy samples with, unless `correction` samples densely.
+        correction: the arm: what the sampler keeps, what the learner sees, how the mismatch weighs.
+        credit: from rewards to advantages; the module's `credit_rule`.
+        kl: to the reference; None: none of it.
+        reward: what makes up the reward; None: the verifier's score alone.
+        panel: of reward functions, asked while the roles score; None makes one of those in `reward`.
+        on_rollout_end: called with each experience before it is cut into steps.
+        on_update_start: called next, with what cuts it into parts.
+        phases: told when rollout, score and reward begin and end.
+        ranks: that share the responses of a batch.
     """
 
     def __init__(
@@ -171,21 +185,18 @@ class RolloutDataModule(L.LightningDataModule):
         return joined(rollouts, n_columns, pad)
 
     def _sample_shard(self, number: int, prompts: PromptBatch) -> Rollout:
-        config, device = self.sampling, self.roles.backbone("policy").device
-        prompts = prompts.to(device)
+        config = self.sampling
         shape = (len(prompts.token_ids), prompts.token_ids.shape[1])
         explained = explaining_memory(lambda: explain_rollout(backbone, self.cache, shape, config))
         with acting_as(self.roles, "policy") as backbone, explained:
-            return generate(
+            return sample_responses(
                 backbone,
-                prompts.token_ids,
-                prompts.attention_mask,
+                self.tokenizer,
+                prompts,
                 cache=self.cache,
                 max_new_tokens=config.max_new_tokens,
-                eos_token_id=end_token_ids(self.tokenizer),
-                pad_token_id=self.tokenizer.pad_token_id,
                 temperature=config.temperature,
-                generator=stream(self.seed, "sample", self.iteration, number, device=device),
+                generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
                 n_samples=config.group_size,
                 max_rows=config.max_rows,
                 cuda_graph=config.cuda_graph,
@@ -282,17 +293,6 @@ class _Stream(IterableDataset[TrainBatch]):
 
     def __iter__(self) -> Iterator[TrainBatch]:
         return self.module.steps.minibatches(self.experience)
-
-
-def kl_penalty(
-    estimator: str,
-    old_logps: Float[Tensor, "batch seq"],
-    ref_logps: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
-    weight: float | int,
-) -> Float[Tensor, "batch seq"]:
-    """weight·KL of each action, which the reward pays for; `estimator` is one of `ESTIMATORS`."""
-    return weight * ESTIMATORS[estimator](old_logps, ref_logps).masked_fill(~is_action, 0.0)
 
 
 def _on(device: torch.device, values: Tensor | None) -> Tensor | None:

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.diagnostics.mismatch import MAX_LOG_RATIO, Scalars
+from lit_rlkv.diagnostics.mismatch import MAX_LOG_RATIO
+from lit_rlkv.diagnostics.scalars import Scalars
 from lit_rlkv.masking import masked_mean
-from lit_rlkv.objectives.corrections import WeightFn, masked, sparse_rl, truncated
+from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn
 
 LogWeightFn = Callable[[Tensor, Tensor], Tensor]
 """From log ρ [batch, seq] and `is_action` to the log of each action's weight; −inf is a weight of 0."""
@@ -36,9 +37,7 @@ def _of(weigh: WeightFn) -> LogWeightFn:
 ARMS: dict[str, LogWeightFn] = {
     "token_ratio": token_ratio,
     "sequence_ratio": sequence_ratio,
-    "tis": _of(truncated),
-    "mis": _of(masked),
-    "sparse_rl": _of(sparse_rl),
+    **{name: _of(weigh) for name, weigh in CORRECTIONS.items()},
 }
 """The corrections with their default options. The naive arm is not among them: all its weights are 1."""
 

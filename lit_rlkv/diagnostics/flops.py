@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.diagnostics.cache import live_keys, predicts
-from lit_rlkv.models.adapters import active_adapter
-from lit_rlkv.models.backbone import optional_setting, text_config
+from lit_rlkv.models.adapters import active_adapter, lora_layers
+from lit_rlkv.models.backbone import head_dim, n_kv_heads, optional_setting, text_config
 from lit_rlkv.types import Rollout
 
 
@@ -64,26 +64,19 @@ def costs_of(model: PreTrainedModel) -> Costs | None:
     config = text_config(model)
     if optional_setting(config, "num_experts_per_tok"):
         return None
-    adapter = active_adapter(model)
+    adapter = active_adapter(lora_layers(model))
     matrices = [p for name, p in _matrices(model) if "lora_" not in name or f".{adapter}." in name]
     n_weights = sum(p.numel() for p in matrices)
     n_trained = sum(p.numel() for p in matrices if p.requires_grad)
     head = model.get_output_embeddings().weight
     n_heads: int = config.num_attention_heads
-    head_dim = optional_setting(config, "head_dim") or config.hidden_size // n_heads
     return Costs(
         forward_per_token=2 * n_weights,
         backward_per_token=2 * (n_weights + n_trained),
-        forward_per_pair=4 * head_dim * n_heads // n_kv_heads(model),
+        forward_per_pair=4 * head_dim(model) * n_heads // n_kv_heads(model),
         forward_per_position=2 * head.numel(),
         backward_per_position=2 * head.numel() * (2 if head.requires_grad else 1),
     )
-
-
-def n_kv_heads(model: PreTrainedModel) -> int:
-    """KV heads of a layer."""
-    config = text_config(model)
-    return int(optional_setting(config, "num_key_value_heads") or config.num_attention_heads)
 
 
 def learner_work(death: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n_kv_heads: int) -> Work:

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.diagnostics.scalars import Scalars
 from lit_rlkv.masking import masked_mean
-
-Scalars = dict[str, Tensor]
 
 MAX_LOG_RATIO = 20.0
 """Bound on log ρ before it is exponentiated, as in verl: the square of a ratio must stay within float32."""
@@ -137,14 +136,6 @@ def dense_mismatch(
     rank = math.ceil(0.99 * len(size))
     scalars["kv/dense_log_ratio_p99"] = size.kthvalue(rank).values if rank else size.sum()
     return scalars
-
-
-def as_floats(scalars: Scalars) -> dict[str, float]:
-    """The numbers on the host, fetched at once."""
-    if not scalars:
-        return {}
-    values = torch.stack([value.float() for value in scalars.values()]).tolist()
-    return dict(zip(scalars, values, strict=True))
 
 
 def _row_means(values: Tensor, is_action: Tensor) -> Float[Tensor, " batch"]:

@@ -18,11 +18,11 @@ class CountSketch:
     whenever they are needed: held, they would take more memory than the vector.
 
     Raises:
-        ValueError: no buckets.
+        ValueError: `size` is no number of buckets.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"a sketch of size={size} holds nothing; give a whole number of at least 1")
         self.size = size
         self.seed = seed

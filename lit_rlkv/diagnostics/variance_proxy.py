@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.kernels.token_logps import Head
+from lit_rlkv.kernels.token_logps import Head, in_chunks, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.ranks import over_ranks
 
@@ -18,12 +18,13 @@ def squared_probs(
     The logits of a whole batch never exist at once.
     """
 
-    def of_chunk(rows: Tensor) -> Tensor:
-        logits = head(rows)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+    def of_chunk(rows: Tensor) -> tuple[Tensor]:
+        logits = tempered(head(rows), temperature)
+        return (((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp(),)
 
-    return torch.cat([of_chunk(rows) for rows in torch.split(hidden, max(MAX_CHUNK_LOGITS // vocab_size, 1))])
+    size = max(MAX_CHUNK_LOGITS // vocab_size, 1)
+    (squares,) = in_chunks(of_chunk, hidden, size=size, is_linearised=False)
+    return squares
 
 
 def proxy_sums(

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.token_logps import policy_kl
+from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.backbone import head_logits, text_config
-from lit_rlkv.models.replay import action_hidden
+from lit_rlkv.models.replay import action_hidden, on_actions
 from lit_rlkv.ranks import ALONE, Ranks
 from lit_rlkv.types import NEVER, Rollout
 
@@ -32,14 +32,15 @@ def view_overlap(
     Args:
         max_logits: most logits of one view that are held at a time.
     """
+
+    def of_chunk(*views: Tensor) -> tuple[Tensor]:
+        probs = [tempered(head_logits(model, hidden), temperature).softmax(dim=-1) for hidden in views]
+        return (torch.minimum(*probs).sum(dim=-1),)
+
     hidden = [action_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
     size = max(max_logits // text_config(model).vocab_size, 1)
-    parts = [
-        torch.minimum(*(_probabilities(model, part, temperature) for part in chunk)).sum(dim=-1)
-        for chunk in zip(*(torch.split(one, size) for one in hidden), strict=True)
-    ]
-    overlap = torch.cat(parts)
-    return overlap.new_zeros(rollout.token_ids.shape).masked_scatter(rollout.is_action, overlap)
+    (overlap,) = in_chunks(of_chunk, *hidden, size=size, is_linearised=False)
+    return on_actions(rollout, overlap)
 
 
 @torch.no_grad()
@@ -114,11 +115,3 @@ def in_passes(rollout: Rollout, rows_per_pass: int | None) -> Iterator[Rollout]:
     size = rows_in_pass(rollout, rows_per_pass)
     for start in range(0, len(rollout.token_ids), size):
         yield rollout.rows(slice(start, start + size))
-
-
-def _probabilities(
-    model: PreTrainedModel, hidden: Float[Tensor, "action dim"], temperature: float
-) -> Float[Tensor, "action vocab"]:
-    logits = head_logits(model, hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (logits / temperature).softmax(dim=-1)

@@ -125,13 +125,12 @@ class SlotCache(Cache):
                 layer.compact(is_full)
         self.n_live.masked_fill_(is_full, self.spec.budget)
 
-    def death(self, rows: Int[Tensor, " row"] | None = None) -> Int[Tensor, "row layer kv_head seq"]:
-        """First query column that no longer sees each key of these rows, so far; None: of all rows."""
+    def death(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
+        """First query column that no longer sees each key of these rows, so far."""
         tables = [layer.death for layer in self.slot_layers]
-        n_rows = self.n_rows if rows is None else len(rows)
-        found = tables[0].new_empty(n_rows, len(tables), *tables[0].shape[1:])
+        found = tables[0].new_empty(len(rows), len(tables), *tables[0].shape[1:])
         for number, table in enumerate(tables):  # a copy of one layer at a time: together they can be large
-            found[:, number] = table if rows is None else table[rows]
+            found[:, number] = table[rows]
         return found
 
     @property

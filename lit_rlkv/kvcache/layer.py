@@ -90,7 +90,8 @@ class SlotLayer(CacheLayerMixin):
         assert incoming is not None
         if self.filled_by is incoming:
             raise ValueError(
-                "a layer attends twice in one forward, but the cache has one set of keys per layer"
+                "a layer attends twice in one forward, but the cache has one set of keys per layer; use a "
+                "model that attends once per layer"
             )
         self.filled_by = incoming
         alive = torch.where(incoming.is_prompt[:, None], NEVER, 0).int()

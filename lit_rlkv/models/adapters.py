@@ -97,21 +97,21 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
 
 
 def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
-    """Layers that hold adapters, on or off; none before the first adapter is added."""
+    """Layers that hold adapters, on or off; none before the first adapter is added.
+
+    It walks through the whole model: what asks often keeps the list, which more adapters do not change.
+    """
     return [module for module in backbone.modules() if isinstance(module, LoraLayer)]
 
 
-def active_adapter(backbone: PreTrainedModel) -> str | None:
-    """The adapter that is on now, None if all are off."""
-    for layer in lora_layers(backbone):
-        return None if layer._disable_adapters else layer.active_adapters[0]
-    return None
+def active_adapter(layers: Sequence[LoraLayer]) -> str | None:
+    """The adapter that is on now in the layers of a backbone, None if all are off."""
+    return None if not layers or layers[0]._disable_adapters else layers[0].active_adapters[0]
 
 
 @contextmanager
-def switched(backbone: PreTrainedModel, adapter: str | None) -> Iterator[None]:
-    """One adapter on, or all off; what was on before is restored."""
-    layers = lora_layers(backbone)
+def switched(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[None]:
+    """One adapter on in the layers of a backbone, or all off; what was on before is restored."""
     before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
     try:
         # peft's own switches also flip requires_grad, which a role must not change.
@@ -137,8 +137,9 @@ def acting_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> 
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs | {"adapter_names": names}
 
+    layers = lora_layers(backbone)
     with ExitStack() as stack:
-        stack.enter_context(switched(backbone, next(a for a in adapters if a is not None)))
-        for layer in lora_layers(backbone):
+        stack.enter_context(switched(layers, next(a for a in adapters if a is not None)))
+        for layer in layers:
             stack.enter_context(cast(nn.Module, layer).register_forward_pre_hook(route, with_kwargs=True))
         yield

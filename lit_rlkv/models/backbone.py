@@ -107,11 +107,14 @@ def _prove_replayable(
             "be 0 in its config"
         )
     if not _is_close(decoded, expected[:, -1:]):
-        raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
+        raise ValueError(
+            f"{name} cannot be replayed: its logits change when it decodes from our cache, which "
+            "holds keys and values of full attention alone; use a model that keeps nothing else"
+        )
     if not _is_close(isolated, alone.view_as(isolated)):
         raise ValueError(
             f"{name} cannot be replayed: tokens reach each other by other ways than causal attention "
-            "(convolution, recurrence, a mask of its own)"
+            "(convolution, recurrence, a mask of its own); use a model with causal attention alone"
         )
 
 
@@ -201,6 +204,18 @@ def can_be_captured(model: PreTrainedModel) -> bool:
 def optional_setting(config: PretrainedConfig, name: str) -> Any:
     """A setting that only some families have, under whichever name they give it."""
     return getattr(config, name, None)
+
+
+def n_kv_heads(model: PreTrainedModel) -> int:
+    """KV heads of a layer."""
+    config = text_config(model)
+    return int(optional_setting(config, "num_key_value_heads") or config.num_attention_heads)
+
+
+def head_dim(model: PreTrainedModel) -> int:
+    """Dimensions of an attention head."""
+    config = text_config(model)
+    return int(optional_setting(config, "head_dim") or config.hidden_size // config.num_attention_heads)
 
 
 def hidden_states(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_rlkv.models.adapters import LoraSpec, active_adapter, add_adapter, switched
+from lit_rlkv.models.adapters import LoraSpec, active_adapter, add_adapter, lora_layers, switched
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.layouts import LAYOUTS, ROLES, TRAINED
@@ -122,8 +122,10 @@ class Roles(nn.Module):
                 "use roles.gradient_checkpointing=false"
             )
 
+        adapted = lora_layers(backbone)  # asked for once, and not by every layer of every forward
+
         def in_first_role() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), switched(backbone, active_adapter(backbone))
+            return nullcontext(), switched(adapted, active_adapter(adapted))
 
         function = partial(checkpoint, use_reentrant=False, context_fn=in_first_role)
         for layer in layers:
@@ -173,7 +175,7 @@ def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
     """
     backbone = roles.backbone(role)
     with ExitStack() as stack:
-        stack.enter_context(switched(backbone, roles.layout.adapter[role]))
+        stack.enter_context(switched(lora_layers(backbone), roles.layout.adapter[role]))
         stack.enter_context(_recomputing(backbone, roles.checkpoints_layers))
         yield backbone
 

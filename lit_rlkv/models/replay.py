@@ -1,13 +1,15 @@
 """The learner's side: log-probs of a rollout under exactly the keys that the sampler still had."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.token_logps import token_logps
+from lit_rlkv.kernels.token_logps import token_logps, token_logps_and_entropy
 from lit_rlkv.models.backbone import (
     check_length,
     head_is_frozen,
@@ -17,6 +19,8 @@ from lit_rlkv.models.backbone import (
     token_positions,
 )
 from lit_rlkv.types import NEVER, Rollout
+
+_Found = TypeVar("_Found")
 
 
 def dense_death(is_token: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 seq"]:
@@ -48,18 +52,32 @@ def action_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> 
 
 def action_logps(
     model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
-) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """Log-probs and entropies of the actions, in the rollout's columns; 0 elsewhere.
+) -> Float[Tensor, "batch seq"]:
+    """Log-probs of the actions in nats, in the rollout's columns; 0 elsewhere.
 
     Raises:
         ValueError: `temperature` is 0 or less.
     """
+    return on_actions(rollout, _of_actions(token_logps, model, rollout, hidden, temperature))
+
+
+def action_logps_and_entropy(
+    model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
+) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
+    """`action_logps`, and in the same columns the entropy of each action's distribution, in nats."""
+    logps, entropy = _of_actions(token_logps_and_entropy, model, rollout, hidden, temperature)
+    return on_actions(rollout, logps), on_actions(rollout, entropy)
+
+
+def _of_actions(
+    read: Callable[..., _Found], model: PreTrainedModel, rollout: Rollout, hidden: Tensor, temperature: float
+) -> _Found:
     if temperature <= 0:
         raise ValueError(
             f"temperature={temperature} has no log-probs, because greedy decoding draws nothing; raise it"
         )
     tokens = rollout.token_ids[rollout.is_action]
-    logps, entropy = token_logps(
+    return read(
         hidden,
         partial(head_logits, model),
         tokens,
@@ -67,8 +85,12 @@ def action_logps(
         text_config(model).vocab_size,
         head_is_frozen=head_is_frozen(model),
     )
-    zeros = logps.new_zeros(rollout.token_ids.shape)
-    return zeros.masked_scatter(rollout.is_action, logps), zeros.masked_scatter(rollout.is_action, entropy)
+
+
+def on_actions(rollout: Rollout, values: Float[Tensor, " action"]) -> Float[Tensor, "batch seq"]:
+    """Values of the actions, row by row, in the rollout's columns; 0 elsewhere."""
+    zeros = values.new_zeros(rollout.token_ids.shape)
+    return zeros.masked_scatter(rollout.is_action, values)
 
 
 def replay_logps(
@@ -86,4 +108,4 @@ def replay_logps(
         ValueError: `temperature` is 0 or less, or the rollout is too long for the model.
     """
     hidden = action_hidden(model, rollout, shadow=shadow)
-    return action_logps(model, rollout, hidden, temperature)[0]
+    return action_logps(model, rollout, hidden, temperature)

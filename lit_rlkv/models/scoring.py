@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.models.adapters import acting_by_row, switched
+from lit_rlkv.models.adapters import acting_by_row, lora_layers, switched
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
-from lit_rlkv.models.replay import action_logps, dense_death, replay_death
+from lit_rlkv.models.replay import action_logps, dense_death, on_actions, replay_death
 from lit_rlkv.types import Rollout
 
 
@@ -76,13 +76,7 @@ def _read(
     predicts = hidden[:, :-1][rollout.is_action[:, 1:]]
     if role == "value":
         return on_actions(rollout, roles.head(role)(predicts))
-    return action_logps(roles.backbone(role), rollout, predicts, temperature)[0]
-
-
-def on_actions(rollout: Rollout, values: Float[Tensor, " action"]) -> Float[Tensor, "batch seq"]:
-    """Values of the actions, row by row, in the rollout's columns; 0 elsewhere."""
-    zeros = values.new_zeros(rollout.token_ids.shape)
-    return zeros.masked_scatter(rollout.is_action, values)
+    return action_logps(roles.backbone(role), rollout, predicts, temperature)
 
 
 def _hidden(
@@ -98,7 +92,7 @@ def _hidden(
             found |= _stacked(backbone, rollout, mine)
             continue
         for one in mine:
-            with switched(backbone, one.adapter):
+            with switched(lora_layers(backbone), one.adapter):
                 death = _death(rollout, one.shadow)
                 found[one] = _forward(backbone, rollout.token_ids, rollout.is_token, death)
     return found
@@ -113,7 +107,7 @@ def _stacked(
     death = torch.cat([_death(rollout, one.shadow).expand(shape) for one in passes])
     adapters = [one.adapter for one in passes]
     chosen = (
-        switched(backbone, adapters[0])
+        switched(lora_layers(backbone), adapters[0])
         if len(set(adapters)) == 1
         else acting_by_row(backbone, [adapter for adapter in adapters for _ in range(n_rows)])
     )

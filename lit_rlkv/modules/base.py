@@ -19,7 +19,7 @@ from lit_rlkv.data.credit import CreditRule, GroupCredit
 from lit_rlkv.masking import masked_sum, weighted_sum
 from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.replay import action_hidden, action_logps
+from lit_rlkv.models.replay import action_hidden, action_logps_and_entropy
 from lit_rlkv.objectives import kl
 from lit_rlkv.types import TrainBatch
 
@@ -34,7 +34,9 @@ class StepOutputs:
     hidden: Float[Tensor, "action dim"]
     """States that predict the actions, under the learner's view."""
     logps: Float[Tensor, "batch seq"]
+    """Of the actions under the policy at the sampler's temperature, in nats; 0 elsewhere."""
     entropy: Float[Tensor, "batch seq"]
+    """Of the distribution that each action is from, in nats; 0 elsewhere. It carries no gradient."""
 
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -130,16 +132,16 @@ class PolicyModule(L.LightningModule, ABC):
         """One forward of the policy, and all that is learned from it: algorithm, KL, callbacks' terms."""
         with acting_as(self.roles, "policy") as backbone:
             hidden = action_hidden(backbone, batch.rollout, shadow=self.replays)
-            logps, entropy = action_logps(backbone, batch.rollout, hidden, self.temperature)
-            outputs = StepOutputs(hidden, logps, entropy)
+            found = action_logps_and_entropy(backbone, batch.rollout, hidden, self.temperature)
+            outputs = StepOutputs(hidden, *found)
             objective, metrics = self.objective(batch, outputs)
             losses = {name: self.policy_weight * loss for name, loss in objective.items()}
             for term in (PolicyModule._reference_kl, *self.loss_terms):
                 more_losses, more_metrics = term(self, batch, outputs)
                 losses, metrics = losses | more_losses, metrics | more_metrics
-        metrics["entropy"] = entropy.sum() / batch.n_actions
+        metrics["entropy"] = outputs.entropy.sum() / batch.n_actions
         if batch.is_fresh and self.replays:
-            gap = (logps - batch.rollout.sampler_logps).abs()
+            gap = (outputs.logps - batch.rollout.sampler_logps).abs()
             metrics["kv/replay_gap"] = torch.where(batch.rollout.is_action, gap, 0.0).max()
         return outputs, losses, metrics
 

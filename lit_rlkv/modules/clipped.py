@@ -1,5 +1,6 @@
 """The clipped surrogate as PPO and GRPO take it from a batch, with TRL's metrics."""
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxtyping import Float
@@ -12,15 +13,20 @@ from lit_rlkv.objectives.kl import k3
 from lit_rlkv.types import TrainBatch
 
 
-def check_clips(**options: Any) -> None:
-    """Refuse bounds that are no bounds; None bounds nothing.
+def check_clips(options: Mapping[str, Any], names: Collection[str], nullable: Collection[str] = ()) -> None:
+    """Refuse bounds that are no bounds, of those options that are given.
+
+    Args:
+        nullable: those of them that may be None, which bounds nothing.
 
     Raises:
         ValueError: naming the option.
     """
     for name, value in options.items():
+        if name not in (*names, *nullable) or (value is None and name in nullable):
+            continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and value > 0):
+        if not (is_number and value > 0):
             raise ValueError(f"{name}={value} leaves nothing to learn from; give a number above 0")
 
 

@@ -8,7 +8,12 @@ from lit_rlkv.types import TrainBatch
 
 
 class GRPO(PolicyModule):
-    """−Σ weight·correction·min(ratio·A, clip(ratio)·A); A and the weights come with the batch."""
+    """−Σ weight·correction·min(ratio·A, clip(ratio)·A); A and the weights come with the batch.
+
+    Args:
+        clip_low, clip_high: the ratio π/π_old is kept within [1 − clip_low, 1 + clip_high] where that bounds
+            the gain; infinity bounds nothing on its side.
+    """
 
     required_options = ("clip_low", "clip_high")
 
@@ -19,8 +24,7 @@ class GRPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        names = ("clip_low", "clip_high")
-        check_clips(**{name: options.get(name) for name in names})
+        check_clips(options, ("clip_low", "clip_high"))
 
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         return clipped_terms(batch, outputs.logps, self.clip_low, self.clip_high)

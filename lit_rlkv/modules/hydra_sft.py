@@ -106,7 +106,7 @@ class HydraSFT(L.LightningModule):
         predicts = hidden[:, :-1][batch.is_target[:, 1:]]
         head = partial(head_logits, self.backbone)
         targets = batch.token_ids[batch.is_target]
-        logps, _ = token_logps(predicts, head, targets, 1.0, text_config(self.backbone).vocab_size)
+        logps = token_logps(predicts, head, targets, 1.0, text_config(self.backbone).vocab_size)
         return -logps.sum() / (len(logps) if n_targets is None else n_targets)
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:

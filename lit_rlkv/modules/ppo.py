@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lit_rlkv.data.credit import CriticCredit
 from lit_rlkv.masking import masked_sum
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import action_hidden
-from lit_rlkv.models.scoring import on_actions, pass_of
+from lit_rlkv.models.replay import action_hidden, on_actions
+from lit_rlkv.models.scoring import pass_of
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.modules.clipped import check_clips, clipped_terms
 from lit_rlkv.objectives.value import clipped_value
@@ -24,10 +24,13 @@ class PPO(PolicyModule):
     Where policy and critic are one forward (j_hydra, the same view), they learn from it together.
 
     Args:
+        clip_low, clip_high: of the policy's ratio, as in `GRPO`.
+        value_weight: of the critic's loss beside the policy's.
         value_clip: how far a value may move from the old one and still be rewarded; None: freely.
         value_shadow: whether the critic sees what the sampler saw, or the whole text.
         value_lr_scale: learning rate of what only the critic learns, in units of the policy's.
-        target_kl: the rest of an iteration's updates is left out once KL(π_old ‖ π) of a step exceeds it.
+        target_kl: the rest of an iteration's updates is left out once KL(π_old ‖ π) of a step exceeds it;
+            None leaves out nothing.
         separate_passes: critic and policy learn from a micro-batch one after the other, so that the
             activations of one of them are held at a time.
     """
@@ -62,8 +65,8 @@ class PPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        names = ("clip_low", "clip_high", "value_clip", "value_weight", "value_lr_scale", "target_kl")
-        check_clips(**{name: options.get(name) for name in names})
+        names = ("clip_low", "clip_high", "value_weight", "value_lr_scale")
+        check_clips(options, names, nullable=("value_clip", "target_kl"))
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
         policy, value = (self.roles.trained_parameters(role) for role in ("policy", "value"))

@@ -90,6 +90,10 @@ def sparse_rl(
     return Weights(torch.where(is_counted, weight, 0.0), is_counted)
 
 
+CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl": sparse_rl}
+"""Those that weigh, by the names of their arms, each with its default options."""
+
+
 def _ratio(log_ratio: Tensor, is_action: Tensor) -> Tensor:
     """ρ_t, and 1 outside the actions whatever stands there."""
     return log_ratio.masked_fill(~is_action, 0.0).exp()

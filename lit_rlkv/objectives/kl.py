@@ -1,6 +1,6 @@
 """Estimators of KL(π ‖ reference) from log-probs of tokens that π sampled (Schulman, 'Approximating KL')."""
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -25,6 +25,18 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 LOSSES = {"k2": k2, "k3": k3}
 """The estimators that may stand in a loss; the gradient of k1 is 0 in expectation."""
+
+
+def kl_penalty(
+    estimator: str,
+    old_logps: Float[Tensor, "batch seq"],
+    ref_logps: Float[Tensor, "batch seq"],
+    is_action: Bool[Tensor, "batch seq"],
+    weight: float | int,
+) -> Float[Tensor, "batch seq"]:
+    """weight·KL of each action, which the reward pays for; `estimator` is one of `ESTIMATORS`."""
+    return weight * ESTIMATORS[estimator](old_logps, ref_logps).masked_fill(~is_action, 0.0)
+
 
 MAX_ERROR = 0.2
 """Largest relative error of the KL that the weight answers to."""

@@ -12,7 +12,6 @@ class Surrogate:
     """What to maximise at each action, and whether the clip is active there."""
 
     gain: Float[Tensor, "batch seq"]
-    ratio: Float[Tensor, "batch seq"]
     is_clipped_low: Bool[Tensor, "batch seq"]
     is_clipped_high: Bool[Tensor, "batch seq"]
 
@@ -29,7 +28,6 @@ def clipped(
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     return Surrogate(
         gain=torch.minimum(ratio * advantages, bounded * advantages),
-        ratio=ratio,
         is_clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
         is_clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
     )

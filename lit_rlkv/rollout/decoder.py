@@ -51,6 +51,13 @@ class Decoder:
     """`n_rows` places for sequences; a prompt takes as many as it has samples, and leaves them when they end.
 
     The last column of the buffers is scrap: rows that have ended write there.
+
+    Args:
+        model: from `prepare_backbone`.
+        n_prompt_columns: of the longest prompt; the buffers have `max_new_tokens` more.
+        generator: of the samples, and of policies that draw; on the device of `stopping.eos_ids`, which is
+            that of the buffers, too.
+        cuda_graph: capture the step, which needs CUDA.
     """
 
     def __init__(

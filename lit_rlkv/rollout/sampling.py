@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lit_rlkv.kernels.token_logps import tempered
+
 
 def sample(
     logits: Float[Tensor, "batch vocab"], temperature: float, generator: torch.Generator | None
@@ -15,7 +17,7 @@ def sample(
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros(tokens.shape, device=logits.device, dtype=torch.float32)
-    logps = (logits.float() / temperature).log_softmax(-1)
+    logps = tempered(logits.float(), temperature).log_softmax(-1)
     noise = torch.empty_like(logps).exponential_(generator=generator)
-    tokens = (logps.exp() / noise).argmax(-1)
+    tokens = logps.exp().div_(noise).argmax(-1)
     return tokens, logps.gather(-1, tokens[:, None]).squeeze(-1)

@@ -27,8 +27,11 @@ class Parity(ChainSum):
         return float(sum(map(ord, problem.prompt + completion)) % 2)
 
 
+TASK = Parity(n_terms=3)
+
+
 def make_evaluator(**options):
-    roles, tokenizer, task = make_roles(), build_task_tokenizer(), Parity(n_terms=3)
+    roles, tokenizer, task = make_roles(), build_task_tokenizer(), TASK
     problems = PromptSource(task, split="eval", seed=0).take(24)
     config = {
         "max_new_tokens": 10,
@@ -58,7 +61,7 @@ def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
             temperature=0.0,
         )
         (text,) = decode_completions(evaluator.tokenizer, rollout.token_ids, rollout.is_action)
-        n_right += evaluator.task.score(problem, text)
+        n_right += TASK.score(problem, text)
         n_tokens += int(rollout.is_action.sum())
     assert 0 < n_right < 24
     assert (row.accuracy, row.n_problems, row.mean_length) == (n_right / 24, 24, n_tokens / 24)
@@ -142,7 +145,7 @@ def test_every_sample_of_every_problem_is_kept_with_its_score():
     for sample in found.samples:
         problem = evaluator.problems[sample.problem]
         assert (sample.prompt, sample.answer, sample.cache) == (problem.prompt, problem.answer, "snapkv 7+2")
-        assert sample.score == evaluator.task.score(problem, sample.completion)
+        assert sample.score == TASK.score(problem, sample.completion)
     assert found.row.accuracy == pytest.approx(sum(s.score for s in found.samples) / 72)
     assert found.row.mean_length == pytest.approx(sum(s.n_tokens for s in found.samples) / 72)
     of_first = {s.completion for s in found.samples if s.problem == 0}

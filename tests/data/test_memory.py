@@ -36,8 +36,8 @@ def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
         # 2 · 2 · 16 · 2 · 9 · 8 · 4 = 36864 bytes
         "   36.0 KiB  KV cache = 2 of keys and values × 2 layers × 16 rows × 2 KV heads × 9 slots × 8 dims × "
         "4 bytes",
-        # 16 · 51 · (4 + 16) = 16320
-        "   15.9 KiB  logits of a step = 16 rows × 51 tokens × 20 bytes",
+        # 16 · 51 · (4 + 12) = 13056
+        "   12.8 KiB  logits of a step = 16 rows × 51 tokens × 16 bytes",
         # 2 · (16 + 16) · 2 · (6 + 10) · 4 = 8192
         "   8.00 KiB  record of deaths = 2 layers × 32 rows and responses × 2 KV heads × 16 columns × "
         "4 bytes",
@@ -64,7 +64,7 @@ def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows):
 
 def test_what_takes_most_is_helped_first():
     small = CacheSpec("random", budget=2, interval=1, sink=0, window=1)
-    # 16 rows · 51 tokens · 20 bytes against 2 · 2 · 16 · 2 · 3 · 8 · 4 = 12288 of the cache
+    # 16 rows · 51 tokens · 16 bytes against 2 · 2 · 16 · 2 · 3 · 8 · 4 = 12288 of the cache
     assert helps(small, 1)[0] == "set rollout.max_rows below 16 (now null, all at once)"
     assert helps(small, 1, max_new_tokens=4000)[0] == "lower rollout.max_new_tokens=4000"
     assert helps(CacheSpec.dense())[:2] == [

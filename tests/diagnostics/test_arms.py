@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_rlkv.diagnostics.arms import arm_statistics, effective_share
-from lit_rlkv.diagnostics.mismatch import as_floats
+from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.objectives import corrections
 
 LOG_RATIO = torch.tensor([[4.0, 1.0], [0.25, math.nan]]).log()

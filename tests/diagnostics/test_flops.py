@@ -7,9 +7,9 @@ from transformers import MixtralConfig
 
 from lit_rlkv.diagnostics.cache import predicts
 from lit_rlkv.diagnostics.flops import Work, costs_of, learner_work, sampler_work
-from lit_rlkv.kernels.shadow_attention import visible
+from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.adapters import LoraSpec, add_adapter, switched
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switched
 from lit_rlkv.models.backbone import hidden_states
 from lit_rlkv.models.replay import dense_death, replay_death
 from lit_rlkv.types import NEVER, Rollout
@@ -43,7 +43,7 @@ def lora_model():
 
 def test_a_frozen_weight_needs_no_gradient_of_its_own():
     model = lora_model()
-    with switched(model, "policy"):
+    with switched(lora_layers(model), "policy"):
         costs = costs_of(model)
     assert costs is not None
     adapter = LORA.rank * LAYER_INPUTS_AND_OUTPUTS
@@ -94,7 +94,7 @@ def test_products_of_lora_are_those_that_torch_counts_but_for_the_states_of_the_
     model = prepare_backbone(model)
     death = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
     positions = torch.arange(12).expand(2, -1)
-    with switched(model, "policy"):
+    with switched(lora_layers(model), "policy"):
         costs = costs_of(model)
         assert costs is not None
         counted = products(lambda: hidden_states(model, token_ids, positions, death=death).sum().backward())

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from lit_rlkv.diagnostics.mismatch import (
-    as_floats,
     dense_mismatch,
     importance_ratios,
     off_policy,
     rejections,
     rollout_correction,
 )
+from lit_rlkv.diagnostics.scalars import as_floats
 
 L = math.log(2)
 SAMPLER = torch.tensor([[-L, -L], [-L, math.nan]])
@@ -118,11 +118,3 @@ def test_the_tail_is_the_value_that_all_but_a_hundredth_stay_below():
     log_ratio = -torch.arange(200.0)[None]
     found = dense_mismatch(log_ratio, torch.zeros(1, 200), torch.ones(1, 200, dtype=torch.bool))
     assert found["kv/dense_log_ratio_p99"] == 197.0  # 198 of the 200 are 0 to 197
-
-
-def test_numbers_come_to_the_host_in_their_order():
-    assert as_floats({"b": torch.tensor(2), "a": torch.tensor(0.5, dtype=torch.float64)}) == {
-        "b": 2.0,
-        "a": 0.5,
-    }
-    assert as_floats({}) == {}

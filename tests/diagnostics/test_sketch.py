@@ -62,6 +62,7 @@ def test_nothing_is_drawn_from_the_global_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_sketch_of_no_buckets_is_refused():
-    with pytest.raises(ValueError, match="a sketch of size=0 holds nothing"):
-        CountSketch(0)
+@pytest.mark.parametrize("size", [0, True])
+def test_a_sketch_of_no_number_of_buckets_is_refused(size):
+    with pytest.raises(ValueError, match=f"a sketch of size={size} holds nothing; give a whole number"):
+        CountSketch(size)

@@ -141,7 +141,7 @@ def test_positions_that_close_up_after_an_eviction_are_caught():
     def gap_at(positions: Tensor) -> float:
         death = replay_death(rollout)[..., :-1]
         hidden = hidden_states(model, rollout.token_ids[:, :-1], positions[:, :-1], death=death)
-        logps, _ = action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], temperature=1.0)
+        logps = action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], temperature=1.0)
         return float((logps - rollout.sampler_logps).detach().abs().max())
 
     true_positions = token_positions(rollout.is_token)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.shadow_attention import shadow_attention, shadow_attention_with_lse, visible
+from lit_rlkv.kernels.shadow_attention import shadow_attention, shadow_attention_with_lse
+from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.types import NEVER
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kernels.backend import is_interpreted, using
-from lit_rlkv.kernels.token_logps import policy_kl, token_logps
+from lit_rlkv.kernels.token_logps import policy_kl, token_logps, token_logps_and_entropy
 from tests.kernels.accuracy import excess_error
 
 # numpy speaks of -inf - -inf, which the kernels meet and do not add up.
@@ -63,7 +63,7 @@ def hand_logits(*logits: float) -> Tensor:
 def test_logps_and_entropy_match_hand_arithmetic():
     # Logits 0 and log 3 are probabilities 1/4 and 3/4.
     hidden = hand_logits(0.0, math.log(3))
-    logp, entropy = token_logps(hidden, nn.Identity(), torch.tensor([1]), 1.0, vocab_size=2)
+    logp, entropy = token_logps_and_entropy(hidden, nn.Identity(), torch.tensor([1]), 1.0, vocab_size=2)
     assert logp.item() == pytest.approx(math.log(0.75))
     assert entropy.item() == pytest.approx(-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)))
 
@@ -71,20 +71,33 @@ def test_logps_and_entropy_match_hand_arithmetic():
 def test_temperature_divides_the_logits():
     # Logits 0 and log 9 at temperature 2 are 0 and log 3.
     hidden = hand_logits(0.0, math.log(9))
-    logp, _ = token_logps(hidden, nn.Identity(), torch.tensor([0]), 2.0, vocab_size=2)
+    logp = token_logps(hidden, nn.Identity(), torch.tensor([0]), 2.0, vocab_size=2)
     assert logp.item() == pytest.approx(math.log(0.25))
 
 
 def test_logps_are_those_of_cross_entropy():
     hidden, head, tokens = make_hidden(), CountingHead(), make_tokens()
-    logps, _ = token_logps(hidden, head, tokens, 0.7, VOCAB)
+    logps = token_logps(hidden, head, tokens, 0.7, VOCAB)
     torch.testing.assert_close(logps, -F.cross_entropy(head(hidden) / 0.7, tokens, reduction="none"))
 
 
 def test_the_entropy_carries_no_gradient():
-    logps, entropy = token_logps(make_hidden(), CountingHead(), make_tokens(), 1.0, VOCAB)
+    logps, entropy = token_logps_and_entropy(make_hidden(), CountingHead(), make_tokens(), 1.0, VOCAB)
     assert logps.requires_grad
     assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("is_linearised", [False, True])
+def test_log_probs_have_the_same_bits_with_and_without_the_entropy(is_linearised: bool):
+    head, upstream = CountingHead(is_frozen=True), torch.linspace(-1, 1, N_POSITIONS)
+
+    def run(read: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        found = read(hidden := make_hidden(), head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
+        logps = found[0] if isinstance(found, tuple) else found
+        return logps, *torch.autograd.grad(logps, [hidden], upstream)
+
+    alone, together = run(token_logps), run(token_logps_and_entropy)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
 def test_kl_matches_hand_arithmetic_in_both_directions():
@@ -113,7 +126,7 @@ def test_kl_is_that_of_torch_with_a_head_for_each_side():
 def run_with_gradients(head: CountingHead) -> list[Tensor]:
     """Log-probs and KL, and the gradients of a weighted sum of them."""
     p, q, weight = make_hidden(1), make_hidden(2), torch.linspace(-1, 1, N_POSITIONS)
-    logps, entropy = token_logps(p, head, make_tokens(), 0.7, VOCAB)
+    logps, entropy = token_logps_and_entropy(p, head, make_tokens(), 0.7, VOCAB)
     kl = policy_kl(p, q, head, head, 0.7, VOCAB)
     gradients = torch.autograd.grad((weight * (logps + kl)).sum(), [p, q, head.weight])
     return [logps, entropy, kl, *gradients]
@@ -144,7 +157,7 @@ def test_logits_are_not_kept_for_the_backward_pass():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        logps, _ = token_logps(make_hidden(), head, make_tokens(), 1.0, VOCAB)
+        logps = token_logps(make_hidden(), head, make_tokens(), 1.0, VOCAB)
     assert (N_POSITIONS, VOCAB) not in saved
     logps.sum().backward()
     assert head.sizes == [N_POSITIONS] * 2  # computed again
@@ -152,7 +165,9 @@ def test_logits_are_not_kept_for_the_backward_pass():
 
 def test_no_positions_are_no_error():
     nothing = torch.zeros(0, DIM)
-    logps, entropy = token_logps(nothing, CountingHead(), torch.zeros(0, dtype=torch.long), 1.0, VOCAB)
+    logps, entropy = token_logps_and_entropy(
+        nothing, CountingHead(), torch.zeros(0, dtype=torch.long), 1.0, VOCAB
+    )
     kl = policy_kl(nothing, nothing, CountingHead(), CountingHead(), 1.0, VOCAB)
     assert logps.shape == entropy.shape == kl.shape == (0,)
 
@@ -160,7 +175,7 @@ def test_no_positions_are_no_error():
 def frozen_with_gradients(head: CountingHead, *, is_linearised: bool) -> list[Tensor]:
     """Log-probs, entropies, KL and the hidden states' gradients where no head needs one."""
     p, q, weight = make_hidden(1), make_hidden(2), torch.linspace(-1, 1, N_POSITIONS)
-    logps, entropy = token_logps(p, head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
+    logps, entropy = token_logps_and_entropy(p, head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
     kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
     return [logps, entropy, kl, *torch.autograd.grad((weight * (logps + kl)).sum(), [p, q])]
 
@@ -195,7 +210,7 @@ def test_a_frozen_head_in_16_bit_loses_no_more_than_torch_does(is_linearised: bo
 
     def ours(hidden: Tensor, head: CountingHead, shift: int = 0) -> Tensor:
         shifted = (tokens + shift) % VOCAB
-        return token_logps(hidden, head, shifted, 0.7, VOCAB, head_is_frozen=is_linearised)[0].half()
+        return token_logps(hidden, head, shifted, 0.7, VOCAB, head_is_frozen=is_linearised).half()
 
     assert excess_error(gradient(hidden, head, ours), own, truth) <= 2
     assert excess_error(gradient(hidden, head, lambda *args: ours(*args, shift=1)), own, truth) > 10
@@ -245,7 +260,7 @@ def test_activation_checkpointing_around_it_changes_nothing(is_linearised: bool)
     head, tokens = CountingHead(is_frozen=True), make_tokens()
 
     def run(hidden: Tensor) -> Tensor:
-        logps, _ = token_logps(2 * hidden, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
+        logps = token_logps(2 * hidden, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
         return logps.square()
 
     plain, checkpointed = make_hidden(), make_hidden()
@@ -264,11 +279,13 @@ def test_under_autocast_the_logits_are_16_bit_and_the_results_float32(is_lineari
         return logits
 
     with torch.autocast("cpu", dtype=torch.float16):
-        logps, entropy = token_logps(hidden, watched, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
+        logps, entropy = token_logps_and_entropy(
+            hidden, watched, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised
+        )
     logps.sum().backward()
     assert set(dtypes) == {torch.float16}
     assert logps.dtype == entropy.dtype == hidden.grad.dtype == torch.float32
-    exact, _ = token_logps(again := make_hidden(), head, make_tokens(), 0.7, VOCAB)
+    exact = token_logps(again := make_hidden(), head, make_tokens(), 0.7, VOCAB)
     exact.sum().backward()
     torch.testing.assert_close(logps, exact, atol=0.02, rtol=0.002)
     torch.testing.assert_close(hidden.grad, again.grad, atol=0.02, rtol=0.002)
@@ -280,7 +297,7 @@ def test_compiled_it_gives_the_same(is_linearised: bool):
     head, tokens = nn.Linear(DIM, VOCAB, bias=False).requires_grad_(False), make_tokens()
 
     def run(p: Tensor, q: Tensor) -> Tensor:
-        logps, _ = token_logps(p, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
+        logps = token_logps(p, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
         return logps + policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
 
     # Derivatives taken within the forward pass are run as they are, between two compiled graphs.
@@ -307,7 +324,9 @@ def test_real_sizes_are_as_accurate_as_torch(is_linearised: bool):
         inputs = [x.to(dtype).detach().requires_grad_() for x in (p, q)]
         head = partial(F.linear, weight=weight.to(dtype))
         shifted = (tokens + shift) % vocab
-        logps, entropy = token_logps(inputs[0], head, shifted, 0.7, vocab, head_is_frozen=is_linearised)
+        logps, entropy = token_logps_and_entropy(
+            inputs[0], head, shifted, 0.7, vocab, head_is_frozen=is_linearised
+        )
         kl = policy_kl(*inputs, head, head, 0.7, vocab, heads_are_frozen=is_linearised)
         gradients = torch.autograd.grad(((logps + kl) * upstream).sum(), inputs)
         return [logps.detach(), entropy, kl.detach(), *gradients]

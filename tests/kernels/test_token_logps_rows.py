@@ -85,8 +85,8 @@ def worst(actual: list[Tensor], plain: list[Tensor], truth: list[Tensor]) -> flo
 
 def chosen_error(function: Chosen, shape: tuple[int, int], kind: str, dtype: torch.dtype) -> float:
     p, _, tokens, upstream = make_inputs(shape, kind, dtype)
-    plain = chosen_results(reference.chosen_logps, p, tokens, upstream)
-    truth = chosen_results(reference.chosen_logps, p.double(), tokens, upstream)
+    plain = chosen_results(reference.chosen_logps_and_entropy, p, tokens, upstream)
+    truth = chosen_results(reference.chosen_logps_and_entropy, p.double(), tokens, upstream)
     return worst(chosen_results(function, p, tokens, upstream), plain, truth)
 
 
@@ -101,7 +101,7 @@ def kl_error(function: Kl, shape: tuple[int, int], kind: str, dtype: torch.dtype
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_are_as_accurate_as_torch(shape: tuple[int, int], kind: str, dtype: torch.dtype):
-    assert chosen_error(operations.chosen_logps, shape, kind, dtype) <= bound(dtype)
+    assert chosen_error(operations.chosen_logps_and_entropy, shape, kind, dtype) <= bound(dtype)
     assert kl_error(operations.kl_of_logits, shape, kind, dtype) <= bound(dtype)
 
 
@@ -110,7 +110,7 @@ def test_rows_are_as_accurate_as_torch(shape: tuple[int, int], kind: str, dtype:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", REAL_SHAPES)
 def test_rows_of_real_size_are_as_accurate_as_torch(shape: tuple[int, int], kind: str, dtype: torch.dtype):
-    assert chosen_error(operations.chosen_logps, shape, kind, dtype) <= bound(dtype)
+    assert chosen_error(operations.chosen_logps_and_entropy, shape, kind, dtype) <= bound(dtype)
     assert kl_error(operations.kl_of_logits, shape, kind, dtype) <= bound(dtype)
 
 
@@ -120,13 +120,15 @@ CONTROL = ((17, 33), "usual", torch.float16)
 
 def test_the_comparison_catches_a_token_off_by_one():
     def shifted(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return operations.chosen_logps(logits, tokens - 1, temperature)
+        return operations.chosen_logps_and_entropy(logits, tokens - 1, temperature)
 
     assert chosen_error(shifted, *CONTROL) > 10
 
 
 def test_the_comparison_catches_a_temperature_forgotten():
-    assert chosen_error(lambda x, tokens, _: operations.chosen_logps(x, tokens, 1.0), *CONTROL) > 10
+    assert (
+        chosen_error(lambda x, tokens, _: operations.chosen_logps_and_entropy(x, tokens, 1.0), *CONTROL) > 10
+    )
     assert kl_error(lambda p, q, _: operations.kl_of_logits(p, q, 1.0), *CONTROL) > 10
 
 
@@ -136,7 +138,7 @@ def test_the_comparison_catches_the_other_direction():
 
 def test_the_comparison_catches_what_is_not_written(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel, "_chosen_backward", {(17, 1): lambda *args, **kwargs: None})
-    assert chosen_error(operations.chosen_logps, *CONTROL) == float("inf")
+    assert chosen_error(operations.chosen_logps_and_entropy, *CONTROL) == float("inf")
 
 
 @pytest.mark.parametrize("function", [reference.kl_of_logits, operations.kl_of_logits])
@@ -169,7 +171,9 @@ def test_only_what_p_can_choose_and_q_cannot_makes_the_kl_infinite(function: Kl)
 @pytest.mark.parametrize("poison", [[0.0, torch.nan, 1.0], [-torch.inf] * 3])
 def test_logits_without_a_distribution_are_not_hidden(rows: ModuleType, poison: list[float]):
     logits, whole = torch.tensor([poison], device=DEVICE), torch.zeros(1, 3, device=DEVICE)
-    assert all(x.isnan() for x in rows.chosen_logps(logits, torch.tensor([0], device=DEVICE), 1.0))
+    assert all(
+        x.isnan() for x in rows.chosen_logps_and_entropy(logits, torch.tensor([0], device=DEVICE), 1.0)
+    )
     assert rows.kl_of_logits(logits, whole, 1.0).isnan()
     assert not rows.kl_of_logits(whole, logits, 1.0).isfinite()
     assert rows.kl_of_logits(whole, whole, 1.0).isfinite()
@@ -177,7 +181,7 @@ def test_logits_without_a_distribution_are_not_hidden(rows: ModuleType, poison: 
 
 def test_a_token_outside_of_the_vocabulary_reads_no_other_row():
     logits, tokens = torch.zeros(4, 3, device=DEVICE), torch.tensor([-1, 0, 2, 3], device=DEVICE)
-    logps, entropy = operations.chosen_logps(logits, tokens, 1.0)
+    logps, entropy = operations.chosen_logps_and_entropy(logits, tokens, 1.0)
     assert logps.isnan().tolist() == [True, False, False, True]
     assert entropy.isfinite().all()
 
@@ -192,9 +196,9 @@ def test_the_layout_of_the_logits_changes_nothing(layout: str):
         return torch.nn.functional.pad(logits, (3, 4), value=torch.inf)[:, 3:-4]
 
     assert not laid_out(p).is_contiguous()
-    actual = chosen_results(operations.chosen_logps, laid_out(p), tokens, upstream)
+    actual = chosen_results(operations.chosen_logps_and_entropy, laid_out(p), tokens, upstream)
     actual += kl_results(operations.kl_of_logits, laid_out(p), laid_out(q), upstream)
-    expected = chosen_results(operations.chosen_logps, p, tokens, upstream)
+    expected = chosen_results(operations.chosen_logps_and_entropy, p, tokens, upstream)
     expected += kl_results(operations.kl_of_logits, p, q, upstream)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
@@ -221,7 +225,7 @@ def test_a_side_that_needs_no_gradient_gets_none(trained: str):
 def test_two_calls_agree_to_the_bit():
     p, q, tokens, upstream = make_inputs((3, SEVERAL_TILES), "usual", torch.float16)
     first, second = (
-        chosen_results(operations.chosen_logps, p, tokens, upstream)
+        chosen_results(operations.chosen_logps_and_entropy, p, tokens, upstream)
         + kl_results(operations.kl_of_logits, p, q, upstream)
         for _ in range(2)
     )
@@ -232,7 +236,7 @@ def test_the_gradients_of_the_definition_are_its_finite_differences():
     p, q, tokens, _ = make_inputs((3, 7), "usual", torch.float64)
     p.requires_grad_()
     q.requires_grad_()
-    torch.autograd.gradcheck(lambda p: reference.chosen_logps(p, tokens, TEMPERATURE)[0], [p])
+    torch.autograd.gradcheck(lambda p: reference.chosen_logps_and_entropy(p, tokens, TEMPERATURE)[0], [p])
     torch.autograd.gradcheck(lambda p, q: reference.kl_of_logits(p, q, TEMPERATURE), [p, q])
 
 

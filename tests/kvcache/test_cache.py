@@ -37,6 +37,11 @@ def make_cache(spec: CacheSpec, lens: tuple[int, ...] = LENS) -> SlotCache:
     return SlotCache(spec, LAYERS, len(lens), WIDTH + N_STEPS, device, torch.Generator().manual_seed(0))
 
 
+def deaths(kv: SlotCache) -> Tensor:
+    """Of all rows."""
+    return kv.death(torch.arange(kv.n_rows))
+
+
 def prompt_mask(lens: tuple[int, ...]) -> Tensor:
     return torch.arange(WIDTH) >= WIDTH - torch.tensor(lens)[:, None]
 
@@ -159,7 +164,7 @@ def test_deaths_and_outputs_are_those_of_a_slow_simulation(policy: str, lens: tu
     outs = run_cache(kv, states, lens)
     expected_death, expected_outs = slow_table(policy, lens)
     assert (expected_death[expected_death > 0] < NEVER).float().mean() > 0.3
-    assert torch.equal(kv.death(), expected_death)
+    assert torch.equal(deaths(kv), expected_death)
     torch.testing.assert_close(outs, expected_outs, rtol=1e-4, atol=1e-5)
 
 
@@ -172,9 +177,9 @@ def test_padding_is_dead_at_birth_and_the_prompt_survivors_of_a_long_prompt_die_
     kv = make_cache(CacheSpec(policy="streaming", **SPEC))
     prefill_all(kv)
     # Row 0: 13 tokens, budget 8: the sink 0 and the last seven (6..12) stay, 1..5 die at column 13.
-    assert kv.death()[0, 0, 0, :13].tolist() == [NEVER] + [13] * 5 + [NEVER] * 7
+    assert deaths(kv)[0, 0, 0, :13].tolist() == [NEVER] + [13] * 5 + [NEVER] * 7
     # Row 3: 3 tokens after ten columns of padding.
-    assert kv.death()[3, 1, 1, :13].tolist() == [0] * 10 + [NEVER] * 3
+    assert deaths(kv)[3, 1, 1, :13].tolist() == [0] * 10 + [NEVER] * 3
 
 
 def test_a_dense_cache_evicts_nothing_and_attends_to_everything():
@@ -186,7 +191,7 @@ def test_a_dense_cache_evicts_nothing_and_attends_to_everything():
         query, key, value, is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(outs[:, 0], expected)
-    assert (kv.death()[0] == NEVER).all()
+    assert (deaths(kv)[0] == NEVER).all()
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova"])
@@ -197,7 +202,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(policy: str):
     alone = make_cache(CacheSpec(policy=policy, **SPEC), LENS[1:2])
     query, key, value = (s[:, 1:2] for s in states)
     run_cache(alone, (query, key, value), LENS[1:2])
-    assert torch.equal(alone.death()[0], together.death()[1])
+    assert torch.equal(deaths(alone)[0], deaths(together)[1])
 
 
 def received_by_prompt(policy: str, layer: int, row: int, kv_head: int, softcap: float | None) -> list[float]:
@@ -240,7 +245,7 @@ def test_rows_that_are_used_again_remember_nothing(policy: str, rows: list[int])
     lens = LENS[::-1]  # long prompts follow short ones, and short ones long
     used, fresh = make_cache(spec), make_cache(spec)
     first_outs = run_cache(used, random_states(5))
-    first_death = used.death()
+    first_death = deaths(used)
     used.levels.stop(range(len(LENS)))
     outs = run_cache(used, random_states(6), lens, rows)
     expected = run_cache(fresh, random_states(6), lens)[:, rows]
@@ -263,7 +268,7 @@ def test_what_a_prompt_attends_to_does_not_depend_on_the_chunks_it_is_summed_in(
     # Four heads of four rows, 13 columns: four queries at a time.
     monkeypatch.setattr("lit_rlkv.kvcache.prompt_attention.MAX_PROMPT_LOGITS", 4 * 4 * 4 * WIDTH)
     run_cache(chunked, random_states())
-    assert torch.equal(chunked.death(), whole.death())
+    assert torch.equal(deaths(chunked), deaths(whole))
 
 
 def test_a_layer_that_attends_twice_in_one_forward_is_refused():

@@ -8,8 +8,10 @@ import torch
 from lit_rlkv.models.adapters import (
     LoraSpec,
     acting_by_row,
+    active_adapter,
     add_adapter,
     check_target_modules,
+    lora_layers,
     switched,
 )
 from lit_rlkv.models.rounding import rounding_once
@@ -45,7 +47,7 @@ def test_adapters_on_bfloat16_weights_compute_in_it_alone_and_by_row_and_are_kep
     token_ids = torch.arange(12).view(2, 6) % 7 + 3
     alone = []
     for name in ("first", "second"):
-        with switched(model, name):
+        with switched(lora_layers(model), name):
             alone.append(model(token_ids).logits)
     assert not torch.equal(*alone)
     with acting_by_row(model, ["first", "first", "second", "second"]):
@@ -54,13 +56,28 @@ def test_adapters_on_bfloat16_weights_compute_in_it_alone_and_by_row_and_are_kep
     assert stacked.dtype == torch.bfloat16
 
 
+def test_the_layers_that_hold_one_adapter_hold_the_next():
+    model = deepcopy(tiny_model())
+    assert lora_layers(model) == []
+    add_adapter(model, "first", LoraSpec(rank=4, alpha=8, target_modules=["q_proj", "v_proj"]))
+    kept = lora_layers(model)
+    add_adapter(model, "second", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
+    assert kept == lora_layers(model)
+    assert active_adapter(kept) is None
+    with switched(kept, "second"):
+        assert active_adapter(kept) == "second"
+        with switched(kept, None):
+            assert active_adapter(kept) is None
+        assert active_adapter(kept) == "second"
+
+
 @torch.no_grad()
 def test_adapters_that_are_rounded_once_say_the_same_until_the_block_ends():
     model = deepcopy(tiny_model()).bfloat16()
     add_adapter(model, "first", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
     moved = [p.normal_(std=0.1) for name, p in model.named_parameters() if "lora_B" in name]
     token_ids = torch.arange(12).view(2, 6) % 7 + 3
-    with switched(model, "first"):
+    with switched(lora_layers(model), "first"):
         before = model(token_ids).logits
         with rounding_once(model):
             assert torch.equal(model(token_ids).logits, before)

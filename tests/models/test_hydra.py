@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.adapters import LoraSpec, acting_by_row, active_adapter
+from lit_rlkv.models.adapters import LoraSpec, acting_by_row, active_adapter, lora_layers
 from lit_rlkv.models.hydra import Roles, acting_as, checkpointed_layers
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.rollout import generate
@@ -118,8 +118,8 @@ def test_the_role_before_is_restored_after_an_error():
     with acting_as(shared(), "policy"):
         with pytest.raises(RuntimeError, match="in the middle"), acting_as(shared(), "reference"):
             raise RuntimeError("in the middle")
-        assert active_adapter(backbone) == "policy"
-    assert active_adapter(backbone) is None
+        assert active_adapter(lora_layers(backbone)) == "policy"
+    assert active_adapter(lora_layers(backbone)) is None
 
 
 def test_no_role_changes_what_trains():
@@ -237,7 +237,7 @@ def test_rows_may_have_roles_of_their_own():
             with acting_as(shared(), role) as backbone:
                 expected = replay_logps(backbone, rows[index])
             torch.testing.assert_close(found[index : index + 1], expected, rtol=1e-5, atol=1e-5)
-    assert active_adapter(shared().backbone("policy")) is None
+    assert active_adapter(lora_layers(shared().backbone("policy"))) is None
     assert torch.equal(logps_as("policy"), before)
 
 

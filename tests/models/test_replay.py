@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.shadow_attention import visible
+from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.adapters import LoraSpec, add_adapter, switched
-from lit_rlkv.models.replay import action_hidden, action_logps, dense_death, replay_death
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switched
+from lit_rlkv.models.replay import action_hidden, action_logps_and_entropy, dense_death, replay_death
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
@@ -65,7 +65,7 @@ def test_without_the_shadow_they_are_the_dense_log_probs_of_transformers():
 def test_entropies_are_those_of_the_distribution_that_was_sampled():
     rollout, model = sampled(), tiny_model()
     hidden = action_hidden(model, rollout, shadow=True)
-    _, entropy = action_logps(model, rollout, hidden, 1.0)
+    _, entropy = action_logps_and_entropy(model, rollout, hidden, 1.0)
     expected = torch.distributions.Categorical(logits=model.lm_head(hidden)).entropy()
     torch.testing.assert_close(entropy[rollout.is_action], expected)
     assert (entropy[~rollout.is_action] == 0).all()
@@ -143,7 +143,7 @@ def gradients_and_head_calls(model: PreTrainedModel, rollout: Rollout) -> tuple[
     handle = model.lm_head.register_forward_hook(lambda _, args, out: n_positions.append(len(args[0])))
     below = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("lm_head")]
     try:
-        with switched(model, "policy"):
+        with switched(lora_layers(model), "policy"):
             logps = replay_logps(model, rollout)
             upstream = torch.linspace(1, 2, logps.numel()).view_as(logps)
             return list(torch.autograd.grad(logps, below, upstream)), n_positions

@@ -73,3 +73,9 @@ def test_bounds_that_leave_nothing_to_learn_are_refused(name: str):
     for value in (0.0, -0.1, math.nan):
         with pytest.raises(ValueError, match=f"{name}={value} leaves nothing to learn from"):
             PPO.check_options(**(options | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["clip_low", "clip_high", "value_weight", "value_lr_scale"])
+def test_only_what_may_be_left_out_may_be_none(name: str):
+    with pytest.raises(ValueError, match=f"{name}=None leaves nothing to learn from; give a number above 0"):
+        PPO.check_options(**{name: None})

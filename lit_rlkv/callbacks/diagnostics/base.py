@@ -13,7 +13,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.steps import Split
 from lit_rlkv.diagnostics.views import check_rows
-from lit_rlkv.files import append_if_possible, write_atomically
+from lit_rlkv.files import append_if_possible, whole_lines, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 
 FILE_NAME = "diagnostics.jsonl"
@@ -118,8 +118,5 @@ class DiagnosticsFile(RLCallback):
 
 
 def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """The whole lines of a file; a last one that a crash cut short is left out."""
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """The measurements of a file; none where there is none."""
+    return [json.loads(line) for line in whole_lines(path)]

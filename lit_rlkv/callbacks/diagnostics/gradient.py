@@ -21,7 +21,7 @@ from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.scoring import on_actions
+from lit_rlkv.models.replay import on_actions
 from lit_rlkv.modules.base import StepOutputs
 from lit_rlkv.types import TrainBatch
 

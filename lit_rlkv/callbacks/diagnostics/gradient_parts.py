@@ -13,7 +13,7 @@ from lit_rlkv.data.credit import Experience
 from lit_rlkv.diagnostics.gradient import BLOCKS, block_of, chosen
 from lit_rlkv.diagnostics.sketch import CountSketch
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import action_hidden, action_logps
+from lit_rlkv.models.replay import action_hidden, action_logps_and_entropy
 from lit_rlkv.modules.base import PolicyModule, StepOutputs
 from lit_rlkv.ranks import over_ranks
 from lit_rlkv.types import TrainBatch
@@ -59,7 +59,9 @@ class GradientDiagnostic(Diagnostic):
             try:
                 re.compile(only)
             except re.error as error:
-                raise ValueError(f"{where}.only={only!r} is no regular expression: {error}") from error
+                raise ValueError(
+                    f"{where}.only={only!r} is no regular expression: {error}; mend it, or leave it out"
+                ) from error
         self.n_parts = n_parts
         self.blocks = blocks
         self.sketch = None if sketch is None else CountSketch(sketch)
@@ -132,7 +134,8 @@ def policy_outputs(module: PolicyModule, batch: TrainBatch, *, shadow: bool) -> 
     torch.clear_autocast_cache()
     with acting_as(module.roles, "policy") as backbone:
         hidden = action_hidden(backbone, batch.rollout, shadow=shadow)
-        return StepOutputs(hidden, *action_logps(backbone, batch.rollout, hidden, module.temperature))
+        found = action_logps_and_entropy(backbone, batch.rollout, hidden, module.temperature)
+        return StepOutputs(hidden, *found)
 
 
 def added(gradient: Vectors, more: Vectors) -> Vectors:

@@ -18,24 +18,14 @@ from lit_rlkv.callbacks.diagnostics.gradient_parts import (
     policy_outputs,
 )
 from lit_rlkv.data.credit import Experience
-from lit_rlkv.data.rollouts import kl_penalty
 from lit_rlkv.data.steps import Part, Split
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.modules.base import StepOutputs
-from lit_rlkv.objectives.corrections import (
-    WeightFn,
-    masked,
-    sparse_rl,
-    truncated,
-    unweighted,
-    weigh_together,
-)
+from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn, unweighted, weigh_together
+from lit_rlkv.objectives.kl import kl_penalty
 from lit_rlkv.ranks import over_ranks
 from lit_rlkv.types import TrainBatch
-
-CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl": sparse_rl}
-"""Each with its default options."""
 
 
 class GradientSources(GradientDiagnostic):

@@ -7,13 +7,14 @@ from torch import Tensor
 from lit_rlkv.callbacks.diagnostics.base import RowsDiagnostic
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.diagnostics.arms import arm_statistics
-from lit_rlkv.diagnostics.mismatch import as_floats, dense_mismatch
+from lit_rlkv.diagnostics.mismatch import dense_mismatch
 from lit_rlkv.diagnostics.positions import (
     as_lists,
     log_ratios_by_position,
     overlaps_by_position,
     prefixes_by_position,
 )
+from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.diagnostics.views import (
     in_passes,
     nothing_died,

@@ -4,14 +4,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 from transformers import PreTrainedModel
 
-from lit_rlkv.diagnostics.flops import Costs, costs_of, learner_work, n_kv_heads
-from lit_rlkv.models.adapters import active_adapter
-from lit_rlkv.models.backbone import text_config
+from lit_rlkv.diagnostics.flops import Costs, costs_of, learner_work
+from lit_rlkv.models.adapters import active_adapter, lora_layers
+from lit_rlkv.models.backbone import n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
 
 
@@ -25,6 +26,8 @@ class PassCounter:
     def __init__(self, roles: Roles) -> None:
         self.roles = roles
         self._handles: list[RemovableHandle] = []
+        self._adapted: dict[int, list[LoraLayer]] = {}
+        """Of each backbone, so that no chunk of the output head walks through the model."""
         self._costs: dict[tuple[int, str | None], Costs | None] = {}
         self._flops: list[Tensor] = []
         self._learned: list[Tensor] = []
@@ -35,6 +38,7 @@ class PassCounter:
         self._flops, self._learned, self._costs = [], [], {}
         for name in self.roles.backbones:
             backbone = self.roles.named_backbone(name)
+            self._adapted[id(backbone)] = lora_layers(backbone)
             of_body, of_head = partial(self._on_body, backbone), partial(self._on_head, backbone)
             self._handles += [
                 backbone.base_model.register_forward_hook(of_body, with_kwargs=True),
@@ -89,7 +93,7 @@ class PassCounter:
 
     def _costs_now(self, backbone: PreTrainedModel) -> Costs | None:
         """Of a backbone in the role that it has in this forward."""
-        key = id(backbone), active_adapter(backbone)
+        key = id(backbone), active_adapter(self._adapted[id(backbone)])
         if key not in self._costs:
             self._costs[key] = costs_of(backbone)
         return self._costs[key]

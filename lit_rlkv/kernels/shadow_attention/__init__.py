@@ -7,10 +7,9 @@ from torch import Tensor
 from lit_rlkv.kernels.backend import as_autocast, uses_triton
 from lit_rlkv.kernels.shadow_attention import reference
 from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, plan_slots
-from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kernels.shadow_attention.tiles import MAX_HEAD_DIM
 
-__all__ = ["SlotPlan", "plan_slots", "shadow_attention", "shadow_attention_with_lse", "visible"]
+__all__ = ["SlotPlan", "plan_slots", "shadow_attention", "shadow_attention_with_lse"]
 
 
 def shadow_attention(

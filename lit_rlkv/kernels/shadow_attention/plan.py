@@ -1,4 +1,4 @@
-"""Where each key stays while it lives, for all layers of a micro-batch: it makes the learner's cost fall."""
+"""Where each key stays while it lives, for all layers of a forward: it makes the learner's cost fall."""
 
 from dataclasses import dataclass
 
@@ -61,15 +61,6 @@ def plan_slots(death: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK
     if work > MAX_WORK or need > MAX_ENTRIES * block:
         return None
     return SlotPlan(block, max(1, int(need)), torch.stack(slots, dim=1))
-
-
-def work_fraction(death: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK) -> float:
-    """Pairs of a query and a key that the lists of the living have, over those of dense causal attention.
-
-    Both are counted in whole blocks of queries.
-    """
-    works = [_Lives(layer.flatten(0, 1), block).work() for layer in death.unbind(1)]
-    return torch.stack(works).mean().item()
 
 
 class _Lives:

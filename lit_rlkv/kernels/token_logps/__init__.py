@@ -9,8 +9,9 @@ from torch import Tensor
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.token_logps import chunks, reference
 from lit_rlkv.kernels.token_logps.chunks import Head, check_frozen, in_chunks
+from lit_rlkv.kernels.token_logps.reference import tempered
 
-__all__ = ["Head", "policy_kl", "token_logps"]
+__all__ = ["Head", "in_chunks", "policy_kl", "tempered", "token_logps", "token_logps_and_entropy"]
 
 
 def token_logps(
@@ -22,10 +23,8 @@ def token_logps(
     *,
     head_is_frozen: bool = False,
     kernels: str | None = None,
-) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
-    """Log-prob of each token under softmax(head(hidden) / temperature), and the entropy, in nats.
-
-    The entropy is a statistic and carries no gradient.
+) -> Float[Tensor, " position"]:
+    """Log-prob of each token under softmax(head(hidden) / temperature), in nats.
 
     Args:
         head_is_frozen: only `hidden` needs a gradient. It is then found in the forward pass, which costs
@@ -35,8 +34,30 @@ def token_logps(
         ValueError: the head is called frozen, and its parameters require a gradient.
     """
     rows, max_logits = _implementation(hidden, kernels)
+    (logps,) = in_chunks(
+        lambda hidden, tokens: (rows.chosen_logps(head(hidden), tokens, temperature),),
+        hidden,
+        tokens,
+        size=max(max_logits // vocab_size, 1),
+        is_linearised=_is_linearised(head_is_frozen, (head, hidden)),
+    )
+    return logps
+
+
+def token_logps_and_entropy(
+    hidden: Float[Tensor, "position dim"],
+    head: Head,
+    tokens: Int[Tensor, " position"],
+    temperature: float,
+    vocab_size: int,
+    *,
+    head_is_frozen: bool = False,
+    kernels: str | None = None,
+) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
+    """`token_logps` with the same bits, and the entropy in nats: a statistic that carries no gradient."""
+    rows, max_logits = _implementation(hidden, kernels)
     logps, entropy = in_chunks(
-        lambda hidden, tokens: rows.chosen_logps(head(hidden), tokens, temperature),
+        lambda hidden, tokens: rows.chosen_logps_and_entropy(head(hidden), tokens, temperature),
         hidden,
         tokens,
         size=max(max_logits // vocab_size, 1),

@@ -72,8 +72,15 @@ torch.library.register_autograd("lit_rlkv::kl_forward", _kl_gradients, setup_con
 
 def chosen_logps(
     logits: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"], temperature: float
-) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
+) -> Float[Tensor, " position"]:
     """As in `reference`; a token outside of the vocabulary has log-prob NaN."""
+    return chosen_logps_and_entropy(logits, tokens, temperature)[0]
+
+
+def chosen_logps_and_entropy(
+    logits: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"], temperature: float
+) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
+    """As in `reference`; the kernel finds both while it reads the logits."""
     logps, entropy, _ = _chosen_forward(logits, tokens, temperature)
     return logps, entropy.detach()
 

@@ -317,6 +317,7 @@ def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
         ({"terms": []}, "names nothing"),
         ({"only": "("}, r"only='\(' is no regular expression"),
         ({"sketch": 0}, "a sketch of size=0 holds nothing"),
+        ({"sketch": True}, "a sketch of size=True holds nothing; give a whole number"),
         ({"every": 0}, "diagnostics.gradient.every=0 is no interval"),
     ],
 )

@@ -1,0 +1,16 @@
+"""Numbers on the device by name, and their way to the host."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+Scalars = dict[str, Tensor]
+
+
+def as_floats(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """The numbers on the host, fetched at once."""
+    if not scalars:
+        return {}
+    values = torch.stack([value.float() for value in scalars.values()]).tolist()
+    return dict(zip(scalars, values, strict=True))
