@@ -1,6 +1,7 @@
 """Track 2 of Shadow Mask Distillation: a KL between dense and shadow policy, as one more loss term."""
 
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float
@@ -62,33 +63,31 @@ class ShadowDistillation(RLCallback):
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
         """The weighted KLs, averaged over all actions of the optimizer step."""
+        to_sparse = self.direction == "sparse_student"
+
+        @cache
+        def hidden(role: str, *, shadow: bool, trains: bool) -> Float[Tensor, "action dim"]:
+            """Of the actions; what the step or the other term has run already is not run again."""
+            if role == "policy" and shadow == module.replays:
+                return outputs.hidden if trains else outputs.hidden.detach()
+            with nullcontext() if trains else torch.no_grad(), acting_as(module.roles, role) as backbone:
+                return action_hidden(backbone, batch.rollout, shadow=shadow)
+
+        asked = (
+            # name, weight, the teacher and its view, the student's view, which of them leads
+            ("smd", self.weight, self.teacher, not to_sparse, to_sparse, to_sparse),
+            ("smd/anchor", self.anchor_weight, "reference", False, False, True),
+        )
         losses: Terms = {}
         metrics: Terms = {}
-        student = teacher = None
-        to_sparse = self.direction == "sparse_student"
-        if self.weight > 0:
-            student = self._student_hidden(module, batch, outputs, shadow=to_sparse)
-            teacher = self._teacher_hidden(module, batch, outputs, self.teacher, shadow=not to_sparse)
-            losses, metrics = self._term(
-                "smd", self.weight, module, batch, self.teacher, teacher, student, teacher_leads=to_sparse
-            )
-        if self.anchor_weight > 0:
-            # What track 2 has run already is not run again.
-            if student is None or to_sparse:
-                student = self._student_hidden(module, batch, outputs, shadow=False)
-            if teacher is None or not (to_sparse and self.teacher == "reference"):
-                teacher = self._teacher_hidden(module, batch, outputs, "reference", shadow=False)
-            more_losses, more_metrics = self._term(
-                "smd/anchor",
-                self.anchor_weight,
-                module,
-                batch,
-                "reference",
-                teacher,
-                student,
-                teacher_leads=True,
-            )
-            losses, metrics = losses | more_losses, metrics | more_metrics
+        for name, weight, role, teacher_shadow, student_shadow, teacher_leads in asked:
+            if weight > 0:
+                student = hidden("policy", shadow=student_shadow, trains=True)
+                teacher = hidden(role, shadow=teacher_shadow, trains=False)
+                loss, more = self._term(
+                    name, weight, module, batch, role, teacher, student, teacher_leads=teacher_leads
+                )
+                losses, metrics = losses | loss, metrics | more
         return losses, metrics
 
     def _term(
@@ -125,19 +124,3 @@ class ShadowDistillation(RLCallback):
         mean_kl = token_kl.sum() / batch.n_actions
         losses = {f"{name}/loss": weight * mean_kl}
         return losses, {**losses, f"{name}/kl": mean_kl.detach()}
-
-    def _student_hidden(
-        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, *, shadow: bool
-    ) -> Float[Tensor, "action dim"]:
-        if shadow == module.replays:
-            return outputs.hidden
-        with acting_as(module.roles, "policy") as backbone:
-            return action_hidden(backbone, batch.rollout, shadow=shadow)
-
-    def _teacher_hidden(
-        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs, role: str, *, shadow: bool
-    ) -> Float[Tensor, "action dim"]:
-        if role == "policy" and shadow == module.replays:
-            return outputs.hidden.detach()
-        with torch.no_grad(), acting_as(module.roles, role) as backbone:
-            return action_hidden(backbone, batch.rollout, shadow=shadow)
