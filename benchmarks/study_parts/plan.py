@@ -173,7 +173,7 @@ def timed() -> list[Setting]:
 
 
 def clock(seconds: Callable[[Setting], float]) -> list[Setting]:
-    """The cheaper arms for as long as smd takes; `seconds` of an iteration of a run.
+    """The other arms for as long as smd takes; `seconds` of an iteration of a run.
 
     With seeds of its own, so that all its runs can be made on one machine, whichever made the others.
     """
