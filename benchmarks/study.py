@@ -107,12 +107,13 @@ def run_exposures(args: argparse.Namespace) -> bool:
     return True
 
 
+MAIN_PLACE = f"{plan.MAIN_TASK}, budget {plan.BUDGETS[plan.MAIN_TASK]}"
 COMPARISONS = {
-    "Every arm at the learning rate chosen for it, and controls": ("main", "controls"),
-    f"Every arm at {plan.COMMON_RATE:g}": ("one_rate", "one_rate_free"),
-    "A weaker anchor": ("weak_anchor",),
-    "More iterations": ("longer",),
-    "As long as smd takes": ("clock",),
+    f"{MAIN_PLACE}, the rate chosen for each arm": ("main", "controls"),
+    f"{MAIN_PLACE}, one rate": ("one_rate", "one_rate_free"),
+    f"{MAIN_PLACE}, one rate, a weaker anchor": ("weak_anchor",),
+    f"{MAIN_PLACE}, one rate, more iterations": ("longer",),
+    f"{MAIN_PLACE}, one rate, as long as smd takes": ("clock",),
 }
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
 SHOWN = next(iter(COMPARISONS))
@@ -129,7 +130,9 @@ def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
             )
     for block in ("tasks", "budgets", "policies"):
         for setting in settings_of(block, done):
-            title = f"{setting.task}, {setting.policy} eviction, budget {setting.budget}"
+            title = f"{setting.task}, budget {setting.budget}, one rate"
+            if setting.policy != plan.MAIN_POLICY:
+                title += f", {setting.policy}"
             found.setdefault(title, []).extend(rows_of([setting], done))
     return found
 

@@ -101,6 +101,32 @@ def summary_table(arms: Mapping[str, Sequence[Row]]) -> str:
     return markdown(headings, body)
 
 
+SHORT = ("naive", "tis", "shadow", "distill", "smd")
+"""Arms of the comparisons beside the main one."""
+
+
+def places_table(groups: Mapping[str, Iterable[Row]]) -> str:
+    """Points gained under the budget by the anchored arms of each comparison, and by smd with all keys."""
+    headings = ["comparison", "seeds", "start, %", *(f"`{arm}`" for arm in SHORT), "`smd`, all keys"]
+    body = []
+    for title, rows in groups.items():
+        arms = by_arm(rows)
+        compared = [arms.get(f"{arm}+anchor", ()) for arm in SHORT]
+        by_seed = {row["seed"]: row for mine in compared for row in mine}
+        if len([mine for mine in compared if mine]) < 2:
+            continue
+        cells = [(mine, "sparse") for mine in compared] + [(compared[-1], "dense")]
+        body.append(
+            [
+                title,
+                str(len(by_seed)),
+                mean_sd([row["sparse_accuracy_before"] for row in by_seed.values()]),
+                *(mean_sd([gained(row, view) for row in mine]) if mine else ABSENT for mine, view in cells),
+            ]
+        )
+    return markdown(headings, body)
+
+
 def start_line(arms: Mapping[str, Sequence[Row]]) -> str:
     """The warm models of these seeds."""
     by_seed = {row["seed"]: row for rows in arms.values() for row in rows}
@@ -222,6 +248,7 @@ def report(
         parts += [variance.sample_sizes(variances)]
     if exposures:
         parts += ["## What eviction touches", exposure.table(exposures, markdown)]
+    parts += ["## Every comparison, with the anchor", places_table(groups)]
     for title, rows in groups.items():
         if arms := by_arm(rows):
             parts += [f"## {title}", start_line(arms), summary_table(arms), accuracy_table(arms)]

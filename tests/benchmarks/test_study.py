@@ -195,7 +195,7 @@ def test_a_row_belongs_to_the_comparisons_whose_settings_it_has():
     def finished(*settings):
         return {runs.key(setting.overrides): vars(setting) | {"name": setting.name} for setting in settings}
 
-    same_rate = f"Every arm at {plan.COMMON_RATE:g}"
+    same_rate = f"{study.MAIN_PLACE}, one rate"
     shown = Setting("naive", True, 0, plan.COMMON_RATE)
     others = (
         Setting("naive", True, 0, 3 * plan.COMMON_RATE),
@@ -206,7 +206,7 @@ def test_a_row_belongs_to_the_comparisons_whose_settings_it_has():
     groups = study.comparisons(finished(shown, *others))
     assert [(found["seed"], found["lr"]) for found in groups[same_rate]] == [(0, plan.COMMON_RATE)]
     assert [len(rows) for title, rows in groups.items() if "budget 12" in title] == [1]
-    assert len(groups["A weaker anchor"]) == 1
+    assert len(groups[f"{same_rate}, a weaker anchor"]) == 1
 
 
 def test_a_table_has_the_points_gained_and_how_soon():
@@ -266,10 +266,22 @@ def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_it
     assert "dense" not in free
 
 
-def test_the_table_of_the_readme_is_what_the_rows_say():
-    done = runs.finished()
-    table = tables.summary_table(tables.by_arm(study.comparisons(done)[study.SHOWN]))
-    assert table in (fit_process.ROOT / "README.md").read_text()
+def test_a_comparison_is_a_line_of_the_points_that_its_anchored_arms_gained():
+    def arms(*ends):
+        return [row(f"{arm}+anchor", seed, end) for arm, mine in ends for seed, end in enumerate(mine)]
+
+    both = arms(("naive", (0.6, 0.8)), ("smd", (0.8, 0.8)))
+    groups = {"a place": both, "one arm": arms(("smd", (0.7,))), "nothing": []}
+    assert tables.places_table(groups).splitlines()[2:] == [
+        "| a place | 2 | 60.0 ± 0.0 | 10.0 ± 14.1 | – | – | – | 20.0 ± 0.0 | -1.0 ± 0.0 |"
+    ]
+
+
+def test_the_tables_of_the_readme_are_what_the_rows_say():
+    groups = study.comparisons(runs.finished())
+    text = (fit_process.ROOT / "README.md").read_text()
+    assert tables.summary_table(tables.by_arm(groups[study.SHOWN])) in text
+    assert tables.places_table(groups) in text
 
 
 def timed_rows(path, *rounds, device="a"):
