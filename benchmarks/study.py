@@ -19,6 +19,7 @@ from pathlib import Path
 
 import record
 from study_parts import exposure, plan, plot, runs, tables, timing, variance
+from study_parts.analysis import processor
 from study_parts.plan import Setting
 
 
@@ -152,9 +153,9 @@ def report(done: dict[str, dict]) -> None:
 
 
 def again(args: argparse.Namespace) -> None:
-    """Finished runs of this machine once more, from all over the file, and what came out otherwise."""
-    here = record.provenance()["device"]
-    rows = [row for row in runs.finished().values() if row["device"] == here]
+    """Finished runs of this processor once more, from all over the file, and what came out otherwise."""
+    here = processor(record.provenance())
+    rows = [row for row in runs.finished().values() if processor(row) == here]
     n = min(args.again, len(rows))
     if not rows:
         print(f"no run has finished on {here}, and on another processor numbers are others")

@@ -199,7 +199,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 def _broken(file: Path) -> BrokenCheckpointError:
     why = "is not the file that was written" if file.is_file() else "is missing"
-    return BrokenCheckpointError(f"{file} {why}; give another checkpoint of this run")
+    return BrokenCheckpointError(f"{file} {why}; another checkpoint of the run may be whole")
 
 
 def _state_of(path: Path) -> dict[str, Any] | None:

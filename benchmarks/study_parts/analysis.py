@@ -43,7 +43,12 @@ def pairs_of(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row
 
 def place(row: Row) -> tuple[int, str]:
     """Seed and kind of processor, which together make a warm model."""
-    return row["seed"], str(row.get("device", "")).partition(",")[0]
+    return row["seed"], processor(row)
+
+
+def processor(row: Row) -> str:
+    """The kind that it was measured on."""
+    return str(row.get("device", "")).partition(",")[0]
 
 
 def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contrast:

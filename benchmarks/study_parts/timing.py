@@ -6,7 +6,7 @@ from pathlib import Path
 
 import record
 from study_parts import runs
-from study_parts.analysis import mean_sd
+from study_parts.analysis import mean_sd, processor
 from study_parts.plan import Setting, timed
 
 NAME = "study_timing"
@@ -14,15 +14,21 @@ N_ROUNDS = 3
 
 
 def measured() -> list[dict]:
-    """Rounds of the machine that measured last."""
-    rows = record.rows(NAME)
-    return [row for row in rows if row["device"] == rows[-1]["device"]]
+    """Rounds of the first kind of processor that has all of them: what is as long as what stays the same."""
+    of_all = _by_processor().values()
+    return next((rows for rows in of_all if len(rows) >= N_ROUNDS), next(iter(of_all), []))
 
 
 def n_missing() -> int:
-    """Rounds that this machine has still to run."""
-    here = record.provenance()["device"]
-    return N_ROUNDS - sum(row["device"] == here for row in measured())
+    """Rounds that this kind of processor has still to run."""
+    return N_ROUNDS - len(_by_processor().get(processor(record.provenance()), ()))
+
+
+def _by_processor() -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {}
+    for row in record.rows(NAME):
+        found.setdefault(processor(row), []).append(row)
+    return found
 
 
 def run_round(runs_dir: Path) -> dict:

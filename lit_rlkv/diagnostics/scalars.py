@@ -12,5 +12,6 @@ def as_floats(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """The numbers on the host, fetched at once."""
     if not scalars:
         return {}
-    values = torch.stack([value.float() for value in scalars.values()]).tolist()
+    device = next(iter(scalars.values())).device  # a callback's own term may lie on another
+    values = torch.stack([value.float().to(device) for value in scalars.values()]).tolist()
     return dict(zip(scalars, values, strict=True))

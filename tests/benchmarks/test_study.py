@@ -305,12 +305,16 @@ def test_a_round_takes_the_median_iteration_of_every_arm(results, tmp_path, monk
     assert timing.n_missing() == timing.N_ROUNDS - 1
 
 
-def test_seconds_are_of_the_machine_that_measured_last(results):
-    timed_rows(results, {"naive": [1, 1], "smd": [1, 1]}, device="another")
-    timed_rows(results, {"naive": [1, 1], "smd": [1, 3]}, {"naive": [2, 2], "smd": [2, 4]})
+def test_seconds_are_of_the_first_processor_that_has_all_rounds(results):
+    timed_rows(results, {"naive": [1, 1], "smd": [1, 1]}, device="another, 2 threads")
+    rounds = [{"naive": [n, n], "smd": [n, n + 2]} for n in (1, 2, 3)]
+    timed_rows(results, *rounds[:2], device="a, 1 threads")
+    assert timing.measured()[0]["device"].startswith("another")
+    timed_rows(results, *rounds[2:], device="a, 2 threads")
+    timed_rows(results, *[{"naive": [9, 9], "smd": [9, 9]}] * 3, device="a third")
     assert timing.n_missing() == timing.N_ROUNDS  # of this one
     table = timing.table(timing.measured(), tables.markdown)
-    assert "| `smd` | 1.50 ± 0.71 | 3.50 ± 0.71 | 1.75 ± 0.35 |" in table
+    assert "| `smd` | 2.00 ± 1.00 | 4.00 ± 1.00 | 1.61 ± 0.35 |" in table
 
 
 def test_equal_time_waits_for_all_rounds_and_gives_quicker_arms_more_iterations(results):

@@ -129,7 +129,7 @@ def test_a_reward_head_of_another_size_is_refused(runs, joint, tmp_path):
 
 def test_an_adapter_of_another_rank_or_layout_is_refused(runs, joint):
     trained = trainable_weights(policy(runs, joint))
-    with pytest.raises(ValueError, match="was it trained with another LoRA rank"):
+    with pytest.raises(ValueError, match=r"give the model and the roles\.rank"):
         load_trainable(policy(runs, joint, "roles.rank=4"), trained)
     with pytest.raises(ValueError, match="the checkpoint's parameters are not this model's"):
         load_trainable(policy(runs, joint, "roles=j_hydra"), trained)

@@ -84,6 +84,8 @@ class WandbRun(RunLogger):
         self.figures_every = checked_interval("logger", figures_every)
         self.finish_timeout_s = float(finish_timeout_s)
         self._tables: dict[str, Any] = {}
+        self._sent: list[Path] = []
+        """Earlier parts of the run in its folder, whose contents the service has once this one ends."""
 
     def open(self, start: RunStart) -> str | None:
         import wandb  # here: it takes a second, for which only its users should pay, and it may be missing
@@ -99,10 +101,7 @@ class WandbRun(RunLogger):
         # A sweep's agent has chosen an id before us, and wandb then keeps to that.
         _write_id(start.run_dir, self.run.id)
         is_online = not (self.run.offline or self.run.disabled)
-        if is_online:
-            # It gets from us what it lacks, and by a sync of the offline parts would get it twice.
-            for path in earlier:
-                path.with_suffix(SYNCED).touch()
+        self._sent = earlier if is_online else []
         # What the service has is the truth for a run that goes on there, and it may have nothing yet.
         self.last_iteration = int(self.run.summary.get(ITERATION, 0)) if is_online else held
         self.keeps_tables = bool(self.run.resumed)
@@ -156,6 +155,8 @@ class WandbRun(RunLogger):
     def close(self, is_complete: bool) -> str | None:
         is_offline = self.run.offline
         self.run.finish(exit_code=0 if is_complete else 1)
+        for path in self._sent:  # the service has all of it from us, and by a sync would get it twice
+            path.with_suffix(SYNCED).touch()
         return f"to upload to W&B: wandb sync {self.run_dir / 'wandb'}" if is_offline else None
 
     def _init(self, run_id: str) -> Any:
