@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, name, d
         found = CheckpointDir(tmp_path).latest()
     assert found.iteration == 1
     assert "iteration-000002" in caplog.text
-    with pytest.raises(BrokenCheckpointError, match=rf"iteration-000002/{name} is .*; give another"):
+    with pytest.raises(BrokenCheckpointError, match=rf"iteration-000002/{name} is .*; another checkpoint"):
         load_checkpoint(tmp_path / "iteration-000002")
 
 
