@@ -53,8 +53,7 @@ def attention_forward(
     for name in NOT_REPLAYED:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} passes {name!r} to its attention, which is not replayed; use a "
-                "model whose softmax is of queries and keys alone"
+                f"{type(module).__name__} passes {name!r} to its attention, which is not replayed"
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
