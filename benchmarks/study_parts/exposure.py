@@ -1,7 +1,7 @@
 """How many actions of a warm model eviction can touch, and what room its cache has, by task and budget."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import record
@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from study_parts import runs
 from study_parts.plan import BUDGETS, Setting, budgets
 
+from lit_rlkv.callbacks.markdown import markdown_table
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 
 NAME = "study_exposure"
@@ -64,7 +65,7 @@ def run(place: Setting, runs_dir: Path) -> dict:
     return row
 
 
-def table(rows: Sequence[dict], markdown: Callable[[Sequence[str], Sequence[Sequence[str]]], str]) -> str:
+def table(rows: Sequence[dict]) -> str:
     """One line for each place."""
     headings = ["task", "budget", "actions a response", "after an eviction", "of all, %"]
     headings += ["keys: room", "that the longest response reads", "room of a full cache"]
@@ -79,4 +80,4 @@ def table(rows: Sequence[dict], markdown: Callable[[Sequence[str], Sequence[Sequ
         ]
         for row in rows
     ]
-    return markdown(headings, body)
+    return markdown_table(headings, body)

@@ -18,6 +18,8 @@ from study_parts.analysis import (
 )
 from study_parts.plan import ARMS, TUNING_SEED
 
+from lit_rlkv.callbacks.markdown import markdown_table
+
 ABSENT = "–"
 GOAL = 0.75
 """Mean reward of the rollouts whose first reaching is counted."""
@@ -83,7 +85,7 @@ def accuracy_table(arms: Mapping[str, Sequence[Row]]) -> str:
                 f"{rows[0]['lr']:g}",
             ]
         )
-    return markdown(headings, body)
+    return markdown_table(headings, body)
 
 
 def summary_table(arms: Mapping[str, Sequence[Row]]) -> str:
@@ -98,20 +100,20 @@ def summary_table(arms: Mapping[str, Sequence[Row]]) -> str:
         ]
         if cells != [ABSENT] * len(cells):
             body.append([f"`{arm}`", learner, *cells])
-    return markdown(headings, body)
+    return markdown_table(headings, body)
 
 
-SHORT = ("naive", "tis", "shadow", "distill", "smd")
+COMPARED = ("naive", "tis", "shadow", "distill", "smd")
 """Arms of the comparisons beside the main one."""
 
 
 def places_table(groups: Mapping[str, Iterable[Row]]) -> str:
     """Points gained under the budget by the anchored arms of each comparison, and by smd with all keys."""
-    headings = ["comparison", "seeds", "start, %", *(f"`{arm}`" for arm in SHORT), "`smd`, all keys"]
+    headings = ["comparison", "seeds", "start, %", *(f"`{arm}`" for arm in COMPARED), "`smd`, all keys"]
     body = []
     for title, rows in groups.items():
         arms = by_arm(rows)
-        compared = [arms.get(f"{arm}+anchor", ()) for arm in SHORT]
+        compared = [arms.get(f"{arm}+anchor", ()) for arm in COMPARED]
         by_seed = {row["seed"]: row for mine in compared for row in mine}
         if len([mine for mine in compared if mine]) < 2:
             continue
@@ -124,7 +126,7 @@ def places_table(groups: Mapping[str, Iterable[Row]]) -> str:
                 *(mean_sd([gained(row, view) for row in mine]) if mine else ABSENT for mine, view in cells),
             ]
         )
-    return markdown(headings, body)
+    return markdown_table(headings, body)
 
 
 def start_line(arms: Mapping[str, Sequence[Row]]) -> str:
@@ -150,7 +152,7 @@ def seeds_table(arms: Mapping[str, Sequence[Row]]) -> str:
         ]
         for name, rows in arms.items()
     ]
-    return markdown(headings, body)
+    return markdown_table(headings, body)
 
 
 def cost_table(arms: Mapping[str, Sequence[Row]]) -> str:
@@ -167,7 +169,7 @@ def cost_table(arms: Mapping[str, Sequence[Row]]) -> str:
         ]
         for name, rows in arms.items()
     ]
-    return markdown(headings, body)
+    return markdown_table(headings, body)
 
 
 def contrast_tables(arms: Mapping[str, Sequence[Row]]) -> list[str]:
@@ -205,12 +207,7 @@ def _contrast_table(family: Sequence[Contrast], over_all: Sequence[float]) -> st
         for c, adjusted, over_families in zip(family, holm(family), over_all, strict=True)
     ]
     headings = ["difference", "seeds", "points, 95 % interval", "p", "p (Holm)", "p (Holm, all tables)"]
-    return markdown(headings, body)
-
-
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(headings, body)
 
 
 def rates_table(rows: Sequence[Row]) -> str:
@@ -227,7 +224,7 @@ def rates_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return markdown(headings, body)
+    return markdown_table(headings, body)
 
 
 def report(
@@ -242,12 +239,12 @@ def report(
     if tuning:
         parts += [f"## Learning rates, seed {TUNING_SEED}", rates_table(tuning)]
     if rounds:
-        parts += ["## Seconds of an iteration", timing.table(rounds, markdown)]
+        parts += ["## Seconds of an iteration", timing.table(rounds)]
     if variances:
-        parts += ["## Gradients of the warm model", variance.table(variances, markdown)]
+        parts += ["## Gradients of the warm model", variance.table(variances)]
         parts += [variance.sample_sizes(variances)]
     if exposures:
-        parts += ["## What eviction touches", exposure.table(exposures, markdown)]
+        parts += ["## What eviction touches", exposure.table(exposures)]
     parts += ["## Every comparison, with the anchor", places_table(groups)]
     for title, rows in groups.items():
         if arms := by_arm(rows):

@@ -1,7 +1,7 @@
 """Seconds of an iteration by arm: all arms in turn, round after round, on an otherwise idle machine."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import record
@@ -9,12 +9,14 @@ from study_parts import runs
 from study_parts.analysis import mean_sd, processor
 from study_parts.plan import Setting, timed
 
+from lit_rlkv.callbacks.markdown import markdown_table
+
 NAME = "study_timing"
 N_ROUNDS = 3
 
 
 def measured() -> list[dict]:
-    """Rounds of the first kind of processor that has all of them: what is as long as what stays the same."""
+    """Rounds of the first kind of processor that has all, so that more of them change no plan of `clock`."""
     of_all = _by_processor().values()
     return next((rows for rows in of_all if len(rows) >= N_ROUNDS), next(iter(of_all), []))
 
@@ -61,10 +63,7 @@ def seconds_of(setting: Setting, rounds: Sequence[Mapping]) -> float:
     return statistics.median(sum(row["seconds"][setting.name]) for row in rounds)
 
 
-Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
-
-
-def table(rounds: Sequence[Mapping], markdown: Markdown) -> str:
+def table(rounds: Sequence[Mapping]) -> str:
     """Means ± standard deviations over rounds; ratios are of arms of one round."""
     headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's"]
     body = []
@@ -73,4 +72,4 @@ def table(rounds: Sequence[Mapping], markdown: Markdown) -> str:
         ratios = [sum(row["seconds"][name]) / sum(row["seconds"]["naive"]) for row in rounds]
         rollout, update = zip(*mine, strict=True)
         body.append([f"`{name}`", *(mean_sd(values, 1, 2) for values in (rollout, update, ratios))])
-    return markdown(headings, body)
+    return markdown_table(headings, body)

@@ -4,13 +4,15 @@ Of the whole loss: the policy's term alone is the same in `shadow`, `smd` and `s
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import record
 from study_parts import runs
 from study_parts.analysis import place
 from study_parts.plan import ARMS, BUDGETS, MAIN_TASK, SEEDS, TASKS
+
+from lit_rlkv.callbacks.markdown import markdown_table
 
 NAME = "study_variance"
 VARIANCE_ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow", "smd", "smd_dense")
@@ -72,10 +74,7 @@ def run(arm: str, seed: int, runs_dir: Path) -> dict:
     return row
 
 
-Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
-
-
-def table(rows: Sequence[dict], markdown: Markdown) -> str:
+def table(rows: Sequence[dict]) -> str:
     """Means ± standard deviations over seeds; variances in units of naive's, by seed."""
     naive = {place(row): row["variance"] for row in rows if row["arm"] == "naive"}
     headings = [
@@ -98,7 +97,7 @@ def table(rows: Sequence[dict], markdown: Markdown) -> str:
             [row["reweighting"] / naive[place(row)] for row in mine],
         )
         body.append([f"`{arm}`", str(len(mine)), *(_cell(values, 2) for values in cells)])
-    return markdown(headings, body)
+    return markdown_table(headings, body)
 
 
 def sample_sizes(rows: Sequence[dict]) -> str:

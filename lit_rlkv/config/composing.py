@@ -98,7 +98,7 @@ def _closest(key: str, overrides: Sequence[str], name: str) -> str:
         other: f"{group}={option}"
         for option in options_of(group)
         for other in _nodes_of_option(group, option)
-        if other not in {*known, f"{group}.defaults"}  # what a file is built on is no key
+        if other not in known
     }
     if key in elsewhere:
         return f"{elsewhere[key]} has it"
@@ -112,7 +112,9 @@ def _closest(key: str, overrides: Sequence[str], name: str) -> str:
 def _nodes_of_option(group: str, option: str) -> Iterator[str]:
     path = CONF_DIR / group / f"{option}.yaml"
     if not path.read_text(encoding="utf-8").startswith("# @package _global_"):
-        yield from _nodes(OmegaConf.to_container(OmegaConf.load(path)), f"{group}.")
+        nodes = _nodes(OmegaConf.to_container(OmegaConf.load(path)), f"{group}.")
+        # What a file is built on is no key of it.
+        yield from (node for node in nodes if node != f"{group}.defaults")
 
 
 def _nodes(node: Any, prefix: str = "") -> Iterator[str]:

@@ -313,7 +313,7 @@ def test_seconds_are_of_the_first_processor_that_has_all_rounds(results):
     timed_rows(results, *rounds[2:], device="a, 2 threads")
     timed_rows(results, *[{"naive": [9, 9], "smd": [9, 9]}] * 3, device="a third")
     assert timing.n_missing() == timing.N_ROUNDS  # of this one
-    table = timing.table(timing.measured(), tables.markdown)
+    table = timing.table(timing.measured())
     assert "| `smd` | 2.00 ± 1.00 | 4.00 ± 1.00 | 1.61 ± 0.35 |" in table
 
 
@@ -335,7 +335,7 @@ def test_variances_are_compared_with_naives_of_the_same_warm_model():
         {"arm": "shadow", "variance": 1.0, **rest, **here},
         {"arm": "smd", "variance": 1.0, **rest, **there},
     ]
-    table = variance.table(rows, tables.markdown)
+    table = variance.table(rows)
     assert "| `shadow` | 1 | 0.50 | 1.00 | 10.00 | 0.00 |" in table
     assert "smd" not in table
 
