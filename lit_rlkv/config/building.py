@@ -11,6 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rlkv.checks import is_number, is_whole
 from lit_rlkv.config.naming import closest
 
 PACKAGE_DIR = Path(__file__).parent.parent
@@ -94,12 +95,11 @@ def check_targets(node: Any, path: str = "") -> None:
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
     """What a comparison would say of a text, in words of the config."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
     if annotation is bool and not isinstance(value, bool):
         raise ConfigError(f"{name}={value} is neither true nor false; give one of them")
-    if annotation is int and not is_whole:
+    if annotation is int and not is_whole(value):
         raise ConfigError(f"{name}={value} is no whole number; give one")
-    if annotation in (float, float | int) and not (is_whole or isinstance(value, float)):
+    if annotation in (float, float | int) and not is_number(value):
         raise ConfigError(f"{name}={value} is no number; give one")
 
 

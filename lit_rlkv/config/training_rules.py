@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rlkv.checks import is_number, is_whole
 from lit_rlkv.config.building import ConfigError, build
-from lit_rlkv.config.requirements import is_number, require
+from lit_rlkv.config.requirements import require
 
 
 def check_training(cfg: DictConfig) -> None:
@@ -18,7 +19,7 @@ def check_training(cfg: DictConfig) -> None:
     for name in ("seed", "sft.seed"):
         seed = OmegaConf.select(cfg, name)
         require(
-            isinstance(seed, int) and not isinstance(seed, bool),
+            is_whole(seed),
             f"{name}={seed} is no whole number; give one, such as {name}=0",
         )
     for name in ("algorithm.max_grad_norm", "sft.max_grad_norm"):

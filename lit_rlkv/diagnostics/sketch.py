@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_rlkv.checks import is_count
 from lit_rlkv.rng import stream
 
 CHUNK = 2**24
@@ -22,7 +23,7 @@ class CountSketch:
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_count(size):
             raise ValueError(f"a sketch of size={size} holds nothing; give a whole number of at least 1")
         self.size = size
         self.seed = seed

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.checks import is_count
 from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.backbone import head_logits, text_config
@@ -99,7 +100,7 @@ def check_rows(name: str, n_rows: int, rows_per_pass: int | None) -> None:
     for option, value in {"n_rows": n_rows, "rows_per_pass": rows_per_pass}.items():
         if value is None and option == "rows_per_pass":
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_count(value):
             raise ValueError(
                 f"diagnostics.{name}.{option}={value} measures nothing; give a whole number of at least 1"
             )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lit_rlkv.checks import is_whole
 from lit_rlkv.kvcache.policies import POLICIES, Policy
 
 
@@ -30,7 +31,7 @@ class CacheSpec:
             raise ValueError(f"unknown cache policy {self.policy!r}; choose one of {known}")
         for name, least in {"budget": 1, "interval": 1, "sink": 0, "window": 1}.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not is_whole(value):
                 raise ValueError(
                     f"cache.{name}={value!r} is not an integer; it counts keys, so give a whole number"
                 )

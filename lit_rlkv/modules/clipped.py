@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from lit_rlkv.checks import is_number
 from lit_rlkv.masking import masked_sum, weighted_sum
 from lit_rlkv.modules.base import Terms
 from lit_rlkv.objectives import surrogate
@@ -25,8 +26,7 @@ def check_clips(options: Mapping[str, Any], names: Collection[str], nullable: Co
     for name, value in options.items():
         if name not in (*names, *nullable) or (value is None and name in nullable):
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and value > 0):
+        if not (is_number(value) and value > 0):
             raise ValueError(f"{name}={value} leaves nothing to learn from; give a number above 0")
 
 

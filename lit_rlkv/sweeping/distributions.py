@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from lit_rlkv.checks import is_finite, is_whole
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.parameters import Choice, Interval, Normal, Parameter, WeightedChoice, Whole
 
@@ -68,7 +69,7 @@ def _implied(options: Options) -> str | None:
     if "values" in options:
         return "categorical_w_probabilities" if "probabilities" in options else "categorical"
     if {"min", "max"} <= options.keys():
-        return "int_uniform" if all(_is_whole(options[key]) for key in ("min", "max")) else "uniform"
+        return "int_uniform" if all(is_whole(options[key]) for key in ("min", "max")) else "uniform"
     return None
 
 
@@ -80,7 +81,7 @@ def _choice(name: str, options: Options) -> Parameter:
 def _weighted(name: str, options: Options) -> Parameter:
     _take(name, options, ("values", "probabilities"))
     values, shares = _values(name, options), options["probabilities"]
-    are_shares = isinstance(shares, list) and all(_is_number(share) and share >= 0 for share in shares)
+    are_shares = isinstance(shares, list) and all(is_finite(share) and share >= 0 for share in shares)
     if not are_shares or len(shares) != len(values) or sum(shares) <= 0:
         raise ConfigError(
             f"parameters.{name}: probabilities={shares} do not go with {len(values)} values; give a number "
@@ -91,7 +92,7 @@ def _weighted(name: str, options: Options) -> Parameter:
 
 def _whole(name: str, options: Options) -> Parameter:
     low, high = _limits(name, options, ())
-    if not (_is_whole(low) and _is_whole(high)):
+    if not (is_whole(low) and is_whole(high)):
         raise ConfigError(f"parameters.{name}: min={low} and max={high} are not whole; use uniform")
     return Whole(name, low, high)
 
@@ -180,19 +181,11 @@ def _step(name: str, options: Options) -> float | int:
 
 def _number(name: str, options: Options, key: str, default: float | int | None = None) -> Any:
     value = options.get(key, default)
-    if not _is_number(value):
+    if not is_finite(value):
         raise ConfigError(
             f"parameters.{name}: {key}={value!r} is no number; YAML reads 1e-5 as a text, write 1.0e-5"
         )
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _take(name: str, options: Options, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lit_rlkv.callbacks.final import FINAL_METRICS
+from lit_rlkv.checks import is_number
 from lit_rlkv.config import ConfigError
 
 DICTIONARY = Path(__file__).parents[2] / "METRICS.md"
@@ -56,7 +57,7 @@ def parse_metric(node: Any) -> Metric:
     goal, target = node.get("goal", "minimize"), node.get("target")
     if goal not in ("minimize", "maximize"):
         raise ConfigError(f"metric.goal={goal!r} is unknown; choose minimize or maximize")
-    if target is not None and (isinstance(target, bool) or not isinstance(target, int | float)):
+    if target is not None and not is_number(target):
         raise ConfigError(f"metric.target={target!r} is no number; give one, or leave it out")
     return Metric(node["name"], goal, target)
 

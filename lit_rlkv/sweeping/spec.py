@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lit_rlkv.checks import is_count
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.distributions import parse_parameters
 from lit_rlkv.sweeping.hyperband import Hyperband, parse_hyperband
@@ -139,7 +140,7 @@ def _check_keys(path: Path, source: dict[str, Any]) -> None:
 def _run_cap(value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value):
         raise ConfigError(f"run_cap={value!r} is no number of runs; give a whole number of at least 1")
     return value
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checks import is_count
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.steps import Split
 from lit_rlkv.diagnostics.views import check_rows
@@ -29,7 +30,7 @@ class Diagnostic(RLCallback):
     name: ClassVar[str]
 
     def __init__(self, every: int = 1) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        if not is_count(every):
             raise ValueError(
                 f"diagnostics.{self.name}.every={every} is no interval; give a whole number of at least 1, "
                 f"or diagnostics.{self.name}=null to leave it out"

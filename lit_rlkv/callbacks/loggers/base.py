@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lit_rlkv.callbacks.axes import Place
 from lit_rlkv.callbacks.report import Picture
+from lit_rlkv.checks import is_count
 
 Cell = str | float | int | None
 FileKind = Literal["report", "model"]
@@ -85,7 +86,7 @@ def checked_interval(name: str, figures_every: int | None) -> int | None:
     """
     if figures_every is None:
         return None
-    if not isinstance(figures_every, int) or isinstance(figures_every, bool) or figures_every < 1:
+    if not is_count(figures_every):
         raise ValueError(
             f"{name}.figures_every={figures_every} is no interval; give a whole number of iterations, or "
             "null for figures at the end only"

@@ -1,12 +1,12 @@
 """Problems as a task: rows of a user's data with a prompt, mostly an answer, perhaps a worked solution."""
 
 import json
-import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lit_rlkv.checks import is_finite
 from lit_rlkv.data.tasks.base import change_one_character, corrupt_final_answer, solve_with
 from lit_rlkv.data.tasks.chat import answerable, text_or_chat, with_system
 from lit_rlkv.data.tasks.listed import ListedTask
@@ -113,8 +113,7 @@ class RowFormat:
 
 def _text(value: Any, key: str) -> str:
     """A text, or a number as JSON writes it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not isinstance(value, str) and not is_number:
+    if not isinstance(value, str) and not is_finite(value):
         raise ValueError(f"{key} must be text; it is {value!r}: put it in quotes, or drop the row")
     return str(value)
 

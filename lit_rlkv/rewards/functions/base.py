@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_rlkv.checks import is_count
 from lit_rlkv.rewards.graders import Children, Grader, Threads
 from lit_rlkv.types import Problem
 
@@ -59,7 +60,7 @@ class SlowFunction(RewardFunction):
             raise ValueError(f"timeout_s={self.timeout_s} gives no time to answer; give seconds above 0")
         for name, least in {"n_workers": 1, "retries": 0}.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_count(value, least):
                 raise ValueError(f"{name}={value} is no such count; give a whole number of at least {least}")
 
     def in_processes(self, path: Path, function: str, options: dict[str, Any]) -> Grader:
