@@ -186,7 +186,8 @@ class Evaluator:
         config = self.config
         problems = self.problems[: config.n_mismatch]
         sampled = self._generate(problems, cache, config.sampling_temperature, len(self.problems))
-        shadow, dense = (self._replayed(sampled, shadow=shadow) for shadow in (True, False))
+        shadow = self._replayed(sampled, shadow=True)
+        dense = shadow if cache.is_dense else self._replayed(sampled, shadow=False)
         return _Mismatch(
             rollout=sampled,
             kl=float(masked_mean(sampled.sampler_logps - dense, sampled.is_action)),

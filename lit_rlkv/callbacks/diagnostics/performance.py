@@ -4,13 +4,13 @@ import time
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 
 from lit_rlkv.callbacks.diagnostics.base import Diagnostic
 from lit_rlkv.callbacks.diagnostics.memory import Meter
 from lit_rlkv.callbacks.diagnostics.passes import PassCounter
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.diagnostics.flops import costs_of, sampler_work
+from lit_rlkv.diagnostics.peak import peak_flops
 from lit_rlkv.models.hydra import acting_as
 
 
@@ -105,5 +105,5 @@ class Performance(Diagnostic):
         device = self.meter.device
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        self.peak_flops = get_available_flops(device, dtype)
+        self.peak_flops = peak_flops(device, dtype)
         self._is_looked_up = True

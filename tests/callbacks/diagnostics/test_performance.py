@@ -88,7 +88,7 @@ def test_the_peak_is_looked_up_once_at_the_precision_of_the_products(monkeypatch
         asked.append((device.type, dtype))
         return 2e12
 
-    monkeypatch.setattr(performance, "get_available_flops", look_up)
+    monkeypatch.setattr(performance, "peak_flops", look_up)
     rows, _ = trained([Performance()], precision="bf16-mixed")
     assert asked == [("cpu", torch.bfloat16)]
     assert rows[1]["perf/mfu/update"] == pytest.approx(rows[1]["perf/tflops/update"] / 2)
