@@ -153,17 +153,15 @@ def budgets(_: Rates) -> list[Setting]:
 
 def tasks(_: Rates) -> list[Setting]:
     """The other tasks."""
-    return [
-        replace(run, task=task, budget=BUDGETS[task])
-        for task in TASKS
-        if task != MAIN_TASK
-        for run in _at_one_rate(("dense", *SHORT, "distill"), FEW_SEEDS)
-    ]
+    runs = _at_one_rate(("dense", *SHORT, "distill"), FEW_SEEDS)
+    return [replace(run, task=task, budget=BUDGETS[task]) for task in ("recall", "long_chain") for run in runs]
 
 
-def half_learned_free(rate: Rates) -> list[Setting]:
-    """Without the anchor, which holds the policy at a model that is often wrong."""
-    return [replace(run, anchored=False) for run in tasks(rate) if run.task == "half_learned"]
+def half_learned(_: Rates) -> list[Setting]:
+    """Where the frozen model is often wrong: without the anchor, which holds the policy at it, and with it."""
+    free = _at_one_rate(("dense", *SHORT, "distill", "smd_current"), FEW_SEEDS)
+    runs = [*(replace(run, anchored=False) for run in free), *_at_one_rate((*SHORT, "distill"), FEW_SEEDS)]
+    return [replace(run, task="half_learned", budget=BUDGETS["half_learned"]) for run in runs]
 
 
 def policies(_: Rates) -> list[Setting]:
@@ -205,7 +203,7 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "controls": controls,
     "one_rate": one_rate,
     "tasks": tasks,
-    "half_learned_free": half_learned_free,
+    "half_learned": half_learned,
     "budgets": budgets,
     "policies": policies,
     "one_rate_free": one_rate_free,

@@ -60,16 +60,21 @@ def seconds_of(setting: Setting, rounds: Sequence[Mapping]) -> float:
     """
     if len(rounds) < N_ROUNDS:
         raise LookupError(f"{len(rounds)} of {N_ROUNDS} rounds of `timing` have been run")
-    return statistics.median(sum(row["seconds"][setting.name]) for row in rounds)
+    return _median(setting.name, rounds)
+
+
+def _median(name: str, rounds: Sequence[Mapping]) -> float:
+    return statistics.median(sum(row["seconds"][name]) for row in rounds)
 
 
 def table(rounds: Sequence[Mapping]) -> str:
-    """Means ± standard deviations over rounds; ratios are of arms of one round."""
-    headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's"]
+    """Means ± standard deviations over rounds; ratios are of arms of one round. `clock` goes by the medians."""
+    headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's", "both, median, s"]
     body = []
     for name in rounds[0]["seconds"]:
         mine = [row["seconds"][name] for row in rounds]
         ratios = [sum(row["seconds"][name]) / sum(row["seconds"]["naive"]) for row in rounds]
         rollout, update = zip(*mine, strict=True)
-        body.append([f"`{name}`", *(mean_sd(values, 1, 2) for values in (rollout, update, ratios))])
+        spreads = [mean_sd(values, 1, 2) for values in (rollout, update, ratios)]
+        body.append([f"`{name}`", *spreads, f"{_median(name, rounds):.3f}"])
     return markdown_table(headings, body)
