@@ -154,11 +154,12 @@ def budgets(_: Rates) -> list[Setting]:
 def tasks(_: Rates) -> list[Setting]:
     """The other tasks."""
     runs = _at_one_rate(("dense", *SHORT, "distill"), FEW_SEEDS)
-    return [replace(run, task=task, budget=BUDGETS[task]) for task in ("recall", "long_chain") for run in runs]
+    others = ("recall", "long_chain")
+    return [replace(run, task=task, budget=BUDGETS[task]) for task in others for run in runs]
 
 
 def half_learned(_: Rates) -> list[Setting]:
-    """Where the frozen model is often wrong: without the anchor, which holds the policy at it, and with it."""
+    """Where the frozen model is often wrong, without the anchor that holds the policy at it, and with it."""
     free = _at_one_rate(("dense", *SHORT, "distill", "smd_current"), FEW_SEEDS)
     runs = [*(replace(run, anchored=False) for run in free), *_at_one_rate((*SHORT, "distill"), FEW_SEEDS)]
     return [replace(run, task="half_learned", budget=BUDGETS["half_learned"]) for run in runs]

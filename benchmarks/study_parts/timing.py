@@ -68,7 +68,7 @@ def _median(name: str, rounds: Sequence[Mapping]) -> float:
 
 
 def table(rounds: Sequence[Mapping]) -> str:
-    """Means ± standard deviations over rounds; ratios are of arms of one round. `clock` goes by the medians."""
+    """Means ± standard deviations over rounds; ratios are of arms of one round. `clock` takes the medians."""
     headings = ["arm", "rollout and scoring, s", "update, s", "both, of naive's", "both, median, s"]
     body = []
     for name in rounds[0]["seconds"]:
