@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rlkv.callbacks.diagnostics.gradient import GradientVariance
+from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.statistics import RolloutStatistics
 from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config
@@ -94,7 +96,9 @@ def train(warm: Path) -> Train:
     return done
 
 
-def run(warm: Path, folder: Path, *overrides: str, resumes: bool = False) -> Done:
+def run(
+    warm: Path, folder: Path, *overrides: str, resumes: bool = False, watching: Sequence[RLCallback] = ()
+) -> Done:
     cfg = config(warm, "stages=[rl]", *overrides)
     parts = build_parts(cfg)
     start = start_folder(cfg, folder)
@@ -102,7 +106,8 @@ def run(warm: Path, folder: Path, *overrides: str, resumes: bool = False) -> Don
     module = make_policy(parts, start)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     log = MetricLog()
-    callbacks = [RolloutStatistics(), *([] if cfg.distillation is None else [build(cfg.distillation)]), log]
+    distills = [] if cfg.distillation is None else [build(cfg.distillation)]
+    callbacks = [RolloutStatistics(), *distills, *watching, log]
     checkpoints = CheckpointDir(folder / "checkpoints")
     train_policy(parts, module, callbacks, checkpoints, checkpoints.latest() if resumes else None)
     after = dict(module.named_parameters())
@@ -135,6 +140,17 @@ def test_every_cross_trains(train: Train, algorithm: str, name: str, distillatio
             assert row["kv/replay_gap"] < 1e-4
         assert (row["rollout_corr/k3_kl"] > 1e-6) == (name not in ("dense", "shadow"))
     assert done.n_moved == done.n_trainable
+
+
+def test_the_whole_gradient_is_the_algorithms_own_where_nothing_is_added(warm: Path, tmp_path: Path):
+    def variances(distillation: str) -> list[tuple[float, ...]]:
+        gradient = GradientVariance(every=1, n_parts=2)
+        arm = ("algorithm=grpo", "correction=tis", f"distillation={distillation}")
+        rows = run(warm, tmp_path / distillation, *arm, watching=[gradient]).metrics
+        return [tuple(row[f"gradient/{term}/variance"] for term in ("policy", "loss")) for row in rows]
+
+    assert all(own == whole > 0 for own, whole in variances("none"))
+    assert all(own != whole for own, whole in variances("sparse_student"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -7,7 +7,7 @@ from lightning import Callback
 
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.steps import Split
-from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.modules.base import LossTerm, PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 
 
@@ -55,6 +55,12 @@ HOOKS = (
 TERMS = "loss_terms"
 NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
 """Lightning's, which carry a trainer's state."""
+
+
+def loss_terms_of(callbacks: Iterable[RLCallback]) -> list[LossTerm]:
+    """What those add to the loss that add anything."""
+    terms = [callback.loss_terms for callback in callbacks]
+    return [term for term in terms if getattr(term, "__func__", None) is not RLCallback.loss_terms]
 
 
 def check_hooks(callbacks: Iterable[Callback], kind: type[Callback] = Callback) -> None:

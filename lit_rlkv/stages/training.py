@@ -7,7 +7,7 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
-from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
+from lit_rlkv.callbacks.hooks import RLCallback, check_hooks, loss_terms_of
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
 from lit_rlkv.config import ConfigError, as_config_errors, build, build_reward
 from lit_rlkv.data.phases import Phases
@@ -190,7 +190,7 @@ def train_policy(
         ),
         ranks=ranks,
     )
-    module.loss_terms = [callback.loss_terms for callback in callbacks]
+    module.loss_terms = loss_terms_of(callbacks)
     if resume_from is not None:
         with as_config_errors(str(resume_from.path)):
             load_trainable(module, resume_from.weights())

@@ -1,7 +1,7 @@
 import lightning as L
 import pytest
 
-from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
+from lit_rlkv.callbacks.hooks import RLCallback, check_hooks, loss_terms_of
 
 
 class Misspelt(RLCallback):
@@ -53,3 +53,11 @@ def test_hooks_of_the_loop_are_accepted():
         TypeError, match=r"Callback is no RLCallback; derive it from lit_rlkv\.callbacks\.hooks"
     ):
         check_hooks([L.Callback()], RLCallback)
+
+
+def test_who_adds_nothing_to_the_loss_is_not_asked():
+    class Nothing(RLCallback):
+        pass
+
+    adds = Right()
+    assert loss_terms_of([Nothing(), adds, RLCallback()]) == [adds.loss_terms]

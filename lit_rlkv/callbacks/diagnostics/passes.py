@@ -58,7 +58,7 @@ class PassCounter:
 
     @property
     def n_learned(self) -> float:
-        """Tokens that backward passes went through; one that two roles learn from counts twice."""
+        """Tokens that backward passes went through; one that two of them went through counts twice."""
         return _total(self._learned)
 
     def _on_body(
