@@ -160,7 +160,7 @@ def tasks(_: Rates) -> list[Setting]:
 
 def half_learned(_: Rates) -> list[Setting]:
     """Where the frozen model is often wrong, without the anchor that holds the policy at it, and with it."""
-    free = _at_one_rate(("dense", *SHORT, "distill", "smd_current"), FEW_SEEDS)
+    free = _at_one_rate(("dense", *SHORT, "distill"), SEEDS) + _at_one_rate(("smd_current",), FEW_SEEDS)
     runs = [*(replace(run, anchored=False) for run in free), *_at_one_rate((*SHORT, "distill"), FEW_SEEDS)]
     return [replace(run, task="half_learned", budget=BUDGETS["half_learned"]) for run in runs]
 
