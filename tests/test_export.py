@@ -258,6 +258,27 @@ def test_an_export_runs_no_reward_function_of_the_run_and_an_evaluation_does(run
     assert sign.exists()
 
 
+def test_a_run_of_distillation_alone_is_exported_and_scored(runs, tmp_path):
+    run(runs, "distilled", "stages=[rl]", "algorithm.policy_weight=0")
+    folder, _ = export(asking(runs, "distilled", tmp_path / "out"))
+    token_ids, expected = expected_logits(runs / "distilled")
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(folder)(token_ids).logits
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
+    assert len(evaluate(scoring(runs / "distilled")).rows) == 3
+
+
+def test_a_run_that_captured_its_decode_steps_is_exported_and_scored_on_the_cpu(runs, tmp_path):
+    folder = tmp_path / "runs" / "captured"
+    copytree(runs / "ppo", folder)
+    saved = OmegaConf.load(folder / "config.yaml")
+    saved.rollout.cuda_graph, saved.fabric.accelerator = True, "cpu"
+    OmegaConf.save(saved, folder / "config.yaml")
+    written, _ = export(asking(folder.parent, "captured", tmp_path / "out"))
+    assert "cuda_graph: true" in (written / "README.md").read_text()
+    assert evaluate(scoring(folder)).rows == evaluate(scoring(runs / "ppo")).rows
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -256,7 +256,7 @@ def test_adapters_on_modules_that_are_not_there_are_refused_before_the_warm_up(t
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--help"], "Groups (choose with group=option)"),
+        (["--help"], "algorithm: dapo, dr_grpo, grpo, online_dpo, "),
         (["--cfg", "job"], "policy: random"),
     ],
 )
@@ -264,4 +264,5 @@ def test_help_and_config_are_shown_without_running(tmp_path, flags, says):
     arguments = [f"hydra.run.dir={tmp_path}/run", *flags]
     done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, check=True)
     assert says in done.stdout
+    assert "_shared" not in done.stdout
     assert not (tmp_path / "run").exists()

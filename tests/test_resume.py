@@ -160,6 +160,16 @@ def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
     assert (warm / "best" / "checkpoints" / "best").resolve().name == f"iteration-{best:06d}"
 
 
+def test_what_may_change_on_the_command_line_does_and_is_written_into_the_runs_folder(warm):
+    run(warm, "watched", "stages=[rl]", "algorithm.n_iterations=1")
+    folder, command = warm / "watched", [sys.executable, "-m", "lit_rlkv.fit"]
+    given = [f"resume={folder}", "stages=[eval]", "diagnostics=none", "logger=lightning_csv"]
+    subprocess.run([*command, *given, f"hydra.run.dir={warm / 'other'}"], cwd=ROOT, check=True)
+    assert (folder / "lightning_csv" / "version_0").is_dir()
+    assert "diagnostics: {}" in (folder / "config.yaml").read_text()
+    assert not (warm / "other").exists()
+
+
 def test_another_run_is_refused_with_what_differs(warm):
     for arguments, says in (
         (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),

@@ -89,6 +89,15 @@ def options_of(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml") if not path.stem.startswith("_"))
 
 
+def _option_groups() -> str:
+    """Every group with its options, a line each; Hydra's own list has what options only share."""
+    groups = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+    return "\n".join(f"{group}: {', '.join(options_of(group))}" for group in groups)
+
+
+OmegaConf.register_new_resolver("option_groups", _option_groups, replace=True)  # for --help
+
+
 def _closest(key: str, overrides: Sequence[str], name: str) -> str:
     """A hint at a key of the options that are chosen, or else of another option of the same group."""
     chosen = [override for override in overrides if options_of(override.partition("=")[0])]

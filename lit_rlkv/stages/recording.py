@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.axes import Place
@@ -33,9 +34,17 @@ def start_logger(parts: Parts, run_dir: Path, resumed_at: int, console: Console)
     if is_first:
         environment.record(run_dir, found)
     with as_config_errors("logger"):
-        logger = None if cfg.logger is None or not is_first else as_run_logger(build(cfg.logger))
+        logger = None if cfg.logger is None or not is_first else _make_logger(cfg.logger, run_dir)
     config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     return GuardedLogger(logger, RunStart(run_dir, config, found, resumed_at), console)
+
+
+def _make_logger(node: DictConfig, run_dir: Path) -> RunLogger:
+    """The config's logger; one of Lightning's, under `_partial_`, is told the folder of the run."""
+    built = build(node)
+    return as_run_logger(
+        built(**{"save_dir": run_dir, **built.keywords}) if isinstance(built, partial) else built
+    )
 
 
 def log_outcome(

@@ -149,5 +149,13 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
                 "are to change"
             )
         if key != "resume":
-            OmegaConf.update(asked, key, OmegaConf.select(cfg, key), force_add=True)
+            place = _place(asked, key)
+            OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
     return asked
+
+
+def _place(cfg: DictConfig, key: str) -> str:
+    """The key, or the first one above it that has nothing there, as of a diagnostic that was left out."""
+    names = key.split(".")
+    above = (".".join(names[:n]) for n in range(1, len(names)))
+    return next((name for name in above if OmegaConf.select(cfg, name) is None), key)

@@ -76,9 +76,11 @@ def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
     Raises:
         ConfigError: the config breaks a rule, or the weights are of another layout.
     """
-    run.cfg.distillation = None  # of no meaning after training, and not to be checked against another cache
     run.cfg.logger = None
+    if run.cfg.rollout.cuda_graph:
+        run.cfg.rollout.cuda_graph = None  # the run is also looked at where there is no CUDA to capture on
     check_config(run.cfg)
+    run.cfg.distillation = None  # of no meaning after training; what it alone needs is not loaded
     start = run.start
     parts = build_parts(run.cfg)
     module = make_policy(parts, start)

@@ -57,9 +57,11 @@ def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
 
 def warm_folder(cfg: DictConfig) -> Path:
     """Where the warm model of this config is, or will be: named by everything that it depends on."""
-    # The model's own mistakes are those that it makes under this cache.
-    names = ("task", "model", "sft", *(("cache", "rollout") if cfg.sft.mistakes.n_prompts > 0 else ()))
+    has_mistakes = cfg.sft.mistakes.n_prompts > 0
+    # The model's own mistakes are those that it makes under this cache, drawn a batch at a time.
+    names = ("task", "model", "sft", *(("cache", "rollout") if has_mistakes else ()))
     parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in names}
+    parts |= {"batch_size": cfg.evaluation.batch_size} if has_mistakes else {}
     sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
     files = [[] if source is None else stamps(Path(source).expanduser()) for source in sources]
     text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)

@@ -15,7 +15,7 @@ OPTIONS = sorted(
     for path in CONF_DIR.glob("*/*.yaml")
     if path.stem != "none" and path.stem[0] != "_"
 )
-# Options that need something of the user's, or of the running program.
+# Options that need something of the user's.
 EXTRAS = {
     "task=jsonl": ["task.path=tests/data/problems.jsonl"],
     "task=dataset": ["task.dataset=tests/data/problems.jsonl"],
@@ -26,7 +26,6 @@ EXTRAS = {
     "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
     "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
-    "logger=lightning_csv": ["logger.save_dir=runs"],
     "correction=dense": ["distillation=none"],
     "recipe=llm": ["model.path=someone/something"],
 }

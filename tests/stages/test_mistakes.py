@@ -58,15 +58,19 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
     assert [again.at(i) for i in range(len(again))] == [found.at(i) for i in range(len(found))]
     other = own_mistakes(parts, backbone, 40, seed=1)
     assert other.at(0) != found.at(0)
+    parts.cfg.evaluation.batch_size = 8
+    in_batches = own_mistakes(parts, backbone, 40, seed=0)
+    assert [in_batches.at(i) for i in range(len(in_batches))] != [found.at(i) for i in range(len(found))]
 
 
-def test_another_cache_makes_other_mistakes_and_so_another_warm_model(tmp_path):
+def test_another_cache_or_batch_makes_other_mistakes_and_so_another_warm_model(tmp_path):
     def folder(*overrides):
         return warm_folder(config(tmp_path, *overrides))
 
     asked = "sft.mistakes.n_prompts=32"
     assert folder(asked) != folder(asked, "cache.budget=12") != folder(asked, "rollout.temperature=0.5")
-    assert folder() == folder("cache.budget=12")
+    assert folder(asked) != folder(asked, "evaluation.batch_size=8")
+    assert folder() == folder("cache.budget=12") == folder("evaluation.batch_size=8")
     assert folder() != folder(asked)
 
 

@@ -119,6 +119,19 @@ def test_the_axes_of_a_resumed_run_go_on(warm):
     assert float(second["time/wall_clock_s"]) > float(first["time/wall_clock_s"]) > 0
 
 
+@pytest.mark.slow
+def test_lightnings_logger_writes_into_the_folder_of_the_run_that_goes_on_also_where_it_was_moved(warm):
+    killed(config(warm, "logger=lightning_csv", *QUICK), warm / "there")
+    assert [path.name for path in (warm / "there" / "lightning_csv").iterdir()] == ["version_0"]
+    folder = (warm / "there").rename(warm / "here")
+    again, cfg = resumed(compose_resume(folder))
+    fit(cfg, again, Console(quiet=True), resumes=True)
+    assert {path.name for path in (folder / "lightning_csv").iterdir()} == {"version_0", "version_1"}
+    assert not (warm / "there").exists()
+    run(warm, "elsewhere", "logger=lightning_csv", f"+logger.save_dir={warm / 'given'}", *QUICK)
+    assert (warm / "given" / "lightning_csv" / "version_0").is_dir()
+
+
 def compose_resume(folder):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         return compose("config", overrides=[f"resume={folder}"])

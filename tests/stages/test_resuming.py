@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.checkpoint import Checkpoint
-from lit_rlkv.config import ConfigError, composed
+from lit_rlkv.config import ConfigError, check_config, composed
 from lit_rlkv.stages.locking import BusyError, FolderLock
 from lit_rlkv.stages.parts import CONFIG, REPORT
 from lit_rlkv.stages.resuming import differences, resumed, warn_of_other_ranks
@@ -99,6 +99,32 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(tmp_path):
         resumed(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
     with pytest.raises(ConfigError, match="a preset cannot be put on a run"):
         resumed(cfg, [f"resume={run}", "experiment=tis"])
+
+
+def gone_on(folder, run, *overrides):
+    """The config of a run that is gone on with."""
+    overrides = [f"resume={run}", *overrides]
+    return resumed(asked(folder, *overrides), overrides)[1]
+
+
+def test_a_group_that_is_chosen_takes_the_place_of_the_runs_own(tmp_path):
+    run = leave_run(tmp_path, "mine", "logger=wandb", "logger.project=mine")
+    cfg = gone_on(tmp_path, run, "diagnostics=none", "logger=tensorboard", "logger.figures_every=3")
+    assert cfg.diagnostics == {}
+    assert cfg.logger == asked(tmp_path, "logger=tensorboard", "logger.figures_every=3").logger
+    check_config(cfg)
+    assert gone_on(tmp_path, run, "logger=csv").logger is None
+    assert gone_on(tmp_path, run, "~diagnostics.gradient").diagnostics.gradient is None
+    assert gone_on(tmp_path, run, "seed=0").logger.project == "mine"
+
+
+@pytest.mark.parametrize("without", ["diagnostics.gradient=null", "diagnostics=none"])
+def test_a_setting_of_what_the_run_left_out_brings_it_whole(tmp_path, without):
+    run = leave_run(tmp_path, "mine", without, "rollout.rows_per_pass=3")
+    cfg = gone_on(tmp_path, run, "diagnostics.gradient.every=5", "diagnostics.layers.every=7")
+    assert cfg.diagnostics.gradient == asked(tmp_path, "diagnostics.gradient.every=5").diagnostics.gradient
+    assert (cfg.diagnostics.layers.every, cfg.diagnostics.layers.rows_per_pass) == (7, 3)
+    check_config(cfg)
 
 
 @pytest.mark.parametrize(("n_ranks", "says"), [(2, ""), (4, "had 2 processes and goes on with 4: prompts")])
