@@ -55,7 +55,7 @@ class LoggingCallback(RLCallback):
         if iteration <= logger.last_iteration:
             return
         logger.scalars(metrics, place)
-        drawn = [sample for sample in self.samples.samples if sample.iteration == iteration]
+        drawn = [sample for sample in self.samples.latest if sample.iteration == iteration]
         if drawn:
             logger.table("samples", SAMPLE_HEADINGS, sample_rows(drawn), place, grows=True)
         if self._rollout is not None:

@@ -18,6 +18,8 @@ from lit_rlkv.types import prompt_text
 FILE_NAME = "samples.jsonl"
 MAX_SHOWN_CHARACTERS = 400
 """Longest text on the console; the file has all of it."""
+N_REPORTED = 24
+"""Most samples in the report."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Sample:
 class Samples(RLCallback):
     """Every `every_n_iterations`, from the first on, the first response to each of the first `n` prompts.
 
-    Which texts these are does not depend on their reward, so they show what is usual. `samples` keeps those
-    of the first draw and the latest, `n_kept` in all; samples.jsonl in `run_dir` has every one, and a resumed
-    run reads them back.
+    Which texts these are does not depend on their reward, so they show what is usual. `latest` is the latest
+    draw, and `samples` what the report shows of all: `N_REPORTED` of the first and the latest. samples.jsonl
+    in `run_dir` has every one, and a resumed run reads them back.
     """
 
     def __init__(
@@ -43,37 +45,32 @@ class Samples(RLCallback):
         run_dir: Path,
         every_n_iterations: int = 10,
         n: int = 3,
-        n_kept: int = 24,
         console: Console | None = None,
     ) -> None:
         for name, value in {"every_n_iterations": every_n_iterations, "n": n}.items():
             if value < 1:
                 raise ValueError(f"samples.{name}={value} would never show a text; give at least 1")
-        if n_kept < n:
-            raise ValueError(
-                f"samples.n_kept={n_kept} cannot hold one draw of n={n}; raise n_kept or lower n"
-            )
         if not run_dir.is_dir():
             raise ValueError(f"run_dir={str(run_dir)!r} is not a directory; make it before the run starts")
         self.path = run_dir / FILE_NAME
         self.every_n_iterations = every_n_iterations
         self.n = n
-        self.n_kept = n_kept
         self.console = console or stderr_console()
         if self.path.is_file():  # what a crash cut short would spoil the line that comes next
             write_atomically(self.path, "".join(f"{line}\n" for line in whole_lines(self.path)))
-        self.samples = thinned(_read_back(self.path), n_kept)
+        self.latest: list[Sample] = []
+        self.samples = thinned(_read_back(self.path), N_REPORTED)
 
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every_n_iterations:
             return
-        drawn = draw(experience, self.n)
-        lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in drawn]
+        self.latest = draw(experience, self.n)
+        lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.latest]
         append_if_possible(self.path, "".join(lines))
         # What a run recorded after the checkpoint that it resumed from is drawn again.
         earlier = [sample for sample in self.samples if sample.iteration <= experience.iteration]
-        self.samples = thinned([*earlier, *drawn], self.n_kept)
-        self.console.print(render(drawn))
+        self.samples = thinned([*earlier, *self.latest], N_REPORTED)
+        self.console.print(render(self.latest))
 
 
 def recorded(path: Path) -> list[Sample]:
@@ -83,8 +80,8 @@ def recorded(path: Path) -> list[Sample]:
 
 
 def thinned(samples: list[Sample], n_kept: int) -> list[Sample]:
-    """At most `n_kept`: all of the first iteration among them, and the latest of the others."""
-    first = [sample for sample in samples if sample.iteration == samples[0].iteration][:n_kept]
+    """At most `n_kept`: those of the first iteration, up to half of all, and the latest."""
+    first = [sample for sample in samples if sample.iteration == samples[0].iteration][: n_kept // 2]
     n_latest = min(n_kept, len(samples)) - len(first)
     return first + samples[len(samples) - n_latest :]
 

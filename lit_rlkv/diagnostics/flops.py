@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.diagnostics.cache import live_keys, predicts
 from lit_rlkv.models.adapters import active_adapter, lora_layers
-from lit_rlkv.models.backbone import head_dim, n_kv_heads, optional_setting, text_config
+from lit_rlkv.models.backbone import head_dim, n_kv_heads, text_config
 from lit_rlkv.types import Rollout
 
 
@@ -59,23 +59,25 @@ class Costs:
 def costs_of(model: PreTrainedModel) -> Costs | None:
     """What the model costs with the adapter that is on now.
 
-    None for a mixture of experts, of whose weights a token meets only some.
+    None where not every weight is of a matrix that each token meets once, as in a mixture of experts.
     """
-    config = text_config(model)
-    if optional_setting(config, "num_experts_per_tok"):
-        return None
+    body = _language_model(model)
     adapter = active_adapter(lora_layers(model))
-    matrices = [p for name, p in _matrices(model) if "lora_" not in name or f".{adapter}." in name]
-    n_weights = sum(p.numel() for p in matrices)
-    n_trained = sum(p.numel() for p in matrices if p.requires_grad)
+    matrices = [p for name, p in _matrices(body) if "lora_" not in name or f".{adapter}." in name]
+    # Families name the setting differently, but their experts alike; most hold them in one tensor.
+    has_experts = any(name.endswith("experts") for name, _ in body.named_modules())
+    if has_experts or any(p.ndim > 2 for p in matrices):
+        return None
+    n_weights = sum(map(_n_weights, matrices))
+    n_trained = sum(_n_weights(p) for p in matrices if p.requires_grad)
     head = model.get_output_embeddings().weight
-    n_heads: int = config.num_attention_heads
+    n_heads: int = text_config(model).num_attention_heads
     return Costs(
         forward_per_token=2 * n_weights,
         backward_per_token=2 * (n_weights + n_trained),
         forward_per_pair=4 * head_dim(model) * n_heads // n_kv_heads(model),
-        forward_per_position=2 * head.numel(),
-        backward_per_position=2 * head.numel() * (2 if head.requires_grad else 1),
+        forward_per_position=2 * _n_weights(head),
+        backward_per_position=2 * _n_weights(head) * (2 if head.requires_grad else 1),
     )
 
 
@@ -111,10 +113,22 @@ def sampler_work(rollout: Rollout, group_size: int) -> tuple[Work, int]:
     return Work(prompt_lens.sum() + steps, n_pairs), len(prompt_lens) + int(steps)
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights of products below the output head; a table that tokens are looked up in is none."""
-    head = model.get_output_embeddings().weight
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and parameter is not head and id(parameter) not in tables:
+def _language_model(model: PreTrainedModel) -> nn.Module:
+    """What tokens pass through below the output head, without the towers of a model that reads images too."""
+    kind = type(text_config(model))
+    parts = (part for part in model.base_model.modules() if isinstance(part, PreTrainedModel))
+    return next(part for part in parts if isinstance(part.config, kind))
+
+
+def _matrices(body: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights of products; a table that tokens are looked up in is none."""
+    tables = {id(module.weight) for module in body.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in body.named_parameters():
+        if parameter.ndim > 1 and id(parameter) not in tables:
             yield name, parameter
+
+
+def _n_weights(parameter: Tensor) -> int:
+    """Those that it stands for: bitsandbytes packs two of 4 bits into each of its elements."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()

@@ -1,20 +1,32 @@
 """What a sweep compares its runs by, and whether a run logs it at all."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from lit_rlkv.callbacks.final import FINAL_METRICS
 from lit_rlkv.checks import is_number
 from lit_rlkv.config import ConfigError
+from lit_rlkv.data.credit import PairCredit
+from lit_rlkv.stages.training import needed_roles
 
 DICTIONARY = Path(__file__).parents[2] / "METRICS.md"
 """All names that runs log; it stands beside the package in a clone, and is not part of a wheel."""
+MEASURED = {
+    "mismatch": "kv/(dense|overlap|arms).+",
+    "layers": "kv/layer_kl/.+",
+    "gradient": "gradient/(policy|loss)/.+|variance_proxy/.+",
+    "gradient_sources": "gradient/(sources|counterfactual)/.+",
+    "cache": "kv/(retained|never_evicted|affected|lifetime|attention|needs_dead|dead_key).*",
+    "performance": "(memory|perf)/.+|time/(rollout|score|reward)",
+}
+"""What each diagnostic logs."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +95,59 @@ def check_metric(metric: Metric, cfg: DictConfig, *, is_watched: bool) -> None:
             raise ConfigError(
                 f"metric={metric.name} needs {' and '.join(needed)} in stages={stages}; add them"
             )
-        return
-    if "rl" not in stages:
+    elif "rl" not in stages:
         raise ConfigError(f"metric={metric.name} is logged by rl, which is not in stages={stages}; add it")
-    names = logged_names()
-    if names and not any(name.fullmatch(metric.name) for name in names.values()):
-        close = get_close_matches(metric.name, [*FINAL_METRICS, *names], n=1)
+    else:
+        _check_name(metric.name)
+    for names, is_logged, remedy in _conditions(cfg):
+        if not is_logged and re.fullmatch(names, metric.name):
+            raise ConfigError(
+                f"metric={metric.name} is not logged with these settings; {remedy}, or use another metric"
+            )
+
+
+def _check_name(name: str) -> None:
+    known = logged_names()
+    if known and not any(pattern.fullmatch(name) for pattern in known.values()):
+        close = get_close_matches(name, [*FINAL_METRICS, *known], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "METRICS.md lists them"
-        raise ConfigError(f"metric={metric.name!r} is logged by no run; {hint}")
+        raise ConfigError(f"metric={name!r} is logged by rl and eval of no run; {hint}")
+
+
+def _conditions(cfg: DictConfig) -> Iterator[tuple[str, bool, str]]:
+    """Names that not every run logs, whether one of this config does, and what would make it log them."""
+    roles, kl, distillation = needed_roles(cfg), cfg.algorithm.kl, cfg.distillation
+    has_pairs = get_object(cfg.algorithm.loss._target_).credit_rule is PairCredit
+    yield "policy_loss|approx_kl|clip_ratio/.+", not has_pairs, "choose an algorithm other than online_dpo"
+    of_pairs = "dpo_loss|logps/.+|rewards/(chosen|rejected|margins|accuracies)"
+    yield of_pairs, has_pairs, "choose algorithm=online_dpo"
+    yield "value_loss|value/.+", "value" in roles, "choose algorithm=ppo"
+    yield "rewards/learned|eval/learned_reward", "reward" in roles, "raise reward.learned"
+    yield (
+        "rewards/[^/]+/(mean|std)|reward/failed_fraction",
+        bool(cfg.reward.functions),
+        "add reward.functions",
+    )
+    yield "objective/.+", "reference" in roles, "raise algorithm.kl.weight"
+    in_loss = kl.weight > 0 and kl.place == "loss"
+    yield "kl", in_loss, "raise algorithm.kl.weight, with algorithm.kl.place=loss"
+    for names, option in {"smd/(kl|loss)": "weight", "smd/anchor/.+": "anchor_weight"}.items():
+        has_term = distillation is not None and distillation.get(option, 0) > 0
+        yield names, has_term, f"choose a distillation with distillation.{option} above 0"
+    yield "kv/replay_gap", cfg.correction.replays, "choose correction=shadow"
+    measured = {get_object(node._target_).name for node in cfg.diagnostics.values() if node is not None}
+    for name, names in MEASURED.items():
+        yield f"{names}|time/diagnostics/{name}", name in measured, f"switch diagnostics.{name} on"
 
 
 def logged_names() -> dict[str, re.Pattern[str]]:
-    """Every name in the metric dictionary and what it matches, `{x}` being any name; empty without it."""
+    """Every name of RL and evaluation in the metric dictionary and what it matches, `{x}` being any name.
+
+    Empty without the dictionary.
+    """
     if not DICTIONARY.is_file():
         return {}
-    rows = [line.split("|")[1] for line in DICTIONARY.read_text().splitlines() if line.startswith("| `")]
+    text, _, _of_warm_up = DICTIONARY.read_text().partition("## Warm-up")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     return {name: re.compile(re.sub(r"\\{.+?\\}", "[^/]+", re.escape(name))) for name in names}

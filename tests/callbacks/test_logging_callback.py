@@ -10,11 +10,12 @@ from lit_rlkv.callbacks.logging_callback import LoggingCallback
 from lit_rlkv.callbacks.samples import Sample, Samples
 from lit_rlkv.types import NEVER, Rollout
 from tests.callbacks.loggers.recorded import KeepingLogger, place, start_in
+from tests.callbacks.test_samples import make_experience
 
 
-def make(tmp_path, logger, history=(), draw=lambda rollout: ["a picture"]):
+def make(tmp_path, logger, history=(), draw=lambda rollout: ["a picture"], **sampling):
     quiet = Console(quiet=True)
-    samples = Samples(tmp_path, console=quiet)
+    samples = Samples(tmp_path, console=quiet, **sampling)
     return LoggingCallback(GuardedLogger(logger, start_in(tmp_path), quiet), samples, list(history), draw)
 
 
@@ -47,14 +48,15 @@ def test_an_iteration_goes_to_the_logger_at_its_place(tmp_path):
     assert at == place(4)
 
 
-def test_what_was_drawn_in_an_iteration_grows_the_table(tmp_path):
+@pytest.mark.parametrize("n", [1, 16, 30])
+def test_all_that_was_drawn_in_an_iteration_grows_the_table(tmp_path, n):
     logger = KeepingLogger()
-    callback = make(tmp_path, logger)
-    callback.samples.samples = [Sample("1+1=", "3", 0.0, 1), Sample("1+1=", "2", 1.0, 2)]
-    end(callback, 2)
-    assert logger.named("table") == [("samples", [[2, "1+1=", "2", 1.0]], place(2), True)]
-    end(callback, 3)
-    assert len(logger.named("table")) == 1
+    callback = make(tmp_path, logger, n=n, every_n_iterations=2)
+    for iteration in range(4):
+        callback.samples.on_rollout_end(make_experience(iteration, n_prompts=n, group_size=1))
+        end(callback, iteration + 1)
+    rows = {i: [[i, f"question {j}", f"answer {j} of {i - 1}", j / 4] for j in range(n)] for i in (1, 3)}
+    assert logger.named("table") == [("samples", rows[i], place(i), True) for i in (1, 3)]
 
 
 def test_what_the_logger_has_already_is_not_sent_again(tmp_path):

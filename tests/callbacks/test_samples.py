@@ -80,17 +80,29 @@ def test_the_file_holds_whole_texts_on_one_line_each(tmp_path):
 
 
 def test_the_first_draw_and_the_latest_are_kept(tmp_path):
-    callback = make_samples(tmp_path, every_n_iterations=1, n=2, n_kept=5)
-    for iteration in range(5):
+    callback = make_samples(tmp_path, every_n_iterations=1, n=2)
+    for iteration in range(20):
         callback.on_rollout_end(make_experience(iteration))
-    assert [sample.iteration for sample in callback.samples] == [1, 1, 4, 5, 5]
-    assert len(read(tmp_path)) == 10
+    latest = [iteration for iteration in range(10, 21) for _ in range(2)]
+    assert [sample.iteration for sample in callback.samples] == [1, 1, *latest]
+    assert len(read(tmp_path)) == 40
+
+
+@pytest.mark.parametrize("n", [16, 24, 30])
+def test_large_draws_are_written_whole_and_share_the_report(tmp_path, n):
+    callback = make_samples(tmp_path, every_n_iterations=1, n=n)
+    for iteration in range(3):
+        callback.on_rollout_end(make_experience(iteration, n_prompts=n))
+        assert callback.latest == draw(make_experience(iteration, n_prompts=n), n)
+    assert [sample.iteration for sample in callback.samples] == [1] * 12 + [3] * 12
+    assert len(read(tmp_path)) == 3 * n
 
 
 def test_thinning_keeps_everything_that_fits():
     samples = [Sample("", "", 0.0, iteration) for iteration in (1, 1, 2)]
     assert thinned(samples, 3) == samples
-    assert thinned(samples, 2) == samples[:2]
+    assert thinned(samples, 2) == [samples[0], samples[2]]
+    assert thinned(samples[:2], 2) == samples[:2]
     assert thinned([], 2) == []
 
 
@@ -131,7 +143,6 @@ def test_the_console_shows_each_draw(tmp_path):
     [
         ({"n": 0}, "samples.n=0 would never show a text"),
         ({"every_n_iterations": 0}, "samples.every_n_iterations=0 would never"),
-        ({"n": 5, "n_kept": 4}, "n_kept=4 cannot hold one draw of n=5"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, options, message):

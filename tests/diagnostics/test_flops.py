@@ -1,9 +1,20 @@
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import MixtralConfig
+from transformers import (
+    AriaTextConfig,
+    AutoModelForCausalLM,
+    DbrxConfig,
+    Gemma3Config,
+    Gemma4TextConfig,
+    JetMoeConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
 
 from lit_rlkv.diagnostics.cache import predicts
 from lit_rlkv.diagnostics.flops import Work, costs_of, learner_work, sampler_work
@@ -13,7 +24,7 @@ from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switche
 from lit_rlkv.models.backbone import hidden_states
 from lit_rlkv.models.replay import dense_death, replay_death
 from lit_rlkv.types import NEVER, Rollout
-from tests.models_zoo import FAMILIES, HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, build, tiny_config, tiny_model
+from tests.models_zoo import FAMILIES, HEAD_DIM, HIDDEN, LAYERS, VOCAB, build, tiny_config, tiny_model
 from tests.training import make_datamodule, make_roles
 
 N = NEVER
@@ -58,12 +69,46 @@ def test_adapters_that_are_off_cost_nothing():
     assert costs.forward_per_token == costs.backward_per_token == 2 * LAYERS * LAYER
 
 
-def test_the_flops_of_a_mixture_of_experts_are_not_known():
-    config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=1, intermediate_size=64,
-        num_attention_heads=HEADS, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-    assert costs_of(build(config)) is None
+# Of each way to name the experts that meet a token, and to hold their weights; Dbrx holds them in one matrix.
+MIXTURES = [
+    MixtralConfig(num_hidden_layers=1),
+    AriaTextConfig(num_hidden_layers=1),
+    DbrxConfig(n_layers=1, attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}),
+    JetMoeConfig(num_hidden_layers=1),
+    Gemma4TextConfig(
+        num_hidden_layers=1, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64
+    ),
+]
+
+
+@pytest.mark.parametrize("config", MIXTURES, ids=lambda config: config.model_type)
+def test_the_flops_of_a_mixture_of_experts_are_not_known(config: PretrainedConfig):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert costs_of(model) is None
+
+
+def test_what_reads_images_costs_a_token_nothing():
+    tower = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    text = tiny_config("gemma3")
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=tower, mm_tokens_per_image=4)
+    assert costs_of(build(config)) == costs_of(build(text)) is not None
+
+
+def test_weights_of_4_bits_count_as_what_they_stand_for():
+    model = build(tiny_config("llama")).requires_grad_(False)
+    before = costs_of(model)
+    for layer in model.model.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                packed = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
+                state = SimpleNamespace(shape=module.weight.shape)
+                module.weight = nn.Parameter(packed, requires_grad=False)
+                module.weight.quant_state = state  # as bitsandbytes has it, which needs a GPU
+    assert costs_of(model) == before is not None
 
 
 def products(run) -> int:

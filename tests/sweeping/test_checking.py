@@ -41,9 +41,18 @@ def test_all_combinations_are_checked_but_each_seed_only_once(tmp_path):
         (with_parameters(BAYES, cache__budget={"min": 2, "max": 20}), "leave no slot to choose in budget=2"),
         (
             GRID | {"metric": {"name": "eval/acuracy"}},
-            "'eval/acuracy' is logged by no run; did you mean 'eval/accuracy'",
+            "'eval/acuracy' is logged by rl and eval of no run; did you mean 'eval/accuracy'",
         ),
-        (GRID | {"metric": {"name": "rewrad"}}, "metric='rewrad' is logged by no run; did you mean 'reward'"),
+        (
+            GRID | {"metric": {"name": "rewrad"}},
+            "metric='rewrad' is logged by rl and eval of no run; did you mean 'reward'",
+        ),
+        (
+            with_parameters(
+                GRID | {"metric": {"name": "dpo_loss"}}, algorithm={"values": ["online_dpo", "grpo"]}
+            ),
+            "metric=dpo_loss is not logged with these settings; .*algorithm=grpo",
+        ),
         (
             GRID | {"early_terminate": {"type": "hyperband", "min_iter": 3}},
             "metric=eval/accuracy is known only at a run's end, too late for early_terminate",
