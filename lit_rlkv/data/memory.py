@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.data.settings import SamplingConfig, UpdateConfig
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import head_dim, n_kv_heads, text_config
+from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.rollout.generate import rows_under_way
 from lit_rlkv.units import human_bytes
@@ -62,7 +62,7 @@ def rollout_needs(
         Need(
             "KV cache",
             {"of keys and values": 2, **layers, "rows": n_rows, **heads}
-            | {"slots": cache.n_slots(n_columns), "dims": head_dim(model), "bytes": itemsize},
+            | {"slots": cache.n_slots(n_columns), "dims": max(head_dims(model)), "bytes": itemsize},
             [*(smaller if cache.is_dense else [f"lower cache.budget={cache.budget}"]), fewer],
         ),
         Need(

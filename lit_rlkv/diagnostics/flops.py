@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.diagnostics.cache import live_keys, predicts
 from lit_rlkv.models.adapters import active_adapter, lora_layers
-from lit_rlkv.models.backbone import head_dim, n_kv_heads, text_config
+from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.types import Rollout
 
 
@@ -59,14 +59,16 @@ class Costs:
 def costs_of(model: PreTrainedModel) -> Costs | None:
     """What the model costs with the adapter that is on now.
 
-    None where not every weight is of a matrix that each token meets once, as in a mixture of experts.
+    None where not every weight is of a matrix that each token meets once, as in a mixture of experts, and
+    where heads of some layers are wider than those of others.
     """
     body = _language_model(model)
     adapter = active_adapter(lora_layers(model))
     matrices = [p for name, p in _matrices(body) if "lora_" not in name or f".{adapter}." in name]
     # Families name the setting differently, but their experts alike; most hold them in one tensor.
     has_experts = any(name.endswith("experts") for name, _ in body.named_modules())
-    if has_experts or any(p.ndim > 2 for p in matrices):
+    dims = head_dims(model)
+    if has_experts or any(p.ndim > 2 for p in matrices) or len(dims) > 1:
         return None
     n_weights = sum(map(_n_weights, matrices))
     n_trained = sum(_n_weights(p) for p in matrices if p.requires_grad)
@@ -75,7 +77,7 @@ def costs_of(model: PreTrainedModel) -> Costs | None:
     return Costs(
         forward_per_token=2 * n_weights,
         backward_per_token=2 * (n_weights + n_trained),
-        forward_per_pair=4 * head_dim(model) * n_heads // n_kv_heads(model),
+        forward_per_pair=4 * dims.pop() * n_heads // n_kv_heads(model),
         forward_per_position=2 * _n_weights(head),
         backward_per_position=2 * _n_weights(head) * (2 if head.requires_grad else 1),
     )

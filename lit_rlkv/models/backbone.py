@@ -209,10 +209,14 @@ def n_kv_heads(model: PreTrainedModel) -> int:
     return int(optional_setting(config, "num_key_value_heads") or config.num_attention_heads)
 
 
-def head_dim(model: PreTrainedModel) -> int:
-    """Dimensions of an attention head."""
+def head_dims(model: PreTrainedModel) -> set[int]:
+    """Dimensions of an attention head: one number, but for families in which layers differ."""
     config = text_config(model)
-    return int(optional_setting(config, "head_dim") or config.hidden_size // config.num_attention_heads)
+    layers = optional_setting(config, "per_layer_config") or [config]
+    return {
+        int(optional_setting(layer, "head_dim") or layer.hidden_size // layer.num_attention_heads)
+        for layer in layers
+    }
 
 
 def hidden_states(

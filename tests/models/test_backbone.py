@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    AutoModelForCausalLM,
     CohereConfig,
     DiffLlamaConfig,
     FalconMambaConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
@@ -20,13 +22,15 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from lit_rlkv.diagnostics.flops import costs_of
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models import attention, prepare_backbone, replay_logps
-from lit_rlkv.models.backbone import can_be_captured, check_length, head_logits, token_positions
+from lit_rlkv.models.backbone import can_be_captured, check_length, head_dims, head_logits, token_positions
 from lit_rlkv.rollout import generate
 from tests.models_zoo import (
     FAMILIES,
+    HEAD_DIM,
     HEADS,
     HIDDEN,
     PAD,
@@ -324,3 +328,13 @@ def test_the_proof_computes_in_float32_whatever_the_process_has_chosen():
     finally:
         torch.set_float32_matmul_precision(before)
         hook.remove()
+
+
+def test_heads_of_layers_may_differ_in_width():
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, head_dim=8, global_head_dim=16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert head_dims(model) == {8, 16}
+    assert costs_of(model) is None
+    assert head_dims(tiny_model("llama")) == {HEAD_DIM}
