@@ -268,11 +268,12 @@ def test_a_run_of_distillation_alone_is_exported_and_scored(runs, tmp_path):
     assert len(evaluate(scoring(runs / "distilled")).rows) == 3
 
 
-def test_a_run_that_captured_its_decode_steps_is_exported_and_scored_on_the_cpu(runs, tmp_path):
+def test_a_run_of_a_gpu_is_exported_and_scored_where_there_is_none(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = tmp_path / "runs" / "captured"
     copytree(runs / "ppo", folder)
     saved = OmegaConf.load(folder / "config.yaml")
-    saved.rollout.cuda_graph, saved.fabric.accelerator = True, "cpu"
+    saved.rollout.cuda_graph, saved.fabric.accelerator = True, "cuda"
     OmegaConf.save(saved, folder / "config.yaml")
     written, _ = export(asking(folder.parent, "captured", tmp_path / "out"))
     assert "cuda_graph: true" in (written / "README.md").read_text()

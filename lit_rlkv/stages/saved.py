@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
@@ -77,8 +78,11 @@ def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
         ConfigError: the config breaks a rule, or the weights are of another layout.
     """
     run.cfg.logger = None
+    # It may be looked at on a machine without the CUDA that it was trained with.
     if run.cfg.rollout.cuda_graph:
-        run.cfg.rollout.cuda_graph = None  # the run is also looked at where there is no CUDA to capture on
+        run.cfg.rollout.cuda_graph = None
+    if run.cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+        run.cfg.fabric.accelerator = "auto"
     check_config(run.cfg)
     run.cfg.distillation = None  # of no meaning after training; what it alone needs is not loaded
     start = run.start
