@@ -134,6 +134,8 @@ def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
             title = f"{setting.task}, budget {setting.budget}, one rate"
             if setting.policy != plan.MAIN_POLICY:
                 title += f", {setting.policy}"
+            if not setting.anchored:
+                title += ", without the anchor"
             found.setdefault(title, []).extend(rows_of([setting], done))
     return found
 

@@ -123,7 +123,7 @@ def controls(rate: Rates) -> list[Setting]:
 
 
 SHORT = ("naive", "tis", "shadow", "smd")
-"""The arms of the smaller comparisons, all with the anchor and at one learning rate."""
+"""The arms of the smaller comparisons, at one learning rate and, but for `half_learned`, with the anchor."""
 
 
 def one_rate(_: Rates) -> list[Setting]:
@@ -154,10 +154,10 @@ def tasks(_: Rates) -> list[Setting]:
 
 
 def half_learned(_: Rates) -> list[Setting]:
-    """Where the frozen model is often wrong, without the anchor that holds the policy at it, and with it."""
-    free = _at_one_rate(("dense", *SHORT, "distill"), SEEDS) + _at_one_rate(("smd_current",), FEW_SEEDS)
-    runs = [*(replace(run, anchored=False) for run in free), *_at_one_rate((*SHORT, "distill"), FEW_SEEDS)]
-    return [replace(run, task="half_learned", budget=BUDGETS["half_learned"]) for run in runs]
+    """Where the frozen model is often wrong, without the anchor, which would hold the policy at it."""
+    runs = _at_one_rate(("dense", *SHORT, "distill"), SEEDS) + _at_one_rate(("smd_current",), FEW_SEEDS)
+    place = {"task": "half_learned", "budget": BUDGETS["half_learned"]}
+    return [replace(run, anchored=False, **place) for run in runs]
 
 
 def policies(_: Rates) -> list[Setting]:

@@ -108,12 +108,16 @@ COMPARED = ("naive", "tis", "shadow", "distill", "smd")
 
 
 def places_table(groups: Mapping[str, Iterable[Row]]) -> str:
-    """Points gained under the budget by the anchored arms of each comparison, and by smd with all keys."""
+    """Points gained under the budget by arms of each comparison, and by smd with all keys.
+
+    With the anchor, where a comparison has arms that have it.
+    """
     headings = ["comparison", "seeds", "start, %", *(f"`{arm}`" for arm in COMPARED), "`smd`, all keys"]
     body = []
     for title, rows in groups.items():
         arms = by_arm(rows)
-        compared = [arms.get(f"{arm}+anchor", ()) for arm in COMPARED]
+        end = "+anchor" if any(name.endswith("+anchor") for name in arms) else ""
+        compared = [arms.get(f"{arm}{end}", ()) for arm in COMPARED]
         by_seed = {row["seed"]: row for mine in compared for row in mine}
         if len([mine for mine in compared if mine]) < 2:
             continue
@@ -245,7 +249,7 @@ def report(
         parts += [variance.sample_sizes(variances)]
     if exposures:
         parts += ["## What eviction touches", exposure.table(exposures)]
-    parts += ["## Every comparison, with the anchor", places_table(groups)]
+    parts += ["## Every comparison, with the anchor where nothing else is said", places_table(groups)]
     for title, rows in groups.items():
         if arms := by_arm(rows):
             parts += [f"## {title}", start_line(arms), summary_table(arms), accuracy_table(arms)]
