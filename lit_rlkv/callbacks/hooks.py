@@ -58,7 +58,7 @@ NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
 
 
 def loss_terms_of(callbacks: Iterable[RLCallback]) -> list[LossTerm]:
-    """What those add to the loss that add anything."""
+    """The hooks of those that add to the loss; with none, the loss is the algorithm's own."""
     terms = [callback.loss_terms for callback in callbacks]
     return [term for term in terms if getattr(term, "__func__", None) is not RLCallback.loss_terms]
 

@@ -6,8 +6,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from lit_rlkv.checks import is_number
-from lit_rlkv.config.building import as_config_errors, build
-from lit_rlkv.config.requirements import require
+from lit_rlkv.config.building import as_config_errors, build, require
 from lit_rlkv.data.credit import CreditRule, PairCredit
 from lit_rlkv.data.settings import KLConfig
 from lit_rlkv.objectives.aggregate import AGGREGATIONS

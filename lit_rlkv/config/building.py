@@ -40,6 +40,12 @@ class ConfigError(ValueError):
     """A mistake in the configuration: what was given, why it is wrong, what to do."""
 
 
+def require(is_right: bool, message: str) -> None:
+    """Raise the message as a ConfigError unless something holds."""
+    if not is_right:
+        raise ConfigError(message)
+
+
 @contextmanager
 def as_config_errors(where: str) -> Iterator[None]:
     """What a constructor or a loader says against a user's settings, said as a mistake of the config."""

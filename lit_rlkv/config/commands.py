@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import is_count, is_number
-from lit_rlkv.config.requirements import require
+from lit_rlkv.config.building import require
 from lit_rlkv.kernels.backend import KERNELS
 from lit_rlkv.kvcache.policies import POLICIES
 

@@ -4,8 +4,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import is_count
-from lit_rlkv.config.building import ConfigError
-from lit_rlkv.config.requirements import require
+from lit_rlkv.config.building import ConfigError, require
 from lit_rlkv.data.credit import PairCredit
 
 AUTO = "auto"

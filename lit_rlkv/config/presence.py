@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.requirements import require
+from lit_rlkv.config.building import require
 
 
 def check_folders(cfg: DictConfig) -> None:

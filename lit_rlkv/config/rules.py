@@ -8,11 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import is_count, is_number
 from lit_rlkv.config.algorithm_rules import check_algorithm
-from lit_rlkv.config.building import ConfigError, build, check_targets, is_local
+from lit_rlkv.config.building import ConfigError, build, check_targets, is_local, require
 from lit_rlkv.config.fabric_rules import check_fabric
 from lit_rlkv.config.model_rules import check_precision, check_quantization
 from lit_rlkv.config.presence import check_given
-from lit_rlkv.config.requirements import require
 from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.config.training_rules import check_training
 from lit_rlkv.kernels.backend import KERNELS

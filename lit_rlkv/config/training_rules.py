@@ -6,8 +6,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import is_number, is_whole
-from lit_rlkv.config.building import ConfigError, build
-from lit_rlkv.config.requirements import require
+from lit_rlkv.config.building import ConfigError, build, require
 
 
 def check_training(cfg: DictConfig) -> None:

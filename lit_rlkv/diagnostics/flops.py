@@ -119,7 +119,7 @@ def _language_model(model: PreTrainedModel) -> nn.Module:
     """What tokens pass through below the output head, without the towers of a model that reads images too."""
     kind = type(text_config(model))
     parts = (part for part in model.base_model.modules() if isinstance(part, PreTrainedModel))
-    return next(part for part in parts if isinstance(part.config, kind))
+    return next((part for part in parts if isinstance(part.config, kind)), model.base_model)
 
 
 def _matrices(body: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
