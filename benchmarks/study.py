@@ -112,6 +112,7 @@ MAIN_PLACE = f"{plan.MAIN_TASK}, budget {plan.BUDGETS[plan.MAIN_TASK]}"
 COMPARISONS = {
     f"{MAIN_PLACE}, the rate chosen for each arm": ("main", "controls"),
     f"{MAIN_PLACE}, one rate": ("one_rate",),
+    f"{MAIN_PLACE}, one rate, without the anchor": ("one_rate_free",),
     f"{MAIN_PLACE}, one rate, a weaker anchor": ("weak_anchor",),
     f"{MAIN_PLACE}, one rate, more iterations": ("longer",),
     f"{MAIN_PLACE}, one rate, as long as smd takes": ("clock",),

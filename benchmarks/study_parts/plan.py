@@ -131,6 +131,11 @@ def one_rate(_: Rates) -> list[Setting]:
     return _at_one_rate((*MAIN_ARMS, "distill"), SEEDS)
 
 
+def one_rate_free(_: Rates) -> list[Setting]:
+    """And without the anchor, on one kind of processor: what half_learned is to be compared with."""
+    return [replace(run, anchored=False) for run in _at_one_rate(("tis", "shadow", "smd", "distill"), SEEDS)]
+
+
 def weak_anchor(_: Rates) -> list[Setting]:
     """An anchor that holds less, which binds those most whose learner sees all keys."""
     return [replace(run, anchor_weight=0.1) for run in _at_one_rate(SHORT, FEW_SEEDS)]
@@ -202,6 +207,7 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "half_learned": half_learned,
     "budgets": budgets,
     "policies": policies,
+    "one_rate_free": one_rate_free,
     "weak_anchor": weak_anchor,
     "longer": longer,
 }
