@@ -1,6 +1,6 @@
 """The data that flows between the stages: frozen dataclasses of tensors, written once and never into."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -95,13 +95,34 @@ class Rollout(TensorBatch):
 
 @dataclass(frozen=True)
 class Rewards:
-    """Scores of a batch of completions: their total and the components it is the sum of."""
+    """Scores of a batch of completions: what is learned from, and the components that it is made of."""
 
     total: Float[Tensor, " batch"]
+    """Weighed, normalised, clipped, less the penalty of what was cut."""
     components: dict[str, Float[Tensor, " batch"]]
     """NaN where a reward function failed."""
     is_failed: Bool[Tensor, " batch"] | None = None
     """Responses without a reward, whose total is their group's mean of the others; None: nothing can fail."""
+    weighed: Float[Tensor, " batch"] | None = None
+    """Sum of the components by their weights, filled in like the total; None: the total is nothing else."""
+
+    @property
+    def scores(self) -> Float[Tensor, " batch"]:
+        """In the units of the components, so that iterations and runs can be compared."""
+        return self.total if self.weighed is None else self.weighed
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Rewards":
+        """The same of other rows."""
+
+        def each(values: Tensor | None) -> Tensor | None:
+            return None if values is None else change(values)
+
+        return Rewards(
+            total=change(self.total),
+            components={name: change(part) for name, part in self.components.items()},
+            is_failed=each(self.is_failed),
+            weighed=each(self.weighed),
+        )
 
 
 @dataclass(frozen=True)

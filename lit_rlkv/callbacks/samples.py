@@ -88,7 +88,7 @@ def thinned(samples: list[Sample], n_kept: int) -> list[Sample]:
 
 def draw(experience: Experience, n: int) -> list[Sample]:
     """The first response to each of the first `n` prompts, or to all where there are fewer."""
-    rewards = experience.rewards.total.tolist()
+    rewards = experience.rewards.scores.tolist()
     rows = range(0, len(rewards), experience.group_size)[:n]
     return [
         Sample(

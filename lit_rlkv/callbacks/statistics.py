@@ -2,27 +2,26 @@
 
 import time
 
+import torch
 from torch import Tensor
 
 from lit_rlkv.advantages.gae import discounted_sums, explained_variance, token_rewards
+from lit_rlkv.advantages.group import is_informative
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.credit import Experience
 from lit_rlkv.data.rewarding import OWN
 from lit_rlkv.diagnostics.mismatch import rollout_correction
 from lit_rlkv.diagnostics.scalars import as_floats
-from lit_rlkv.masking import masked_sum
+from lit_rlkv.masking import masked_mean, masked_sum
 from lit_rlkv.types import Rewards
 
 
 def rollout_statistics(experience: Experience) -> dict[str, float]:
     """Rewards, lengths, mismatch and cache bytes of one rollout, that of all ranks."""
     rollout = experience.rollout
-    rewards = experience.rewards.total.view(-1, experience.group_size)
     lengths = rollout.is_action.sum(dim=1).float()
     scalars = {
-        "reward": rewards.mean(),
-        "reward_std": rewards.std(dim=1, unbiased=experience.group_size > 1).mean(),
-        "frac_reward_zero_std": (rewards.amax(dim=1) == rewards.amin(dim=1)).float().mean(),
+        **group_statistics(experience.rewards, experience.group_size),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
@@ -36,6 +35,23 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
         **reward_statistics(experience.rewards),
     }
     return {"kv/bytes": float(rollout.kv_bytes), **as_floats(scalars)}
+
+
+def group_statistics(rewards: Rewards, group_size: int) -> dict[str, Tensor]:
+    """Mean and spread of the scores that did not fail, and how often a group has nothing to teach."""
+    scores = rewards.scores.view(-1, group_size)
+    is_valid = torch.ones_like(scores, dtype=torch.bool)
+    if rewards.is_failed is not None:
+        is_valid = ~rewards.is_failed.view(-1, group_size)
+    n_valid = is_valid.sum(dim=1)
+    mean = scores.masked_fill(~is_valid, 0.0).sum(dim=1) / n_valid.clamp(min=1)
+    squares = (scores - mean[:, None]).square().masked_fill(~is_valid, 0.0).sum(dim=1)
+    std = (squares / (n_valid - 1).clamp(min=1)).sqrt()
+    return {
+        "reward": masked_mean(scores, is_valid),
+        "reward_std": masked_mean(std, n_valid > 1),
+        "frac_reward_zero_std": (~is_informative(rewards.total.view(-1, group_size))).float().mean(),
+    }
 
 
 def reward_statistics(rewards: Rewards) -> dict[str, Tensor]:

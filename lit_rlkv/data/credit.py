@@ -59,17 +59,13 @@ class Experience:
     @cached_property
     def _gathered(self) -> "Experience":
         gather = self.ranks.gather
-        rewards, weights = self.rewards, self.weights
+        weights = self.weights
         return replace(
             self,
             problems=(),
             completions=(),
             rollout=of_all_ranks(self.rollout, self.ranks),
-            rewards=Rewards(
-                total=gather(rewards.total),
-                components={name: gather(part) for name, part in rewards.components.items()},
-                is_failed=_each(gather, rewards.is_failed),
-            ),
+            rewards=self.rewards.map(gather),
             has_eos=gather(self.has_eos),
             old_logps=gather(self.old_logps),
             ref_logps=_each(gather, self.ref_logps),

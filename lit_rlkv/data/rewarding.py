@@ -106,18 +106,17 @@ class RewardRule:
         is_failed = self._failed(components, has_eos)
         check_failed(is_failed, errors or {}, config.max_failed)
         parts = [weight * components[name] for name, weight in self._weights(components).items()]
-        total = sum(parts[1:], start=parts[0]).masked_fill(is_failed, 0.0)
+        weighed = sum(parts[1:], start=parts[0]).masked_fill(is_failed, 0.0)
+        total = weighed.clone()
         if config.normalize == "batch":
             total[~is_failed] = normalise_batch(total[~is_failed])
         elif config.normalize == "running":
             self.moments.update(total[~is_failed])
             total = (total - self.moments.mean) / (self.moments.std + STD_FLOOR)
         total = missing_eos_penalty(clip_rewards(total, config.clip), has_eos, config.missing_eos_penalty)
-        return Rewards(
-            total=imputed(total, is_failed, group_size) if is_failed.any() else total,
-            components=dict(components),
-            is_failed=is_failed if config.functions else None,
-        )
+        if is_failed.any():
+            total, weighed = (imputed(values, is_failed, group_size) for values in (total, weighed))
+        return Rewards(total, dict(components), is_failed if config.functions else None, weighed)
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
         """Of the components that count."""

@@ -245,11 +245,7 @@ class RolloutDataModule(L.LightningDataModule):
         gathered = {name: self.ranks.gather(value) for name, value in components.items()}
         rewards = self.reward(gathered, self.ranks.gather(has_eos), self.sampling.group_size, errors)
         mine = self.ranks.mine(len(problems))
-        return Rewards(
-            total=rewards.total[mine],
-            components=components,
-            is_failed=None if rewards.is_failed is None else rewards.is_failed[mine],
-        )
+        return rewards.map(lambda values: values[mine])
 
     def _kl_penalty(
         self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int

@@ -8,6 +8,7 @@ from lit_rlkv.callbacks import statistics
 from lit_rlkv.callbacks.statistics import (
     RolloutStatistics,
     critic_statistics,
+    group_statistics,
     reference_statistics,
     reward_statistics,
     rollout_statistics,
@@ -75,6 +76,21 @@ def test_reward_functions_are_described_where_they_have_answered():
             "reward/failed_fraction": 0.25,
         }
     )
+
+
+def test_rewards_are_shown_as_they_were_before_normalisation_and_without_those_that_failed():
+    scores = torch.tensor([0.0, 1.0, 0.5, 0.5, 2.0, 2.0, 2.0, 2.0, 7.0, 7.0, 7.0, 3.0])
+    failed = torch.tensor([0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0]).bool()
+    total = (scores == 1.0).float()  # only the first group disagrees in what is learned from
+    found = group_statistics(Rewards(total, {}, failed, weighed=scores), group_size=4)
+    # valid: 0, 1; four times 2; a 3 that is alone and has no deviation
+    assert float(found["reward"]) == pytest.approx((0 + 1 + 4 * 2 + 3) / 7)
+    assert float(found["reward_std"]) == pytest.approx((0.5**0.5 + 0.0) / 2)
+    assert float(found["frac_reward_zero_std"]) == pytest.approx(2 / 3)
+    whole = group_statistics(Rewards(scores, {}), group_size=4)
+    assert float(whole["reward_std"]) == pytest.approx(float(scores.view(-1, 4).std(dim=1).mean()))
+    alone = group_statistics(Rewards(scores, {}), group_size=1)
+    assert (float(alone["reward_std"]), float(alone["frac_reward_zero_std"])) == (0.0, 1.0)
 
 
 def test_time_of_diagnostics_behind_the_rollout_does_not_slow_it_down(monkeypatch):

@@ -38,6 +38,14 @@ def test_components_are_kept_as_they_are_whatever_they_weigh():
     assert torch.equal(rewards.components["learned"], LEARNED)
 
 
+@pytest.mark.parametrize("normalize", ["none", "batch", "running"])
+def test_what_people_look_at_stays_in_the_units_of_the_components(normalize: str):
+    config = RewardConfig(verifier=2.0, learned=1.0, normalize=normalize, clip=0.1, missing_eos_penalty=1.0)
+    rewards = RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, CUT_LAST)
+    assert torch.equal(rewards.scores, 2.0 * EXACT + LEARNED)
+    assert not torch.equal(rewards.scores, rewards.total)
+
+
 def test_normalised_rewards_have_mean_zero_and_one_deviation():
     # 3, 5, −1, 1: mean 2, deviations 1, 3, −3, −1, unbiased variance 20/3
     std = math.sqrt(20 / 3) + 1e-4
@@ -137,6 +145,7 @@ def test_a_response_without_a_reward_gets_the_mean_of_its_groups_others():
     rewards = rewards_of([1.0, NAN, 0.0, 0.0, NAN, 1.0], [0.0, 0.0, NAN, 1.0, 0.0, NAN], group_size=2)
     assert rewards.total.tolist() == [2.0, 2.0, -0.5, -0.5, 0.75, 0.75]
     assert rewards.is_failed.tolist() == [False, True, True, False, True, True]
+    assert torch.equal(rewards.scores, rewards.total)
     assert rewards.components["a"].isnan().tolist() == [False, True, False, False, True, False]
 
 
