@@ -16,10 +16,11 @@ from rich.console import Console
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.stages.locking import FolderLock
+from lit_rlkv.stages.parts import CHECKPOINTS
 from lit_rlkv.sweep import check_folder, folder_name, main, parse, run_sweep
 from lit_rlkv.sweeping.checking import check_plan
 from lit_rlkv.sweeping.grid import combinations, n_runs
-from lit_rlkv.sweeping.job import LOCK, FitJob, can_resume, is_finished, is_worked_in
+from lit_rlkv.sweeping.job import LOCK, FitJob, is_finished, is_worked_in
 from lit_rlkv.sweeping.plan import Plan
 from lit_rlkv.sweeping.spec import COMMAND, read_sweep
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters, write
@@ -114,7 +115,7 @@ def wait_until(is_true, timeout_s=180):
 
 def half_done(folder):
     """Runs that have left a checkpoint and are under way."""
-    return [run for run in runs_of(folder) if can_resume(run) and not is_finished(run)]
+    return [run for run in runs_of(folder) if any((run / CHECKPOINTS).glob("*")) and not is_finished(run)]
 
 
 def kill(run):

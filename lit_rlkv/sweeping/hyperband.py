@@ -103,8 +103,10 @@ def parse_hyperband(node: Any) -> Hyperband | None:
                 f"early_terminate.{key}={value!r} makes no sense; "
                 f"give {'true or false' if key == 'strict' else 'a number above 0'}"
             )
-    if ("min_iter" in options) == ({"max_iter", "s"} <= options.keys()):
-        raise ConfigError(f"early_terminate={options} sets no brackets; give min_iter, or max_iter with s")
+    if options.keys() & {"min_iter", "max_iter", "s"} not in ({"min_iter"}, {"max_iter", "s"}):
+        raise ConfigError(
+            f"early_terminate={options}: brackets are set by min_iter alone, or by max_iter with s"
+        )
     is_strict = options.pop("strict", False)
     hyperband = Hyperband(**options, is_strict=is_strict)
     if hyperband.eta <= 1:

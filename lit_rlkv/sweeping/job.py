@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lit_rlkv.callbacks.metrics_file import read_metrics
-from lit_rlkv.checkpoint import CheckpointDir
-from lit_rlkv.stages.parts import CHECKPOINTS, EVALUATION, METRICS, REPORT
+from lit_rlkv.stages.parts import CONFIG, EVALUATION, METRICS, REPORT
 
 LOCK, OUTPUT = "run.lock", "output.log"
 """In a run's folder: held by its process as long as that lives, and what that printed."""
@@ -45,6 +44,8 @@ class FitJob:
     def __init__(self, folder: Path, child: subprocess.Popen[bytes] | None = None) -> None:
         self.folder = folder
         self._child = child
+        self._seen: tuple[int, int] | None = None
+        self._rows: list[dict[str, float]] = []
 
     @classmethod
     def start(cls, folder: Path, arguments: Sequence[str]) -> "FitJob":
@@ -79,8 +80,16 @@ class FitJob:
 
     def history(self, metric: str) -> list[float]:
         """The values of a metric that it has logged so far."""
-        rows = read_metrics(self.folder / METRICS)
-        return [row[metric] for row in rows if metric in row]
+        return [row[metric] for row in self._read() if metric in row]
+
+    def _read(self) -> list[dict[str, float]]:
+        """What its metrics file holds, parsed again where it has changed only: a sweep asks all the time."""
+        path = self.folder / METRICS
+        if path.is_file():
+            about = path.stat()
+            if self._seen != (about.st_size, about.st_mtime_ns):
+                self._seen, self._rows = (about.st_size, about.st_mtime_ns), read_metrics(path)
+        return self._rows
 
     def outcome(self, metric: str) -> Outcome:
         """How it ended, once it no longer runs; what is wrong with one that failed ends in where to look."""
@@ -140,8 +149,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def can_resume(folder: Path) -> bool:
-    """Whether a run that was cut short left something to go on from."""
-    return CheckpointDir(folder / CHECKPOINTS).latest() is not None
+    """Whether a run has begun: fit itself finds what of its warm-up and training it can go on from."""
+    return (folder / CONFIG).is_file()
 
 
 def found_metrics(folder: Path) -> dict[str, float]:

@@ -158,8 +158,13 @@ class Interval(Parameter):
     def grid(self) -> list[Drawn]:
         if self.step is None or self.log:
             return super().grid()
-        n_steps = math.floor((self.high - self.low) / self.step + 1e-9)
-        return [self.low + n * self.step for n in range(n_steps + 1)]
+        first, last = math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9)
+        if last < first:
+            raise ConfigError(
+                f"parameters.{self.name}: no multiple of q={self.step} lies between min={self.low} and "
+                f"max={self.high}; give a smaller q, or values"
+            )
+        return [rounded(n * self.step, self.step) for n in range(first, last + 1)]
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ class Normal(Parameter):
         return rounded(math.exp(place) if self.log else place, self.step)
 
 
-def rounded(value: float, step: float | int | None) -> float | int:
+def rounded(value: float | int, step: float | int | None) -> float | int:
     """The nearest multiple of a step; whole where the step is, and without the last digits' float error."""
     if step is None:
         return value

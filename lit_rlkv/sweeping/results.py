@@ -68,16 +68,23 @@ def best_first(found: Sequence[Setting], metric: Metric) -> list[Setting]:
 
     def cost(setting: Setting) -> float:
         values = setting.found(metric.name)
-        return metric.cost(statistics.mean(values)) if values else math.inf
+        found = metric.cost(sum(values) / len(values)) if values else math.inf
+        return math.inf if math.isnan(found) else found
 
     return sorted(found, key=cost)
 
 
 def mean_sd(values: Sequence[float]) -> str:
-    """`0.812 ± 0.031`, of a sample, with two digits of the deviation; one value has none."""
+    """`0.812 ± 0.031`, of a sample, with two digits of the deviation; one value has none.
+
+    A run that has no finite value is not left out: then the mean has none either, and there is no deviation.
+    """
     if not values:
         return ABSENT
-    mean, sd = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    mean = sum(values) / len(values)
+    if not math.isfinite(mean):
+        return f"{mean:.4g}"
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
     if not sd > 0:
         return f"{mean:.4g}" + (" ± 0" if len(values) > 1 else "")
     n_digits = max(0, 1 - math.floor(math.log10(sd)))

@@ -134,7 +134,8 @@ class Scheduler:
             return None
         name, cost = self.metric.name, self.metric.cost
         others = [other.history(name) for number, (_, other) in self._jobs.items() if number != run.number]
-        rivals = [*others, *(outcome.history for _, outcome in self.ended)]
+        folders = {other.folder for other, _ in self._jobs.values()}  # one that failed may be tried again
+        rivals = [*others, *(how.history for other, how in self.ended if other.folder not in folders)]
         return self.hyperband.stops(
             [cost(value) for value in job.history(name)],
             [[cost(value) for value in rival] for rival in rivals],
@@ -174,7 +175,7 @@ class Scheduler:
 
     def _show(self) -> None:
         fields: dict[str, Field] = {}
-        if values := self._values():
+        if values := [value for value in self._values() if math.isfinite(value)]:
             fields["best"] = min(values, key=self.metric.cost)
         if self._jobs:
             counts = {number: len(job.history("iteration")) for number, (_, job) in self._jobs.items()}

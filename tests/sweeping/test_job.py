@@ -2,6 +2,8 @@
 
 import time
 
+from lit_rlkv.callbacks.metrics_file import read_metrics
+from lit_rlkv.sweeping import job
 from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_finished, is_worked_in
 
 
@@ -24,6 +26,19 @@ def test_a_run_is_finished_by_its_report_and_no_other_file(tmp_path):
     outcome = FitJob(tmp_path).outcome("kl")
     assert (outcome.state, outcome.history, outcome.metrics["kl"]) == ("finished", [0.2], 0.2)
     assert not can_resume(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 0\n")  # fit looks for what there is, if only of a warm-up
+    assert can_resume(tmp_path)
+
+
+def test_a_metrics_file_is_parsed_again_where_it_has_changed_only(tmp_path, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(job, "read_metrics", lambda path: parsed.append(path) or read_metrics(path))
+    (tmp_path / "metrics.csv").write_text("iteration,reward\n1.0,0.5\n")
+    run = FitJob(tmp_path)
+    assert [run.history("reward") for _ in range(3)] == [[0.5]] * 3
+    (tmp_path / "metrics.csv").write_text("iteration,reward\n1.0,0.5\n2.0,0.75\n")
+    assert [run.history("reward") for _ in range(3)] == [[0.5, 0.75]] * 3
+    assert len(parsed) == 2
 
 
 def test_a_process_is_seen_joined_and_ended_by_those_who_did_not_start_it(tmp_path):

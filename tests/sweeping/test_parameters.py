@@ -60,6 +60,21 @@ def test_steps_round_to_multiples_and_stay_whole_where_they_are():
     assert parameter(distribution="q_uniform", min=0.0, max=1.0, q=0.1).value(0.31) == 0.3
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "step", "expected"),
+    [(1, 5, 2, [2, 4]), (8, 20, 6, [12, 18]), (0.1, 0.5, 0.2, [0.2, 0.4]), (-3, 3, 3, [-3, 0, 3])],
+)
+def test_a_grid_of_steps_has_each_multiple_between_the_bounds_once(low, high, step, expected):
+    found = parameter(distribution="q_uniform", min=low, max=high, q=step)
+    assert found.grid() == expected
+    assert [found.value(drawn) for drawn in found.grid()] == expected
+
+
+def test_bounds_without_a_multiple_are_refused():
+    with pytest.raises(ConfigError, match="no multiple of q=5 lies between min=1 and max=4"):
+        parameter(distribution="q_uniform", min=1, max=4, q=5).grid()
+
+
 @pytest.mark.parametrize("name", ["normal", "log_normal"])
 def test_a_normal_has_its_mean_and_deviation(name):
     found = parameter(distribution=name, mu=-2.0, sigma=0.5)

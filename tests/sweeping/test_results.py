@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ def test_means_carry_the_deviation_of_a_sample_with_two_digits():
     assert mean_sd([0.5]) == "0.5"
     assert mean_sd([0.5, 0.5]) == "0.5 ± 0"
     assert mean_sd([]) == "–"
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [math.inf, 1.0], [math.inf, -math.inf], [math.nan]])
+def test_a_run_that_came_to_nothing_is_not_averaged_away(values):
+    assert mean_sd(values) in ("nan", "inf")
+
+
+def test_a_setting_without_a_number_comes_last(tmp_path):
+    broken = [(run, replace(how, metrics={"eval/accuracy": math.nan})) for run, how in ended()[1:2]]
+    found = settings([*broken, *ended()[:1]])
+    ranked = best_first(found, plan_of(tmp_path, CONTENT).sweep.metric)
+    assert [setting.values["experiment"] for setting in ranked] == ["naive", "smd"]
 
 
 def test_the_table_has_a_row_a_setting_and_says_what_failed(tmp_path):

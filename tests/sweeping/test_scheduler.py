@@ -108,6 +108,24 @@ def test_hyperband_stops_the_runs_that_fall_behind(tmp_path):
     assert loop.ended[1][1].reason == "behind at 3"
 
 
+class Silent(Computed):
+    """Fails before it has logged anything."""
+
+    def history(self, metric):
+        return []
+
+
+def test_a_run_that_failed_and_is_tried_again_is_one_rival(tmp_path):
+    content = seeds(2, early_terminate={"type": "hyperband", "min_iter": 3, "eta": 2})
+    makers = {0: lambda: Computed(0.9, state="failed"), 1: lambda: Silent(0.5, state="failed")}
+    scheduler(tmp_path, content, Arithmetic(lambda run: makers[run["seed"]]())).run()
+    values = {0: 0.9, 1: 0.5}
+    loop = scheduler(tmp_path, content, Arithmetic(lambda run: Computed(values[run["seed"]])), n_jobs=2)
+    loop.run()
+    # At position 2 / 2 of 0.9, 0.5 stands 0.5; at 3 / 2 of 0.9, 0.9, 0.5 would stand 0.9.
+    assert [outcome.state for _, outcome in loop.ended] == ["finished", "finished"]
+
+
 def test_without_hyperband_nobody_is_stopped(tmp_path):
     loop = scheduler(tmp_path, seeds(3), Arithmetic(lambda run: Computed(-float(run["seed"]))))
     loop.run()
