@@ -1,6 +1,7 @@
 """Runs that are killed, asked to end, or damaged go on where they were, bit for bit on a CPU."""
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,10 @@ OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_eve
 def rows_of(folder):
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def seconds_of(folder, stage):
+    return json.loads((folder / "evaluation.json").read_text())["stage_seconds"][stage]
 
 
 def assert_same_run(folder, straight):
@@ -61,6 +66,7 @@ def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algori
     deaths = [int(line) for line in done.stdout.split()]
     assert len(deaths) == n_kills
     assert 0 < deaths[0] < deaths[-1] < n_iterations
+    assert seconds_of(folder, "rl") >= float(rows_of(folder)[-1]["time/wall_clock_s"])
     assert_same_run(folder, warm / f"straight-{algorithm}")
 
 
@@ -89,10 +95,13 @@ def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
     assert "asked to end by SIGTERM: saved" in said
     n_done = len(rows_of(folder))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"iteration-{n_done:06d}"]
+    stopped_after_s = seconds_of(folder, "rl")
+    assert stopped_after_s >= float(rows_of(folder)[-1]["time/wall_clock_s"])
     process = start(*arguments)
     said = said_by(process)
     assert process.returncode == 0, said
     assert f"go on after iteration {n_done}" in said
+    assert seconds_of(folder, "rl") > stopped_after_s
     assert_same_run(folder, warm / "straight")
 
 

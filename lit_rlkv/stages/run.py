@@ -1,7 +1,8 @@
 """A run under way: warm-up, evaluation, RL, evaluation; each leaves what it found in the folder."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -9,7 +10,7 @@ from typing import cast
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lit_rlkv.callbacks.axes import RunAxes, place_of
+from lit_rlkv.callbacks.axes import SECONDS, RunAxes, place_of
 from lit_rlkv.callbacks.diagnostics.base import FILE_NAME as DIAGNOSTICS
 from lit_rlkv.callbacks.diagnostics.base import Diagnostic, DiagnosticsFile, read_rows
 from lit_rlkv.callbacks.final import final_metrics
@@ -103,13 +104,12 @@ class Run:
         diagnostics = make_diagnostics(cfg, module)
         self.interruption.end_if_asked(self.parts.fabric)
         if evaluates and results.reward_model is None:
-            with results.timed("eval"):
+            with self._timed("eval"):
                 results.reward_model = report_on_reward(self.parts, module.roles, start)
         if evaluates and trains and not results.before:
             self.console.print("[bold]eval[/] before training")
-            with results.timed("eval"):
+            with self._timed("eval"):
                 results.before, results.rollout = self._evaluate(module)
-            self._save_results()
         if trains:
             self.interruption.end_if_asked(self.parts.fabric)  # before it samples for an iteration
             self._train(module, diagnostics, backbone)
@@ -118,7 +118,7 @@ class Run:
                 load_trainable(module, self.resume_from.weights())
         if evaluates:
             self.console.print("[bold]eval[/]" + (" after training" if trains else ""))
-            with results.timed("eval"):
+            with self._timed("eval"):
                 results.after, results.rollout = self._evaluate(module)
             budget = None if self.parts.cache.is_dense else self.parts.cache.budget
             results.final = final_metrics(results.before, results.after, budget)
@@ -138,7 +138,7 @@ class Run:
 
     def _warm_up(self) -> Path:
         self.console.print("[bold]sft[/] warm up a model by supervised fine-tuning (kept for later runs)")
-        with self.results.timed("sft"):
+        with self._timed("sft"):
             every = self.parts.cfg.callbacks.checkpoint_every
             work = self.run_dir / WARM_WORK
             progress = WarmProgress(self.parts.fabric, work, every)
@@ -157,7 +157,7 @@ class Run:
 
     def _train(self, module: PolicyModule, diagnostics: Sequence[Diagnostic], backbone: str) -> None:
         self.console.print(f"[bold]rl[/] {self.parts.cfg.algorithm.n_iterations} iterations")
-        with self.results.timed("rl"):
+        with self._timed("rl"):
             train_policy(
                 self.parts,
                 module,
@@ -167,6 +167,9 @@ class Run:
                 self.interruption,
                 backbone,
             )
+        # A run that was killed could not write down how long it had trained.
+        trained_s = place_of(self.metrics.history)[SECONDS]
+        self.results.stage_seconds["rl"] = max(self.results.stage_seconds["rl"], trained_s)
         self._save_results()
 
     def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
@@ -184,6 +187,15 @@ class Run:
             self.samples,
             ProgressBar(console=self.console),
         ]
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block to a stage and writes down what is known, also where it is cut short."""
+        try:
+            with self.results.timed(stage):
+                yield
+        finally:
+            self._save_results()
 
     def _save_results(self) -> None:
         if self.is_first:
