@@ -32,13 +32,12 @@ class TensorBoard(RunLogger):
         self.figures_every = checked_interval("logger", figures_every)
 
     def open(self, start: RunStart) -> str | None:
-        first_step = start.resumed_at + 1
         self.logger = TensorBoardLogger(
             save_dir=start.run_dir,
             name=FOLDER,
             version="",
             default_hp_metric=False,
-            purge_step=first_step if start.resumed_at > 0 else None,
+            purge_step=start.resumed_at + 1,  # also where a run begins again that was killed too soon
         )
         self.logger.log_hyperparams({**start.config, "environment": dict(start.environment)})
         described = json.dumps(dict(start.environment), indent=1, default=str)
