@@ -40,7 +40,7 @@ from lit_rlkv.stages.parts import (
 )
 from lit_rlkv.stages.recording import start_logger
 from lit_rlkv.stages.results import Results
-from lit_rlkv.stages.resuming import AUTO, found, resumed, warn_of_other_ranks
+from lit_rlkv.stages.resuming import AUTO, found, resumed, to_be_kept, warn_of_other_ranks
 from lit_rlkv.stages.rewarding import try_rewards
 from lit_rlkv.stages.run import Run
 from lit_rlkv.stages.saving import newest
@@ -90,7 +90,8 @@ def fit(
     parts.fabric.barrier()  # all have looked at the folder before the first writes
     if parts.fabric.is_global_zero:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(cfg, resolve=True))
+        kept = to_be_kept(cfg, run_dir)
+        write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(kept, resolve=True))
     resumed_at = 0 if resume_from is None else resume_from.iteration
     with parts.panel, start_logger(parts, run_dir, resumed_at, console) as logger:
         interruption = interruption or Interruption()

@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.faults import EXIT_CODE
+from lit_rlkv.stages.parts import load_config
+from lit_rlkv.stages.results import Results
+from lit_rlkv.stages.resuming import is_done
 from tests.tiny import TINY, run, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +127,35 @@ def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(w
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     assert "go on after iteration" in said
     assert (folder / "report.html").is_file()
+    assert load_config(folder).stages == [
+        "rl",
+        "eval",
+    ]  # it is only looked at, and trains on when it is resumed
+    assert not is_done(folder)
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert len(found["before"]) == len(found["after"]) > 0
+
+
+def test_an_evaluation_that_is_asked_for_otherwise_is_made_again_of_the_start(warm, monkeypatch, caplog):
+    options = ["stages=[rl,eval]", "diagnostics=none", "evaluation.n_prompts=16"]
+    save, n_saves = Results.save, []
+
+    def on_a_full_disk(results, run_dir):
+        n_saves.append(run_dir)
+        if len(n_saves) < 3:
+            raise OSError(28, "No space left on device")
+        save(results, run_dir)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Results, "save", on_a_full_disk)
+        first = run(warm, "asked-otherwise", *options)
+    assert "evaluation.json in" in caplog.text
+    assert "No space left" in caplog.text
+    again = run(warm, "asked-otherwise", *options, resumes=True)
+    assert again.before == first.before
+    more = run(warm, "asked-otherwise", *options[:2], "evaluation.n_prompts=24", resumes=True)
+    assert {row.n_problems for row in (*more.before, *more.after)} == {24}
+    assert {row.n_problems for row in (*first.before, *first.after)} == {16}
 
 
 def test_a_damaged_checkpoint_costs_the_iterations_after_the_one_before(warm, caplog):

@@ -17,10 +17,11 @@ from rich.console import Console
 from lit_rlkv.config import ConfigError
 from lit_rlkv.stages.locking import FolderLock
 from lit_rlkv.stages.parts import CHECKPOINTS
+from lit_rlkv.stages.resuming import is_done
 from lit_rlkv.sweep import check_folder, folder_name, main, parse, run_sweep
 from lit_rlkv.sweeping.checking import check_plan
 from lit_rlkv.sweeping.grid import combinations, n_runs
-from lit_rlkv.sweeping.job import LOCK, FitJob, is_finished, is_worked_in
+from lit_rlkv.sweeping.job import LOCK, FitJob, is_worked_in
 from lit_rlkv.sweeping.plan import Plan
 from lit_rlkv.sweeping.spec import COMMAND, read_sweep
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters, write
@@ -115,7 +116,7 @@ def wait_until(is_true, timeout_s=180):
 
 def half_done(folder):
     """Runs that have left a checkpoint and are under way."""
-    return [run for run in runs_of(folder) if any((run / CHECKPOINTS).glob("*")) and not is_finished(run)]
+    return [run for run in runs_of(folder) if any((run / CHECKPOINTS).glob("*")) and not is_done(run)]
 
 
 def kill(run):
@@ -126,18 +127,18 @@ def kill(run):
 def test_a_killed_sweep_goes_on_without_repeating_a_finished_run(tmp_path):
     folder = tmp_path / "sweep"
     sweep = start(write(tmp_path, RUNS), folder, SMALL)
-    wait_until(lambda: any(map(is_finished, runs_of(folder))) and half_done(folder))
+    wait_until(lambda: any(map(is_done, runs_of(folder))) and half_done(folder))
     os.kill(sweep.pid, signal.SIGKILL)
     sweep.wait()
     cut = half_done(folder)[0]
     orphans = [run for run in runs_of(folder) if is_worked_in(run) and run != cut]
     kill(cut)  # one run dies with the sweep, and any other lives on
-    finished = {run: (run / "report.html").stat().st_mtime_ns for run in runs_of(folder) if is_finished(run)}
+    finished = {run: (run / "report.html").stat().st_mtime_ns for run in runs_of(folder) if is_done(run)}
     assert finished
 
     assert run_here(folder, RUNS) == []
     assert len(runs_of(folder)) == 4
-    assert all(map(is_finished, runs_of(folder)))
+    assert all(map(is_done, runs_of(folder)))
     for run, written_at in finished.items():
         assert (run / "report.html").stat().st_mtime_ns == written_at, run
     assert [n_starts(run) for run in runs_of(folder)] == [

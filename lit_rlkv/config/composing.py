@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from os.path import expanduser
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -76,10 +78,26 @@ def said_better(error: Exception, overrides: Sequence[str], name: str = "config"
             return f"{group}={option}: {SEVERAL}"
         if options and option.strip("'\"") not in options:
             return f"{group}={option} is no option; choose one of {', '.join(options)}"
+    for override in overrides:
+        if (said := _unreadable(override)) is not None:
+            return said
     unknown = re.match(r"Could not override '([\w.]+)'", str(error))
     if unknown is None:
         return " ".join(str(error).split())
     return f"unknown key {unknown[1]!r}: {_closest(unknown[1], overrides, name)}"
+
+
+def _unreadable(override: str) -> str | None:
+    """What to write where Hydra's grammar takes a value for something else; None where it does not."""
+    key, sign, value = override.partition("=")
+    quoted = '"' + key + sign + "'" + expanduser(value).replace("'", "\\'") + "'\""
+    try:
+        read = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return f"{override}: the value cannot be read as it stands; quote it: {quoted}" if sign else None
+    if not read.is_sweep_override():
+        return None
+    return f"{override}: quote it if it is one value, {quoted}, or give a list, {key}=[{value}]; {SEVERAL}"
 
 
 def options_of(group: str) -> list[str]:

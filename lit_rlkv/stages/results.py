@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lit_rlkv.data.reward_evaluation import RewardReport
 from lit_rlkv.files import write_atomically
@@ -19,6 +20,8 @@ class Results:
 
     before: list[EvalRow] = field(default_factory=list)
     after: list[EvalRow] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the evaluation before training."""
     final: dict[str, float] = field(default_factory=dict)
     """The numbers that the run is judged by, once it has been evaluated after training."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -32,6 +35,7 @@ class Results:
         judged = None if self.reward_model is None else asdict(self.reward_model)
         found = {
             **rows,
+            "settings": self.settings,
             "final": self.final,
             "reward_model": judged,
             "stage_seconds": self.stage_seconds,
@@ -47,6 +51,7 @@ class Results:
         return cls(
             before=[EvalRow(**row) for row in saved["before"]],
             after=[EvalRow(**row) for row in saved["after"]],
+            settings=saved.get("settings", {}),
             final=saved["final"],
             stage_seconds=saved["stage_seconds"],
             reward_model=None if saved["reward_model"] is None else RewardReport(**saved["reward_model"]),

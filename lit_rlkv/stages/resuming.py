@@ -7,10 +7,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.checkpoint import Checkpoint
+from lit_rlkv.checkpoint import PREFIX, Checkpoint, CheckpointDir
 from lit_rlkv.config import PRESETS, ConfigError
+from lit_rlkv.config.rules import STAGES
 from lit_rlkv.stages.locking import BusyError, FolderLock
-from lit_rlkv.stages.parts import CONFIG, REPORT, load_config
+from lit_rlkv.stages.parts import CHECKPOINTS, CONFIG, REPORT, load_config
 
 AUTO = "auto"
 log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictC
 def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
     """What `resume=auto` goes on with: the run in the folder of this one, or the newest with this config.
 
-    Among others, those that ended with a report are done. None where a new run is to be started. The lock is
-    on the folder that it will be in.
+    Among others, those that have come to their end are done. None where a new run is to be started. The lock
+    is on the folder that it will be in.
 
     Raises:
         ConfigError: the folder of this run holds another one, says what differs.
@@ -55,7 +56,7 @@ def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
         refuse_another(load_config(run_dir), cfg, run_dir)
         return run_dir
     runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
-    unfinished = [run for run in runs if not (run / REPORT).is_file()]
+    unfinished = [run for run in runs if not is_done(run)]
     busy: BusyError | None = None
     for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
         if not differences(load_config(run), cfg):
@@ -71,6 +72,29 @@ def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
         # A process that is about to end, as after a requeue, would else be followed by a run from the start.
         raise busy
     return None
+
+
+def is_done(run_dir: Path) -> bool:
+    """Whether a run has come to its end: its report is there, and it has no iteration left to train.
+
+    A run that is only looked at, by stages=[eval], or that is to train for longer has an earlier report.
+    """
+    if not (run_dir / REPORT).is_file():
+        return False
+    cfg = load_config(run_dir)
+    saved = CheckpointDir(run_dir / CHECKPOINTS).all()
+    n_trained = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
+    return "rl" not in cfg.stages or n_trained >= cfg.algorithm.n_iterations
+
+
+def to_be_kept(cfg: DictConfig, run_dir: Path) -> DictConfig:
+    """What the config file of a run is to say: a look at it, as by stages=[eval], takes no stage from it."""
+    if not (run_dir / CONFIG).is_file():
+        return cfg
+    stages = {*load_config(run_dir).stages, *cfg.stages}
+    kept = cfg.copy()
+    kept.stages = [stage for stage in STAGES if stage in stages]
+    return kept
 
 
 def warn_of_other_ranks(checkpoint: Checkpoint, n_ranks: int) -> None:

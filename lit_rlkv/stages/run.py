@@ -1,11 +1,12 @@
 """A run under way: warm-up, evaluation, RL, evaluation; each leaves what it found in the folder."""
 
+import logging
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -30,7 +31,7 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.stages.environment import installed
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.launching import told_by_first
-from lit_rlkv.stages.parts import BACKBONE, METRICS, REPORT, Parts
+from lit_rlkv.stages.parts import BACKBONE, EVALUATION, METRICS, REPORT, Parts
 from lit_rlkv.stages.recording import log_outcome
 from lit_rlkv.stages.results import Results
 from lit_rlkv.stages.reward import report_on_reward
@@ -40,6 +41,7 @@ from lit_rlkv.stages.warm_progress import WarmProgress
 from lit_rlkv.stages.warmup import WARM_DONE, warm_up
 from lit_rlkv.types import EvalRow, Rollout
 
+log = logging.getLogger(__name__)
 WARM_WORK = "warmup"
 """Folder in a run for what its warm-up has done so far."""
 RANKS = "ranks"
@@ -106,10 +108,8 @@ class Run:
         if evaluates and results.reward_model is None:
             with self._timed("eval"):
                 results.reward_model = report_on_reward(self.parts, module.roles, start)
-        if evaluates and trains and not results.before:
-            self.console.print("[bold]eval[/] before training")
-            with self._timed("eval"):
-                results.before, results.rollout = self._evaluate(module)
+        if evaluates and (trains or self.resume_from is not None):
+            self._evaluate_start(module)
         if trains:
             self.interruption.end_if_asked(self.parts.fabric)  # before it samples for an iteration
             self._train(module, diagnostics, backbone)
@@ -127,6 +127,18 @@ class Run:
             self._report()
         self.parts.fabric.barrier()
         return results
+
+    def _evaluate_start(self, module: PolicyModule) -> None:
+        """Of the model that training starts from, again where it was evaluated in another way."""
+        results, asked = self.results, self.parts.cfg.evaluation
+        settings = cast(dict[str, Any], OmegaConf.to_container(asked, resolve=True))
+        settings.pop("batch_size")  # decides on nothing that is found
+        if results.before and results.settings in ({}, settings):
+            return
+        self.console.print("[bold]eval[/] before training")
+        with self._timed("eval"):
+            results.before, results.rollout = self._evaluate(module)
+            results.settings = settings
 
     def _evaluate(self, module: PolicyModule) -> tuple[list[EvalRow], Rollout | None]:
         return evaluate_policy(self.parts, module.roles, self.interruption)
@@ -170,7 +182,7 @@ class Run:
         # A run that was killed could not write down how long it had trained.
         trained_s = place_of(self.metrics.history)[SECONDS]
         self.results.stage_seconds["rl"] = max(self.results.stage_seconds["rl"], trained_s)
-        self._save_results()
+        self._save_if_possible()
 
     def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
         """In the order in which they are called: what adds to the metrics first, what shows them last."""
@@ -195,11 +207,18 @@ class Run:
             with self.results.timed(stage):
                 yield
         finally:
-            self._save_results()
+            self._save_if_possible()
 
     def _save_results(self) -> None:
         if self.is_first:
             self.results.save(self.run_dir)
+
+    def _save_if_possible(self) -> None:
+        """A full disk costs a warning and hides nothing that ended a stage; the last save makes up for it."""
+        try:
+            self._save_results()
+        except OSError as error:
+            log.warning("%s in %s cannot be written: %s", EVALUATION, self.run_dir, error)
 
     def _draw(self, rollout: Rollout) -> list[Picture]:
         """The figures of the run so far."""

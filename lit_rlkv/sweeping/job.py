@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lit_rlkv.callbacks.metrics_file import read_metrics
-from lit_rlkv.stages.parts import CONFIG, EVALUATION, METRICS, REPORT
+from lit_rlkv.stages.parts import CONFIG, EVALUATION, METRICS
+from lit_rlkv.stages.resuming import is_done
 
 LOCK, OUTPUT = "run.lock", "output.log"
 """In a run's folder: held by its process as long as that lives, and what that printed."""
@@ -96,7 +97,7 @@ class FitJob:
         metrics, history = found_metrics(self.folder), self.history(metric)
         if history:  # one that is not logged in every iteration is missing in the last row
             metrics.setdefault(metric, history[-1])
-        if is_finished(self.folder):
+        if is_done(self.folder):
             return Outcome("finished", metrics, history)
         code = "" if self._child is None else f" with exit status {self._child.returncode}"
         where = f"see {self.folder / OUTPUT}"
@@ -141,11 +142,6 @@ def is_worked_in(folder: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a run came to its end; the report is the last that it writes."""
-    return (folder / REPORT).is_file()
 
 
 def can_resume(folder: Path) -> bool:

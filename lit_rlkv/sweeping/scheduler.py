@@ -13,8 +13,9 @@ from rich.console import Console
 from lit_rlkv.callbacks.progress import Field, Meter
 from lit_rlkv.config import ConfigError
 from lit_rlkv.stages.locking import FolderLock
+from lit_rlkv.stages.resuming import is_done
 from lit_rlkv.stages.warmup import start_folder, warm_folder
-from lit_rlkv.sweeping.job import OUTPUT, FitJob, Outcome, can_resume, is_finished, is_worked_in
+from lit_rlkv.sweeping.job import OUTPUT, FitJob, Outcome, can_resume, is_worked_in
 from lit_rlkv.sweeping.ledger import Ledger
 from lit_rlkv.sweeping.plan import Plan, Run, folder_override, quoted
 
@@ -34,7 +35,7 @@ class FitLauncher:
     def launch(self, run: Run) -> FitJob:
         """Raises ConfigError where a process that no sweep has started is at work in the run's folder."""
         folder = run.folder
-        if is_worked_in(folder) or is_finished(folder):
+        if is_worked_in(folder) or is_done(folder):
             return FitJob(folder)  # of an earlier sweep that was killed
         if can_resume(folder):
             return FitJob.start(folder, [f"resume={quoted(folder)}", folder_override(folder)])

@@ -54,7 +54,26 @@ def test_what_hydra_alone_answers_is_left_to_it():
         (["task.defaults=x"], "unknown key 'task.defaults': did you mean 'task.dataset' of task="),
         (["logger=wandb", "logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project'?"),
         (["zzz=1"], "unknown key 'zzz': python -m lit_rlkv.fit --cfg job shows all"),
-        (["seed=1,2"], "Ambiguous value for argument 'seed=1,2' 1. To use it as a list"),
+        (
+            ["seed=1,2"],
+            """seed=1,2: quote it if it is one value, "seed='1,2'", or give a list, seed=[1,2]; sev""",
+        ),
+        (
+            ["resume=runs/lr=1e-3"],
+            """resume=runs/lr=1e-3: the value cannot be read as it stands; quote it: "resume='runs/lr""",
+        ),
+        (
+            ["model.path=josé", "seed=1"],
+            """model.path=josé: the value cannot be read as it stands; quote it: "model.path='josé'\"""",
+        ),
+        (
+            ["resume=it's"],
+            "resume=it's: the value cannot be read as it stands; quote it: \"resume='it\\'s'\"",
+        ),
+        (
+            ["hydra.run.dir=~/x"],
+            "hydra.run.dir=~/x: the value cannot be read as it stands; quote it: \"hydra.run.dir='/",
+        ),
     ],
 )
 def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
@@ -63,6 +82,11 @@ def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
     check_command_line("config", ["logger=wandb", "logger.project=x", "diagnostics.gradient=null"])
+
+
+@pytest.mark.parametrize("override", ["resume='runs/lr=1e-3'", "model.path='josé'", "resume='it\\'s'"])
+def test_what_is_to_be_written_in_its_place_is_read(override):
+    assert check_command_line("config", [override]) is not None
 
 
 def test_what_the_options_of_a_group_share_is_no_option():

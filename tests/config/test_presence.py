@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from tests.config.asking import asked, refusal
@@ -30,6 +32,8 @@ def test_all_that_is_not_given_is_named_at_once():
         ("resume=true", "resume=True is no folder of a run; give resume=runs/NAME, or resume=auto"),
         ("resume=''", "resume= is no folder of a run"),
         ("runs_dir=null", "runs_dir=None is no folder; give one, such as runs_dir=runs"),
+        ("runs_dir='~/runs'", "runs_dir=~/runs: ~ is not expanded here; give /"),
+        ("resume='~/runs/x'", "resume=~/runs/x: ~ is not expanded here; give /"),
         ("fabric.n_threads=0", "fabric.n_threads=0 is no number of threads; give at least 1, or null"),
         ("fabric.n_threads=abc", "fabric.n_threads=abc is no number of threads"),
         ("~distillation", "~distillation takes away what every run reads; write distillation=none"),
@@ -39,6 +43,17 @@ def test_all_that_is_not_given_is_named_at_once():
 )
 def test_what_no_run_can_do_without_is_refused(override, says):
     assert refusal(override).startswith(says)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    said = refusal(f"runs_dir={tmp_path}/file/runs")
+    assert said.startswith(f"runs_dir={tmp_path}/file/runs cannot be made, since {tmp_path}/file is a file")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    said = refusal(f"runs_dir={tmp_path}/a/b")
+    assert said.startswith(
+        f"runs_dir={tmp_path}/a/b cannot be made, since nothing can be written in {tmp_path};"
+    )
 
 
 def test_what_a_constructor_or_a_preset_need_not_have_may_go():

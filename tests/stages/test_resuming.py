@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from lit_rlkv.checkpoint import Checkpoint
 from lit_rlkv.config import ConfigError, check_config, composed
 from lit_rlkv.stages.locking import BusyError, FolderLock
-from lit_rlkv.stages.parts import CONFIG, REPORT
-from lit_rlkv.stages.resuming import differences, resumed, warn_of_other_ranks
+from lit_rlkv.stages.parts import CHECKPOINTS, CONFIG, REPORT
+from lit_rlkv.stages.resuming import differences, is_done, resumed, to_be_kept, warn_of_other_ranks
 from lit_rlkv.stages.resuming import found as found_by
 from tests.tiny import TINY
 
@@ -33,6 +33,8 @@ def leave_run(folder, name, *overrides, finished=False, at=0):
     os.utime(run / CONFIG, (at, at))
     if finished:
         (run / REPORT).touch()
+        n_iterations = OmegaConf.load(run / CONFIG).algorithm.n_iterations
+        (run / CHECKPOINTS / f"iteration-{n_iterations:06d}").mkdir(parents=True)
     return run
 
 
@@ -66,6 +68,25 @@ def test_auto_finds_the_newest_unfinished_run_with_this_config(tmp_path):
     leave_run(tmp_path, "done", finished=True, at=4)
     assert found(cfg, new) == wanted
     assert found(asked(tmp_path, "seed=4"), new) is None
+
+
+def test_a_run_with_iterations_left_is_not_done_by_an_earlier_report(tmp_path):
+    constant = "algorithm.lr_schedule=constant"
+    run = leave_run(tmp_path, "run", constant, finished=True)
+    assert is_done(run)
+    longer = asked(tmp_path, constant, "algorithm.n_iterations=9")
+    OmegaConf.save(longer, run / CONFIG, resolve=True)
+    assert not is_done(run)
+    assert found(longer, tmp_path / "new") == run
+    looked_at = leave_run(tmp_path, "looked-at")
+    (looked_at / REPORT).touch()
+    assert not is_done(looked_at)
+
+
+def test_a_look_at_a_run_takes_no_stage_from_it(tmp_path):
+    run = leave_run(tmp_path, "run", "stages=[sft,rl]")
+    assert to_be_kept(asked(tmp_path, "stages=[eval]"), run).stages == ["sft", "rl", "eval"]
+    assert to_be_kept(asked(tmp_path, "stages=[eval]"), tmp_path / "new").stages == ["eval"]
 
 
 def test_auto_leaves_a_run_to_the_process_that_is_at_work_on_it_and_begins_no_other(tmp_path):

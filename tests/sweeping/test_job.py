@@ -3,8 +3,9 @@
 import time
 
 from lit_rlkv.callbacks.metrics_file import read_metrics
+from lit_rlkv.stages.resuming import is_done
 from lit_rlkv.sweeping import job
-from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_finished, is_worked_in
+from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_worked_in
 
 
 def test_the_metrics_of_a_run_are_its_last_row_and_its_evaluation(tmp_path):
@@ -14,17 +15,19 @@ def test_the_metrics_of_a_run_are_its_last_row_and_its_evaluation(tmp_path):
     assert found_metrics(tmp_path) == {"iteration": 2.0, "reward": 0.75, "eval/accuracy": 0.9}
 
 
-def test_a_run_is_finished_by_its_report_and_no_other_file(tmp_path):
+def test_a_run_is_done_by_its_report_and_no_other_file(tmp_path):
     (tmp_path / "evaluation.json").write_text('{"final": {}}')
-    assert not is_finished(tmp_path)
+    assert not is_done(tmp_path)
     (tmp_path / "metrics.csv").write_text("iteration,reward,kl\n1.0,0.5,0.2\n2.0,0.75,\n")
     (tmp_path / "output.log").write_text("first\nout of memory\n")
     failed = FitJob(tmp_path).outcome("reward")
     assert failed.state == "failed"
     assert failed.reason == f"ended\nfirst\nout of memory\nsee {tmp_path / 'output.log'}"
     (tmp_path / "report.html").write_text("<html>")
+    (tmp_path / "config.yaml").write_text("stages: [sft]\n")
     outcome = FitJob(tmp_path).outcome("kl")
     assert (outcome.state, outcome.history, outcome.metrics["kl"]) == ("finished", [0.2], 0.2)
+    (tmp_path / "config.yaml").unlink()
     assert not can_resume(tmp_path)
     (tmp_path / "config.yaml").write_text("seed: 0\n")  # fit looks for what there is, if only of a warm-up
     assert can_resume(tmp_path)
