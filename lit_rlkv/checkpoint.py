@@ -159,6 +159,8 @@ class CheckpointDir:
     def latest(self) -> Checkpoint | None:
         """The last whole checkpoint, None where there is none; says which broken ones it passed over.
 
+        It may be asked while the run trains, and so discards checkpoints.
+
         Raises:
             BrokenCheckpointError: there are checkpoints, and none of them is whole.
         """
@@ -166,7 +168,11 @@ class CheckpointDir:
         for path in reversed(paths):
             try:
                 return load_checkpoint(path)
-            except BrokenCheckpointError as error:
+            except (BrokenCheckpointError, OSError) as error:
+                if not path.is_dir():  # discarded meanwhile, for there is a newer one
+                    return self.latest()
+                if isinstance(error, OSError):
+                    raise
                 log.warning("looking for an older checkpoint: %s", error)
         if paths:
             raise BrokenCheckpointError(
@@ -183,6 +189,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         FileNotFoundError: the folder holds no checkpoint.
         BrokenCheckpointError: it is not what was written.
     """
+    if path.is_symlink():  # to the best, of which there may be a new one while this one is read
+        path = path.resolve()
     is_one_by_name = path.is_dir() and path.name.startswith(PREFIX)
     if not is_one_by_name and not (path / STATE).is_file():
         raise FileNotFoundError(

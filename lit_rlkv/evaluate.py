@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import hydra
@@ -58,7 +59,8 @@ def evaluate(asked: DictConfig) -> Evaluation:
     What is null there is as the run had it. A run without a checkpoint is scored as it started.
 
     Raises:
-        ConfigError: what is asked for cannot be meant, or there is no such run; before anything is loaded.
+        ConfigError: what is asked for cannot be meant, there is no such run, or its folder cannot be written
+            to; before anything is loaded.
     """
     check_evaluation(asked)
     run = find_run(Path(asked.ckpt).expanduser())
@@ -71,6 +73,11 @@ def evaluate(asked: DictConfig) -> Evaluation:
     policies = None if asked.policies is None else list(asked.policies)
     with as_config_errors("cache"):
         caches = evaluation_caches(cfg, policies)
+    if asked.budgets and all(cache.is_dense for cache in caches):
+        raise ConfigError(
+            f"budgets={asked.budgets} need an evicting policy, and there is only dense; add policies=[snapkv]"
+        )
+    _check_writable(run.run_dir)
     parts, module = open_run(run)
     spread = {"level": asked.level, "n_resamples": asked.n_resamples}
     scored, samples = [], []
@@ -92,6 +99,18 @@ def evaluate(asked: DictConfig) -> Evaluation:
     return Evaluation(run.run_dir, settings, scored, samples)
 
 
+def _check_writable(run_dir: Path) -> None:
+    """Try it: permissions are not all that there is to it, such as for root, or where a disk is full."""
+    try:
+        with TemporaryFile(dir=run_dir, buffering=0) as file:
+            file.write(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"the results go into {run_dir}, which cannot be written to ({error.strerror}); copy the run to "
+            "where it can, and give ckpt=COPY"
+        ) from error
+
+
 def main() -> None:
     """The command line: mistakes end in one line, before any work."""
     try:
@@ -108,17 +127,25 @@ def run_command_line(asked: DictConfig) -> None:
         found = evaluate(asked)
     except (ConfigError, MemoryExhaustedError, RewardsFailedError) as error:
         sys.exit(f"error: {error}")
-    result = found.save(asked.name)
-    settings = found.settings
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
+    try:
+        result = found.save(asked.name)
+    except OSError as error:
+        sys.exit(f"error: the results cannot be written: {error}")
+    finally:
+        _show(found, asked.level, console)
+    console.print(f"written to {result} and {result.stem}_samples.jsonl")
+
+
+def _show(found: Evaluation, level: float, console: Console) -> None:
+    settings = found.settings
     console.print(
         f"after {settings['iteration']} iterations of RL, {settings['n_prompts']} prompts × "
         f"{settings['n_samples']} samples, temperature {settings['temperature']}"
     )
-    console.print(score_table(found.scored, asked.level))
-    console.print(f"written to {result} and {result.stem}_samples.jsonl")
+    console.print(score_table(found.scored, level))
 
 
 if __name__ == "__main__":

@@ -158,13 +158,13 @@ def sync(path: Path) -> None:
 N_SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 
-def fingerprint(folder: Path, pattern: str) -> str:
+def fingerprint(folder: Path, *patterns: str) -> str:
     """Tells one set of large files from another without reading all of them: names, sizes and samples.
 
     A sample is 64 KiB, and a file gives up to 64 of them, evenly spread, its first and last bytes included.
     """
     found = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.glob(pattern)):
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         size = path.stat().st_size
         found.update(f"{path.relative_to(folder).as_posix()}:{size};".encode())
         last = max(size - SAMPLE_BYTES, 0)

@@ -21,6 +21,7 @@ from lit_rlkv.checkpoint import (
     Checkpoint,
     CheckpointDir,
     Keeping,
+    digest,
     load_checkpoint,
     load_trainable,
 )
@@ -123,6 +124,37 @@ def test_where_none_is_whole_training_does_not_begin_anew_by_itself(tmp_path):
     truncate(save(tmp_path, 1) / WEIGHTS)
     with pytest.raises(BrokenCheckpointError, match=r"none of the 1 checkpoints .* remove the folder"):
         CheckpointDir(tmp_path).latest()
+
+
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_a_newest_that_is_discarded_while_it_is_looked_at_is_not_taken_for_a_broken_one(
+    tmp_path, monkeypatch, caplog, is_read_first
+):
+    save(tmp_path, 1, n_last=1)
+
+    def overtaken(path):
+        monkeypatch.undo()
+        found = digest(path) if is_read_first else None
+        save(tmp_path, 2, n_last=1)
+        return found or digest(path)
+
+    monkeypatch.setattr(checkpoint, "digest", overtaken)
+    assert CheckpointDir(tmp_path).latest().iteration == 2
+    assert caplog.text == ""
+
+
+def test_the_best_is_one_checkpoint_also_where_another_becomes_it_meanwhile(tmp_path, monkeypatch):
+    save(tmp_path, 1, 0.1, n_last=2, n_best=1)
+
+    def overtaken(path):
+        monkeypatch.undo()
+        save(tmp_path, 2, 0.2, n_last=2, n_best=1)
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "digest", overtaken)
+    found = load_checkpoint(tmp_path / "best")
+    assert found.path.name == "iteration-000001"
+    assert float(found.weights()["w"][0]) == found.iteration == 1
 
 
 @contextmanager

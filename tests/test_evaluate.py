@@ -10,9 +10,12 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from lit_rlkv.checkpoint import Checkpoint
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.evaluate import evaluate, main
 from lit_rlkv.fit import fit
+from lit_rlkv.stages.saved import find_run
+from tests.test_checkpoint import files_of_at_most
 from tests.tiny import run
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +105,68 @@ def test_a_saved_config_cannot_name_what_a_new_one_could_not(saved, tmp_path, pl
     with pytest.raises(ConfigError, match=r"os\.mkdir.* is not from a trusted package"):
         fit(cfg, tmp_path / "run", Console(quiet=True), resumes=True)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_checkpoint_that_is_discarded_once_it_is_found_is_scored(saved, tmp_path, monkeypatch):
+    expected = evaluate(asking(saved, n_prompts=2, budgets=[]))
+    shutil.copytree(saved, tmp_path / "run")
+
+    def found_too_late(ckpt):
+        found = find_run(ckpt)
+        shutil.rmtree(found.checkpoint.path)
+        return found
+
+    monkeypatch.setattr("lit_rlkv.evaluate.find_run", found_too_late)
+    found = evaluate(asking(tmp_path / "run", n_prompts=2, budgets=[]))
+    assert found.rows == expected.rows
+    assert found.settings["iteration"] == 2
+
+
+def test_the_newest_is_looked_for_again_where_it_is_discarded_before_its_weights_are_read(
+    saved, tmp_path, monkeypatch
+):
+    shutil.copytree(saved, tmp_path / "run")
+    read = Checkpoint.weights
+
+    def discarded(self):
+        monkeypatch.undo()
+        shutil.rmtree(self.path)
+        return read(self)
+
+    monkeypatch.setattr(Checkpoint, "weights", discarded)
+    assert find_run(tmp_path / "run").iteration == 1
+
+
+@pytest.mark.parametrize("policies", [None, ["dense"]])
+def test_budgets_are_refused_where_no_policy_evicts(saved, tmp_path, monkeypatch, policies):
+    shutil.copytree(saved, tmp_path / "run")
+    cfg = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    cfg.cache.policy = "dense" if policies is None else cfg.cache.policy
+    OmegaConf.save(cfg, tmp_path / "run" / "config.yaml")
+    monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
+    says = r"budgets=\[5, 7\] need an evicting policy, .* add policies=\[snapkv\]"
+    with pytest.raises(ConfigError, match=says):
+        evaluate(asking(tmp_path / "run", policies=policies, budgets=[5, 7]))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_loaded(saved, monkeypatch):
+    monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
+    with (
+        files_of_at_most(0),
+        pytest.raises(ConfigError, match=r"written to \(File too large\); copy the run"),
+    ):
+        evaluate(asking(saved))
+
+
+def test_results_that_cannot_be_written_are_shown(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    (tmp_path / "run" / "evaluate.json").mkdir()
+    done = command(f"ckpt={tmp_path / 'run'}", "budgets=[]", "n_prompts=2")
+    assert done.returncode == 1
+    assert "random 7+2" in done.stdout
+    assert "Traceback" not in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("error: the results cannot be written: [Errno 21] Is a directory")
 
 
 def command(*arguments):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import pytest
 import torch
@@ -174,6 +174,20 @@ def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
     first, last = (load_file(path / "model.safetensors") for path in (folder, exported))
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert "Of the run's end, 2 iterations; this is the policy after 1." in (folder / "README.md").read_text()
+
+
+def test_a_checkpoint_that_is_discarded_once_it_is_found_is_exported(runs, exported, tmp_path, monkeypatch):
+    copytree(runs / "hydra", tmp_path / "runs" / "hydra")
+
+    def found_too_late(ckpt):
+        found = find_run(ckpt)
+        rmtree(found.checkpoint.path)
+        return found
+
+    monkeypatch.setattr("lit_rlkv.export.find_run", found_too_late)
+    folder, _ = export(asking(tmp_path / "runs", "hydra", tmp_path / "late"))
+    late, last = (load_file(path / "model.safetensors") for path in (folder, exported))
+    assert all(torch.equal(late[name], last[name]) for name in last)
 
 
 def losing_the_adapter(self, *args, **kwargs):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
 from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
 from lit_rlkv.config import ConfigError, as_config_errors, check_config, expanded
@@ -25,6 +26,8 @@ class SavedRun:
     """The config as the run has it."""
     checkpoint: Checkpoint | None
     """None where it has none: the policy as it started."""
+    weights: dict[str, Tensor]
+    """The checkpoint's, in memory: a run that trains on discards the files. Empty once the run is opened."""
 
     @property
     def iteration(self) -> int:
@@ -56,7 +59,7 @@ def find_run(ckpt: Path) -> SavedRun:
     """
     with as_config_errors(f"ckpt={ckpt}"):
         if (ckpt / CONFIG).is_file():
-            return _saved_run(ckpt, CheckpointDir(ckpt / CHECKPOINTS).latest())
+            return _at_newest(ckpt)
         run_dir = ckpt.parent.parent
         if not (run_dir / CONFIG).is_file():
             raise ConfigError(
@@ -66,9 +69,21 @@ def find_run(ckpt: Path) -> SavedRun:
         return _saved_run(run_dir, load_checkpoint(ckpt))
 
 
+def _at_newest(run_dir: Path) -> SavedRun:
+    checkpoint = CheckpointDir(run_dir / CHECKPOINTS).latest()
+    try:
+        return _saved_run(run_dir, checkpoint)
+    except OSError:
+        if checkpoint is None or checkpoint.path.is_dir():
+            raise
+        return _at_newest(run_dir)  # the run trains on, and has discarded it meanwhile
+
+
 def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
     config_yaml = (run_dir / CONFIG).read_text(encoding="utf-8")
-    return SavedRun(run_dir, load_config(run_dir), config_yaml, checkpoint)
+    saved = {} if checkpoint is None else checkpoint.weights()
+    weights = {name: value.clone() for name, value in saved.items()}  # what is loaded is a view of the file
+    return SavedRun(run_dir, load_config(run_dir), config_yaml, checkpoint, weights)
 
 
 def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
@@ -91,5 +106,6 @@ def open_run(run: SavedRun) -> tuple[Parts, PolicyModule]:
     check_backbone(run.checkpoint, start, backbone_id(start))
     if run.checkpoint is not None:
         with as_config_errors(str(run.checkpoint.path)):
-            load_trainable(module, run.checkpoint.weights())
+            load_trainable(module, run.weights)
+        run.weights.clear()
     return parts, module

@@ -13,6 +13,11 @@ from lit_rlkv.files import fingerprint
 from lit_rlkv.loop import Moment
 from lit_rlkv.stages.launching import told_by_first
 
+REWARD_MODEL = "reward_model"
+"""Folder in a warm model for a reward model with weights of its own."""
+LOADED = ("*.safetensors", f"{REWARD_MODEL}/*.safetensors")
+"""What a run takes from the folder of its model; there may be other models below it, or runs."""
+
 log = logging.getLogger(__name__)
 
 
@@ -98,14 +103,18 @@ def backbone_id(start: str | Path) -> str:
     Raises:
         ConfigError: there are no safetensors.
     """
-    folder = Path(start)
-    if not folder.is_dir():
-        config = cached_file(str(start), "config.json")
-        assert config is not None  # else it could not have been loaded
-        folder = Path(config).parent
-    if not any(folder.glob("**/*.safetensors")):
+    folder = _folder_of(start)
+    if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{start} has no safetensors to know it by; write them by save_pretrained")
-    return fingerprint(folder, "**/*.safetensors")
+    return fingerprint(folder, *LOADED)
+
+
+def _folder_of(start: str | Path) -> Path:
+    if Path(start).is_dir():
+        return Path(start)
+    config = cached_file(str(start), "config.json")
+    assert config is not None  # else it could not have been loaded
+    return Path(config).parent
 
 
 def check_backbone(checkpoint: Checkpoint | None, start: str | Path, found: str) -> None:
@@ -114,7 +123,10 @@ def check_backbone(checkpoint: Checkpoint | None, start: str | Path, found: str)
     Raises:
         ConfigError: the weights at `start`, whose fingerprint was found, are not those that it stands on.
     """
-    if checkpoint is not None and checkpoint.backbone != found:
+    if checkpoint is None or checkpoint.backbone == found:
+        return
+    # Checkpoints were once written with the fingerprint of all that lies below the folder.
+    if checkpoint.backbone != fingerprint(_folder_of(start), "**/*.safetensors"):
         raise ConfigError(
             f"{checkpoint.path} was trained on other weights than those in {start}, which have changed "
             "since; bring them back, or start a new run"
