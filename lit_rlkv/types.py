@@ -183,7 +183,11 @@ class EvalRow:
     mean_length: float
     """Tokens per response."""
     kv_bytes: int
-    """Allocated cache bytes of the whole batch."""
+    """Allocated bytes of keys and values, of the whole batch.
+
+    The latest queries that SnapKV, R-KV and expected attention hold beside them are not counted:
+    window · group / (2 · slots) of it, where `group` query heads share a KV head.
+    """
     kl: float
     """KL(μ ‖ dense learner) per token in nats, estimated on sampled tokens: the mismatch of compression."""
     replay_gap: float

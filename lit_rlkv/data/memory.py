@@ -58,11 +58,12 @@ def rollout_needs(
         fewer = f"lower algorithm.group_size={group}"
     shorter = f"lower rollout.max_new_tokens={sampling.max_new_tokens}"
     smaller = [shorter, "sample from a cache that evicts (cache.policy, correction)"]
+    values = {"dims": max(head_dims(model)), "bytes": itemsize}
     needs = [
         Need(
             "KV cache",
             {"of keys and values": 2, **layers, "rows": n_rows, **heads}
-            | {"slots": cache.n_slots(n_columns), "dims": max(head_dims(model)), "bytes": itemsize},
+            | {"slots": cache.n_slots(n_columns), **values},
             [*(smaller if cache.is_dense else [f"lower cache.budget={cache.budget}"]), fewer],
         ),
         Need(
@@ -77,6 +78,16 @@ def rollout_needs(
             [fewer],
         ),
     ]
+    policy = cache.make_policy()
+    if policy is not None and policy.sees_queries:
+        needs.append(
+            Need(
+                "latest queries",
+                {**layers, "rows": n_rows, "query heads": int(config.num_attention_heads)}
+                | {"in the window": cache.window, **values},
+                [f"lower cache.window={cache.window}", fewer],
+            )
+        )
     return sorted(needs, key=lambda need: need.n_bytes, reverse=True)
 
 

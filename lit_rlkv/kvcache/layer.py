@@ -50,7 +50,11 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of this layer's pool; 0 before the first prefill."""
+        """Bytes of this layer's pool; 0 before the first prefill.
+
+        `recent_queries`, of policies that see queries, are not counted: window · group / (2 · slots) of it,
+        where `group` query heads share a KV head.
+        """
         return sum(pool.nbytes for pool in (self.keys, self.values) if pool is not None)
 
     def get_seq_length(self) -> int:

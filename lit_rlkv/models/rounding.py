@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,7 +14,7 @@ from lit_rlkv.models.backbone import is_sharded
 
 
 class Cast(nn.Module):
-    """A linear module without bias that computes in the precision of another's weights, whatever it reads."""
+    """A linear module without bias that computes in the precision of another, whatever it reads."""
 
     rounded: Tensor | None = None
     """Its weight in that precision, while that is kept."""
@@ -23,10 +24,16 @@ class Cast(nn.Module):
         self.weight = cast(nn.Parameter, linear.weight)
         self._base = (base,)  # not as a module: it is one of the model's already
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the other's weights, which may be widened for a while; quantized ones lie in bytes."""
+        (base,) = self._base
+        weight = cast(Tensor, base.weight)
+        return weight.dtype if weight.is_floating_point() else cast(torch.dtype, base.compute_dtype)
+
     def forward(self, x: Float[Tensor, "*lead in"]) -> Float[Tensor, "*lead out"]:
-        dtype = cast(Tensor, self._base[0].weight).dtype
-        weight = self.weight.to(dtype) if self.rounded is None else self.rounded
-        return F.linear(x.to(dtype), weight)
+        weight = self.weight.to(self.dtype) if self.rounded is None else self.rounded
+        return F.linear(x.to(self.dtype), weight)
 
 
 @contextmanager
@@ -35,7 +42,7 @@ def rounding_once(backbone: PreTrainedModel) -> Iterator[None]:
     casts = [module for module in backbone.modules() if isinstance(module, Cast)]
     # What lies in shards is whole, and may be read, during a forward alone.
     for one in casts if not is_sharded(backbone) else ():
-        one.rounded = one.weight.detach().to(cast(Tensor, one._base[0].weight).dtype)
+        one.rounded = one.weight.detach().to(one.dtype)
     try:
         yield
     finally:

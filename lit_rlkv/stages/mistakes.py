@@ -66,10 +66,11 @@ def _wrong_answers(
             cuda_graph=rollout_cfg.cuda_graph,
         )
     answers = decode_completions(parts.tokenizer, rollout.token_ids, rollout.is_action)
+    scores = parts.accuracy(problems, answers).tolist()
     return [
         PreferencePair(problem.prompt, problem.solution, answer)
-        for problem, answer in zip(problems, answers, strict=True)
-        if parts.task.score(problem, answer) == 0 and _is_text(parts, answer)
+        for problem, answer, score in zip(problems, answers, scores, strict=True)
+        if score == 0 and _is_text(parts, answer)
     ]
 
 

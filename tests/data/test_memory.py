@@ -62,6 +62,16 @@ def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows):
     assert found(replace(data.sampling, max_rows=4)) != rollout.kv_bytes
 
 
+def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
+    model, sees = make_model(), CacheSpec("snapkv", budget=7, interval=2, sink=1, window=4)
+    needs = {need.what: need for need in rollout_needs(model, sees, (4, 6), SAMPLING)}
+    # 2 · 16 · 4 · 4 · 8 · 4 = 16384 bytes: window · group / (2 · slots) = 4 · 2 / (2 · 9) of 36864
+    assert needs["latest queries"].n_bytes == 16384 == needs["KV cache"].n_bytes * 8 // 18
+    assert needs["latest queries"].helps[0] == "lower cache.window=4"
+    for blind in (replace(sees, policy="random"), CacheSpec.dense()):
+        assert "latest queries" not in {need.what for need in rollout_needs(model, blind, (4, 6), SAMPLING)}
+
+
 def test_what_takes_most_is_helped_first():
     small = CacheSpec("random", budget=2, interval=1, sink=0, window=1)
     # 16 rows · 51 tokens · 16 bytes against 2 · 2 · 16 · 2 · 3 · 8 · 4 = 12288 of the cache

@@ -71,6 +71,40 @@ def test_the_layers_that_hold_one_adapter_hold_the_next():
         assert active_adapter(kept) == "second"
 
 
+class Packed(torch.nn.Linear):
+    """As bitsandbytes keeps a matrix: bytes, and the precision that they are computed in."""
+
+    compute_dtype = torch.bfloat16
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.unpacked = linear.weight.detach()
+        self.weight = torch.nn.Parameter(torch.zeros(3, 1, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.unpacked)
+
+
+@torch.no_grad()
+def test_adapters_on_packed_weights_compute_in_the_precision_of_what_these_stand_for():
+    models = [deepcopy(tiny_model()).bfloat16() for _ in range(2)]
+    for layer in models[1].model.layers:
+        layer.mlp.down_proj = Packed(layer.mlp.down_proj)
+    token_ids, logits = torch.arange(12).view(2, 6) % 7 + 3, []
+    for model in models:
+        torch.manual_seed(0)
+        add_adapter(model, "first", LoraSpec(rank=4, alpha=8, target_modules=["down_proj"]))
+        for layer in lora_layers(model):
+            layer.lora_B["first"].weight.normal_(std=0.1)
+        plain = model(token_ids).logits
+        with switched(lora_layers(model), "first"):
+            logits.append(model(token_ids).logits)
+            with rounding_once(model):
+                assert torch.equal(model(token_ids).logits, logits[-1])
+        assert not torch.equal(plain, logits[-1])
+    assert torch.equal(*logits)
+
+
 @torch.no_grad()
 def test_adapters_that_are_rounded_once_say_the_same_until_the_block_ends():
     model = deepcopy(tiny_model()).bfloat16()

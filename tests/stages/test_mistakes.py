@@ -12,9 +12,11 @@ from lit_rlkv.config import CONF_DIR, ConfigError, check_config
 from lit_rlkv.data.prompts import split_of
 from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.rewards import Panel
 from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import build_parts, load_backbone
 from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, training_passes, warm_folder, warm_up
+from tests.rewards.threaded import InThreads
 
 TINY = [
     "debug=fast",
@@ -61,6 +63,27 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
     parts.cfg.evaluation.batch_size = 8
     in_batches = own_mistakes(parts, backbone, 40, seed=0)
     assert [in_batches.at(i) for i in range(len(in_batches))] != [found.at(i) for i in range(len(found))]
+
+
+def judge(question):
+    """Right if it begins with a plus, failed if with a two."""
+    return {"+": 1.0, "2": float("nan")}.get(question["completion"][:1], 0.0)
+
+
+def test_what_evaluations_call_right_is_no_mistake_and_neither_is_what_they_could_not_judge(tmp_path):
+    parts = build_parts(config(tmp_path))
+    backbone = load_backbone(parts, None)
+
+    def beginnings():
+        found = own_mistakes(parts, backbone, 80, seed=0)
+        return [found.corrupt(found.at(index), Random(0))[:1] for index in range(len(found))]
+
+    every = beginnings()
+    assert {"+", "2"} < set(every)
+    parts.cfg.reward.accuracy = "judge"
+    with Panel({"judge": InThreads(ask=judge)}) as panel:
+        object.__setattr__(parts, "panel", panel)
+        assert beginnings() == [first for first in every if first not in ("+", "2")]
 
 
 def test_another_cache_or_batch_makes_other_mistakes_and_so_another_warm_model(tmp_path):

@@ -112,10 +112,11 @@ class RowFormat:
 
 
 def _text(value: Any, key: str) -> str:
-    """A text, or a number as JSON writes it."""
+    """A text, or a number as JSON writes it, a whole one without decimals."""
     if not isinstance(value, str) and not is_finite(value):
         raise ValueError(f"{key} must be text; it is {value!r}: put it in quotes, or drop the row")
-    return str(value)
+    # Columns of integers become floats where a row lacks one, and 72.0 is no text that a model writes.
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _plain(value: Any, key: str) -> Any:

@@ -8,21 +8,23 @@ from lit_rlkv.rewards.functions.base import RewardFunction
 from lit_rlkv.rewards.graders import Grader, Immediate, Question
 from lit_rlkv.types import Problem
 
+_SIGNS = "-−–+"
+"""Hyphen, minus, en dash, plus."""
 _PLAIN = r"(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _IN_NAME = "0-9A-Za-zÀ-ɏͰ-ϿЀ-ӿ"
 """Letters of scripts with spaces between words: a number beside any other letter stands for itself."""
 _NUMBER = re.compile(
     # A sign behind a letter, a digit or a bracket is an operator; digits behind a letter are a name.
-    rf"(?:(?<![{_IN_NAME})])(?<![{_IN_NAME}]\.)(?P<sign>[-−+]))?"
+    rf"(?:(?<![{_IN_NAME})])(?<![{_IN_NAME}]\.)(?P<sign>[{_SIGNS}]))?"
     rf"(?<![{_IN_NAME}])(?<![{_IN_NAME}][_.])[$€£]?"
     r"(?:(?P<whole>[0-9]{1,20})[ ](?=[0-9]{1,20}[ ]?/[ ]?[0-9]))?"
     rf"(?P<number>{_PLAIN})(?:[eE](?P<power>[-+]?[0-9]{{1,2}})(?!\w))?"
     rf"(?:\s?/\s?(?P<below>{_PLAIN}))?(?P<percent>\s?\\?%)?"
-    r"(?P<raised>(?:[ ]?\^[ ]?(?:\{[^{}]{0,40}\}|[-−+]?[0-9]*))+)?"
-    r"(?:(?=(?P<operated>[ \t]*(?:[-−+*×÷/]{1,2}|\\times|\\cdot)[ \t]*[0-9]))|)"
+    rf"(?P<raised>(?:[ ]?\^[ ]?(?:\{{[^{{}}]{{0,40}}\}}|[{_SIGNS}]?[0-9]*))+)?"
+    rf"(?:(?=(?P<operated>[ \t]*(?:[{_SIGNS}*×÷/]{{1,2}}|\\times|\\cdot)[ \t]*[0-9]))|)"
 )
-_FRACTION = re.compile(rf"\\[dt]?frac\s?\{{\s?([-−+]?{_PLAIN})\s?\}}\s?\{{\s?({_PLAIN})\s?\}}")
+_FRACTION = re.compile(rf"\\[dt]?frac\s?\{{\s?([{_SIGNS}]?{_PLAIN})\s?\}}\s?\{{\s?({_PLAIN})\s?\}}")
 MAX_DIGITS = 300
 """Longer numbers are none: no answer is, and arithmetic on them takes long."""
 
@@ -87,7 +89,12 @@ class Numeric(RewardFunction):
 
 def _values(text: str) -> list[_Value | None]:
     """The numbers of a text; None stands for one that is part of something else."""
-    return [_value(match) for match in _NUMBER.finditer(_FRACTION.sub(_in_a_line, text))]
+    values: list[_Value | None] = []
+    end_of_operation = 0
+    for match in _NUMBER.finditer(_FRACTION.sub(_in_a_line, text)):
+        values.append(None if match.start() < end_of_operation else _value(match))
+        end_of_operation = match.end("operated")  # behind the next number's first digit; -1 without one
+    return values
 
 
 def _in_a_line(fraction: re.Match[str]) -> str:
@@ -104,7 +111,7 @@ def _value(match: re.Match[str]) -> _Value | None:
     number, below = (Fraction((part or "1").replace(",", "")) for part in parts)
     if below == 0:
         return None
-    sign = -1 if match["sign"] in ("-", "−") else 1
+    sign = 1 if match["sign"] in (None, "+") else -1
     power = Fraction(10) ** int(match["power"] or 0)
     number = int(match["whole"] or 0) + number * power / below
     return _Value(sign * number, match["percent"] is not None)

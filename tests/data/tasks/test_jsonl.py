@@ -35,9 +35,9 @@ def test_lines_become_problems_in_order(write):
 
 
 def test_numbers_are_answers_as_json_writes_them(write):
-    lines = [{"prompt": "?", "answer": answer} for answer in (2, -1.5)]
+    lines = [{"prompt": "?", "answer": answer} for answer in (2, -1.5, 72.0, 2**53 + 1)]
     task = JsonlTask(write(*lines))
-    assert [task.at(index).answer for index in range(2)] == ["2", "-1.5"]
+    assert [task.at(index).answer for index in range(4)] == ["2", "-1.5", "72", "9007199254740993"]
 
 
 def test_without_a_marker_the_whole_completion_is_the_answer(write):
