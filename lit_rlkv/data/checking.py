@@ -9,15 +9,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task, UserTask
 from lit_rlkv.data.tasks.lines import N_REPORTED, parse_rows
-from lit_rlkv.data.tokenizers import check_encodable, encode, encode_prompt, format_prompt, is_task_tokenizer
+from lit_rlkv.data.tokenizers import encode, encode_prompt, format_prompt, is_task_tokenizer
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rewards import RewardFunction
-from lit_rlkv.types import Problem, prompt_text
+from lit_rlkv.types import Problem, Prompt, prompt_text
 
 N_SEEN = 64
 """Problems looked at where there is no end of them."""
 _CHUNK = 1024
 """Problems tokenized at once."""
+
+_Row = tuple[Prompt, str, str]
+"""A prompt, its solution, and the side that was ranked below it."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Sizes:
     prompts: list[int]
     solutions: list[int]
     """With the end of sequence."""
+    rejected: list[int]
+    """Sides that rows bring to rank below their solution, also with the end; 1 where they have none."""
     places: list[str]
 
     def named(self, sizes: Sequence[int], is_bad: Callable[[int], bool]) -> str:
@@ -48,8 +53,14 @@ def measure(task: Task, tokenizer: PreTrainedTokenizerBase, seed: int, *, holds_
     problems, places = _looked_at(task, seed)
     if holds_out:
         PromptSource(task, split="eval", seed=seed).take(1)
-    sizes = _measured(tokenizer, problems, places)
-    return Sizes([prompt for prompt, _ in sizes], [solution for _, solution in sizes], places)
+    worse = (
+        [task.rejected(index) for index in range(len(task))]
+        if isinstance(task, UserTask)
+        else [""] * len(problems)
+    )
+    rows = [(problem.prompt, problem.solution, side) for problem, side in zip(problems, worse, strict=True)]
+    prompts, solutions, rejected = zip(*_measured(tokenizer, rows, places), strict=True)
+    return Sizes([*prompts], [*solutions], [*rejected], places)
 
 
 def check_answers(task: Task, functions: Mapping[str, RewardFunction], seed: int) -> None:
@@ -69,18 +80,34 @@ def check_prompts_fit(model: PreTrainedModel, sizes: Sizes, max_new_tokens: int)
     Raises:
         ValueError: what `check_length` has against them, and which rows they are.
     """
+    _check_fit(model, sizes, sizes.prompts, max_new_tokens)
+
+
+def check_completions_fit(model: PreTrainedModel, sizes: Sizes, *, has_pairs: bool) -> None:
+    """Refuse prompts that the model cannot read together with their solution or, for pairs, rejected side.
+
+    Raises:
+        ValueError: what `check_length` has against them, and which rows they are.
+    """
+    sides = [sizes.solutions, *([sizes.rejected] if has_pairs else [])]
+    longest = (max(counts) for counts in zip(*sides, strict=True))
+    _check_fit(model, sizes, [sum(counts) for counts in zip(sizes.prompts, longest, strict=True)])
+
+
+def _check_fit(model: PreTrainedModel, sizes: Sizes, counts: Sequence[int], n_more: int = 0) -> None:
+    """Refuse rows with so many tokens, and as many more."""
 
     def is_too_long(n_tokens: int) -> bool:
         try:
-            check_length(model, n_tokens + max_new_tokens)
+            check_length(model, n_tokens + n_more)
         except ValueError:
             return True
         return False
 
     try:
-        check_length(model, max(sizes.prompts) + max_new_tokens)
+        check_length(model, max(counts) + n_more)
     except ValueError as error:
-        raise ValueError(f"{error}{sizes.named(sizes.prompts, is_too_long)}") from error
+        raise ValueError(f"{error}{sizes.named(counts, is_too_long)}") from error
 
 
 def _looked_at(task: Task, seed: int) -> tuple[list[Problem], list[str]]:
@@ -93,30 +120,33 @@ def _looked_at(task: Task, seed: int) -> tuple[list[Problem], list[str]]:
 
 
 def _measured(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], places: Sequence[str]
-) -> list[tuple[int, int]]:
-    """Tokens of prompt and solution: many texts at once, and one by one where any of them is not right."""
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[_Row], places: Sequence[str]
+) -> list[tuple[int, ...]]:
+    """Tokens of each text: many at once, and one by one where any of them is not right."""
     if not is_task_tokenizer(tokenizer):  # which has a check of its own for each character
-        chunks = [problems[start : start + _CHUNK] for start in range(0, len(problems), _CHUNK)]
+        chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
         with suppress(ValueError):
             return [sizes for chunk in chunks for sizes in _many(tokenizer, chunk)]
-    return parse_rows(zip(places, problems, strict=True), lambda problem: _one(tokenizer, problem))
+    return parse_rows(zip(places, rows, strict=True), lambda row: _one(tokenizer, *row))
 
 
-def _one(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> tuple[int, int]:
-    n_prompt = len(encode_prompt(tokenizer, problem.prompt))
-    return n_prompt, len(encode(tokenizer, problem.solution)) + 1
+def _one(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *completions: str) -> tuple[int, ...]:
+    n_prompt = len(encode_prompt(tokenizer, prompt))
+    return n_prompt, *(len(encode(tokenizer, completion)) + 1 for completion in completions)
 
 
-def _many(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[tuple[int, int]]:
-    """As `_one`, for all of them in two calls."""
-    texts = [format_prompt(tokenizer, problem.prompt) for problem in problems]
+def _many(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_Row]) -> list[tuple[int, ...]]:
+    """As `_one`, for all of them in three calls."""
+    texts = [format_prompt(tokenizer, prompt) for prompt, *_ in rows]
     prompts = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-    solutions = tokenizer([problem.solution for problem in problems], add_special_tokens=False)["input_ids"]
-    for problem, prompt, solution in zip(problems, prompts, solutions, strict=True):
-        if not prompt:
+    columns = [[row[place] for row in rows] for place in (1, 2)]
+    sides = [tokenizer(column, add_special_tokens=False)["input_ids"] for column in columns]
+    for row, *encoded in zip(rows, prompts, *sides, strict=True):
+        if not encoded[0]:
             raise ValueError("a prompt without tokens")
-        if tokenizer.unk_token_id in prompt or tokenizer.unk_token_id in solution:
-            check_encodable(tokenizer, problem.solution)
-            encode_prompt(tokenizer, problem.prompt)
-    return [(len(prompt), len(ids) + 1) for prompt, ids in zip(prompts, solutions, strict=True)]
+        if any(tokenizer.unk_token_id in token_ids for token_ids in encoded):
+            _one(tokenizer, *row)
+    return [
+        (len(prompt), *(len(token_ids) + 1 for token_ids in completions))
+        for prompt, *completions in zip(prompts, *sides, strict=True)
+    ]

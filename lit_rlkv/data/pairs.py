@@ -25,6 +25,8 @@ class DemonstrationBatch(TensorBatch):
     """True on prompt and completion tokens, False on padding."""
     is_target: Bool[Tensor, "batch seq"]
     """True on completion tokens, including the end-of-sequence token."""
+    n_tokens: int
+    """Of the longest row, without its padding: positions are each row's own."""
 
 
 def preference_pair(task: Task, problem: Problem, rng: Random) -> PreferencePair:
@@ -69,10 +71,12 @@ def encode_completions(
     )
     n_targets = torch.tensor([len(ending) for ending in endings])
     is_ending = torch.arange(width) < n_targets[:, None]
+    is_token = torch.cat([left.attention_mask, is_ending], dim=1)
     return DemonstrationBatch(
         token_ids=torch.cat([left.token_ids, right_ids], dim=1),
-        is_token=torch.cat([left.attention_mask, is_ending], dim=1),
+        is_token=is_token,
         is_target=torch.cat([torch.zeros_like(left.attention_mask), is_ending], dim=1),
+        n_tokens=int(is_token.sum(dim=1).max()),
     )
 
 
@@ -82,6 +86,6 @@ def dense_hidden(backbone: PreTrainedModel, batch: DemonstrationBatch) -> Float[
     Raises:
         ValueError: more tokens than the backbone attends to exactly.
     """
-    check_length(backbone, batch.token_ids.shape[1])
+    check_length(backbone, batch.n_tokens)
     positions = token_positions(batch.is_token)
     return hidden_states(backbone, batch.token_ids, positions, death=dense_death(batch.is_token))

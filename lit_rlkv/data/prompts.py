@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
+from typing import Any
 
 from lit_rlkv.data.tasks.base import FiniteTask, Task, UserTask
 from lit_rlkv.rng import derive_seed
@@ -43,6 +44,7 @@ class PromptSource:
         self.rank = rank
         self.world_size = world_size
         self._cursor = 0
+        self._rows = task.digest if isinstance(task, UserTask) else None
         self.size: int | None = None
         """Different problems in the split; None where there is no end of them."""
         if isinstance(task, FiniteTask):
@@ -66,12 +68,22 @@ class PromptSource:
         self._cursor += n * self.world_size
         return [self.problem(index) for index in range(start, self._cursor, self.world_size)]
 
-    def state_dict(self) -> dict[str, int]:
-        """The place reached in the global stream, the same on every rank."""
-        return {"cursor": self._cursor}
+    def state_dict(self) -> dict[str, Any]:
+        """The place reached in the global stream, the same on every rank, and the digest of its rows."""
+        return {"cursor": self._cursor, "rows": self._rows}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a saved place, with any number of ranks."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved place, with any number of ranks.
+
+        Raises:
+            ValueError: the rows of a user's data are others now, so that the place is one in another stream.
+        """
+        saved = state.get("rows")  # which older checkpoints do not have
+        if saved is not None and saved != self._rows:
+            raise ValueError(
+                f"it was trained on other rows than those that {self.task} has now: they have changed since; "
+                "bring them back, or start a new run"
+            )
         self._cursor = state["cursor"]
 
 

@@ -166,7 +166,7 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
     if limit is not None and seq_len > limit:
         raise ValueError(
             f"prompt and response may reach {seq_len} tokens, but {name} has positions for {limit}; lower "
-            "max_new_tokens or shorten the prompts"
+            "max_new_tokens or shorten the texts"
         )
 
 

@@ -136,7 +136,7 @@ def train_policy(
 
     Raises:
         TypeError: a callback that the loop cannot call.
-        ConfigError: the checkpoint is of other parameters.
+        ConfigError: the checkpoint is of other parameters, or of other rows than the data has now.
     """
     check_hooks(callbacks, RLCallback)
     cfg = parts.cfg
@@ -194,7 +194,7 @@ def train_policy(
     if resume_from is not None:
         with as_config_errors(str(resume_from.path)):
             load_trainable(module, resume_from.weights())
-        datamodule.load_state_dict(resume_from.data_state)
+            datamodule.load_state_dict(resume_from.data_state)
 
     train(
         parts.fabric,

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.checkpoint import load_trainable
 from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
+from lit_rlkv.data.checking import check_completions_fit
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tasks import Task
@@ -32,6 +33,7 @@ from lit_rlkv.ranks import ranks_of
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.stages.mistakes import own_mistakes
 from lit_rlkv.stages.parts import BACKBONE, Parts, load_backbone
+from lit_rlkv.stages.saving import REWARD_MODEL
 from lit_rlkv.stages.sharding import shard
 from lit_rlkv.stages.warm_progress import REWARD_HEAD, WarmProgress
 
@@ -39,8 +41,6 @@ WARM_FORMAT = 1
 """Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
 WARM, WARM_DONE = "warm", "warm.json"
 """The folder of all warm models, and the file that each of them has."""
-REWARD_MODEL = "reward_model"
-"""Folder in a warm model for a reward model with weights of its own."""
 
 
 def critic_folder(start: str | Path) -> str | Path:
@@ -62,6 +62,9 @@ def warm_folder(cfg: DictConfig) -> Path:
     names = ("task", "model", "sft", *(("cache", "rollout") if has_mistakes else ()))
     parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in names}
     parts |= {"batch_size": cfg.evaluation.batch_size} if has_mistakes else {}
+    if has_mistakes and cfg.reward.accuracy is not None:  # which says what is a mistake
+        function = cfg.reward.functions[cfg.reward.accuracy]
+        parts["accuracy"] = OmegaConf.to_container(function, resolve=True)
     sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
     files = [[] if source is None else stamps(Path(source).expanduser()) for source in sources]
     text = json.dumps([WARM_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)
@@ -155,7 +158,8 @@ def warm_up(
         interruption: of a run that may be asked to end.
 
     Raises:
-        ConfigError: the task's solutions or pairs cannot be learned from; said before any training.
+        ConfigError: the task's solutions or pairs cannot be learned from, or are others than those that an
+            earlier process has trained on; said before any training.
         InterruptedRunError: it was asked to end; its state is saved.
     """
     check_hooks(callbacks)
@@ -228,7 +232,8 @@ class WarmUp:
         resumed = self.progress.resumed if number == self.progress.number else None
         if resumed is not None:
             load_trainable(module, resumed.weights())
-            datamodule.load_state_dict(resumed.data_state["data"])
+            with as_config_errors(str(resumed.path)):
+                datamodule.load_state_dict(resumed.data_state["data"])
         train(
             parts.fabric,
             module,
@@ -269,12 +274,13 @@ def _head_of(folder: Path, backbone: PreTrainedModel) -> ScalarHead | None:
 
 
 def _check_data(parts: Parts, backbone: PreTrainedModel, passes: Sequence[Pass]) -> None:
-    """Make a batch of each pass, so that what is wrong with the data is said before any work."""
+    """Measure all rows and make a batch of each pass: what is wrong with the data is said before any work."""
     with as_config_errors("task"):
+        check_completions_fit(backbone, parts.sizes, has_pairs=any(stage.n_pairs > 0 for stage in passes))
         for stage in passes:
             batch = _data(parts, stage, parts.task).next_batch()
             sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
-            check_length(backbone, max(side.token_ids.shape[1] for side in sides))
+            check_length(backbone, max(side.n_tokens for side in sides))
 
 
 def _data(parts: Parts, stage: Pass, task: Task) -> PreferenceDataModule:

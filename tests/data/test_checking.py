@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lit_rlkv.data.checking import check_answers, check_prompts_fit, measure
+from lit_rlkv.data.checking import check_answers, check_completions_fit, check_prompts_fit, measure
 from lit_rlkv.data.tasks import ChainSum, JsonlTask, load_problems, read_preferences
 from lit_rlkv.data.tokenizers import build_task_tokenizer, encode, encode_prompt
 from lit_rlkv.rewards import Numeric
@@ -104,6 +104,45 @@ def test_preferences_are_looked_at_row_by_row(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"a\.jsonl:81: the tokenizer has no token for 'Ä'"):
         measure(read_preferences(tmp_path / "a.jsonl"), build_task_tokenizer(), 0, holds_out=False)
+
+
+def pairs(n, **last):
+    """Preferences of one shape, and a last one."""
+    rows = [{"prompt": f"{index}?", "chosen": "2", "rejected": "33"} for index in range(n)]
+    return [*rows, rows[0] | last]
+
+
+@pytest.mark.parametrize(
+    "make", [build_task_tokenizer, lambda: words("2", "33", *(f"{n}?" for n in range(80)))]
+)
+def test_rejected_sides_are_looked_at_row_by_row_too(write, make):
+    tokenizer = make()
+    sizes = measure(read_preferences(write(*pairs(80))), tokenizer, 0, holds_out=False)
+    assert sizes.rejected == [len(encode(tokenizer, "33")) + 1] * 81
+    with pytest.raises(ValueError, match=r"a\.jsonl:81: the tokenizer has no token for 'Ä'"):
+        measure(read_preferences(write(*pairs(80, rejected="Ä"))), tokenizer, 0, holds_out=False)
+
+
+def test_problems_bring_no_rejected_side(write):
+    assert measure(JsonlTask(write(*rows(3))), build_task_tokenizer(), 0, holds_out=False).rejected == [1] * 3
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_pairs_too_long_for_the_model_are_named_with_their_rows(write, side):
+    model = make_model(max_position_embeddings=64)
+
+    def check(n_characters, **options):
+        task = read_preferences(write(*pairs(99, **{side: "1" * n_characters})))
+        check_completions_fit(model, measure(task, build_task_tokenizer(), 0, holds_out=False), **options)
+
+    check(61, has_pairs=True)  # 2 of the prompt, and the end
+    with pytest.raises(
+        ValueError, match=r"may reach 65 tokens, but .* has positions for 64.*; 1 of 100 "
+    ) as said:
+        check(62, has_pairs=True)
+    assert str(said.value).endswith("a.jsonl:100 (65 tokens)")
+    if side == "rejected":
+        check(62, has_pairs=False)
 
 
 def test_answers_that_a_function_cannot_use_are_named_with_their_rows(write):

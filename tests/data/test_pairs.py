@@ -119,3 +119,24 @@ def test_hidden_states_do_not_depend_on_the_padding():
         seen = replace(batch, is_token=torch.ones_like(batch.is_token))
         assert torch.allclose(padded, alone, atol=1e-5)
         assert not torch.allclose(dense_hidden(backbone, seen)[1, 2:5], alone, atol=1e-2)
+
+
+def test_a_batch_is_as_long_as_its_longest_row_is_without_padding():
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 32}
+    backbone = prepare_backbone(tiny_qwen3(51, 0, 1, **size))
+    backbone.config.max_position_embeddings = 8
+    prompts, completions = ["1+2=", "9="], ["14", "1234"]  # 7 tokens in each row, in 9 columns
+    batch = encode_completions(TOKENIZER, prompts, completions)
+    with torch.no_grad():
+        hidden = dense_hidden(backbone, batch)
+        alone = [
+            dense_hidden(backbone, encode_completions(TOKENIZER, prompts[n : n + 1], completions[n : n + 1]))[
+                0
+            ]
+            for n in range(2)
+        ]
+    assert batch.token_ids.shape == (2, 9)
+    assert torch.allclose(hidden[batch.is_token], torch.cat(alone), atol=1e-5)
+    with pytest.raises(ValueError, match=r"may reach 9 tokens, but .* has positions for 8"):
+        dense_hidden(backbone, encode_completions(TOKENIZER, ["1+2=", "9="], ["1234", "1"]))

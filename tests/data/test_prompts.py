@@ -1,13 +1,16 @@
 """The stream of problems."""
 
 import hashlib
+import json
 import random
 from collections import Counter
 
 import pytest
 
 from lit_rlkv.data.prompts import PromptSource, split_of
-from lit_rlkv.data.tasks import ChainSum, Sorting
+from lit_rlkv.data.tasks import ChainSum, JsonlTask, Sorting, read_preferences
+from lit_rlkv.data.tasks.problems import Problems, RowFormat
+from lit_rlkv.data.tasks.rows import read_lines
 from lit_rlkv.types import Message, Problem
 
 TASK = ChainSum(n_terms=4)
@@ -128,6 +131,69 @@ def test_a_cursor_saved_by_one_rank_continues_on_two():
         rank.load_state_dict(saved.state_dict())
     first, second = (rank.take(2) for rank in resumed)
     assert [first[0], second[0], first[1], second[1]] == source().take(10)[6:]
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """From rows to the stream of a file that holds them."""
+
+    def stream(rows, **options):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return source(JsonlTask(path), **options)
+
+    return stream
+
+
+ROWS = [{"prompt": f"question {n}", "answer": f"{n}"} for n in range(30)]
+MENDED = [*ROWS[:-1], ROWS[-1] | {"answer": "0"}]
+
+
+@pytest.mark.parametrize("rows", [MENDED, [*ROWS, {"prompt": "?", "answer": "!"}], ROWS[::-1], ROWS[1:]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_cursor_into_other_rows_is_refused(listed, rows, rank):
+    saved = json.loads(json.dumps(listed(ROWS).state_dict()))
+    with pytest.raises(ValueError, match=r"other rows than .*a\.jsonl.* bring them back, or start a new run"):
+        listed(rows, rank=rank, world_size=2).load_state_dict(saved)
+
+
+def test_rows_that_read_the_same_are_the_same(listed):
+    saved = listed(ROWS)
+    saved.take(8)
+    resumed = listed([row | {"note": "mended"} for row in ROWS])
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.take(4) == saved.take(4)
+
+
+def test_a_rejected_side_is_part_of_its_row(tmp_path):
+    def state(rejected):
+        rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": rejected} for n in range(9)]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return source(read_preferences(tmp_path / "a.jsonl")).state_dict()
+
+    assert state("b") == state("b") != state("c")
+
+
+def test_held_out_rows_are_part_of_the_rows(tmp_path):
+    def state(held_out):
+        for name, rows in (("train", ROWS), ("test", held_out)):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table, other = (read_lines(tmp_path / f"{name}.jsonl", RowFormat()) for name in ("train", "test"))
+        return source(Problems(table, other, answer_after=None)).state_dict()
+
+    other = [{"prompt": "else", "answer": "1"}]
+    assert state(other) == state(other) != state([*other, {"prompt": "more", "answer": "1"}])
+
+
+def test_a_cursor_from_before_rows_were_told_apart_is_taken(listed):
+    old, straight = listed(ROWS), listed(ROWS)
+    old.load_state_dict({"cursor": 3})
+    assert old.take(2) == straight.take(5)[3:]
+
+
+@pytest.mark.parametrize("task", [TASK, Questions(7)])
+def test_problems_that_are_made_have_no_rows_to_tell_apart(task):
+    assert source(task).state_dict() == {"cursor": 0, "rows": None}
 
 
 def test_a_finite_task_gives_every_problem_of_its_split_once_per_epoch():

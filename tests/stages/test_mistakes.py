@@ -93,7 +93,10 @@ def test_another_cache_or_batch_makes_other_mistakes_and_so_another_warm_model(t
     asked = "sft.mistakes.n_prompts=32"
     assert folder(asked) != folder(asked, "cache.budget=12") != folder(asked, "rollout.temperature=0.5")
     assert folder(asked) != folder(asked, "evaluation.batch_size=8")
-    assert folder() == folder("cache.budget=12") == folder("evaluation.batch_size=8")
+    assert folder(asked) != folder(asked, "reward=numeric")  # another judge
+    assert (
+        folder() == folder("cache.budget=12") == folder("evaluation.batch_size=8") == folder("reward=numeric")
+    )
     assert folder() != folder(asked)
 
 

@@ -1,5 +1,6 @@
 """From a config and a warm model to the RL module, or to an error that says what they lack."""
 
+import json
 import re
 import shutil
 
@@ -8,11 +9,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 
-from lit_rlkv.checkpoint import load_trainable, trainable_weights
+from lit_rlkv.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.config import CONF_DIR, ConfigError, check_config
 from lit_rlkv.stages import reward, training
 from lit_rlkv.stages.parts import build_parts
-from lit_rlkv.stages.training import make_policy, needed_roles
+from lit_rlkv.stages.training import make_policy, needed_roles, train_policy
 from lit_rlkv.stages.warmup import REWARD_HEAD, REWARD_MODEL, warm_up
 from tests.tiny import MODEL
 
@@ -152,3 +153,21 @@ def counting(calls, function):
         return function(*arguments)
 
     return counted
+
+
+def test_training_does_not_go_on_with_other_rows(joint, tmp_path):
+    path = tmp_path / "sums.jsonl"
+
+    def train(n_rows, n_iterations):
+        rows = [{"prompt": f"{n}+0=", "answer": f"{n}"} for n in range(n_rows)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+        asked = ["task=jsonl", f"task.path={path}", "stages=[rl]", f"model.path={joint}"]
+        parts = build_parts(config(tmp_path, *asked, f"algorithm.n_iterations={n_iterations}"))
+        checkpoints = CheckpointDir(tmp_path / "checkpoints")
+        train_policy(parts, make_policy(parts, joint), [], checkpoints, checkpoints.latest())
+        return checkpoints.latest().iteration
+
+    assert train(40, 1) == 1
+    with pytest.raises(ConfigError, match=r"iteration-000001: .* other rows .* start a new run"):
+        train(41, 2)
+    assert train(40, 2) == 2

@@ -276,6 +276,47 @@ def test_preferences_without_a_verifier_train_a_reward_head_too(tmp_path):
     assert report_of(parts, warm_up(parts, [])).pair_accuracy == 1.0
 
 
+def preferences(folder, n=100, **last):
+    """A file of pairs and a last one, and the parts of a run on it."""
+    rows = [{"prompt": f"{index}?", "chosen": "1", "rejected": "0"} for index in range(n)]
+    path = folder / "preferences.jsonl"
+    path.write_text(
+        "\n".join(map(json.dumps, [*rows, {"prompt": "?", "chosen": "1", "rejected": "0"} | last]))
+    )
+
+    def parts(*overrides):
+        return build_parts(composed(folder, "task=preferences", f"task.path={path}", *overrides))
+
+    return parts
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_too_long_for_the_model_is_named_however_far_down(tmp_path, side):
+    parts = preferences(tmp_path, n=2000, **{side: "1" * 1024})(
+        "sft.n_steps=20", "sft.steps_per_iteration=10"
+    )
+    with pytest.raises(ConfigError, match=r"has positions for 1024.*preferences\.jsonl:2001 \(1026 tokens\)"):
+        warm_up(parts, [Fails(at=1)])
+
+
+def test_plain_fine_tuning_asks_nothing_of_a_long_rejected_side(tmp_path):
+    parts = preferences(tmp_path, rejected="1" * 1024)(*PLAIN, "sft.n_steps=10")
+    assert (warm_up(parts, []) / WARM_DONE).is_file()
+
+
+def test_a_warm_up_does_not_go_on_with_other_rows(tmp_path):
+    def go_on(parts, *callbacks):
+        return warm_up(
+            parts("sft.n_steps=20"), callbacks, WarmProgress(parts().fabric, tmp_path / "work", every=1)
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(preferences(tmp_path), Fails(at=2))
+    with pytest.raises(ConfigError, match=r"other rows than .*; bring them back, or start a new run"):
+        go_on(preferences(tmp_path, n=101))
+    assert (go_on(preferences(tmp_path)) / WARM_DONE).is_file()
+
+
 def test_progress_of_the_judgement_is_shown(warm, capfd):
     parts, folder, _ = warm()
     report_of(parts, folder)

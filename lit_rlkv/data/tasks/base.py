@@ -55,8 +55,17 @@ class UserTask(FiniteTask, Protocol):
         """How many problems, the last of the list, are for evaluation alone; 0 leaves it to their prompts."""
         ...
 
+    @property
+    def digest(self) -> str | None:
+        """Tells the rows from any others; None where they are not read but made."""
+        ...
+
     def place(self, index: int) -> str:
         """Where a problem stands in its source, for messages."""
+        ...
+
+    def rejected(self, index: int) -> str:
+        """The side that a row ranks below its solution; empty where it has none."""
         ...
 
 

@@ -22,7 +22,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
     if not path.expanduser().is_file():
         raise FileNotFoundError(f"there is no file at {str(path)!r}; give the path of a file of JSON lines")
     # Not splitlines: it would also cut at characters that JSON allows inside a text.
-    lines = path.expanduser().read_text(encoding="utf-8").split("\n")
+    lines = path.expanduser().read_text(encoding="utf-8-sig").split("\n")  # some editors write a BOM
     if not any(line.strip() for line in lines):
         raise ValueError(f"{str(path)!r} has no lines, so it gives no data; write one JSON object per line")
     return ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())

@@ -44,6 +44,15 @@ class ListedTask(ABC, Generic[_Row]):
         """Where a row stands in its source."""
         return self._table.places[index]
 
+    @property
+    def digest(self) -> str | None:
+        """Tells the rows from any others; None where they are not read but made."""
+        return self._table.digest
+
+    def rejected(self, index: int) -> str:
+        """The side that a row ranks below its solution; empty where it has none."""
+        return ""
+
     def sample(self, rng: random.Random) -> Problem:
         """Any row's of those to train on."""
         return self.at(rng.randrange(len(self) - self.n_held_out))
@@ -61,4 +70,5 @@ def _with_held_out(table: Table[_Row], held_out: Table[_Row]) -> Table[_Row]:
         table.source,
         [table.rows[index] for index in kept] + held_out.rows,
         [table.places[index] for index in kept] + held_out.places,
+        f"{table.digest}+{held_out.digest}",
     )

@@ -29,6 +29,9 @@ class Preferences(ListedTask[PreferencePair]):
         pair = self._table.rows[index]
         return Problem(pair.prompt, solution=pair.chosen, answer=pair.chosen)
 
+    def rejected(self, index: int) -> str:
+        return self._table.rows[index].rejected
+
     def score(self, problem: Problem, completion: str) -> float:
         """1.0 if the completion is the chosen side, both stripped of surrounding whitespace."""
         return float(completion.strip() == problem.answer.strip())

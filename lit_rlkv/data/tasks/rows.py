@@ -1,6 +1,8 @@
 """Rows of a user's data wherever they lie: JSON lines as they are, all else through the package datasets."""
 
+import hashlib
 import importlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
@@ -35,6 +37,8 @@ class Table(Generic[_Parsed]):
     source: str
     rows: list[_Parsed]
     places: list[str]
+    digest: str | None = None
+    """Of what was read; None where the rows are not read but made."""
 
 
 def _once(read: _Reader) -> _Reader:
@@ -129,7 +133,15 @@ def _parsed(
             yield where, row
 
     rows = parse_rows(noted(), parse)
-    return Table(source, rows, places)
+    return Table(source, rows, places, _digest(rows))
+
+
+def _digest(rows: Iterable[Any]) -> str:
+    """Of parsed rows, so that what a task does not read may change."""
+    found = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        found.update(json.dumps(row, default=vars).encode())
+    return found.hexdigest()
 
 
 def _chosen(entry: Mapping[str, Any], columns: Columns, has: list[str], hint: str) -> dict[str, Any]:

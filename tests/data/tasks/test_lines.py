@@ -20,6 +20,12 @@ def test_blank_lines_count_but_are_left_out(tmp_path):
     assert (parse_object(one), parse_object(two)) == ({"a": 1}, {"a": "x\u2028\x85y"})
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n', encoding="utf-8-sig")
+    assert [parse_object(line) for _, line in numbered_lines(path)] == [{"a": 1}]
+
+
 def test_a_path_in_the_home_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{}")
     monkeypatch.setenv("HOME", str(tmp_path))
