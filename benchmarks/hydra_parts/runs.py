@@ -114,7 +114,9 @@ class Demonstrations(L.LightningDataModule):
         seq_len = setting.prompt_len + setting.response_len
         token_ids = torch.randint(1, setting.size.vocab_size, (self.batch, seq_len))
         is_target = (torch.arange(seq_len) >= setting.prompt_len).expand_as(token_ids)
-        demonstrations = DemonstrationBatch(token_ids, torch.ones_like(is_target), is_target)
+        demonstrations = DemonstrationBatch(
+            token_ids, torch.ones_like(is_target), is_target, n_tokens=token_ids.shape[1]
+        )
         return DataLoader([WarmupBatch(demonstrations, None)], batch_size=None)  # type: ignore[arg-type]
 
 
