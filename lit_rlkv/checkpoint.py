@@ -112,7 +112,7 @@ class CheckpointDir:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         sweep_partial(self.root, PREFIX)
-        target = self.root / f"{PREFIX}{iteration:06d}"
+        target = self.folder_of(iteration)
         with appearing_whole(target) as partial:
             save_file({name: value.contiguous().cpu() for name, value in weights.items()}, partial / WEIGHTS)
             torch.save(learner_state, partial / LEARNER)
@@ -151,6 +151,10 @@ class CheckpointDir:
                 os.replace(new, link)
             except OSError as error:
                 log.warning("no link to the best checkpoint, %s: %s", best[0].path.name, error)
+
+    def folder_of(self, iteration: int) -> Path:
+        """Where the checkpoint of an iteration is, or would be; names are in the order of iterations."""
+        return self.root / f"{PREFIX}{iteration:06d}"
 
     def all(self) -> list[Path]:
         """Checkpoints by name, oldest first, whole or not."""

@@ -1,6 +1,6 @@
 """The data that flows between the stages: frozen dataclasses of tensors, written once and never into."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -18,19 +18,23 @@ _BatchType = TypeVar("_BatchType", bound="TensorBatch")
 class TensorBatch:
     """A frozen dataclass whose tensors share their first dimension, the batch."""
 
-    def _map_tensors(self: _BatchType, change: Any) -> _BatchType:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{name: change(v) for name, v in values.items() if isinstance(v, Tensor | TensorBatch)}
-        )
+    def map_tensors(self: _BatchType, change: Any) -> _BatchType:
+        """The same with every tensor changed, those by name in a mapping too; all else stays."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: changed(part) for name, part in value.items()}
+            return change(value) if isinstance(value, Tensor | TensorBatch) else value
+
+        return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
     def to(self: _BatchType, device: torch.device | str) -> _BatchType:
         """The same batch on another device; Lightning moves a frozen dataclass through this method."""
-        return self._map_tensors(lambda value: value.to(device))
+        return self.map_tensors(lambda value: value.to(device))
 
     def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
         """The chosen rows of every tensor, as a new batch; counts and other scalars stay."""
-        return self._map_tensors(
+        return self.map_tensors(
             lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index]
         )
 
@@ -94,7 +98,7 @@ class Rollout(TensorBatch):
 
 
 @dataclass(frozen=True)
-class Rewards:
+class Rewards(TensorBatch):
     """Scores of a batch of completions: what is learned from, and the components that it is made of."""
 
     total: Float[Tensor, " batch"]
@@ -110,19 +114,6 @@ class Rewards:
     def scores(self) -> Float[Tensor, " batch"]:
         """In the units of the components, so that iterations and runs can be compared."""
         return self.total if self.weighed is None else self.weighed
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Rewards":
-        """The same of other rows."""
-
-        def each(values: Tensor | None) -> Tensor | None:
-            return None if values is None else change(values)
-
-        return Rewards(
-            total=change(self.total),
-            components={name: change(part) for name, part in self.components.items()},
-            is_failed=each(self.is_failed),
-            weighed=each(self.weighed),
-        )
 
 
 @dataclass(frozen=True)

@@ -144,15 +144,16 @@ def start_line(arms: Mapping[str, Sequence[Row]]) -> str:
 
 
 def seeds_table(arms: Mapping[str, Sequence[Row]]) -> str:
-    """Every seed by itself, in their order: points gained, and how far the reward fell at first."""
+    """Every seed by itself, in their order: points gained, how far its reward fell, how soon it rose."""
     headings = ["arm", "seeds", *(f"gained {view}" for view in VIEWS.values())]
-    headings += [f"lowest reward of {N_FIRST} iterations"]
+    headings += [f"lowest reward of {N_FIRST} iterations", f"responses to {GOAL:.0%}"]
     body = [
         [
             f"`{name}`",
             ", ".join(str(row["seed"]) for row in rows),
             *(", ".join(f"{100 * gained(row, view):+.1f}" for row in rows) for view in VIEWS),
             ", ".join(f"{lowest_at_first(row):.2f}" for row in rows),
+            "; ".join(ABSENT if (n := rollouts_to(row, GOAL)) is None else f"{n:,}" for row in rows),
         ]
         for name, rows in arms.items()
     ]

@@ -10,7 +10,7 @@ from lit_rlkv.config.building import (
     check_targets,
     expanded,
 )
-from lit_rlkv.config.composing import check_command_line, composed
+from lit_rlkv.config.composing import check_command_line, composed, quoted
 from lit_rlkv.config.presence import check_folders
 from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
@@ -30,4 +30,5 @@ __all__ = [
     "check_targets",
     "composed",
     "expanded",
+    "quoted",
 ]

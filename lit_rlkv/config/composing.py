@@ -90,14 +90,20 @@ def said_better(error: Exception, overrides: Sequence[str], name: str = "config"
 def _unreadable(override: str) -> str | None:
     """What to write where Hydra's grammar takes a value for something else; None where it does not."""
     key, sign, value = override.partition("=")
-    quoted = '"' + key + sign + "'" + expanduser(value).replace("'", "\\'") + "'\""
+    shown = f'"{key}={quoted(expanduser(value))}"'
     try:
         read = OverridesParser.create().parse_override(override)
     except HydraException:
-        return f"{override}: the value cannot be read as it stands; quote it: {quoted}" if sign else None
+        return f"{override}: the value cannot be read as it stands; quote it: {shown}" if sign else None
     if not read.is_sweep_override():
         return None
-    return f"{override}: quote it if it is one value, {quoted}, or give a list, {key}=[{value}]; {SEVERAL}"
+    return f"{override}: quote it if it is one value, {shown}, or give a list, {key}=[{value}]; {SEVERAL}"
+
+
+def quoted(value: str) -> str:
+    """A value as Hydra's grammar takes it for a text, whatever is in it."""
+    escaped = value.replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def options_of(group: str) -> list[str]:

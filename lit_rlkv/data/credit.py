@@ -65,7 +65,7 @@ class Experience:
             problems=(),
             completions=(),
             rollout=of_all_ranks(self.rollout, self.ranks),
-            rewards=self.rewards.map(gather),
+            rewards=self.rewards.map_tensors(gather),
             has_eos=gather(self.has_eos),
             old_logps=gather(self.old_logps),
             ref_logps=_each(gather, self.ref_logps),

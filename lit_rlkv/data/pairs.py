@@ -26,7 +26,8 @@ class DemonstrationBatch(TensorBatch):
     is_target: Bool[Tensor, "batch seq"]
     """True on completion tokens, including the end-of-sequence token."""
     n_tokens: int
-    """Of the longest row, without its padding: positions are each row's own."""
+    """Of the longest row, without its padding: positions are each row's own. A number, since asking a tensor
+    for it would make the host wait for the device."""
 
 
 def preference_pair(task: Task, problem: Problem, rng: Random) -> PreferencePair:

@@ -244,8 +244,7 @@ class RolloutDataModule(L.LightningDataModule):
         errors = dict(self.ranks.gather_list([*answers.errors.items()]))
         gathered = {name: self.ranks.gather(value) for name, value in components.items()}
         rewards = self.reward(gathered, self.ranks.gather(has_eos), self.sampling.group_size, errors)
-        mine = self.ranks.mine(len(problems))
-        return rewards.map(lambda values: values[mine])
+        return rewards.rows(self.ranks.mine(len(problems)))
 
     def _kl_penalty(
         self, old_logps: Tensor, ref_logps: Tensor | None, is_action: Tensor, weight: float | int

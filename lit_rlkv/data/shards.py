@@ -42,9 +42,4 @@ def of_all_ranks(rollout: Rollout, ranks: Ranks) -> Rollout:
     A death table is as large as layers × heads of all else together. `kv_bytes` are those of all caches.
     """
     light = replace(rollout, death=rollout.death[:, :0, :0])
-    rows = {
-        field.name: ranks.gather(value)
-        for field in fields(Rollout)
-        if isinstance(value := getattr(light, field.name), Tensor)
-    }
-    return replace(light, **rows, kv_bytes=sum(ranks.gather_list([rollout.kv_bytes])))
+    return replace(light.map_tensors(ranks.gather), kv_bytes=sum(ranks.gather_list([rollout.kv_bytes])))

@@ -1,9 +1,6 @@
 """What a run has found so far; written down after each stage, read back on resume."""
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,13 +53,3 @@ class Results:
             stage_seconds=saved["stage_seconds"],
             reward_model=None if saved["reward_model"] is None else RewardReport(**saved["reward_model"]),
         )
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Adds the time of the block to a stage."""
-        started_at = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed_s = time.perf_counter() - started_at
-            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + elapsed_s

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.checkpoint import PREFIX, Checkpoint, CheckpointDir
+from lit_rlkv.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.config import PRESETS, ConfigError
 from lit_rlkv.config.rules import STAGES
 from lit_rlkv.stages.locking import BusyError, FolderLock
@@ -82,9 +82,11 @@ def is_done(run_dir: Path) -> bool:
     if not (run_dir / REPORT).is_file():
         return False
     cfg = load_config(run_dir)
-    saved = CheckpointDir(run_dir / CHECKPOINTS).all()
-    n_trained = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
-    return "rl" not in cfg.stages or n_trained >= cfg.algorithm.n_iterations
+    if "rl" not in cfg.stages:
+        return True
+    checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
+    last = checkpoints.folder_of(cfg.algorithm.n_iterations)
+    return any(saved >= last for saved in checkpoints.all())
 
 
 def to_be_kept(cfg: DictConfig, run_dir: Path) -> DictConfig:

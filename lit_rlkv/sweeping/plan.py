@@ -9,7 +9,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
-from lit_rlkv.config import CONF_DIR, ConfigError, composed
+from lit_rlkv.config import CONF_DIR, ConfigError, composed, quoted
 from lit_rlkv.sweeping.parameters import Drawn, listed
 from lit_rlkv.sweeping.spec import Sweep
 
@@ -119,9 +119,4 @@ def key_of(override: str) -> str:
 
 def folder_override(folder: Path) -> str:
     """Tells fit where its folder is; in quotes, as a path may hold what Hydra's grammar would split at."""
-    return f"hydra.run.dir={quoted(folder)}"
-
-
-def quoted(path: Path) -> str:
-    escaped = str(path).replace("'", "\\'")
-    return f"'{escaped}'"
+    return f"hydra.run.dir={quoted(str(folder))}"

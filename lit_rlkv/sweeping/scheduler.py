@@ -11,13 +11,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.callbacks.progress import Field, Meter
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import ConfigError, quoted
 from lit_rlkv.stages.locking import FolderLock
 from lit_rlkv.stages.resuming import is_done
 from lit_rlkv.stages.warmup import start_folder, warm_folder
 from lit_rlkv.sweeping.job import OUTPUT, FitJob, Outcome, can_resume, is_worked_in
 from lit_rlkv.sweeping.ledger import Ledger
-from lit_rlkv.sweeping.plan import Plan, Run, folder_override, quoted
+from lit_rlkv.sweeping.plan import Plan, Run, folder_override
 
 POLL_S = 0.5
 """Between two looks at the runs under way."""
@@ -38,7 +38,7 @@ class FitLauncher:
         if is_worked_in(folder) or is_done(folder):
             return FitJob(folder)  # of an earlier sweep that was killed
         if can_resume(folder):
-            return FitJob.start(folder, [f"resume={quoted(folder)}", folder_override(folder)])
+            return FitJob.start(folder, [f"resume={quoted(str(folder))}", folder_override(folder)])
         with FolderLock() as lock:
             lock.take(folder)  # somebody may have gone on with it by hand
             shutil.rmtree(folder, ignore_errors=True)

@@ -222,7 +222,9 @@ def test_a_table_has_the_points_gained_and_how_soon():
 def test_every_seed_is_shown_with_how_far_its_reward_fell():
     rows = [row("naive", seed, 0.5 + 0.1 * seed, rewards=[0.8, 0.1 * seed, 0.9]) for seed in (3, 1)]
     table = tables.seeds_table(tables.by_arm(rows))
-    assert "| `naive` | 1, 3 | +0.0, +20.0 | -1.0, -1.0 | 0.10, 0.30 |" in table
+    assert "| `naive` | 1, 3 | +0.0, +20.0 | -1.0, -1.0 | 0.10, 0.30 | –; – |" in table
+    rows[0]["rewards"] = [1.0] * 10
+    assert "| 0.10, 1.00 | –; 2,560 |" in tables.seeds_table(tables.by_arm(rows))
 
 
 def test_p_is_adjusted_for_the_questions_of_its_table_and_for_those_of_all():
