@@ -1,4 +1,4 @@
-"""How much the decode loop adds to the model: sampling, scores, eviction, bookkeeping, the record of deaths.
+"""How much the decode loop adds to the model: sampling, scores, eviction, bookkeeping, the record of evictions.
 
     python benchmarks/decode_overhead.py [--rounds 9]
 
@@ -36,36 +36,36 @@ PROMPT, VOCAB = 10, 51
 
 
 @torch.no_grad()
-def bare_transformers(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+def bare_transformers(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
     cache = DynamicCache(config=model.config)
-    model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     for _ in range(NEW - 1):
-        model(token_ids[:, :1], past_key_values=cache, use_cache=True)
+        model(input_ids[:, :1], past_key_values=cache, use_cache=True)
 
 
 @torch.no_grad()
-def bare_pool(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+def bare_pool(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
     """Slots are reused in turn once the pool is full."""
     n_free = CACHE.budget + CACHE.interval - PROMPT
     cache = SlotCache(
-        CacheSpec.dense(), model.config.num_hidden_layers, BATCH, PROMPT + n_free, token_ids.device
+        CacheSpec.dense(), model.config.num_hidden_layers, BATCH, PROMPT + n_free, input_ids.device
     )
     positions = torch.arange(PROMPT).expand(BATCH, -1)
-    with cache.prefill(range(BATCH), torch.ones_like(token_ids, dtype=torch.bool)):
-        head_logits(model, hidden_states(model, token_ids, positions, slot_cache=cache)[:, -1])
+    with cache.prefill(range(BATCH), torch.ones_like(input_ids, dtype=torch.bool)):
+        head_logits(model, hidden_states(model, input_ids, positions, slot_cache=cache)[:, -1])
     for step in range(NEW - 1):
         if step % n_free == 0:
             cache.n_live.fill_(PROMPT)
         cache.advance()
-        hidden = hidden_states(model, token_ids[:, :1], positions[:, -1:] + 1 + step, slot_cache=cache)
+        hidden = hidden_states(model, input_ids[:, :1], positions[:, -1:] + 1 + step, slot_cache=cache)
         head_logits(model, hidden[:, -1])
 
 
-def full_loop(model: PreTrainedModel, token_ids: torch.Tensor, policy: str) -> None:
+def full_loop(model: PreTrainedModel, input_ids: torch.Tensor, policy: str) -> None:
     generate(
         model,
-        token_ids,
-        torch.ones_like(token_ids),
+        input_ids,
+        torch.ones_like(input_ids),
         cache=CacheSpec(**{**CACHE, "policy": policy}),
         max_new_tokens=NEW,
         eos_token_id=None,
@@ -95,15 +95,15 @@ def main() -> None:
     ours = tiny_qwen3(VOCAB, 0, 1)
     ours.load_state_dict(plain.state_dict())
     prepare_backbone(ours.eval())
-    token_ids = torch.randint(2, VOCAB, (BATCH, PROMPT))
+    input_ids = torch.randint(2, VOCAB, (BATCH, PROMPT))
     print(f"{BATCH} rows, {NEW} new tokens, {CACHE.budget}+{CACHE.interval} slots; ms per token")
     print("policy     transformers    pool    loop  loop/transformers  loop/pool")
     for policy in POLICIES:
         times: dict[str, list[float]] = {"transformers": [], "pool": [], "loop": []}
         for _ in range(n_rounds + 1):
-            times["transformers"].append(seconds(bare_transformers, plain, token_ids))
-            times["pool"].append(seconds(bare_pool, ours, token_ids))
-            times["loop"].append(seconds(full_loop, ours, token_ids, policy))
+            times["transformers"].append(seconds(bare_transformers, plain, input_ids))
+            times["pool"].append(seconds(bare_pool, ours, input_ids))
+            times["loop"].append(seconds(full_loop, ours, input_ids, policy))
         times = {name: values[1:] for name, values in times.items()}  # the first round warms up
         ms = {name: 1e3 * statistics.median(values) / NEW for name, values in times.items()}
         ratios = {name: median_ratio(times["loop"], times[name]) for name in ("transformers", "pool")}

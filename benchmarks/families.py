@@ -166,14 +166,16 @@ def gaps(model: PreTrainedModel) -> tuple[float, float]:
     """max |log-prob − sampler's| over the actions of a rollout, by replay and by a learner that sees all."""
     generator = torch.Generator().manual_seed(7)
     width = max(PROMPT_LENS)
-    is_token = torch.arange(width) >= width - torch.tensor(PROMPT_LENS)[:, None]
-    token_ids = torch.randint(1, VOCAB, is_token.shape, generator=generator).masked_fill(~is_token, PAD)
+    attention_mask = torch.arange(width) >= width - torch.tensor(PROMPT_LENS)[:, None]
+    input_ids = torch.randint(1, VOCAB, attention_mask.shape, generator=generator).masked_fill(
+        ~attention_mask, PAD
+    )
     rollout = generate(
-        model, token_ids, is_token, cache=CACHE, max_new_tokens=N_NEW_TOKENS, eos_token_id=None,
+        model, input_ids, attention_mask, cache=CACHE, max_new_tokens=N_NEW_TOKENS, eos_token_id=None,
         pad_token_id=PAD, generator=generator,
     )  # fmt: skip
     replayed, dense = (
-        float((replay_logps(model, rollout, shadow=shadow) - rollout.sampler_logps).abs().max())
+        float((replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).abs().max())
         for shadow in (True, False)
     )
     return replayed, dense

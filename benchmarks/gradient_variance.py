@@ -25,8 +25,8 @@ import torch
 from gradient_parts.runs import STANDS_STILL, FreshGradients, Log, config, run
 from gradient_parts.sketches import Sketches
 
-from lit_rlkv.callbacks.diagnostics.base import Diagnostic
-from lit_rlkv.callbacks.diagnostics.gradient import GradientVariance
+from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.config import build
 
 NAME = "gradient_variance"

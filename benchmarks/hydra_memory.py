@@ -41,7 +41,7 @@ from hydra_parts.timing import PassCost, measure_passes, measure_seconds
 from memory_model import peak_bytes, variant_of
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.hydra import LAYOUTS
+from lit_rlkv.models.layouts import LAYOUTS
 
 NAME, PASSES_NAME = "hydra_memory", "hydra_passes"
 VARIANTS = (*LAYOUTS, SFT)

@@ -25,15 +25,17 @@ from rich.console import Console
 from text_table import text_table
 
 from lit_rlkv.callbacks.hooks import HOOKS, RLCallback
-from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.config import check_config, composed
 from lit_rlkv.faults import Interruption
-from lit_rlkv.stages.launching import make_fabric
-from lit_rlkv.stages.parts import CHECKPOINTS, build_parts
-from lit_rlkv.stages.recording import start_logger
+from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.context import CHECKPOINTS, build_context
+from lit_rlkv.runs.launch import make_fabric
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.run_logger import start_logger
+from lit_rlkv.runs.starting_model import find_starting_model
+from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.run import Run, make_diagnostics
-from lit_rlkv.stages.training import make_policy, train_policy
-from lit_rlkv.stages.warmup import start_folder, warm_up
+from lit_rlkv.stages.sft import run_sft
 
 PHASES = ("rollout", "score", "reward", "update")
 CHECKPOINT, LOADER, REST = "checkpoint", "loader", "rest"
@@ -141,8 +143,8 @@ class TimedCheckpoints(CheckpointDir):
 
 def measure(cfg: DictConfig, run_dir: Path) -> tuple[dict[str, float], int]:
     """Seconds by part of the iterations of a run but the first, and how many these were."""
-    parts = build_parts(cfg, make_fabric(cfg))
-    start = start_folder(cfg, run_dir) or warm_up(parts, [])
+    parts = build_context(cfg, make_fabric(cfg))
+    start = find_starting_model(cfg, run_dir) or run_sft(parts, [])
     clock, console = Clock(), Console(quiet=True)
     marks = Marks(clock)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
-from lit_rlkv.models.hydra import LAYOUTS
+from lit_rlkv.models.layouts import LAYOUTS
 
 FLOAT32 = 4
 
@@ -179,8 +179,8 @@ def learned_len(variant: Variant, job: Job) -> int:
 
 def logits_bytes(job: Job) -> int:
     """Three chunks of float32 logits: log-probs, their gradient, and that of the logits."""
-    n_actions = job.batch * job.response_len
-    return 3 * FLOAT32 * min(n_actions * job.model.vocab_size, MAX_CHUNK_LOGITS)
+    n_response_tokens = job.batch * job.response_len
+    return 3 * FLOAT32 * min(n_response_tokens * job.model.vocab_size, MAX_CHUNK_LOGITS)
 
 
 def update_activations(variant: Variant, job: Job, *, has_logits: bool) -> int:

@@ -25,9 +25,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tasks import load_problems
-from lit_rlkv.data.tasks.rows import EXAMPLES
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
+from lit_rlkv.tasks import load_problems
+from lit_rlkv.tasks.rows import EXAMPLES
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -90,13 +90,13 @@ def main() -> None:
     encoded = encode_prompts(tokenizer, prompts)
     shape = (args.prompts * args.group_size, args.new_tokens)
     sampled = torch.randint(2, len(tokenizer), shape, generator=torch.Generator().manual_seed(0))
-    is_action = torch.ones_like(sampled, dtype=torch.bool)
+    response_mask = torch.ones_like(sampled, dtype=torch.bool)
     found = {
         "problems_ms": median_ms(lambda: source.take(args.prompts)),
         "tokens_ms": median_ms(lambda: encode_prompts(tokenizer, prompts)),
-        "texts_ms": median_ms(lambda: decode_completions(tokenizer, sampled, is_action)),
+        "texts_ms": median_ms(lambda: decode_completions(tokenizer, sampled, response_mask)),
     }
-    longest = encoded.token_ids.shape[1]
+    longest = encoded.input_ids.shape[1]
     print(f"{args.prompts} prompts of up to {longest} tokens: {found['problems_ms']:.1f} ms to take them")
     print(f"{found['tokens_ms']:.0f} ms to tokenize, {found['tokens_ms'] / args.prompts:.2f} a prompt")
     print(f"{found['texts_ms']:.0f} ms for {shape[0]} completions of {shape[1]} tokens as text")

@@ -38,7 +38,7 @@ SETTINGS = (
     "sft.n_steps=10",
     "evaluation.n_prompts=64",
     "diagnostics=none",
-    "+diagnostics.performance={_target_:lit_rlkv.callbacks.diagnostics.performance.Performance,every:1}",
+    "+diagnostics.performance={_target_:lit_rlkv.callbacks.performance.Performance,every:1}",
     "fabric.accelerator=cpu",
 )
 N_PROMPTS, GROUP_SIZE = 16, 8

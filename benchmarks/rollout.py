@@ -39,7 +39,7 @@ def check(setting: Setting, budget: int) -> None:
     """Refuse to time what samples from another distribution than the plain definitions replay.
 
     Two layers of the same shape in float32 sample with the kernels and graphs under test until they have
-    evicted twice; then the plain definitions recompute the log-probs under the recorded deaths.
+    evicted twice; then the plain definitions recompute the log-probs under the recorded evictions.
     """
     small = replace(setting, n_layers=2, dtype=torch.float32)
     for parameter in small.model.parameters():
@@ -48,27 +48,27 @@ def check(setting: Setting, budget: int) -> None:
     cache = small.cache(budget)
     n_new = max(0, budget - small.shape.prompt) + 2 * cache.interval + 3
     rollout = small.roll_out(small.prompts(2), cache, max_new_tokens=n_new)
-    if not ((rollout.death > small.shape.prompt) & (rollout.death < NEVER)).any():
+    if not ((rollout.evicted_at > small.shape.prompt) & (rollout.evicted_at < NEVER)).any():
         raise RuntimeError("nothing was evicted, so the check would show nothing")
     with using("reference"), torch.no_grad():
-        gap = float((replay_logps(small.model, rollout) - rollout.sampler_logps).abs().max())
+        gap = float((replay_logps(small.model, rollout) - rollout.rollout_logps).abs().max())
     if not gap < MAX_GAP:
         raise RuntimeError(f"the plain definitions replay other log-probs, by up to {gap:.1e} nats")
 
 
 def time_ours(setting: Setting, budget: int) -> dict[str, Any]:
     """Seconds of a short first call and of whole rollouts, tokens per second, bytes."""
-    token_ids, cache = setting.prompts(setting.batch), setting.cache(budget)
+    input_ids, cache = setting.prompts(setting.batch), setting.cache(budget)
     on_cuda = setting.device.type == "cuda"
     n_short = 4 * cache.interval  # until the graphs are captured
     check(setting, budget)
-    first_s = setting.seconds(lambda: setting.roll_out(token_ids, cache, max_new_tokens=n_short))
+    first_s = setting.seconds(lambda: setting.roll_out(input_ids, cache, max_new_tokens=n_short))
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     rollouts: list[Rollout] = []
 
     def run() -> None:
-        rollouts[:] = [setting.roll_out(token_ids, cache)]
+        rollouts[:] = [setting.roll_out(input_ids, cache)]
 
     times = setting.timed(run)
     return times | {
@@ -89,9 +89,9 @@ def time_theirs(setting: Setting) -> dict[str, Any]:
     """transformers.generate at the largest batch that fits, halving from ours."""
     model, batch = setting.plain_model(), setting.batch
     while batch >= 1:
-        token_ids = setting.prompts(batch)
+        input_ids = setting.prompts(batch)
         settings = {
-            "attention_mask": torch.ones_like(token_ids),
+            "attention_mask": torch.ones_like(input_ids),
             "max_new_tokens": setting.new,
             "do_sample": True,
             "top_k": 0,
@@ -99,7 +99,7 @@ def time_theirs(setting: Setting) -> dict[str, Any]:
             "eos_token_id": None,
         }
         try:
-            times = setting.timed(lambda: model.generate(token_ids, **settings))  # noqa: B023 (called at once)
+            times = setting.timed(lambda: model.generate(input_ids, **settings))  # noqa: B023 (called at once)
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
             batch //= 2

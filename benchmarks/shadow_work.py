@@ -2,7 +2,7 @@
 
     python benchmarks/shadow_work.py [--seq 16384] [--interval 128] [--kv-heads 8]
 
-Deaths are simulated as h2o leaves them. Printed, as a share of the pairs of dense causal attention: pairs of
+Evictions are simulated as h2o leaves them. Printed, as a share of the pairs of dense causal attention: pairs of
 a query and a key that the sampler saw, the least that any exact kernel computes; pairs in the tiles that the
 forward pass and dQ visit; pairs in the tiles that dK and dV visit; and how many slots there are.
 """
@@ -12,7 +12,7 @@ import argparse
 import record
 import torch
 from jaxtyping import Int
-from kernel_parts.deaths import Schedule, n_visible, simulate_deaths
+from kernel_parts.evictions import Schedule, n_visible, simulate_evictions
 from text_table import text_table
 from torch import Tensor
 
@@ -27,28 +27,28 @@ TILES = LARGE[128]
 def count(seq: int, interval: int, n_kv_heads: int, prompt: int, budget: int) -> dict[str, float]:
     """Shares of the dense causal pairs of one sequence and layer."""
     schedule = Schedule(budget, interval=interval, prompt=prompt)
-    death = simulate_deaths((1, 1, n_kv_heads), seq, schedule)
-    plan = plan_slots(death)
+    evicted_at = simulate_evictions((1, 1, n_kv_heads), seq, schedule)
+    plan = plan_slots(evicted_at)
     assert plan is not None
     dense = n_kv_heads * seq * (seq + 1) // 2
-    listed, occupied = tile_pairs(death[0, 0], plan)
+    listed, occupied = tile_pairs(evicted_at[0, 0], plan)
     return {
         "prompt": prompt,
         "budget": budget,
-        "visible": n_visible(death) / dense,
+        "visible": n_visible(evicted_at) / dense,
         "forward": listed / dense,
         "key_gradients": occupied / dense,
         "n_slots": plan.n_slots,
     }
 
 
-def tile_pairs(death: Int[Tensor, "kv_head seq"], plan: SlotPlan) -> tuple[int, int]:
+def tile_pairs(evicted_at: Int[Tensor, "kv_head seq"], plan: SlotPlan) -> tuple[int, int]:
     """Pairs in visited tiles of the lists, and of the slots."""
-    seq, slot_of = death.shape[1], plan.slot_of[0, 0].long()
+    seq, slot_of = evicted_at.shape[1], plan.slot_of[0, 0].long()
     born = torch.arange(seq)
     listed = occupied = 0
     for start in range(0, seq, plan.block):
-        lives = (born < start + plan.block) & (death > torch.maximum(born, torch.tensor(start)))
+        lives = (born < start + plan.block) & (evicted_at > torch.maximum(born, torch.tensor(start)))
         n_tiles = -(-lives.sum(1) // TILES.forward.keys)
         listed += int(n_tiles.sum()) * TILES.forward.keys * plan.block
         tiles = torch.where(lives, slot_of // TILES.key_gradients.keys, -1)

@@ -64,7 +64,7 @@ def run_missing(wanted: Iterable[Setting], done: dict[str, dict], args: argparse
 
     with ThreadPoolExecutor(args.jobs) as pool:
         if time.monotonic() < stop_at:
-            list(pool.map(lambda setting: runs.warm_up(setting, args.runs_dir), warm.values()))
+            list(pool.map(lambda setting: runs.run_sft(setting, args.runs_dir), warm.values()))
         list(pool.map(work, missing))
     return all(runs.key(setting.overrides) in done for setting in missing)
 

@@ -30,7 +30,7 @@ def fit(name: str, arguments: list[str], runs_dir: Path) -> Path:
     return fit_process.fit(folder, runs_dir, arguments)
 
 
-def warm_up(arms: list[str], seed: int, runs_dir: Path) -> None:
+def run_sft(arms: list[str], seed: int, runs_dir: Path) -> None:
     """Leave the warm models that the arms of this seed start from; quick where there is one."""
     for arm in arms:
         fit(f"testbed-warm-{arm}-{seed}", [f"experiment={arm}", f"seed={seed}", "stages=[sft]"], runs_dir)
@@ -94,7 +94,7 @@ def main() -> None:
     missing = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in done]
     with ThreadPoolExecutor(args.jobs) as pool:
         seeds = sorted({seed for _, seed in missing})
-        list(pool.map(lambda seed: warm_up(args.arms, seed, args.runs_dir), seeds))
+        list(pool.map(lambda seed: run_sft(args.arms, seed, args.runs_dir), seeds))
         for row in pool.map(lambda pair: run(*pair, overrides, args.runs_dir), missing):
             done[row["arm"], row["seed"]] = row
     wanted = [done[arm, seed] for arm in args.arms for seed in args.seeds]

@@ -11,17 +11,17 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.callbacks.scores import score_table
 from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_command_line
 from lit_rlkv.config.commands import check_draws, check_evaluation
-from lit_rlkv.data.estimates import Estimates, estimate
-from lit_rlkv.data.evaluation import Sample
-from lit_rlkv.data.rewarding import RewardsFailedError
+from lit_rlkv.evaluation.estimates import Estimates, estimate
+from lit_rlkv.evaluation.evaluator import Sample
+from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.files import write_atomically
 from lit_rlkv.out_of_memory import MemoryExhaustedError
-from lit_rlkv.stages import environment
+from lit_rlkv.reporting.scores import score_table
+from lit_rlkv.runs import environment
+from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
-from lit_rlkv.stages.saved import find_run, open_run
 from lit_rlkv.types import EvalRow
 
 PLAIN_WIDTH = 160

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_command_line
 from lit_rlkv.config.commands import check_export
-from lit_rlkv.files import appearing_whole
+from lit_rlkv.files import atomic_dir
 from lit_rlkv.models.layouts import CRITICS
-from lit_rlkv.stages.exporting import Exported, export_policy
-from lit_rlkv.stages.model_card import write_card
-from lit_rlkv.stages.saved import SavedRun, find_run, open_run
-from lit_rlkv.stages.training import needed_roles
+from lit_rlkv.runs.model_card import Exported, write_card
+from lit_rlkv.runs.open_run import SavedRun, find_run, open_run
+from lit_rlkv.runs.policy import needed_roles
+from lit_rlkv.stages.export import export_policy
 
 MANIFEST = "export.json"
 """In every export: what was exported, and the sign that a folder is one and may be overwritten."""
@@ -41,7 +41,7 @@ def export(asked: DictConfig) -> tuple[Path, Exported]:
     run.cfg.fabric.quantization = None  # an adapter is merged into weights that have not been rounded
     parts, module = open_run(run)
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
-    with as_config_errors(f"to={asked.to}"), appearing_whole(folder, replaces=asked.overwrite) as partial:
+    with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:
         exported = export_policy(
             module.roles, parts.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
         )

@@ -26,14 +26,14 @@ class InterruptedRunError(BaseException):
     """A signal asked the run to end. No `Exception`: nothing that survives failures may take it for one."""
 
 
-class FiniteSteps:
+class NonFiniteGuard:
     """Leaves out optimizer steps whose gradient is NaN or infinite, and ends training when that repeats."""
 
     def __init__(self, n_tolerated: int = MAX_SKIPPED) -> None:
         self.n_tolerated = n_tolerated
         self.n_in_a_row = 0
 
-    def may_step(self, norm: Tensor, terms: Mapping[str, Tensor], loss_scale: float = 1.0) -> bool:
+    def is_step_allowed(self, norm: Tensor, terms: Mapping[str, Tensor], loss_scale: float = 1.0) -> bool:
         """Whether the gradient of this norm is finite; waits for the device.
 
         Args:

@@ -30,7 +30,7 @@ def write_atomically(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def whole_lines(path: Path) -> list[str]:
+def complete_lines(path: Path) -> list[str]:
     """The lines of a file (UTF-8) without their ends; no lines where there is none.
 
     A last one without an end is left out: a crash or a full disk has cut it short, or it is being written.
@@ -52,7 +52,7 @@ def append_if_possible(path: Path, text: str) -> None:
 
 
 @contextmanager
-def appearing_whole(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
+def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
     """A folder to write in, which takes its name once the block is done and all of it is on the disk.
 
     A folder that has the name by then is replaced, or else left as it is. After an error nothing stays;

@@ -13,9 +13,6 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lit_rlkv.callbacks.progress import stderr_console
-from lit_rlkv.callbacks.summary import summary_table
-from lit_rlkv.checkpoint import CheckpointDir, Keeping
 from lit_rlkv.config import (
     CONF_DIR,
     ConfigError,
@@ -25,26 +22,28 @@ from lit_rlkv.config import (
     check_keys,
 )
 from lit_rlkv.config.fabric_rules import check_shares
-from lit_rlkv.data.rewarding import RewardsFailedError
+from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption, NonFiniteError
 from lit_rlkv.files import sweep_partial, write_atomically
 from lit_rlkv.out_of_memory import MemoryExhaustedError
-from lit_rlkv.stages.ending import ending_together
-from lit_rlkv.stages.launching import launch, make_fabric, told_by_first
-from lit_rlkv.stages.locking import FolderLock
-from lit_rlkv.stages.parts import (
+from lit_rlkv.reporting.progress import stderr_console
+from lit_rlkv.reporting.summary import summary_table
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
+from lit_rlkv.runs.context import (
     CHECKPOINTS,
     CONFIG,
     REPORT,
-    build_parts,
+    build_context,
 )
-from lit_rlkv.stages.recording import start_logger
-from lit_rlkv.stages.results import Results
-from lit_rlkv.stages.resuming import AUTO, found, resumed, to_be_kept, warn_of_other_ranks
-from lit_rlkv.stages.rewarding import try_rewards
+from lit_rlkv.runs.launch import broadcast_from_rank_zero, ending_together, launch, make_fabric
+from lit_rlkv.runs.lock import FolderLock
+from lit_rlkv.runs.preflight import check_reward_functions
+from lit_rlkv.runs.results import Results
+from lit_rlkv.runs.resume import AUTO, config_to_save, found, resumed, warn_of_other_ranks
+from lit_rlkv.runs.run_logger import start_logger
+from lit_rlkv.runs.saver import newest
+from lit_rlkv.runs.starting_model import SFT_MODELS, find_starting_model
 from lit_rlkv.stages.run import Run
-from lit_rlkv.stages.saving import newest
-from lit_rlkv.stages.warmup import WARM, start_folder
 
 LOG = "fit.log"
 ASKED = ".asked_to_end"
@@ -75,22 +74,22 @@ def fit(
         raise ConfigError(
             f"{run_dir} holds a run already; give resume={run_dir} to go on with it, or another folder"
         )
-    parts = build_parts(cfg, fabric)
+    parts = build_context(cfg, fabric)
     # What is on the disk may change while the ranks look at it, so that one of them looks for all.
-    start = told_by_first(parts.fabric, lambda: start_folder(cfg, run_dir))
+    start = broadcast_from_rank_zero(parts.fabric, lambda: find_starting_model(cfg, run_dir))
     check_shares(cfg, parts.fabric.world_size)
-    try_rewards(parts)
+    check_reward_functions(parts)
     keep = cfg.callbacks
-    keeping = Keeping(keep.keep_last, keep.keep_best, keep.best_metric, keep.best_mode)
+    keeping = RetentionPolicy(keep.keep_last, keep.keep_best, keep.best_metric, keep.best_mode)
     checkpoints = CheckpointDir(run_dir / CHECKPOINTS, keeping)
-    resume_from = told_by_first(parts.fabric, lambda: newest(checkpoints))
+    resume_from = broadcast_from_rank_zero(parts.fabric, lambda: newest(checkpoints))
     if resume_from is not None:
         console.print(f"go on after iteration {resume_from.iteration} of {run_dir}")
         warn_of_other_ranks(resume_from, parts.fabric.world_size)
     parts.fabric.barrier()  # all have looked at the folder before the first writes
     if parts.fabric.is_global_zero:
         run_dir.mkdir(parents=True, exist_ok=True)
-        kept = to_be_kept(cfg, run_dir)
+        kept = config_to_save(cfg, run_dir)
         write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(kept, resolve=True))
     resumed_at = 0 if resume_from is None else resume_from.iteration
     with parts.panel, start_logger(parts, run_dir, resumed_at, console) as logger:
@@ -159,8 +158,8 @@ def fit_as_asked(
         launch(fabric)
         console.quiet = not fabric.is_global_zero
         # Hydra may have given each rank a folder of its own; the first one's is that of the run.
-        own_dir, run_dir = run_dir, told_by_first(fabric, lambda: run_dir)
-        old_dir = told_by_first(fabric, lambda: claimed(cfg, run_dir, old_dir, lock, is_auto))
+        own_dir, run_dir = run_dir, broadcast_from_rank_zero(fabric, lambda: run_dir)
+        old_dir = broadcast_from_rank_zero(fabric, lambda: lock_run_dir(cfg, run_dir, old_dir, lock, is_auto))
         if is_auto and old_dir is None:
             console.print(f"no run with this config to go on with; a new one in {run_dir}")
         run_dir = old_dir or run_dir
@@ -169,13 +168,13 @@ def fit_as_asked(
         if fabric.is_global_zero:
             logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG, delay=True))
         resumes = old_dir is not None
-        with leaving_word(run_dir, is_first=fabric.is_global_zero):
+        with mark_interrupted(run_dir, is_first=fabric.is_global_zero):
             results = fit(cfg, run_dir, console, resumes=resumes, fabric=fabric, interruption=interruption)
         return run_dir, results
 
 
 @contextmanager
-def leaving_word(run_dir: Path, *, is_first: bool) -> Iterator[None]:
+def mark_interrupted(run_dir: Path, *, is_first: bool) -> Iterator[None]:
     """A block in which a run goes on; if it ends because it was asked to, `ASKED` says so.
 
     The exit code need not: srun gives the highest of all ranks, also of one that it killed on its way out.
@@ -191,7 +190,7 @@ def leaving_word(run_dir: Path, *, is_first: bool) -> Iterator[None]:
         raise
 
 
-def claimed(
+def lock_run_dir(
     cfg: DictConfig, run_dir: Path, old_dir: Path | None, lock: FolderLock, is_auto: bool
 ) -> Path | None:
     """The folder of the run to go on with, None for a new one; locked, and without what killed runs left.
@@ -203,7 +202,7 @@ def claimed(
         old_dir = found(cfg, run_dir, lock)
     else:
         lock.take(old_dir or run_dir)
-    for root in (old_dir or run_dir, Path(cfg.runs_dir) / WARM):
+    for root in (old_dir or run_dir, Path(cfg.runs_dir) / SFT_MODELS):
         sweep_partial(root, is_shared=True)  # evaluations and exports write beside a run, without its lock
     return old_dir
 

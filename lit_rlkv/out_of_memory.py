@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def explaining_memory(explain: Callable[[], str]) -> Iterator[None]:
+def explain_out_of_memory(explain: Callable[[], str]) -> Iterator[None]:
     """A block whose failed allocations end in what `explain` says of them; other errors pass as they are.
 
     Raises:

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.text import Text
 
-from lit_rlkv.callbacks.progress import stderr_console
 from lit_rlkv.config import ConfigError
-from lit_rlkv.stages.locking import FolderLock
+from lit_rlkv.reporting.progress import stderr_console
+from lit_rlkv.runs.lock import FolderLock
 from lit_rlkv.sweeping.checking import check_plan, first_config
 from lit_rlkv.sweeping.grid import n_runs
 from lit_rlkv.sweeping.handover import hand_over

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 NEVER = torch.iinfo(torch.int32).max
-"""Death time of a key that is never evicted."""
+"""Eviction time of a key that is never evicted."""
 
 _BatchType = TypeVar("_BatchType", bound="TensorBatch")
 
@@ -73,7 +73,7 @@ class Problem:
 class PromptBatch(TensorBatch):
     """Prompts as the sampler takes them: left-padded, `attention_mask` True on real tokens."""
 
-    token_ids: Int[Tensor, "batch prompt"]
+    input_ids: Int[Tensor, "batch prompt"]
     attention_mask: Bool[Tensor, "batch prompt"]
 
 
@@ -84,14 +84,14 @@ class Rollout(TensorBatch):
     Columns are shared by all rows: a prompt is left-padded up to the column where every response starts.
     """
 
-    token_ids: Int[Tensor, "batch seq"]
-    is_token: Bool[Tensor, "batch seq"]
+    input_ids: Int[Tensor, "batch seq"]
+    attention_mask: Bool[Tensor, "batch seq"]
     """True on prompt and response tokens, False on padding."""
-    is_action: Bool[Tensor, "batch seq"]
+    response_mask: Bool[Tensor, "batch seq"]
     """True on sampled tokens, up to and including the end-of-sequence token."""
-    sampler_logps: Float[Tensor, "batch seq"]
+    rollout_logps: Float[Tensor, "batch seq"]
     """Log-probability of each action under the very distribution it was sampled from; 0 elsewhere."""
-    death: Int[Tensor, "batch layer kv_head seq"]
+    evicted_at: Int[Tensor, "batch layer kv_head seq"]
     """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
     kv_bytes: int
     """Bytes of keys and values that the cache had allocated for the whole batch."""
@@ -145,9 +145,9 @@ class TrainBatch(TensorBatch):
     """Share of each action in the policy's loss of its optimizer step; 0 where it does not count."""
     kl_weight: float | int
     """Of the KL to the reference in the loss, as it is in this iteration."""
-    n_actions: int
+    n_response_tokens: int
     """Actions in the whole optimizer step, the denominator of per-token metrics and of the value loss."""
-    is_fresh: bool
+    is_first_update: bool
     """True before the first update on this rollout, when replay must equal sampling."""
     ends_step: bool
     """True for the last micro-batch of an optimizer step."""

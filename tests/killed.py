@@ -2,7 +2,7 @@
 
 Everything is imported once; each attempt is a fork that goes on with the run in `hydra.run.dir`, and all but
 the last of them are killed with SIGKILL at a random moment, checkpoint writes included. Prints the iterations
-that were done at each death.
+that were done at each evicted_at.
 """
 
 import os
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.config import check_config, composed
 from lit_rlkv.fit import fit
-from lit_rlkv.stages.parts import CHECKPOINTS, CONFIG
+from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.context import CHECKPOINTS, CONFIG
 from tests.tiny import TINY
 
 MOST_SAVED = 5

@@ -83,6 +83,6 @@ def ragged_prompts(lens: tuple[int, ...] = (14, 9, 4, 1)) -> tuple[Tensor, Tenso
     """Left-padded random prompts of these lengths, and their attention mask."""
     generator = torch.Generator().manual_seed(7)
     width = max(lens)
-    is_token = torch.arange(width) >= width - torch.tensor(lens)[:, None]
-    token_ids = torch.randint(1, VOCAB, (len(lens), width), generator=generator)
-    return token_ids.masked_fill(~is_token, PAD), is_token
+    attention_mask = torch.arange(width) >= width - torch.tensor(lens)[:, None]
+    input_ids = torch.randint(1, VOCAB, (len(lens), width), generator=generator)
+    return input_ids.masked_fill(~attention_mask, PAD), attention_mask

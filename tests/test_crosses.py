@@ -12,16 +12,18 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.callbacks.diagnostics.gradient import GradientVariance
+from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.callbacks.statistics import RolloutStatistics
-from lit_rlkv.checkpoint import CheckpointDir
+from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config
-from lit_rlkv.models.hydra import LAYOUTS
+from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.stages.parts import build_parts
-from lit_rlkv.stages.training import make_policy, train_policy
-from lit_rlkv.stages.warmup import start_folder, warm_up
+from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.starting_model import find_starting_model
+from lit_rlkv.stages.rl import train_policy
+from lit_rlkv.stages.sft import run_sft
 from tests.tiny import TINY
 from tests.training import MetricLog
 
@@ -62,7 +64,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 def warm(tmp_path_factory) -> Path:
     """A folder that holds the warm model that all runs start from."""
     folder = tmp_path_factory.mktemp("runs")
-    warm_up(build_parts(config(folder)), [])
+    run_sft(build_context(config(folder)), [])
     return folder
 
 
@@ -100,8 +102,8 @@ def run(
     warm: Path, folder: Path, *overrides: str, resumes: bool = False, watching: Sequence[RLCallback] = ()
 ) -> Done:
     cfg = config(warm, "stages=[rl]", *overrides)
-    parts = build_parts(cfg)
-    start = start_folder(cfg, folder)
+    parts = build_context(cfg)
+    start = find_starting_model(cfg, folder)
     assert start is not None
     module = make_policy(parts, start)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -217,9 +219,9 @@ def test_what_saves_memory_or_time_does_not_change_the_training(train: Train, op
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm.credit.gamma=0.9"],
-        ["algorithm.credit.lam=0.5"],
-        ["algorithm.credit.whitens=false"],
+        ["algorithm.advantage.gamma=0.9"],
+        ["algorithm.advantage.lam=0.5"],
+        ["algorithm.advantage.whiten_advantages=false"],
         ["algorithm.kl.weight=0.2"],
         ["algorithm.kl.estimator=k3"],
         ["algorithm.kl.place=loss", "algorithm.kl.estimator=k3"],
@@ -247,14 +249,14 @@ def test_options_of_ppo_change_the_training(train: Train, options: list[str]):
     assert done.losses != plain.losses
 
 
-JUDGE = "algorithm.credit.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}"
+JUDGE = "algorithm.advantage.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}"
 
 
 @pytest.mark.parametrize(
     "options",
     [
         [JUDGE],
-        ["algorithm.credit.drop_ties=false", "reward=verifier"],
+        ["algorithm.advantage.drop_ties=false", "reward=verifier"],
         ["algorithm.kl.weight=1.0"],
         ["algorithm.loss.beta=1.0"],
         ["algorithm.loss.kind=ipo"],

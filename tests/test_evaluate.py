@@ -10,11 +10,11 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from lit_rlkv.checkpoint import Checkpoint
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.evaluate import evaluate, main
 from lit_rlkv.fit import fit
-from lit_rlkv.stages.saved import find_run
+from lit_rlkv.runs.checkpoint import Checkpoint
+from lit_rlkv.runs.open_run import find_run
 from tests.test_checkpoint import files_of_at_most
 from tests.tiny import run
 

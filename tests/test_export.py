@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.export import export
-from lit_rlkv.stages import exporting
-from lit_rlkv.stages.exporting import Exported, policy_logits, probe_tokens, widened
-from lit_rlkv.stages.model_card import model_card
-from lit_rlkv.stages.saved import find_run, open_run
+from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.model_card import Exported, model_card
+from lit_rlkv.runs.open_run import find_run, open_run
+from lit_rlkv.stages import export as exporting
+from lit_rlkv.stages.export import policy_logits, probe_tokens, widened
 from tests.tiny import config, run, scoring
 
 ROOT = Path(__file__).parent.parent
@@ -31,13 +31,13 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 base, merged, tokens, out = sys.argv[1:]
-token_ids = torch.tensor(json.loads(tokens))
+input_ids = torch.tensor(json.loads(tokens))
 found = {}
 with torch.no_grad():
-    found["merged"] = AutoModelForCausalLM.from_pretrained(merged)(token_ids).logits
+    found["merged"] = AutoModelForCausalLM.from_pretrained(merged)(input_ids).logits
     plain = AutoModelForCausalLM.from_pretrained(base)
-    found["base"] = plain(token_ids).logits
-    found["adapter"] = PeftModel.from_pretrained(plain, merged + "/adapter")(token_ids).logits
+    found["base"] = plain(input_ids).logits
+    found["adapter"] = PeftModel.from_pretrained(plain, merged + "/adapter")(input_ids).logits
 AutoTokenizer.from_pretrained(merged)
 assert not any(name.startswith("lit_rlkv") for name in sys.modules)
 save_file(found, out)
@@ -62,8 +62,8 @@ def asking(runs, name, to, **options):
 def expected_logits(folder):
     """The policy's own, on the tokens that the export was compared on."""
     _, module = open_run(find_run(folder))
-    token_ids = probe_tokens(module.roles.backbone("policy"))
-    return token_ids, policy_logits(module.roles, token_ids)
+    input_ids = probe_tokens(module.roles.backbone("policy"))
+    return input_ids, policy_logits(module.roles, input_ids)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,9 @@ def exported(runs, tmp_path_factory):
 
 
 def test_plain_transformers_and_peft_compute_the_policy_in_a_process_of_their_own(runs, exported, tmp_path):
-    token_ids, expected = expected_logits(runs / "hydra")
+    input_ids, expected = expected_logits(runs / "hydra")
     base, out = runs / "hydra" / "backbone", tmp_path / "logits.safetensors"
-    command = [sys.executable, "-c", LOADER, str(base), str(exported), str(token_ids.tolist()), str(out)]
+    command = [sys.executable, "-c", LOADER, str(base), str(exported), str(input_ids.tolist()), str(out)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = load_file(out)
@@ -138,10 +138,10 @@ def test_a_layout_that_trains_the_whole_backbone_has_no_adapter(runs, tmp_path):
     assert not found.has_adapter
     assert not (folder / "adapter").exists()
     assert "no adapter: this layout" in (folder / "README.md").read_text()
-    token_ids, expected = expected_logits(runs / "ppo")
+    input_ids, expected = expected_logits(runs / "ppo")
     with torch.no_grad():
-        merged = AutoModelForCausalLM.from_pretrained(folder)(token_ids).logits
-        base = AutoModelForCausalLM.from_pretrained(runs / "ppo" / "backbone")(token_ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder)(input_ids).logits
+        base = AutoModelForCausalLM.from_pretrained(runs / "ppo" / "backbone")(input_ids).logits
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(base, expected, atol=1e-2, rtol=1e-2)
 
@@ -213,9 +213,9 @@ def with_a_small_adapter(runs, folder):
 
 def test_a_merge_that_loses_a_small_adapter_is_refused_in_bfloat16_too(runs, tmp_path, monkeypatch):
     with_a_small_adapter(runs, tmp_path / "runs" / "small")
-    token_ids, expected = expected_logits(tmp_path / "runs" / "small")
+    input_ids, expected = expected_logits(tmp_path / "runs" / "small")
     with torch.no_grad():
-        base = AutoModelForCausalLM.from_pretrained(runs / "hydra" / "backbone")(token_ids).logits
+        base = AutoModelForCausalLM.from_pretrained(runs / "hydra" / "backbone")(input_ids).logits
     moved = float((base - expected).abs().max() / expected.abs().max())
     assert 1e-3 < moved < 1e-2  # what rounding does hides it
     asked = {"runs": tmp_path / "runs", "name": "small", "dtype": "bfloat16"}
@@ -275,9 +275,9 @@ def test_an_export_runs_no_reward_function_of_the_run_and_an_evaluation_does(run
 def test_a_run_of_distillation_alone_is_exported_and_scored(runs, tmp_path):
     run(runs, "distilled", "stages=[rl]", "algorithm.policy_weight=0")
     folder, _ = export(asking(runs, "distilled", tmp_path / "out"))
-    token_ids, expected = expected_logits(runs / "distilled")
+    input_ids, expected = expected_logits(runs / "distilled")
     with torch.no_grad():
-        merged = AutoModelForCausalLM.from_pretrained(folder)(token_ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder)(input_ids).logits
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
     assert len(evaluate(scoring(runs / "distilled")).rows) == 3
 

@@ -13,10 +13,10 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
-from lit_rlkv.checkpoint import CheckpointDir
-from lit_rlkv.faults import MAX_SKIPPED, FiniteSteps, InterruptedRunError, Interruption, NonFiniteError
-from lit_rlkv.learner import Learner
+from lit_rlkv.faults import MAX_SKIPPED, InterruptedRunError, Interruption, NonFiniteError, NonFiniteGuard
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.trainer import Learner
 from tests.tiny import run
 
 FABRIC = Fabric(accelerator="cpu")
@@ -24,9 +24,9 @@ NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
 
 
 def test_a_step_without_a_finite_gradient_is_left_out():
-    guard = FiniteSteps(n_tolerated=2)
+    guard = NonFiniteGuard(n_tolerated=2)
     norms = [FINE, NAN, torch.tensor(torch.inf), FINE, NAN, NAN]
-    assert [guard.may_step(norm, {}) for norm in norms] == [True, False, False, True, False, False]
+    assert [guard.is_step_allowed(norm, {}) for norm in norms] == [True, False, False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,18 @@ def test_a_step_without_a_finite_gradient_is_left_out():
     ],
 )
 def test_too_many_in_a_row_end_training_with_what_was_not_finite(terms, says):
-    guard = FiniteSteps(n_tolerated=1)
-    guard.may_step(NAN, terms)
+    guard = NonFiniteGuard(n_tolerated=1)
+    guard.is_step_allowed(NAN, terms)
     with pytest.raises(NonFiniteError, match=says):
-        guard.may_step(NAN, terms)
+        guard.is_step_allowed(NAN, terms)
 
 
 def test_what_a_scaler_still_answers_by_a_lower_scale_counts_nothing():
-    guard = FiniteSteps(n_tolerated=1)
-    assert not any(guard.may_step(NAN, {}, loss_scale=2.0**power) for power in range(16, 0, -1))
-    assert not guard.may_step(NAN, {}, loss_scale=1.0)
+    guard = NonFiniteGuard(n_tolerated=1)
+    assert not any(guard.is_step_allowed(NAN, {}, loss_scale=2.0**power) for power in range(16, 0, -1))
+    assert not guard.is_step_allowed(NAN, {}, loss_scale=1.0)
     with pytest.raises(NonFiniteError, match="2 optimizer steps in a row"):
-        guard.may_step(NAN, {}, loss_scale=0.5)
+        guard.is_step_allowed(NAN, {}, loss_scale=0.5)
 
 
 class Steep(L.LightningModule):

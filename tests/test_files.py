@@ -7,11 +7,11 @@ import pytest
 
 from lit_rlkv.files import (
     ABANDONED_S,
-    appearing_whole,
     append_if_possible,
+    atomic_dir,
+    complete_lines,
     fingerprint,
     sweep_partial,
-    whole_lines,
     write_atomically,
 )
 
@@ -40,13 +40,13 @@ def names_in(folder):
 @pytest.mark.parametrize(("replaces", "holds"), [(True, "new"), (False, "old")])
 def test_a_folder_appears_whole_or_not_at_all(tmp_path, replaces, holds):
     folder = tmp_path / "model"
-    with appearing_whole(folder) as partial:
+    with atomic_dir(folder) as partial:
         (partial / "weights").write_text("old")
         assert not folder.exists()
-    with appearing_whole(folder, replaces=replaces) as partial:
+    with atomic_dir(folder, replaces=replaces) as partial:
         (partial / "weights").write_text("new")
     assert (folder / "weights").read_text() == holds
-    with pytest.raises(FileNotFoundError), appearing_whole(folder) as partial:
+    with pytest.raises(FileNotFoundError), atomic_dir(folder) as partial:
         (partial / "nowhere" / "weights").touch()
     assert (folder / "weights").read_text() == holds
     assert names_in(tmp_path) == ["model"]
@@ -79,9 +79,9 @@ def test_two_may_write_one_folder_and_the_faster_one_counts(tmp_path):
     folder = tmp_path / "model[1]"
     leave_partial(tmp_path, "model[1]", ABANDONED_S + 60)
     other = leave_partial(tmp_path, "model[1]-b", ABANDONED_S + 60)
-    with appearing_whole(folder, replaces=False) as slow:
+    with atomic_dir(folder, replaces=False) as slow:
         (slow / "weights").write_text("slow")
-        with appearing_whole(folder, replaces=False) as fast:
+        with atomic_dir(folder, replaces=False) as fast:
             assert sorted([slow.name, fast.name, other.name]) == names_in(tmp_path)
             (fast / "weights").write_text("fast")
     assert (folder / "weights").read_text() == "fast"
@@ -90,7 +90,7 @@ def test_two_may_write_one_folder_and_the_faster_one_counts(tmp_path):
 
 def test_a_folder_that_cannot_take_its_name_says_so(tmp_path):
     (tmp_path / "model").touch()
-    with pytest.raises(NotADirectoryError), appearing_whole(tmp_path / "model") as partial:
+    with pytest.raises(NotADirectoryError), atomic_dir(tmp_path / "model") as partial:
         (partial / "weights").touch()
     assert names_in(tmp_path) == ["model"]
 
@@ -116,9 +116,9 @@ def test_other_weights_have_another_fingerprint(tmp_path):
 
 def test_a_line_that_was_cut_short_is_none_and_only_a_line_end_ends_one(tmp_path):
     path = tmp_path / "samples.jsonl"
-    assert whole_lines(path) == []
+    assert complete_lines(path) == []
     path.write_bytes("π\u2028\n\nπ".encode()[:-1])  # within a character
-    assert whole_lines(path) == ["π\u2028", ""]
+    assert complete_lines(path) == ["π\u2028", ""]
 
 
 def test_what_cannot_be_added_leaves_whole_lines_and_a_warning(tmp_path, monkeypatch, caplog):

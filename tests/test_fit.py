@@ -180,7 +180,7 @@ def test_every_algorithm_runs(warm, algorithm):
 
 
 def test_rlhf_runs_from_its_own_mistakes_to_a_report_and_is_scored_again_alike(warm):
-    overrides = ["experiment=rlhf", "sft.mistakes.n_prompts=64", "roles.value_init=reward"]
+    overrides = ["experiment=rlhf", "sft.on_policy_pairs.n_prompts=64", "roles.value_init=reward"]
     results = run(warm, "rlhf", *overrides)
     assert results.reward_model.n_pairs == 16
     assert all(row.learned_reward is not None for row in results.before + results.after)

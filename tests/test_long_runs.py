@@ -6,10 +6,10 @@ import statistics
 
 import torch
 
-from lit_rlkv.callbacks.statistics import RolloutStatistics
+from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from tests.tiny import run
 
-PERFORMANCE = "{_target_:lit_rlkv.callbacks.diagnostics.performance.Performance,every:1}"
+PERFORMANCE = "{_target_:lit_rlkv.callbacks.performance.Performance,every:1}"
 MIB = 2**20
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checkpoint import CheckpointDir
 from lit_rlkv.out_of_memory import MemoryExhaustedError
-from lit_rlkv.stages.parts import build_parts
-from lit_rlkv.stages.training import make_policy, train_policy
+from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.stages.rl import train_policy
 from tests.tiny import TINY, config, run
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,7 @@ def test_an_update_that_fails_says_what_to_do_and_every_callback_hears_of_it(tmp
             heard.append(exception)
 
     cfg = config(tmp_path, f"model.path={warm}", "stages=[rl]", "algorithm.n_minibatches=2", *SIZES)
-    parts = build_parts(cfg)
+    parts = build_context(cfg)
     module = make_policy(parts, warm)
     with pytest.raises(
         MemoryExhaustedError, match="out of memory in the update, 8 sequences of up to"

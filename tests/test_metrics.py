@@ -22,7 +22,7 @@ RUNS = {
     "tis": ["experiment=tis", "algorithm.kl.weight=0.1"],
     "rlhf": [
         "experiment=rlhf",
-        "sft.mistakes.n_prompts=0",
+        "sft.on_policy_pairs.n_prompts=0",
         "reward=mixed",
         "+reward.functions.number={_target_: lit_rlkv.rewards.Numeric, weight: 0.1}",
     ],

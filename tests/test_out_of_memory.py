@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_rlkv.out_of_memory import MemoryExhaustedError, explaining_memory, is_out_of_memory
+from lit_rlkv.out_of_memory import MemoryExhaustedError, explain_out_of_memory, is_out_of_memory
 
 
 def too_large(*shape):
@@ -15,8 +15,8 @@ def test_an_allocation_that_fails_is_explained_and_chained(shape):
     explanations = iter(["so large, because", "never asked for"])
     with (
         pytest.raises(MemoryExhaustedError, match=r"^so large, because\nThe allocator: ") as caught,
-        explaining_memory(lambda: "never: the inner one knows more"),
-        explaining_memory(lambda: next(explanations)),
+        explain_out_of_memory(lambda: "never: the inner one knows more"),
+        explain_out_of_memory(lambda: next(explanations)),
     ):
         too_large(*shape)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -60,6 +60,6 @@ def test_any_other_error_passes_an_explanation_as_it_is():
     def explain():
         pytest.fail("nobody asked")
 
-    with pytest.raises(RuntimeError) as caught, explaining_memory(explain):
+    with pytest.raises(RuntimeError) as caught, explain_out_of_memory(explain):
         raise other
     assert caught.value is other

@@ -84,6 +84,6 @@ def test_the_lines_for_a_trainer_of_ones_own_run_as_they_stand(tmp_path):
     names = {"path": save_checkpoint(tmp_path / "model")}
     exec(code.replace("max_new_tokens=2048", "max_new_tokens=16"), names)
     rollout = names["rollout"]
-    assert len(rollout.token_ids) == 16
-    torch.testing.assert_close(names["logps"].detach(), rollout.sampler_logps, atol=1e-4, rtol=0)
+    assert len(rollout.input_ids) == 16
+    torch.testing.assert_close(names["logps"].detach(), rollout.rollout_logps, atol=1e-4, rtol=0)
     assert names["logps"].requires_grad

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.faults import EXIT_CODE
-from lit_rlkv.stages.parts import load_config
-from lit_rlkv.stages.results import Results
-from lit_rlkv.stages.resuming import is_done
+from lit_rlkv.runs.context import load_config
+from lit_rlkv.runs.results import Results
+from lit_rlkv.runs.resume import is_done
 from tests.tiny import TINY, run, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
@@ -66,9 +66,9 @@ def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algori
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    deaths = [int(line) for line in done.stdout.split()]
-    assert len(deaths) == n_kills
-    assert 0 < deaths[0] < deaths[-1] < n_iterations
+    evictions = [int(line) for line in done.stdout.split()]
+    assert len(evictions) == n_kills
+    assert 0 < evictions[0] < evictions[-1] < n_iterations
     assert seconds_of(folder, "rl") >= float(rows_of(folder)[-1]["time/wall_clock_s"])
     assert_same_run(folder, warm / f"straight-{algorithm}")
 
@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_costs_the_iterations_after_the_one_before(warm, ca
 
 
 def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(warm, monkeypatch, caplog):
-    import lit_rlkv.checkpoint as module
+    import lit_rlkv.runs.checkpoint as module
 
     write, written = module.save_file, []
 

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.stages.locking import FolderLock
-from lit_rlkv.stages.parts import CHECKPOINTS
-from lit_rlkv.stages.resuming import is_done
+from lit_rlkv.runs.context import CHECKPOINTS
+from lit_rlkv.runs.lock import FolderLock
+from lit_rlkv.runs.resume import is_done
 from lit_rlkv.sweep import check_folder, folder_name, main, parse, run_sweep
 from lit_rlkv.sweeping.checking import check_plan
 from lit_rlkv.sweeping.grid import combinations, n_runs

@@ -124,6 +124,6 @@ def test_import_layers_are_enforced(tmp_path, importer, imported, is_allowed):
 
 def test_shapes_in_signatures_are_checked_while_testing():
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    PromptBatch(token_ids=ids, attention_mask=torch.ones(2, 3, dtype=torch.bool))
+    PromptBatch(input_ids=ids, attention_mask=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(TypeCheckError):
-        PromptBatch(token_ids=ids, attention_mask=torch.ones(2, 4, dtype=torch.bool))
+        PromptBatch(input_ids=ids, attention_mask=torch.ones(2, 4, dtype=torch.bool))

@@ -14,7 +14,7 @@ from rich.console import Console
 from lit_rlkv.config import CONF_DIR, check_config
 from lit_rlkv.config.fabric_rules import FSDP2
 from lit_rlkv.fit import fit
-from lit_rlkv.stages.launching import fabric_precision, make_fabric
+from lit_rlkv.runs.launch import fabric_precision, make_fabric
 
 MODEL = [
     "debug=fast",

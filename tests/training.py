@@ -9,14 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.data.credit import CreditRule, GroupCredit
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.rollouts import RolloutDataModule
-from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
-from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
+from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.loop import train
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
@@ -26,6 +24,8 @@ from lit_rlkv.modules.grpo import GRPO
 from lit_rlkv.modules.online_dpo import OnlineDPO
 from lit_rlkv.modules.ppo import PPO
 from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, truncated, unweighted
+from lit_rlkv.tasks import ChainSum
+from lit_rlkv.trainer import train
 from lit_rlkv.types import TrainBatch
 
 SPEC = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
@@ -155,7 +155,7 @@ def make_datamodule(
     correction: Correction = REPLAY,
     spec: CacheSpec = SPEC,
     seed: int = 0,
-    credit: CreditRule | None = None,
+    credit: AdvantageEstimator | None = None,
     kl: KLConfig | None = None,
     reward=None,
     task=None,
@@ -171,7 +171,7 @@ def make_datamodule(
         PromptSource(task, split="train", seed=seed),
         spec,
         correction,
-        credit or GroupCredit("grpo"),
+        credit or GroupAdvantage("grpo"),
         SamplingConfig(**sampling),
         UpdateConfig(**({"aggregation": "sequence"} | update)),
         seed=seed,

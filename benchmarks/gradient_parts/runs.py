@@ -10,12 +10,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.config import CONF_DIR, build, check_config
 from lit_rlkv.diagnostics.gradient import PartGradients
-from lit_rlkv.stages.parts import CHECKPOINTS, build_parts
-from lit_rlkv.stages.training import make_policy, train_policy
-from lit_rlkv.stages.warmup import start_folder, warm_up
+from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable
+from lit_rlkv.runs.context import CHECKPOINTS, build_context
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.starting_model import find_starting_model
+from lit_rlkv.stages.rl import train_policy
+from lit_rlkv.stages.sft import run_sft
 
 STANDS_STILL = (
     "optimizer.lr=0",
@@ -38,9 +40,9 @@ def config(*overrides: str) -> DictConfig:
 
 def run(cfg: DictConfig, callbacks: list[RLCallback], trained: Path | None = None) -> None:
     """RL with these callbacks and the config's distillation, from the warm model or from a run's adapters."""
-    parts = build_parts(cfg)
+    parts = build_context(cfg)
     with tempfile.TemporaryDirectory() as folder:
-        start = start_folder(cfg, Path(folder)) or warm_up(parts, [])
+        start = find_starting_model(cfg, Path(folder)) or run_sft(parts, [])
         module = make_policy(parts, start)
         if trained is not None:
             saved = CheckpointDir(trained / CHECKPOINTS).latest()

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rlkv.callbacks.diagnostics.gradient import GradientVariance
+from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.data.credit import Experience
-from lit_rlkv.data.steps import Split
 from lit_rlkv.diagnostics.gradient import PartGradients, block_of
 from lit_rlkv.diagnostics.sketch import CountSketch
+from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.minibatches import Split
 
 SIZES = (256, 1024, 4096, 16384)
 

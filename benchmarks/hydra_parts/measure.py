@@ -11,7 +11,8 @@ from live_bytes import CudaBytes, LiveBytes, Meter, storage_bytes
 from torch import Tensor, nn
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.models.hydra import LAYOUTS, Roles
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.layouts import LAYOUTS
 
 PHASES = {"rollout": "sampling", "score": "scoring", "update": "update"}
 """Those of an iteration that are told apart, by their names here."""

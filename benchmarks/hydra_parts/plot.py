@@ -7,7 +7,7 @@ from hydra_parts.tables import MB, Result
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_rlkv.callbacks.plots.style import (
+from lit_rlkv.reporting.plots.style import (
     BLUE,
     FULL_WIDTH,
     GREEN,

@@ -16,14 +16,16 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, build
 from lit_rlkv.data.demonstrations import WarmupBatch
 from lit_rlkv.data.pairs import DemonstrationBatch
-from lit_rlkv.data.phases import Phases
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.rewarding import RewardConfig
-from lit_rlkv.data.rollouts import RolloutDataModule
-from lit_rlkv.data.settings import KLConfig, SamplingConfig, UpdateConfig
-from lit_rlkv.loop import train
-from lit_rlkv.models.hydra import ROLES, LoraSpec, Roles, checkpointed_layers
+from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.experience.phases import Phases
+from lit_rlkv.experience.reward import RewardConfig
+from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
+from lit_rlkv.models.adapters import LoraSpec
+from lit_rlkv.models.hydra import Roles, checkpointed_layers
+from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.trainer import train
 
 PPO = OmegaConf.merge(
     *(OmegaConf.load(CONF_DIR / "algorithm" / f"{name}.yaml") for name in ("_shared", "ppo"))
@@ -112,10 +114,10 @@ class Demonstrations(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[WarmupBatch]:
         setting = self.setting
         seq_len = setting.prompt_len + setting.response_len
-        token_ids = torch.randint(1, setting.size.vocab_size, (self.batch, seq_len))
-        is_target = (torch.arange(seq_len) >= setting.prompt_len).expand_as(token_ids)
+        input_ids = torch.randint(1, setting.size.vocab_size, (self.batch, seq_len))
+        is_target = (torch.arange(seq_len) >= setting.prompt_len).expand_as(input_ids)
         demonstrations = DemonstrationBatch(
-            token_ids, torch.ones_like(is_target), is_target, n_tokens=token_ids.shape[1]
+            input_ids, torch.ones_like(is_target), is_target, n_tokens=input_ids.shape[1]
         )
         return DataLoader([WarmupBatch(demonstrations, None)], batch_size=None)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from hydra_parts.timing import PassCost, Seconds
 from memory_model import LLAMA_7B, Job, saved_bytes_per_token, static_bytes, variant_of
 from text_table import text_table
 
-from lit_rlkv.models.hydra import LAYOUTS
+from lit_rlkv.models.layouts import LAYOUTS
 
 BASELINE, OURS = "lora_ppo", "hydra"
 MB, GB = 1e6, 1e9

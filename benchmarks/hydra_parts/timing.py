@@ -10,8 +10,8 @@ from hydra_parts.runs import Run
 from hydra_parts.setting import Setting
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import Roles
-from lit_rlkv.models.scoring import score_rollout
 from lit_rlkv.types import Rollout
 
 

@@ -102,10 +102,10 @@ def compact(
     column_dtype: torch.dtype = torch.int64,
 ) -> None:
     keys, values = (empty(*shape, dim, dtype=dtype) for _ in range(2))
-    death = empty(*shape[:2], SEQ, dtype=torch.int32)
+    evicted_at = empty(*shape[:2], SEQ, dtype=torch.int32)
     scores, columns = empty(*shape, dtype=score_dtype), empty(*shape, dtype=column_dtype)
     attention = empty(*shape, dtype=score_dtype) if has_attention else None
-    pool = (scores, keys, values, columns, attention, death)
+    pool = (scores, keys, values, columns, attention, evicted_at)
     rows = (flags(shape[0]), integers(shape[0]), integers(shape[0]))
     evict_kernel.evict(*pool, *rows, budget=budget, sink=min(4, budget), window=min(WINDOW, budget))
 
@@ -165,8 +165,8 @@ def learn(
 ) -> None:
     query = empty(1, group * kv_heads, seq, dim, dtype=dtype)
     key, value = (empty(1, kv_heads, seq, dim, dtype=dtype) for _ in range(2))
-    death = empty(1, kv_heads, seq, dtype=torch.int32)
-    inputs = launch.Inputs(query, key, value, death, dim**-0.5, softcap, block, n_slots)
+    evicted_at = empty(1, kv_heads, seq, dtype=torch.int32)
+    inputs = launch.Inputs(query, key, value, evicted_at, dim**-0.5, softcap, block, n_slots)
     out, lse = launch.forward(inputs)
     slot_of = empty(1, kv_heads, seq, dtype=torch.int32) if n_slots else None
     launch.backward(inputs, torch.empty_like(out), torch.empty_like(lse), out, lse, slot_of)

@@ -60,7 +60,7 @@ def score_work(pools: int, slots: int, n_vectors: int, dim: int, itemsize: int, 
 def evict_work(pools: int, slots: int, n_moved: int, n_dead: int, dim: int, itemsize: int) -> Work:
     """Scores and columns read; keys and values that change place, of all pools, read and written.
 
-    Columns (int64) of what moves and the deaths (int32) are written.
+    Columns (int64) of what moves and the evictions (int32) are written.
     """
     small = pools * slots * (4 + 8) + n_moved * 8 + n_dead * 4
     return Work(small + 4 * n_moved * dim * itemsize, 0)

@@ -8,7 +8,7 @@ import torch
 from kernel_parts.accuracy import require_equal
 from kernel_parts.case import Arm, Builders, Case, Setting
 from kernel_parts.counts import Work, evict_work
-from kernel_parts.deaths import NEVER
+from kernel_parts.evictions import NEVER
 from kernel_parts.pool import REAL, TOY, Pool, decode_arm, due_counts, make_pool
 from torch import Tensor
 
@@ -26,7 +26,7 @@ class Compaction:
     columns: Tensor
     attention: Tensor | None
     """A running score that moves along."""
-    death: Tensor
+    evicted_at: Tensor
     now: Tensor
     first: Tensor
 
@@ -36,7 +36,7 @@ class Compaction:
         return {"budget": sizes.budget, "sink": sizes.sink, "window": sizes.window}
 
     def run(self, kernels: str, compact: Callable[..., None] = evict) -> None:
-        moved = (self.keys, self.values, self.columns, self.attention, self.death)
+        moved = (self.keys, self.values, self.columns, self.attention, self.evicted_at)
         scores = self.scores if self.attention is None else self.attention
         compact(scores, *moved, self.pool.is_due, self.now, self.first, **self.limits, kernels=kernels)
 
@@ -51,7 +51,9 @@ class Compaction:
         names = ("keys", "values", "columns", "attention")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         budget = self.limits["budget"]
-        return {name: tensor[:, :, :budget] for name, tensor in kept.items()} | {"death": self.death}
+        return {name: tensor[:, :, :budget] for name, tensor in kept.items()} | {
+            "evicted_at": self.evicted_at
+        }
 
 
 def cases(setting: Setting) -> Builders:
@@ -67,7 +69,7 @@ def make_compaction(setting: Setting, moves_attention: bool, n_due: int) -> Comp
     pool = make_pool(setting, n_due)
     sizes, device = pool.sizes, setting.device
     scores = setting.random(*pool.columns.shape, seed=4).float().abs()
-    death = torch.full((*pool.columns.shape[:2], sizes.n_seen), NEVER, dtype=torch.int32, device=device)
+    evicted_at = torch.full((*pool.columns.shape[:2], sizes.n_seen), NEVER, dtype=torch.int32, device=device)
     return Compaction(
         pool,
         scores,
@@ -75,7 +77,7 @@ def make_compaction(setting: Setting, moves_attention: bool, n_due: int) -> Comp
         pool.values.clone(),
         pool.columns.clone(),
         scores.clone() if moves_attention else None,
-        death,
+        evicted_at,
         now=torch.full((sizes.batch,), sizes.n_seen, device=device),
         first=torch.zeros(sizes.batch, dtype=torch.long, device=device),
     )
@@ -112,7 +114,7 @@ def counted(compaction: Compaction) -> Work:
 def check(
     setting: Setting, label: str, moves_attention: bool, n_due: int, compact: Callable[..., None] = evict
 ) -> float:
-    """Every survivor and every death as the definition has them, to the bit."""
+    """Every survivor and every evicted_at as the definition has them, to the bit."""
     actual, expected = (make_compaction(setting, moves_attention, n_due) for _ in range(2))
     actual.run("triton", compact)
     expected.run("reference")

@@ -10,7 +10,7 @@ import record
 import torch
 from kernel_parts.accuracy import require_accurate
 from kernel_parts.case import Arm, Case, CaseResult, Setting, measure, release
-from kernel_parts.deaths import Schedule, simulate_deaths
+from kernel_parts.evictions import Schedule, simulate_evictions
 from kernel_parts.table import mb
 from kernel_parts.timing import Ceilings
 from text_table import text_table
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.backend import using
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.presets import tiny_qwen3
-from lit_rlkv.models.replay import action_logps
+from lit_rlkv.models.replay import response_logps
 from lit_rlkv.types import Rollout
 
 NAME = "learner"
@@ -80,19 +80,19 @@ def make_model(setting: Setting, shape: Shape, max_len: int) -> PreTrainedModel:
 
 
 def make_rollout(setting: Setting, shape: Shape, length: int, budget: int) -> Rollout:
-    """Random tokens with the deaths of a simulated h2o; nothing is padding."""
+    """Random tokens with the evictions of a simulated h2o; nothing is padding."""
     lead = (shape.batch, shape.sizes["num_hidden_layers"], shape.sizes["num_key_value_heads"])
     window = min(32, budget // 4)
     schedule = Schedule(budget, shape.interval, window=window, prompt=shape.prompt)
     draw = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(2, shape.sizes["vocab_size"], (shape.batch, length), generator=draw)
-    is_action = (torch.arange(length) >= shape.prompt).expand(shape.batch, -1)
+    input_ids = torch.randint(2, shape.sizes["vocab_size"], (shape.batch, length), generator=draw)
+    response_mask = (torch.arange(length) >= shape.prompt).expand(shape.batch, -1)
     rollout = Rollout(
-        token_ids=token_ids,
-        is_token=torch.ones_like(is_action),
-        is_action=is_action,
-        sampler_logps=torch.zeros(shape.batch, length),
-        death=simulate_deaths(lead, length, schedule),
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(response_mask),
+        response_mask=response_mask,
+        rollout_logps=torch.zeros(shape.batch, length),
+        evicted_at=simulate_evictions(lead, length, schedule),
         kv_bytes=0,
     )
     return rollout.to(setting.device)
@@ -107,8 +107,8 @@ def step(model: PreTrainedModel, logps: Logps, rollout: Rollout, kernels: str) -
 
 def torch_logps(model: PreTrainedModel, rollout: Rollout) -> Tensor:
     """As a learner without us computes them: transformers' causal attention, by SDPA without a mask."""
-    hidden = model.base_model(input_ids=rollout.token_ids[:, :-1], use_cache=False).last_hidden_state
-    return action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], 1.0)
+    hidden = model.base_model(input_ids=rollout.input_ids[:, :-1], use_cache=False).last_hidden_state
+    return response_logps(model, rollout, hidden[rollout.response_mask[:, 1:]], 1.0)
 
 
 dense_logps = partial(replay_logps, shadow=False)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from lit_rlkv.callbacks.plots.style import (
+from lit_rlkv.reporting.plots.style import (
     BLUE,
     FULL_WIDTH,
     GREEN,

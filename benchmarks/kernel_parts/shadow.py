@@ -9,7 +9,7 @@ import torch
 from kernel_parts.accuracy import require_accurate
 from kernel_parts.case import Arm, Builders, Case, Setting
 from kernel_parts.counts import Work, attention_work
-from kernel_parts.deaths import Schedule, n_visible, simulate_deaths
+from kernel_parts.evictions import Schedule, n_visible, simulate_evictions
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -48,7 +48,7 @@ class Inputs:
     key: Tensor
     value: Tensor
     d_out: Tensor
-    death: Tensor
+    evicted_at: Tensor
 
     @property
     def scaling(self) -> float:
@@ -73,18 +73,18 @@ def cases(setting: Setting) -> Builders:
 
 
 def make_inputs(setting: Setting, seq: int, budget: int) -> Inputs:
-    """Random tensors and the deaths of a simulated h2o."""
+    """Random tensors and the evictions of a simulated h2o."""
     sizes = TOY_SIZES if setting.is_toy else REAL_SIZES
     window = min(32, budget // 4)
     schedule = Schedule(budget, sizes.interval, window=window, prompt=sizes.prompt)
-    death = simulate_deaths((1, sizes.n_kv_heads), seq, schedule)
+    evicted_at = simulate_evictions((1, sizes.n_kv_heads), seq, schedule)
     make = partial(setting.random, 1, requires_grad=True)
     return Inputs(
         query=make(sizes.n_heads, seq, sizes.dim, seed=0),
         key=make(sizes.n_kv_heads, seq, sizes.dim, seed=1),
         value=make(sizes.n_kv_heads, seq, sizes.dim, seed=2),
         d_out=setting.random(1, sizes.n_heads, seq, sizes.dim, seed=3),
-        death=death.to(setting.device),
+        evicted_at=evicted_at.to(setting.device),
     )
 
 
@@ -92,7 +92,7 @@ def _case(setting: Setting, label: str, seq: int, budget: int) -> Case:
     inputs = make_inputs(setting, seq, budget)
     sizes = TOY_SIZES if setting.is_toy else REAL_SIZES
     n_dense = sizes.n_heads * seq * (seq + 1) // 2
-    n_pairs = n_visible(inputs.death) * (sizes.n_heads // sizes.n_kv_heads)
+    n_pairs = n_visible(inputs.evicted_at) * (sizes.n_heads // sizes.n_kv_heads)
     itemsize = inputs.query.element_size()
     work, dense_work = (
         attention_work(n, 1, sizes.n_heads, sizes.n_kv_heads, seq, sizes.dim, itemsize)
@@ -122,12 +122,14 @@ def both_passes(inputs: Inputs, attend: Attend) -> tuple[Tensor, ...]:
 
 def shadow(inputs: Inputs, kernels: str, make_plan: Callable[[], SlotPlan | None]) -> Tensor:
     """Ours, with a plan that is given or made here; a table without a plan is followed densely."""
-    return shadow_attention(*inputs.trained, inputs.death, inputs.scaling, plan=make_plan(), kernels=kernels)
+    return shadow_attention(
+        *inputs.trained, inputs.evicted_at, inputs.scaling, plan=make_plan(), kernels=kernels
+    )
 
 
 def plan_of(inputs: Inputs) -> SlotPlan | None:
     """As a learner makes it, once for all layers of a micro-batch; here there is one."""
-    plan = plan_slots(inputs.death[:, None])
+    plan = plan_slots(inputs.evicted_at[:, None])
     return None if plan is None else plan.layer(0)
 
 
@@ -166,7 +168,7 @@ def _masked_arms(setting: Setting, inputs: Inputs, work: Work) -> tuple[Arm, ...
         return ()  # FlexAttention has no gradients there, and the definition is what is timed as ours
     torch.compiler.reset()  # past some number of recompilations torch would quietly stop to compile
     group = inputs.query.shape[1] // inputs.key.shape[1]
-    make_mask = partial(torch.compile(flex.block_mask, dynamic=False), inputs.death, group)
+    make_mask = partial(torch.compile(flex.block_mask, dynamic=False), inputs.evicted_at, group)
     mask_once, attend = cache(make_mask), torch.compile(flex_attention, dynamic=False)
 
     def by_flex(inputs: Inputs) -> Tensor:
@@ -212,7 +214,7 @@ def by_chunks(inputs: Inputs, kv_head: int, dtype: torch.dtype) -> tuple[Tensor,
     for start in range(0, seq, CHUNK):
         rows = slice(start, start + CHUNK)
         q = step[rows, None]
-        is_visible = (step <= q) & (q < inputs.death[:, kv_head, None, None])
+        is_visible = (step <= q) & (q < inputs.evicted_at[:, kv_head, None, None])
         out = F.scaled_dot_product_attention(
             query[:, :, rows], key, value, attn_mask=is_visible, scale=inputs.scaling, enable_gqa=True
         )

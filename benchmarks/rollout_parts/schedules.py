@@ -15,19 +15,19 @@ RESPONSES_PER_ROW = 4
 def time_schedules(setting: Setting, cache: CacheSpec) -> dict[str, Any]:
     """Seconds for several times as many responses, of random lengths, as there are rows."""
     n_rows, n_prompts = setting.batch, RESPONSES_PER_ROW * setting.batch
-    token_ids = setting.prompts(n_prompts)
+    input_ids = setting.prompts(n_prompts)
     lengths: list[int] = []
     # Random weights spread the probability nearly evenly, so the share of ending tokens is their chance.
     vocab_size = setting.shape.shape["vocab_size"]
     stop = list(range(1, 1 + max(1, round(vocab_size * RESPONSES_PER_ROW / setting.new))))
 
     def refill() -> None:
-        rollout = setting.roll_out(token_ids, cache, max_rows=n_rows, eos_token_id=stop)
-        lengths[:] = rollout.is_action.sum(dim=1).tolist()
+        rollout = setting.roll_out(input_ids, cache, max_rows=n_rows, eos_token_id=stop)
+        lengths[:] = rollout.response_mask.sum(dim=1).tolist()
 
     def wait() -> None:
         for start in range(0, n_prompts, n_rows):
-            setting.roll_out(token_ids[start : start + n_rows], cache, eos_token_id=stop)
+            setting.roll_out(input_ids[start : start + n_rows], cache, eos_token_id=stop)
 
     for run in (refill, wait):
         run()
@@ -35,7 +35,7 @@ def time_schedules(setting: Setting, cache: CacheSpec) -> dict[str, Any]:
     for _ in range(setting.rounds):
         for run in (refill, wait):
             times[run.__name__].append(setting.seconds(run))
-    step_s = {width: step_seconds(setting, token_ids[:width], cache) for width in powers_up_to(n_rows)}
+    step_s = {width: step_seconds(setting, input_ids[:width], cache) for width in powers_up_to(n_rows)}
     return {
         "rows": n_rows,
         "responses": n_prompts,
@@ -53,13 +53,13 @@ def powers_up_to(n: int) -> list[int]:
     return sorted({n, *(2**i for i in range(int(math.log2(n)) + 1))})
 
 
-def step_seconds(setting: Setting, token_ids: Tensor, cache: CacheSpec) -> float:
+def step_seconds(setting: Setting, input_ids: Tensor, cache: CacheSpec) -> float:
     """Of one decoded token in a batch of that width, by the difference of a long and a short rollout."""
     short, long = 8 * cache.interval, 24 * cache.interval
     taken = {short: [], long: []}
     for _ in range(setting.rounds):
         for n, times in taken.items():
-            times.append(setting.seconds(lambda n=n: setting.roll_out(token_ids, cache, max_new_tokens=n)))
+            times.append(setting.seconds(lambda n=n: setting.roll_out(input_ids, cache, max_new_tokens=n)))
     return (statistics.median(taken[long]) - statistics.median(taken[short])) / (long - short)
 
 

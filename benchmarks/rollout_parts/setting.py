@@ -108,7 +108,7 @@ class Setting:
         size = (n, self.shape.prompt)
         return torch.randint(1, self.shape.shape["vocab_size"], size, generator=generator).to(self.device)
 
-    def roll_out(self, token_ids: Tensor, cache: CacheSpec, **options: Any) -> Rollout:
+    def roll_out(self, input_ids: Tensor, cache: CacheSpec, **options: Any) -> Rollout:
         """generate() with nothing to end a response but its length, unless told otherwise."""
         defaults: dict[str, Any] = {
             "max_new_tokens": self.new,
@@ -117,8 +117,8 @@ class Setting:
         }
         return generate(
             self.model,
-            token_ids,
-            torch.ones_like(token_ids),
+            input_ids,
+            torch.ones_like(input_ids),
             cache=cache,
             pad_token_id=PAD,
             **{**defaults, **options},

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from study_parts import runs
 from study_parts.plan import BUDGETS, Setting, budgets
 
-from lit_rlkv.callbacks.markdown import markdown_table
 from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.reporting.markdown import markdown_table
 
 NAME = "study_exposure"
 SEED = 2
@@ -34,7 +34,7 @@ def places() -> list[Setting]:
 
 def overrides(place: Setting) -> list[str]:
     """One rollout of the warm model, of which nothing is learned."""
-    look = "+diagnostics.cache={_target_:lit_rlkv.callbacks.diagnostics.cache.CacheStatistics}"
+    look = "+diagnostics.cache={_target_:lit_rlkv.callbacks.cache_statistics.CacheStatistics}"
     return [*place.overrides, "stages=[sft,rl]", "callbacks.samples_every=1", look]
 
 

@@ -54,7 +54,7 @@ def found(folder: Path, budget: int) -> dict:
     return {**evaluation(folder, budget), **training(folder)}
 
 
-def warm_up(setting: Setting, runs_dir: Path) -> None:
+def run_sft(setting: Setting, runs_dir: Path) -> None:
     """Leave the warm model that the runs of this task and seed start from; quick where there is one."""
     fit(f"{setting.folder}-warm", [*setting.overrides, "stages=[sft]"], runs_dir)
 

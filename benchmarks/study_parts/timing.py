@@ -9,7 +9,7 @@ from study_parts import runs
 from study_parts.analysis import mean_sd, processor
 from study_parts.plan import Setting, timed
 
-from lit_rlkv.callbacks.markdown import markdown_table
+from lit_rlkv.reporting.markdown import markdown_table
 
 NAME = "study_timing"
 N_ROUNDS = 3
@@ -35,7 +35,7 @@ def _by_processor() -> dict[str, list[dict]]:
 
 def run_round(runs_dir: Path) -> dict:
     """Every arm once. Of the iterations the median, which neither the first one nor a hiccup moves."""
-    runs.warm_up(timed()[0], runs_dir)
+    runs.run_sft(timed()[0], runs_dir)
     seconds = {setting.name: _timed(setting, runs_dir) for setting in timed()}
     row = {"overrides": {setting.name: _overrides(setting) for setting in timed()}, "seconds": seconds}
     record.append(NAME, row)

@@ -11,7 +11,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.kernels.token_logps import policy_kl
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import action_hidden
+from lit_rlkv.models.replay import response_hidden
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 
@@ -71,7 +71,7 @@ class ShadowDistillation(RLCallback):
             if role == "policy" and shadow == module.replays:
                 return outputs.hidden if trains else outputs.hidden.detach()
             with nullcontext() if trains else torch.no_grad(), acting_as(module.roles, role) as backbone:
-                return action_hidden(backbone, batch.rollout, shadow=shadow)
+                return response_hidden(backbone, batch.rollout, shadow=shadow)
 
         asked = (
             # name, weight, the teacher and its view, the student's view, which of them leads
@@ -121,6 +121,6 @@ class ShadowDistillation(RLCallback):
             vocab_size,
             heads_are_frozen=head_is_frozen(backbone),
         )
-        mean_kl = token_kl.sum() / batch.n_actions
+        mean_kl = token_kl.sum() / batch.n_response_tokens
         losses = {f"{name}/loss": weight * mean_kl}
         return losses, {**losses, f"{name}/kl": mean_kl.detach()}

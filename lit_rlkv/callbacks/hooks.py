@@ -5,8 +5,8 @@ from difflib import get_close_matches
 
 from lightning import Callback
 
-from lit_rlkv.data.credit import Experience
-from lit_rlkv.data.steps import Split
+from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.minibatches import Split
 from lit_rlkv.modules.base import LossTerm, PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 

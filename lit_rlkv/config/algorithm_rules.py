@@ -7,8 +7,8 @@ from omegaconf import DictConfig
 
 from lit_rlkv.checks import is_number
 from lit_rlkv.config.building import as_config_errors, build, require
-from lit_rlkv.data.credit import CreditRule, PairCredit
-from lit_rlkv.data.settings import KLConfig
+from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
+from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.objectives.kl import MAX_ERROR
 
@@ -19,8 +19,8 @@ def check_algorithm(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the first rule that is broken.
     """
-    with as_config_errors("algorithm.credit"):
-        credit: CreditRule = build(cfg.algorithm.credit).for_task(build(cfg.task))
+    with as_config_errors("algorithm.advantage"):
+        credit: AdvantageEstimator = build(cfg.algorithm.advantage).for_task(build(cfg.task))
     _check_credit(cfg, credit)
     _check_loss(cfg.algorithm, credit)
     _check_parts(cfg, credit)
@@ -28,9 +28,9 @@ def check_algorithm(cfg: DictConfig) -> None:
     _check_critic(cfg.algorithm, credit)
 
 
-def _check_credit(cfg: DictConfig, credit: CreditRule) -> None:
+def _check_credit(cfg: DictConfig, credit: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
-    has_judge = isinstance(credit, PairCredit) and credit.judge is not None
+    has_judge = isinstance(credit, PairAdvantage) and credit.judge is not None
     require(
         not has_judge or cfg.reward.missing_eos_penalty == 0,
         f"reward.missing_eos_penalty={cfg.reward.missing_eos_penalty} has no effect beside a judge, who "
@@ -43,7 +43,7 @@ def _check_credit(cfg: DictConfig, credit: CreditRule) -> None:
     )
 
 
-def _check_loss(algorithm: DictConfig, credit: CreditRule) -> None:
+def _check_loss(algorithm: DictConfig, credit: AdvantageEstimator) -> None:
     tables: dict[str, Collection[str]] = {
         "lr_schedule": ("linear", "constant"),
         "aggregation": AGGREGATIONS,
@@ -55,8 +55,8 @@ def _check_loss(algorithm: DictConfig, credit: CreditRule) -> None:
         )
     module = get_object(algorithm.loss._target_)
     require(
-        isinstance(credit, module.credit_rule),
-        f"algorithm.credit: {module.__name__} learns from {module.credit_rule.__name__}, not from "
+        isinstance(credit, module.advantage_estimator),
+        f"algorithm.advantage: {module.__name__} learns from {module.advantage_estimator.__name__}, not from "
         f"{type(credit).__name__}; choose an algorithm and change its options",
     )
     missing = [name for name in module.required_options if name not in algorithm.loss]
@@ -66,19 +66,19 @@ def _check_loss(algorithm: DictConfig, credit: CreditRule) -> None:
         module.check_options(**options)
 
 
-def _check_parts(cfg: DictConfig, credit: CreditRule) -> None:
+def _check_parts(cfg: DictConfig, credit: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
-    n_units = cfg.rollout.n_prompts if isinstance(credit, PairCredit) else n_rows
+    n_units = cfg.rollout.n_prompts if isinstance(credit, PairAdvantage) else n_rows
     n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
     require(
         1 <= n_parts <= n_units,
         f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
-        f"{'pairs' if isinstance(credit, PairCredit) else 'responses'}; lower them",
+        f"{'pairs' if isinstance(credit, PairAdvantage) else 'responses'}; lower them",
     )
 
 
-def _check_kl(cfg: DictConfig, credit: CreditRule) -> None:
+def _check_kl(cfg: DictConfig, credit: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
     target, horizon = algorithm.kl.get("target"), algorithm.kl.get("horizon", 1)
@@ -95,13 +95,13 @@ def _check_kl(cfg: DictConfig, credit: CreditRule) -> None:
         f"more than {MAX_ERROR * n_rows:.0f}",
     )
     require(
-        kl.place == "loss" or not isinstance(credit, PairCredit),
+        kl.place == "loss" or not isinstance(credit, PairAdvantage),
         "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
         "beta; use place=loss or weight=0",
     )
 
 
-def _check_critic(algorithm: DictConfig, credit: CreditRule) -> None:
+def _check_critic(algorithm: DictConfig, credit: AdvantageEstimator) -> None:
     has_critic = "value" in credit.needs
     require(
         0 <= algorithm.critic_warmup < algorithm.n_iterations

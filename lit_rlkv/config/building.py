@@ -21,11 +21,10 @@ CONF_DIR = SHIPPED if SHIPPED.is_dir() else CLONED
 
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
 HOMES = (
-    "lit_rlkv.callbacks.diagnostics.",
-    "lit_rlkv.callbacks.distillation.",
-    "lit_rlkv.callbacks.loggers.",
-    "lit_rlkv.data.credit.",
-    "lit_rlkv.data.tasks.",
+    "lit_rlkv.callbacks.",
+    "lit_rlkv.reporting.loggers.",
+    "lit_rlkv.experience.advantages.",
+    "lit_rlkv.tasks.",
     "lit_rlkv.models.presets.",
     "lit_rlkv.modules.",
     "lit_rlkv.objectives.",

@@ -63,10 +63,10 @@ def composed(name: str, overrides: Sequence[str]) -> DictConfig:
         try:
             return compose(name, overrides=list(overrides), return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(said_better(error, overrides, name)) from error
+            raise ConfigError(friendly_error(error, overrides, name)) from error
 
 
-def said_better(error: Exception, overrides: Sequence[str], name: str = "config") -> str:
+def friendly_error(error: Exception, overrides: Sequence[str], name: str = "config") -> str:
     """Hydra's error in one line: the options of a group, or for a key that does not exist one that does.
 
     Hydra must be initialised with CONF_DIR.

@@ -5,7 +5,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import is_count
 from lit_rlkv.config.building import ConfigError, require
-from lit_rlkv.data.credit import PairCredit
+from lit_rlkv.experience.advantages import PairAdvantage
 
 AUTO = "auto"
 FSDP2 = "fsdp2"
@@ -53,7 +53,7 @@ def check_fabric(cfg: DictConfig) -> None:
         )
 
 
-GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.diagnostics.gradient"
+GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
 
 
 def _check_sharded(cfg: DictConfig) -> None:
@@ -105,7 +105,7 @@ def check_shares(cfg: DictConfig, n_ranks: int) -> None:
             )
     algorithm = cfg.algorithm
     n_cuts = algorithm.n_minibatches * algorithm.n_micro_batches
-    pairs = issubclass(get_object(algorithm.credit._target_), PairCredit)
+    pairs = issubclass(get_object(algorithm.advantage._target_), PairAdvantage)
     n_own = cfg.rollout.n_prompts // n_shards * (1 if pairs else algorithm.group_size)
     if n_shards > 1 and n_own < n_cuts:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from difflib import get_close_matches
 
-ELSEWHERE = {
+TRL_VERL_ALIASES = {
     "num_generations": "algorithm.group_size",
     "rollout.n": "algorithm.group_size",
     "num_iterations": "algorithm.n_epochs",
@@ -27,7 +27,7 @@ def closest(key: str, known: Collection[str]) -> str | None:
     names = key.split(".")
     ends = [".".join(names[start:]) for start in range(len(names))]
     own = [one for one in known if "." not in key and one.endswith(f".{key}")]
-    meant = [ELSEWHERE[end] for end in ends if end in ELSEWHERE]
+    meant = [TRL_VERL_ALIASES[end] for end in ends if end in TRL_VERL_ALIASES]
     # A group may have the setting for itself, as sft its optimizer.
     for candidate in (*(f"{names[0]}.{one}" for one in meant), *(own if len(own) == 1 else ()), *meant):
         if candidate in known and candidate != key:

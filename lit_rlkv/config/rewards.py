@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from lit_rlkv.config.building import ConfigError, as_config_errors, build
-from lit_rlkv.data.rewarding import RewardConfig
+from lit_rlkv.experience.reward import RewardConfig
 from lit_rlkv.rewards import RewardFunction
 
 

@@ -78,8 +78,8 @@ COUNTS = (
     "algorithm.critic_warmup",
     "sft.batch_size",
     "sft.n_pairs",
-    "sft.mistakes.n_prompts",
-    "sft.mistakes.n_steps",
+    "sft.on_policy_pairs.n_prompts",
+    "sft.on_policy_pairs.n_steps",
     "sft.steps_per_iteration",
     "evaluation.n_prompts",
     "evaluation.n_mismatch",
@@ -92,7 +92,7 @@ COUNTS = (
 )
 MAY_BE_ZERO = (
     "callbacks.keep_best",
-    "sft.mistakes.n_prompts",
+    "sft.on_policy_pairs.n_prompts",
     "sft.n_warmup_steps",
     "sft.n_pairs",
     "algorithm.n_warmup_steps",
@@ -106,7 +106,7 @@ AMOUNTS = (
     "optimizer.lr",
     "sft.optimizer.lr",
     "sft.reward_weight",
-    "sft.mistakes.reward_weight",
+    "sft.on_policy_pairs.reward_weight",
     "reward.missing_eos_penalty",
     "reward.verifier",
     "reward.learned",
@@ -154,15 +154,15 @@ def _check_stages(cfg: DictConfig) -> None:
     )
     _check_sft(cfg.sft)
     require(
-        cfg.sft.mistakes.n_prompts == 0 or build(cfg.task).is_verifiable,
-        f"sft.mistakes.n_prompts={cfg.sft.mistakes.n_prompts}: the task does not say which answers of the "
+        cfg.sft.on_policy_pairs.n_prompts == 0 or build(cfg.task).is_verifiable,
+        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task does not say which answers of the "
         "model are wrong, as preferences do not; use 0",
     )
 
 
 def _check_sft(sft: DictConfig) -> None:
     names = ["n_steps", *([] if sft.joint else ["reward_steps"])]
-    names += ["mistakes.n_steps"] if sft.mistakes.n_prompts > 0 else []
+    names += ["on_policy_pairs.n_steps"] if sft.on_policy_pairs.n_prompts > 0 else []
     for name in names:
         n_steps = OmegaConf.select(sft, name)
         require(
@@ -261,7 +261,7 @@ def _check_reward(cfg: DictConfig) -> None:
 def _trains_head(sft: DictConfig) -> bool:
     """Whether warm-up leaves a reward head."""
     on_pairs = sft.n_pairs > 0 and (sft.reward_weight > 0 or not sft.joint)
-    return bool(on_pairs or (sft.mistakes.n_prompts > 0 and sft.mistakes.reward_weight > 0))
+    return bool(on_pairs or (sft.on_policy_pairs.n_prompts > 0 and sft.on_policy_pairs.reward_weight > 0))
 
 
 def _check_roles(cfg: DictConfig) -> None:
@@ -283,7 +283,7 @@ def _check_roles(cfg: DictConfig) -> None:
         f"roles.target_modules={targets} names no modules; give all-linear, or a list such as "
         "[q_proj,v_proj]",
     )
-    has_critic = "value" in build(cfg.algorithm.credit).needs
+    has_critic = "value" in build(cfg.algorithm.advantage).needs
     require(
         not has_critic or roles.value_init == "zero" or "sft" not in cfg.stages or _trains_head(cfg.sft),
         "roles.value_init=reward starts the critic from the reward head, but sft trains none; use "

@@ -16,9 +16,9 @@ from lit_rlkv.data.pairs import (
     preference_pair,
 )
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tasks import Task
-from lit_rlkv.ranks import ALONE, Ranks
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.rng import derive_seed
+from lit_rlkv.tasks import Task
 from lit_rlkv.types import TensorBatch
 
 
@@ -61,7 +61,7 @@ class PreferenceDataModule(L.LightningDataModule):
         n_pairs: int,
         steps_per_loader: int,
         seed: int,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         super().__init__()
         if not 0 <= n_pairs <= batch_size:
@@ -89,7 +89,7 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def _rejected(self) -> DemonstrationBatch:
         """Of this rank. One stream corrupts those of all, so that any number of ranks sees the same."""
-        rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, ALONE.rank))
+        rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, SINGLE_PROCESS.rank))
         pairs = [preference_pair(self.task, problem, rng) for problem in self.source.ahead(self.n_pairs)]
         pairs = pairs[self.ranks.rank :: self.ranks.size]
         return encode_completions(self.tokenizer, [p.prompt for p in pairs], [p.rejected for p in pairs])

@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.data.tasks.base import Task
 from lit_rlkv.data.tokenizers import encode, encode_prompts
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
-from lit_rlkv.models.replay import dense_death
+from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import PreferencePair, Problem, Prompt, TensorBatch
 
 
@@ -20,8 +20,8 @@ from lit_rlkv.types import PreferencePair, Problem, Prompt, TensorBatch
 class DemonstrationBatch(TensorBatch):
     """Prompts with completions to imitate or to judge; every completion starts at the same column."""
 
-    token_ids: Int[Tensor, "batch seq"]
-    is_token: Bool[Tensor, "batch seq"]
+    input_ids: Int[Tensor, "batch seq"]
+    attention_mask: Bool[Tensor, "batch seq"]
     """True on prompt and completion tokens, False on padding."""
     is_target: Bool[Tensor, "batch seq"]
     """True on completion tokens, including the end-of-sequence token."""
@@ -72,12 +72,12 @@ def encode_completions(
     )
     n_targets = torch.tensor([len(ending) for ending in endings])
     is_ending = torch.arange(width) < n_targets[:, None]
-    is_token = torch.cat([left.attention_mask, is_ending], dim=1)
+    attention_mask = torch.cat([left.attention_mask, is_ending], dim=1)
     return DemonstrationBatch(
-        token_ids=torch.cat([left.token_ids, right_ids], dim=1),
-        is_token=is_token,
+        input_ids=torch.cat([left.input_ids, right_ids], dim=1),
+        attention_mask=attention_mask,
         is_target=torch.cat([torch.zeros_like(left.attention_mask), is_ending], dim=1),
-        n_tokens=int(is_token.sum(dim=1).max()),
+        n_tokens=int(attention_mask.sum(dim=1).max()),
     )
 
 
@@ -88,5 +88,7 @@ def dense_hidden(backbone: PreTrainedModel, batch: DemonstrationBatch) -> Float[
         ValueError: more tokens than the backbone attends to exactly.
     """
     check_length(backbone, batch.n_tokens)
-    positions = token_positions(batch.is_token)
-    return hidden_states(backbone, batch.token_ids, positions, death=dense_death(batch.is_token))
+    positions = token_positions(batch.attention_mask)
+    return hidden_states(
+        backbone, batch.input_ids, positions, evicted_at=dense_evicted_at(batch.attention_mask)
+    )

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from lit_rlkv.data.tasks.base import FiniteTask, Task, UserTask
 from lit_rlkv.rng import derive_seed
+from lit_rlkv.tasks.base import FiniteTask, Task, UserTask
 from lit_rlkv.types import Problem, Prompt
 
 _EVAL_ONE_IN = 10

@@ -80,9 +80,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys([tokenizer.eos_token_id, *listed]))
 
 
-def is_end(tokenizer: PreTrainedTokenizerBase, token_ids: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+def is_end(tokenizer: PreTrainedTokenizerBase, input_ids: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
     """Where a token ends a response."""
-    return torch.isin(token_ids, torch.tensor(end_token_ids(tokenizer), device=token_ids.device))
+    return torch.isin(input_ids, torch.tensor(end_token_ids(tokenizer), device=input_ids.device))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embedded: int) -> None:
@@ -163,12 +163,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     text = format_prompt(tokenizer, prompt)
     for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
         check_encodable(tokenizer, content)
-    token_ids = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
-    if not token_ids:
+    input_ids = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
+    if not input_ids:
         raise ValueError(
             f"the prompt {prompt!r} has no tokens, so there is nothing to continue; make it longer"
         )
-    return token_ids
+    return input_ids
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> PromptBatch:
@@ -185,22 +185,22 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 def left_pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> PromptBatch:
     """Rows of token ids that all end in the last column."""
     width = max(len(row) for row in rows)
-    token_ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows])
+    input_ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows])
     n_tokens = torch.tensor([len(row) for row in rows])
-    return PromptBatch(token_ids, torch.arange(width) >= width - n_tokens[:, None])
+    return PromptBatch(input_ids, torch.arange(width) >= width - n_tokens[:, None])
 
 
 def padded(prompts: PromptBatch, width: int, pad_token_id: int) -> PromptBatch:
     """The prompts in `width` columns, with more padding on their left."""
-    n_more = width - prompts.token_ids.shape[1]
-    token_ids = F.pad(prompts.token_ids, (n_more, 0), value=pad_token_id)
-    return PromptBatch(token_ids, F.pad(prompts.attention_mask, (n_more, 0)))
+    n_more = width - prompts.input_ids.shape[1]
+    input_ids = F.pad(prompts.input_ids, (n_more, 0), value=pad_token_id)
+    return PromptBatch(input_ids, F.pad(prompts.attention_mask, (n_more, 0)))
 
 
 def decode_completions(
     tokenizer: PreTrainedTokenizerBase,
-    token_ids: Int[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    input_ids: Int[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
 ) -> list[str]:
     """Text of each row's actions without the closing end token.
 
@@ -208,20 +208,20 @@ def decode_completions(
     tokenizer has no token for, which a vocabulary padded to a round size has; `<|151999|>` is one.
     """
     ends = set(end_token_ids(tokenizer))
-    token_ids, is_action = token_ids.cpu(), is_action.cpu()  # else each row would wait for the device
-    sampled = torch.unique(token_ids[is_action]).tolist()
+    input_ids, response_mask = input_ids.cpu(), response_mask.cpu()  # else each row would wait for the device
+    sampled = torch.unique(input_ids[response_mask]).tolist()
     names = tokenizer.convert_ids_to_tokens(sampled)
     nameless = {id_ for id_, name in zip(sampled, names, strict=True) if name is None}
-    completions = [row[is_mine].tolist() for row, is_mine in zip(token_ids, is_action, strict=True)]
+    completions = [row[is_mine].tolist() for row, is_mine in zip(input_ids, response_mask, strict=True)]
     return [
         _decoded(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids, nameless) for ids in completions
     ]
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], nameless: set[int]) -> str:
-    if nameless.isdisjoint(token_ids):
-        return cast(str, tokenizer.decode(token_ids))
-    parts = groupby(token_ids, key=nameless.__contains__)
+def _decoded(tokenizer: PreTrainedTokenizerBase, input_ids: list[int], nameless: set[int]) -> str:
+    if nameless.isdisjoint(input_ids):
+        return cast(str, tokenizer.decode(input_ids))
+    parts = groupby(input_ids, key=nameless.__contains__)
     return "".join(
         "".join(f"<|{id_}|>" for id_ in ids) if is_nameless else cast(str, tokenizer.decode([*ids]))
         for is_nameless, ids in parts

@@ -9,29 +9,29 @@ from torch import Tensor
 
 from lit_rlkv.diagnostics.mismatch import MAX_LOG_RATIO
 from lit_rlkv.diagnostics.scalars import Scalars
-from lit_rlkv.masking import masked_mean
 from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn
+from lit_rlkv.objectives.masking import masked_mean
 
 LogWeightFn = Callable[[Tensor, Tensor], Tensor]
-"""From log ρ [batch, seq] and `is_action` to the log of each action's weight; −inf is a weight of 0."""
+"""From log ρ [batch, seq] and `response_mask` to the log of each action's weight; −inf is a weight of 0."""
 
 
 def token_ratio(
-    log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
     """ρ_t itself, untruncated."""
     return log_ratio
 
 
 def sequence_ratio(
-    log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
     """Π ρ_t of the response at each of its actions: the only unbiased one, untruncated."""
     return log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 
 def _of(weigh: WeightFn) -> LogWeightFn:
-    return lambda log_ratio, is_action: weigh(log_ratio, is_action).weight.log()
+    return lambda log_ratio, response_mask: weigh(log_ratio, response_mask).weight.log()
 
 
 ARMS: dict[str, LogWeightFn] = {
@@ -44,7 +44,9 @@ ARMS: dict[str, LogWeightFn] = {
 TRUNCATING, REJECTING = ("tis",), ("mis", "sparse_rl")
 
 
-def arm_statistics(log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]) -> Scalars:
+def arm_statistics(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Scalars:
     """`kv/arms/{arm}/*` from log ρ = log π_dense − log μ of the actions.
 
     ess = (Σ w)² / (n Σ w²) over all n actions, what is rejected with weight 0 among them; ess_seq the same
@@ -53,28 +55,28 @@ def arm_statistics(log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor
     Logs of weights are added up, so that no product of a long response leaves the range of floats; a weight
     is shown as at most e^20.
     """
-    log_ratio = log_ratio.masked_fill(~is_action, 0.0)
+    log_ratio = log_ratio.masked_fill(~response_mask, 0.0)
     scalars: Scalars = {}
     for name, log_weigh in ARMS.items():
-        log_weight = log_weigh(log_ratio, is_action).masked_fill(~is_action, -torch.inf)
-        found = _statistics(log_weight, is_action)
+        log_weight = log_weigh(log_ratio, response_mask).masked_fill(~response_mask, -torch.inf)
+        found = _statistics(log_weight, response_mask)
         if name in TRUNCATING:
             is_clipped = log_weight < log_ratio - 1e-4  # the rounding of a weight's log is no clip
-            found["clipped"] = masked_mean(is_clipped.float(), is_action)
+            found["clipped"] = masked_mean(is_clipped.float(), response_mask)
         if name in REJECTING:
-            found["rejected"] = masked_mean((log_weight == -torch.inf).float(), is_action)
+            found["rejected"] = masked_mean((log_weight == -torch.inf).float(), response_mask)
         scalars |= {f"kv/arms/{name}/{statistic}": value for statistic, value in found.items()}
     return scalars
 
 
-def _statistics(log_weight: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]) -> Scalars:
-    n_actions = is_action.sum(dim=1)
-    of_rows = log_weight.logsumexp(dim=1) - n_actions.clamp(min=1).log()
-    of_actions = log_weight[is_action]
+def _statistics(log_weight: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]) -> Scalars:
+    n_response_tokens = response_mask.sum(dim=1)
+    of_rows = log_weight.logsumexp(dim=1) - n_response_tokens.clamp(min=1).log()
+    of_actions = log_weight[response_mask]
     mean = of_actions.logsumexp(dim=0) - math.log(max(len(of_actions), 1))
     return {
         "ess": effective_share(of_actions),
-        "ess_seq": effective_share(of_rows[n_actions > 0]),
+        "ess_seq": effective_share(of_rows[n_response_tokens > 0]),
         "mean_weight": mean.clamp(max=MAX_LOG_RATIO).exp(),
         "max_weight": log_weight.max().clamp(max=MAX_LOG_RATIO).exp(),
     }

@@ -1,4 +1,4 @@
-"""What a cache kept of a rollout, and for how long: counts from the death table alone."""
+"""What a cache kept of a rollout, and for how long: counts from the eviction table alone."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv.ranks import ALONE, Ranks
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.types import NEVER, Rollout
 
 
@@ -66,28 +66,28 @@ def age_histogram(
     return 1 + width * torch.arange(n_bins + 1), counts.view(n_bins, width).sum(dim=1)
 
 
-def lifetimes(rollout: Rollout, ranks: Ranks = ALONE) -> Lifetimes:
+def lifetimes(rollout: Rollout, ranks: Ranks = SINGLE_PROCESS) -> Lifetimes:
     """The ages at which keys were evicted; one layer at a time, because tables of all of them are large.
 
     Args:
         ranks: whose rollouts, of as many columns, are counted together.
     """
-    n_layers, n_heads, seq = rollout.death.shape[1:]
-    born = torch.arange(seq, device=rollout.death.device)
-    is_key = rollout.is_token & (born < _last_column(rollout.is_token)[:, None])
-    evicted = torch.zeros(n_layers, n_heads, seq + 1, dtype=torch.long, device=rollout.death.device)
+    n_layers, n_heads, seq = rollout.evicted_at.shape[1:]
+    born = torch.arange(seq, device=rollout.evicted_at.device)
+    is_key = rollout.attention_mask & (born < _last_column(rollout.attention_mask)[:, None])
+    evicted = torch.zeros(n_layers, n_heads, seq + 1, dtype=torch.long, device=rollout.evicted_at.device)
     n_kept = evicted.new_zeros(n_layers, n_heads)
     for layer in range(n_layers):
-        death = rollout.death[:, layer]
-        is_evicted = is_key[:, None] & (death != NEVER)
-        n_kept[layer] = (is_key[:, None] & (death == NEVER)).sum(dim=(0, 2))
-        age = torch.where(is_evicted, death - born, 0).long().transpose(0, 1).flatten(1)
+        evicted_at = rollout.evicted_at[:, layer]
+        is_evicted = is_key[:, None] & (evicted_at != NEVER)
+        n_kept[layer] = (is_key[:, None] & (evicted_at == NEVER)).sum(dim=(0, 2))
+        age = torch.where(is_evicted, evicted_at - born, 0).long().transpose(0, 1).flatten(1)
         evicted[layer].scatter_add_(1, age, is_evicted.transpose(0, 1).flatten(1).long())
     return Lifetimes(ranks.total(evicted), ranks.total(n_kept))
 
 
 def retained(
-    rollout: Rollout, ranks: Ranks = ALONE
+    rollout: Rollout, ranks: Ranks = SINGLE_PROCESS
 ) -> tuple[Float[Tensor, "layer kv_head"], Float[Tensor, "layer kv_head"]]:
     """Living keys over all keys so far: mean over queries, and mean over the last queries of responses.
 
@@ -96,11 +96,11 @@ def retained(
     Args:
         ranks: whose rollouts are taken together.
     """
-    is_query = predicts(rollout.is_action)
+    is_query = predicts(rollout.response_mask)
     is_last = is_query & ~predicts(is_query)
-    n_born = rollout.is_token.long().cumsum(dim=1)
+    n_born = rollout.attention_mask.long().cumsum(dim=1)
     of_queries, of_last = [], []
-    for layer in range(rollout.death.shape[1]):
+    for layer in range(rollout.evicted_at.shape[1]):
         fraction = live_keys(rollout, layer) / n_born[:, None].clamp(min=1)
         of_queries.append(_sum_over(fraction, is_query))
         of_last.append(_sum_over(fraction, is_last))
@@ -111,7 +111,7 @@ def retained(
     return mean(of_queries, is_query), mean(of_last, is_last)
 
 
-def affected(rollout: Rollout, ranks: Ranks = ALONE) -> Float[Tensor, ""]:
+def affected(rollout: Rollout, ranks: Ranks = SINGLE_PROCESS) -> Float[Tensor, ""]:
     """Share of actions that a query predicted which missed a key in some layer and KV head.
 
     Only these can differ from those of a policy with all keys by what was evicted.
@@ -119,28 +119,30 @@ def affected(rollout: Rollout, ranks: Ranks = ALONE) -> Float[Tensor, ""]:
     Args:
         ranks: whose rollouts are taken together.
     """
-    seq = rollout.death.shape[-1]
-    first = torch.full(rollout.death.shape[:1], NEVER, dtype=rollout.death.dtype, device=rollout.death.device)
-    for layer in range(rollout.death.shape[1]):
-        death = rollout.death[:, layer].masked_fill(~rollout.is_token[:, None], NEVER)
-        first = torch.minimum(first, death.flatten(1).amin(dim=1))
-    column = torch.arange(seq, device=rollout.death.device)
-    is_affected = predicts(rollout.is_action) & (column >= first[:, None])
-    return ranks.total(is_affected.sum()) / ranks.total(rollout.is_action.sum()).clamp(min=1)
+    seq = rollout.evicted_at.shape[-1]
+    first = torch.full(
+        rollout.evicted_at.shape[:1], NEVER, dtype=rollout.evicted_at.dtype, device=rollout.evicted_at.device
+    )
+    for layer in range(rollout.evicted_at.shape[1]):
+        evicted_at = rollout.evicted_at[:, layer].masked_fill(~rollout.attention_mask[:, None], NEVER)
+        first = torch.minimum(first, evicted_at.flatten(1).amin(dim=1))
+    column = torch.arange(seq, device=rollout.evicted_at.device)
+    is_affected = predicts(rollout.response_mask) & (column >= first[:, None])
+    return ranks.total(is_affected.sum()) / ranks.total(rollout.response_mask.sum()).clamp(min=1)
 
 
 def live_keys(rollout: Rollout, layer: int) -> Int[Tensor, "batch kv_head seq"]:
-    """Keys of one layer born and not yet evicted at each column: births so far minus deaths so far."""
-    death, seq = rollout.death[:, layer], rollout.death.shape[-1]
-    is_key = rollout.is_token[:, None].expand_as(death).long()
-    deaths = torch.zeros(*death.shape[:-1], seq + 1, dtype=torch.long, device=death.device)
-    deaths.scatter_add_(-1, death.clamp(max=seq).long(), is_key)
-    return rollout.is_token.long().cumsum(dim=1)[:, None] - deaths[..., :seq].cumsum(dim=-1)
+    """Keys of one layer born and not yet evicted at each column: births so far minus evictions so far."""
+    evicted_at, seq = rollout.evicted_at[:, layer], rollout.evicted_at.shape[-1]
+    is_key = rollout.attention_mask[:, None].expand_as(evicted_at).long()
+    evictions = torch.zeros(*evicted_at.shape[:-1], seq + 1, dtype=torch.long, device=evicted_at.device)
+    evictions.scatter_add_(-1, evicted_at.clamp(max=seq).long(), is_key)
+    return rollout.attention_mask.long().cumsum(dim=1)[:, None] - evictions[..., :seq].cumsum(dim=-1)
 
 
-def predicts(is_action: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
+def predicts(response_mask: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
     """True on the queries that predicted an action: each stands in the column before it."""
-    return F.pad(is_action[:, 1:], (0, 1), value=False)
+    return F.pad(response_mask[:, 1:], (0, 1), value=False)
 
 
 def _sum_over(
@@ -149,6 +151,6 @@ def _sum_over(
     return values.masked_fill(~is_counted[:, None], 0.0).sum(dim=(0, 2))
 
 
-def _last_column(is_token: Bool[Tensor, "batch seq"]) -> Int[Tensor, " batch"]:
+def _last_column(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, " batch"]:
     """Where each sequence ends."""
-    return (torch.arange(is_token.shape[1], device=is_token.device) * is_token).amax(dim=1)
+    return (torch.arange(attention_mask.shape[1], device=attention_mask.device) * attention_mask).amax(dim=1)

@@ -19,8 +19,8 @@ MAX_LOGITS = 2**24
 def dead_mass(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
-    death: Int[Tensor, "batch kv_head seq"],
-    is_token: Bool[Tensor, "batch seq"],
+    evicted_at: Int[Tensor, "batch kv_head seq"],
+    attention_mask: Bool[Tensor, "batch seq"],
     scaling: float,
     softcap: float | None,
     first: int = 0,
@@ -28,7 +28,7 @@ def dead_mass(
 ) -> tuple[
     Float[Tensor, "batch head query"], Float[Tensor, "batch head query"], Bool[Tensor, "batch head query"]
 ]:
-    """Of softmax(q·kᵀ·scaling) over all tokens k <= q: the mass on keys with death[k] <= q, the largest
+    """Of softmax(q·kᵀ·scaling) over all tokens k <= q: the mass on keys with evicted_at[k] <= q, the largest
     probability among these, and whether it is the largest of all. For the queries from column `first` on.
 
     Queries that stand before the first token of their row see nothing, and get NaN.
@@ -47,9 +47,9 @@ def dead_mass(
         logits = grouped[:, :, :, chunk].to(wide) @ keys * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        is_seen = is_token[:, None] & (column <= chunk[:, None])
+        is_seen = attention_mask[:, None] & (column <= chunk[:, None])
         probs = logits.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(dim=-1)
-        is_dead = death[:, :, None, None] <= chunk[:, None]
+        is_dead = evicted_at[:, :, None, None] <= chunk[:, None]
         of_dead = probs.masked_fill(~is_dead, 0.0)
         peak = of_dead.amax(dim=-1)
         is_top = (peak > 0) & (peak == probs.amax(dim=-1))
@@ -88,7 +88,7 @@ class DeadAttention:
         self.rollout = rollout
         self.needed = needed
         self.max_logits = max_logits
-        is_query = predicts(rollout.is_action)
+        is_query = predicts(rollout.response_mask)
         self.first = int(is_query.any(dim=0).int().argmax())
         self.is_query = is_query[:, self.first : -1]
         self.layers: dict[int, LayerAttention] = {}
@@ -101,8 +101,8 @@ class DeadAttention:
             mass, peak, is_top = dead_mass(
                 query,
                 key,
-                self.rollout.death[:, layer, :, :-1],
-                self.rollout.is_token[:, :-1],
+                self.rollout.evicted_at[:, layer, :, :-1],
+                self.rollout.attention_mask[:, :-1],
                 scaling,
                 softcap,
                 self.first,
@@ -131,10 +131,10 @@ class DeadAttention:
         return values.transpose(0, 1)[:, self.is_query]
 
     def _by_position(self, mass: Float[Tensor, "batch head query"]) -> Float[Tensor, " bin"]:
-        is_action = self.rollout.is_action
-        of_actions = mass.new_zeros(is_action.shape)
+        response_mask = self.rollout.response_mask
+        of_actions = mass.new_zeros(response_mask.shape)
         of_actions[:, self.first + 1 :] = mass.mean(dim=1)
-        return by_position(of_actions, is_action).nanmean(dim=1)
+        return by_position(of_actions, response_mask).nanmean(dim=1)
 
 
 def fifth_percentile(values: Float[Tensor, "*lead entry"]) -> Float[Tensor, "*lead"]:

@@ -83,21 +83,21 @@ def costs_of(model: PreTrainedModel) -> Costs | None:
     )
 
 
-def learner_work(death: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n_kv_heads: int) -> Work:
-    """Of one forward under a death table, in which padding is dead at birth.
+def learner_work(evicted_at: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n_kv_heads: int) -> Work:
+    """Of one forward under a eviction table, in which padding is dead at birth.
 
     Args:
-        death: of every layer and KV head, or one for all of either; no query after a row's last token counts.
+        evicted_at: of every layer and KV head, or one for all of either; no query after a row's last token counts.
     """
-    column = torch.arange(death.shape[-1], device=death.device)
-    layers = death.unbind(dim=1)  # the table may be large: what is computed of it is held for one layer
-    is_token = torch.stack([(layer > column).any(dim=1) for layer in layers]).any(dim=0)
-    end = torch.where(is_token, column + 1, 0).amax(dim=1)
-    n_pairs = torch.zeros((), dtype=torch.long, device=death.device)
+    column = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
+    layers = evicted_at.unbind(dim=1)  # the table may be large: what is computed of it is held for one layer
+    attention_mask = torch.stack([(layer > column).any(dim=1) for layer in layers]).any(dim=0)
+    end = torch.where(attention_mask, column + 1, 0).amax(dim=1)
+    n_pairs = torch.zeros((), dtype=torch.long, device=evicted_at.device)
     for layer in layers:
         n_pairs += torch.minimum(layer, end[:, None, None]).sub_(column).clamp_(min=0).sum()
-    shared_by = (n_layers // death.shape[1]) * (n_kv_heads // death.shape[2])
-    return Work(is_token.sum(), n_pairs * shared_by)
+    shared_by = (n_layers // evicted_at.shape[1]) * (n_kv_heads // evicted_at.shape[2])
+    return Work(attention_mask.sum(), n_pairs * shared_by)
 
 
 def sampler_work(rollout: Rollout, group_size: int) -> tuple[Work, int]:
@@ -105,10 +105,10 @@ def sampler_work(rollout: Rollout, group_size: int) -> tuple[Work, int]:
 
     A response of n tokens takes n − 1 steps behind its prompt: the last one is never read.
     """
-    n_layers, n_kv_heads = rollout.death.shape[1:3]
-    is_step = rollout.is_action & predicts(rollout.is_action)
+    n_layers, n_kv_heads = rollout.evicted_at.shape[1:3]
+    is_step = rollout.response_mask & predicts(rollout.response_mask)
     steps = is_step.sum()
-    prompt_lens = (rollout.is_token & ~rollout.is_action)[::group_size].sum(dim=1)
+    prompt_lens = (rollout.attention_mask & ~rollout.response_mask)[::group_size].sum(dim=1)
     n_pairs = (prompt_lens * (prompt_lens + 1) // 2).sum() * n_layers * n_kv_heads
     for layer in range(n_layers):
         n_pairs = n_pairs + live_keys(rollout, layer).masked_fill(~is_step[:, None], 0).sum()

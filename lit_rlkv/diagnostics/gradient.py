@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.ranks import over_ranks
+from lit_rlkv.distributed.ranks import over_ranks
 
 BLOCKS = ("layer", "module", "all")
 """What parameters are counted together: decoder layers, kinds of module, or all of them."""

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rlkv.diagnostics.scalars import Scalars
-from lit_rlkv.masking import masked_mean
+from lit_rlkv.objectives.masking import masked_mean
 
 MAX_LOG_RATIO = 20.0
 """Bound on log ρ before it is exponentiated, as in verl: the square of a ratio must stay within float32."""
@@ -25,8 +25,8 @@ VETO = 1e-4
 
 def off_policy(
     learner_logps: Float[Tensor, "batch seq"],
-    sampler_logps: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    rollout_logps: Float[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
 ) -> Scalars:
     """KL, χ² and perplexities (verl's `compute_offpolicy_metrics`), in nats where they are logs.
 
@@ -35,14 +35,14 @@ def off_policy(
     mean of −log p over the tokens of a sequence; its mean over sequences is logged, that of its exponential
     (ppl), of the difference learner − sampler, its size and its exponential (ppl_ratio), and the extremes.
     """
-    log_ratio = (learner_logps - sampler_logps).masked_fill(~is_action, 0.0)
-    training = _row_means(-learner_logps, is_action)
-    rollout = _row_means(-sampler_logps, is_action)
+    log_ratio = (learner_logps - rollout_logps).masked_fill(~response_mask, 0.0)
+    training = _row_means(-learner_logps, response_mask)
+    rollout = _row_means(-rollout_logps, response_mask)
     difference = training - rollout
     return {
-        "kl": masked_mean(-log_ratio, is_action),
-        "k3_kl": masked_mean(log_ratio.exp() - log_ratio - 1, is_action),
-        "chi2_token": masked_mean(_bounded_exp(log_ratio).square(), is_action) - 1,
+        "kl": masked_mean(-log_ratio, response_mask),
+        "k3_kl": masked_mean(log_ratio.exp() - log_ratio - 1, response_mask),
+        "chi2_token": masked_mean(_bounded_exp(log_ratio).square(), response_mask) - 1,
         "chi2_seq": _bounded_exp(log_ratio.sum(dim=1)).square().mean() - 1,
         "training_ppl": training.exp().mean(),
         "training_log_ppl": training.mean(),
@@ -56,24 +56,26 @@ def off_policy(
     }
 
 
-def importance_ratios(log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]) -> Scalars:
+def importance_ratios(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Scalars:
     """The ratios before any truncation (verl's `compute_is_metrics`), log ρ kept within ±20.
 
     std and eff_sample_size = (E[w])² / E[w²] are of ratios clamped to [1/2, 2], so neither shows a heavy
     tail. `seq` statistics are of the mean ratio of each sequence.
     """
-    ratio = _bounded_exp(log_ratio.masked_fill(~is_action, 0.0))
+    ratio = _bounded_exp(log_ratio.masked_fill(~response_mask, 0.0))
     clamped = ratio.clamp(1 / THRESHOLD, THRESHOLD)
-    mean, square = masked_mean(clamped, is_action), masked_mean(clamped.square(), is_action)
-    of_rows = _row_means(ratio, is_action)
+    mean, square = masked_mean(clamped, response_mask), masked_mean(clamped.square(), response_mask)
+    of_rows = _row_means(ratio, response_mask)
     return {
-        "rollout_is_mean": masked_mean(ratio, is_action),
+        "rollout_is_mean": masked_mean(ratio, response_mask),
         "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
-        "rollout_is_max": ratio.masked_fill(~is_action, -torch.inf).max(),
-        "rollout_is_min": ratio.masked_fill(~is_action, torch.inf).min(),
+        "rollout_is_max": ratio.masked_fill(~response_mask, -torch.inf).max(),
+        "rollout_is_min": ratio.masked_fill(~response_mask, torch.inf).min(),
         "rollout_is_eff_sample_size": mean.square() / square,
-        "rollout_is_ratio_fraction_high": masked_mean((ratio > THRESHOLD).float(), is_action),
-        "rollout_is_ratio_fraction_low": masked_mean((ratio < 1 / THRESHOLD).float(), is_action),
+        "rollout_is_ratio_fraction_high": masked_mean((ratio > THRESHOLD).float(), response_mask),
+        "rollout_is_ratio_fraction_low": masked_mean((ratio < 1 / THRESHOLD).float(), response_mask),
         "rollout_is_seq_mean": of_rows.mean(),
         "rollout_is_seq_std": of_rows.std() if len(of_rows) > 1 else torch.zeros_like(of_rows[0]),
         "rollout_is_seq_max": of_rows.max(),
@@ -87,60 +89,60 @@ def importance_ratios(log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Ten
 def rejections(
     log_ratio: Float[Tensor, "batch seq"],
     weight: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
 ) -> Scalars:
     """Shares of actions, and of sequences with any such action, that weigh 0, and that fall under the veto.
 
     Args:
         weight: of each action in the loss, by the correction of the run.
     """
-    is_rejected = (weight == 0) & is_action
-    is_catastrophe = (log_ratio < math.log(VETO)) & is_action
+    is_rejected = (weight == 0) & response_mask
+    is_catastrophe = (log_ratio < math.log(VETO)) & response_mask
     return {
-        "rollout_rs_masked_fraction": masked_mean(is_rejected.float(), is_action),
+        "rollout_rs_masked_fraction": masked_mean(is_rejected.float(), response_mask),
         "rollout_rs_seq_masked_fraction": is_rejected.any(dim=1).float().mean(),
-        "rollout_is_catastrophic_token_fraction": masked_mean(is_catastrophe.float(), is_action),
+        "rollout_is_catastrophic_token_fraction": masked_mean(is_catastrophe.float(), response_mask),
         "rollout_is_veto_fraction": is_catastrophe.any(dim=1).float().mean(),
     }
 
 
 def rollout_correction(
     learner_logps: Float[Tensor, "batch seq"],
-    sampler_logps: Float[Tensor, "batch seq"],
+    rollout_logps: Float[Tensor, "batch seq"],
     weight: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
 ) -> Scalars:
     """`rollout_corr/*` of one rollout: distances, ratios of tokens, what the run's correction rejects."""
-    log_ratio = learner_logps - sampler_logps
+    log_ratio = learner_logps - rollout_logps
     found = {
-        **off_policy(learner_logps, sampler_logps, is_action),
-        **importance_ratios(log_ratio, is_action),
-        **rejections(log_ratio, weight, is_action),
+        **off_policy(learner_logps, rollout_logps, response_mask),
+        **importance_ratios(log_ratio, response_mask),
+        **rejections(log_ratio, weight, response_mask),
     }
     return {f"rollout_corr/{name}": value for name, value in found.items()}
 
 
 def dense_mismatch(
     dense_logps: Float[Tensor, "batch seq"],
-    sampler_logps: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    rollout_logps: Float[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
 ) -> Scalars:
     """`kv/dense_*`: what `rollout_corr/*` says of a learner that sees every key, whatever the learner sees.
 
     `kv/dense_log_ratio_p99` is the 99th percentile of |log ρ| over all actions, in nats: the smallest value
     that 99 % of them do not exceed.
     """
-    found = off_policy(dense_logps, sampler_logps, is_action)
+    found = off_policy(dense_logps, rollout_logps, response_mask)
     scalars = {f"kv/dense_{name}": value for name, value in found.items() if not name.startswith("rollout_")}
-    size = (dense_logps - sampler_logps).abs()[is_action]
+    size = (dense_logps - rollout_logps).abs()[response_mask]
     rank = math.ceil(0.99 * len(size))
     scalars["kv/dense_log_ratio_p99"] = size.kthvalue(rank).values if rank else size.sum()
     return scalars
 
 
-def _row_means(values: Tensor, is_action: Tensor) -> Float[Tensor, " batch"]:
+def _row_means(values: Tensor, response_mask: Tensor) -> Float[Tensor, " batch"]:
     """Mean over the actions of each sequence; 0 where there are none."""
-    return values.masked_fill(~is_action, 0.0).sum(dim=1) / is_action.sum(dim=1).clamp(min=1)
+    return values.masked_fill(~response_mask, 0.0).sum(dim=1) / response_mask.sum(dim=1).clamp(min=1)
 
 
 def _bounded_exp(log_ratio: Tensor) -> Tensor:

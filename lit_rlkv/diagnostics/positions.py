@@ -13,56 +13,56 @@ MAX_BINS = 64
 Arrays = dict[str, Tensor]
 
 
-def bin_starts(is_action: Bool[Tensor, "batch seq"]) -> Int[Tensor, " bin"]:
+def bin_starts(response_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, " bin"]:
     """The first position of each bin, the first action of a response having position 0."""
-    _, n_positions = _extent(is_action)
+    _, n_positions = _extent(response_mask)
     return torch.arange(0, n_positions, _width(n_positions))
 
 
 def by_position(
-    values: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]
+    values: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "bin entry"]:
     """The values at the actions of each bin; NaN in the places of what is no action.
 
     All responses of a rollout begin in the same column, so a column is a position.
     """
-    first, n_positions = _extent(is_action)
+    first, n_positions = _extent(response_mask)
     shown = slice(first, first + n_positions)
-    found = values[:, shown].masked_fill(~is_action[:, shown], torch.nan)
+    found = values[:, shown].masked_fill(~response_mask[:, shown], torch.nan)
     width = _width(n_positions)
     found = F.pad(found, (0, -n_positions % width), value=torch.nan)
     return found.reshape(len(found), -1, width).transpose(0, 1).flatten(1)
 
 
 def log_ratios_by_position(
-    log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Arrays:
     """k1 and k3 estimates of KL(sampler ‖ learner) and the tail of |log ρ|, in nats, by position.
 
-    `position` is where a bin starts, and `n_actions` how many actions it has.
+    `position` is where a bin starts, and `n_response_tokens` how many actions it has.
     """
-    log_ratio = log_ratio.masked_fill(~is_action, 0.0)
-    size = by_position(log_ratio.abs(), is_action)
+    log_ratio = log_ratio.masked_fill(~response_mask, 0.0)
+    size = by_position(log_ratio.abs(), response_mask)
     return {
-        "position": bin_starts(is_action),
-        "n_actions": (~size.isnan()).sum(dim=1),
-        "k1": by_position(-log_ratio, is_action).nanmean(dim=1),
-        "k3": by_position(log_ratio.expm1() - log_ratio, is_action).nanmean(dim=1),
+        "position": bin_starts(response_mask),
+        "n_response_tokens": (~size.isnan()).sum(dim=1),
+        "k1": by_position(-log_ratio, response_mask).nanmean(dim=1),
+        "k3": by_position(log_ratio.expm1() - log_ratio, response_mask).nanmean(dim=1),
         "abs_log_ratio_p95": size.nanquantile(0.95, dim=1),
         "abs_log_ratio_p99": size.nanquantile(0.99, dim=1),
     }
 
 
 def prefixes_by_position(
-    log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Arrays:
     """The ratio Π ρ of each response so far, which unbiased reweighting has to pay for.
 
     |log Π ρ| over all responses, those that have ended with their last value: its mean and 95th percentile
     in nats; and the effective sample size (Σ w)² / (n Σ w²) of the weights w = Π ρ, 1/n to 1.
     """
-    so_far = log_ratio.masked_fill(~is_action, 0.0).cumsum(dim=1)
-    is_shown = is_action.any(dim=0).expand_as(is_action)
+    so_far = log_ratio.masked_fill(~response_mask, 0.0).cumsum(dim=1)
+    is_shown = response_mask.any(dim=0).expand_as(response_mask)
     size = by_position(so_far.abs(), is_shown)
     share = effective_share(so_far.T)[None]
     return {
@@ -72,9 +72,11 @@ def prefixes_by_position(
     }
 
 
-def overlaps_by_position(overlap: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]) -> Arrays:
+def overlaps_by_position(
+    overlap: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Arrays:
     """Mean and 5th percentile of Σ_v min(μ_v, π_v) by position; NaN where a response was not looked at."""
-    found = by_position(overlap, is_action)
+    found = by_position(overlap, response_mask)
     return {"overlap_mean": found.nanmean(dim=1), "overlap_p05": found.nanquantile(0.05, dim=1)}
 
 
@@ -86,9 +88,9 @@ def as_lists(arrays: Arrays) -> dict[str, list[float | int | None]]:
     }
 
 
-def _extent(is_action: Bool[Tensor, "batch seq"]) -> tuple[int, int]:
+def _extent(response_mask: Bool[Tensor, "batch seq"]) -> tuple[int, int]:
     """The first column with an action, and how many columns there are from it to the last one."""
-    columns = is_action.any(dim=0).nonzero().flatten().tolist()
+    columns = response_mask.any(dim=0).nonzero().flatten().tolist()
     return (columns[0], columns[-1] + 1 - columns[0]) if columns else (0, 0)
 
 

@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.kernels.token_logps import Head, in_chunks, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
-from lit_rlkv.ranks import over_ranks
 
 
 @torch.no_grad()

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.checks import is_count
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.backbone import head_logits, text_config
-from lit_rlkv.models.replay import action_hidden, on_actions
-from lit_rlkv.ranks import ALONE, Ranks
+from lit_rlkv.models.replay import response_hidden, scatter_to_response
 from lit_rlkv.types import NEVER, Rollout
 
 MAX_TOKENS = 2**16
@@ -38,10 +38,10 @@ def view_overlap(
         probs = [tempered(head_logits(model, hidden), temperature).softmax(dim=-1) for hidden in views]
         return (torch.minimum(*probs).sum(dim=-1),)
 
-    hidden = [action_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
+    hidden = [response_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
     size = max(max_logits // text_config(model).vocab_size, 1)
     (overlap,) = in_chunks(of_chunk, *hidden, size=size, is_linearised=False)
-    return on_actions(rollout, overlap)
+    return scatter_to_response(rollout, overlap)
 
 
 @torch.no_grad()
@@ -53,42 +53,42 @@ def layer_kls(
     π_layer is the policy where the keys that this layer evicted are dead to it, and every other layer sees
     all keys: layer + 2 forwards. The effects of layers do not add up, so the whole table has its own row.
     """
-    # By the same path as the others, so that a layer without deaths differs by nothing at all.
-    dense = action_hidden(model, _with_deaths_of(rollout, []), shadow=True)
+    # By the same path as the others, so that a layer without evictions differs by nothing at all.
+    dense = response_hidden(model, _with_evictions_of(rollout, []), shadow=True)
     head = partial(head_logits, model)
 
     def kl(view: Rollout) -> Tensor:
-        hidden = action_hidden(model, view, shadow=True)
+        hidden = response_hidden(model, view, shadow=True)
         return policy_kl(hidden, dense, head, head, temperature, text_config(model).vocab_size)
 
-    alone = [kl(_with_deaths_of(rollout, [layer])) for layer in range(rollout.death.shape[1])]
+    alone = [kl(_with_evictions_of(rollout, [layer])) for layer in range(rollout.evicted_at.shape[1])]
     return torch.stack([*alone, kl(rollout)])
 
 
-def _with_deaths_of(rollout: Rollout, layers: list[int]) -> Rollout:
+def _with_evictions_of(rollout: Rollout, layers: list[int]) -> Rollout:
     """The rollout as if these layers alone had evicted what they did."""
-    death = torch.full_like(rollout.death, NEVER)
-    death[:, layers] = rollout.death[:, layers]
-    return replace(rollout, death=death)
+    evicted_at = torch.full_like(rollout.evicted_at, NEVER)
+    evicted_at[:, layers] = rollout.evicted_at[:, layers]
+    return replace(rollout, evicted_at=evicted_at)
 
 
 def nothing_died(rollout: Rollout) -> bool:
     """Whether no query lost a key: both views of such a rollout are the same, and need no forward to tell."""
-    is_kept = rollout.death >= rollout.token_ids.shape[1]
-    return bool((is_kept | ~rollout.is_token[:, None, None]).all())
+    is_kept = rollout.evicted_at >= rollout.input_ids.shape[1]
+    return bool((is_kept | ~rollout.attention_mask[:, None, None]).all())
 
 
-def spread_rows(rollout: Rollout, n_rows: int, ranks: Ranks = ALONE) -> Int[Tensor, " row"]:
+def spread_rows(rollout: Rollout, n_rows: int, ranks: Ranks = SINGLE_PROCESS) -> Int[Tensor, " row"]:
     """`n_rows` of its responses, evenly from the first to the last; all where there are fewer.
 
     Args:
         ranks: whose responses are chosen from together; the rows of this one's rollout, perhaps none.
     """
-    mine = ranks.mine(len(rollout.token_ids))
-    n = len(rollout.token_ids) * ranks.size
+    mine = ranks.mine(len(rollout.input_ids))
+    n = len(rollout.input_ids) * ranks.size
     rows = torch.linspace(0, n - 1, min(n_rows, n), dtype=torch.float64).round().long()
     rows = rows[(mine.start <= rows) & (rows < mine.stop)] - mine.start
-    return rows.to(rollout.token_ids.device)
+    return rows.to(rollout.input_ids.device)
 
 
 def check_rows(name: str, n_rows: int, rows_per_pass: int | None) -> None:
@@ -108,11 +108,11 @@ def check_rows(name: str, n_rows: int, rows_per_pass: int | None) -> None:
 
 def rows_in_pass(rollout: Rollout, rows_per_pass: int | None) -> int:
     """How many responses one forward takes: `rows_per_pass`, or what makes up MAX_TOKENS."""
-    return rows_per_pass or max(MAX_TOKENS // rollout.token_ids.shape[1], 1)
+    return rows_per_pass or max(MAX_TOKENS // rollout.input_ids.shape[1], 1)
 
 
 def in_passes(rollout: Rollout, rows_per_pass: int | None) -> Iterator[Rollout]:
     """The rollout in pieces that one forward takes."""
     size = rows_in_pass(rollout, rows_per_pass)
-    for start in range(0, len(rollout.token_ids), size):
+    for start in range(0, len(rollout.input_ids), size):
         yield rollout.rows(slice(start, start + size))

@@ -1,4 +1,4 @@
-"""The evicting cache: a pool of slots per layer, compacted in place, and the death of every key on record."""
+"""The evicting cache: a pool of slots per layer, compacted in place, and the evicted_at of every key on record."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,9 +125,9 @@ class SlotCache(Cache):
                 layer.compact(is_full)
         self.n_live.masked_fill_(is_full, self.spec.budget)
 
-    def death(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
+    def evicted_at(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
         """First query column that no longer sees each key of these rows, so far."""
-        tables = [layer.death for layer in self.slot_layers]
+        tables = [layer.evicted_at for layer in self.slot_layers]
         found = tables[0].new_empty(len(rows), len(tables), *tables[0].shape[1:])
         for number, table in enumerate(tables):  # a copy of one layer at a time: together they can be large
             found[:, number] = table[rows]

@@ -33,7 +33,7 @@ class SlotLayer(CacheLayerMixin):
         self.cache: SlotCache = weakref.proxy(cache)
         self.scaling = 1.0
         self.filled_by: Prefill | None = None
-        self.death: Int[Tensor, "row kv_head seq"]
+        self.evicted_at: Int[Tensor, "row kv_head seq"]
         self.columns: Int[Tensor, "row kv_head slot"]
         self.first_slot: Int[Tensor, "row kv_head"]
         self.recent_queries: Float[Tensor, "row window kv_head group dim"] | None = None
@@ -103,8 +103,10 @@ class SlotLayer(CacheLayerMixin):
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
         if self.keys is None:
             self._allocate(packed, key, value)
-        self.death[incoming.all_rows] = NEVER
-        self.death[incoming.all_rows, :, : key.shape[2]] = alive.repeat_interleave(incoming.n_samples, dim=0)
+        self.evicted_at[incoming.all_rows] = NEVER
+        self.evicted_at[incoming.all_rows, :, : key.shape[2]] = alive.repeat_interleave(
+            incoming.n_samples, dim=0
+        )
         attention = None
         if policy is not None and policy.tracks_attention is not None:
             of_last = policy.tracks_attention == "last"
@@ -119,7 +121,7 @@ class SlotLayer(CacheLayerMixin):
         cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
-        self.death = key.new_full((*shape[:2], cache.seq_len), NEVER, dtype=torch.int32)
+        self.evicted_at = key.new_full((*shape[:2], cache.seq_len), NEVER, dtype=torch.int32)
         self.columns = key.new_zeros(shape, dtype=torch.long)
         pools = torch.arange(cache.n_rows * n_kv_heads, device=key.device).view(shape[:2])
         self.first_slot = pools * cache.n_slots
@@ -147,7 +149,7 @@ class SlotLayer(CacheLayerMixin):
                 if is_new:
                     kept[incoming.due] = self._prompt_survivors(key, value, attention)
                 rows_due = incoming.rows[sample :: incoming.n_samples][incoming.due]
-                self._record_prompt_deaths(rows_due, kept[incoming.due], n_columns)
+                self._record_prompt_evictions(rows_due, kept[incoming.due], n_columns)
             if is_new:
                 kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
             self.keys[rows, :, :width] = kept_keys
@@ -185,13 +187,13 @@ class SlotLayer(CacheLayerMixin):
             window=cache.spec.window,
         )
 
-    def _record_prompt_deaths(
+    def _record_prompt_evictions(
         self, rows: Int[Tensor, " due"], kept: Int[Tensor, "due kv_head budget"], n_columns: int
     ) -> None:
         """What a long prompt does not keep is last seen by its own last query."""
-        death = self.death[rows, :, :n_columns]
-        is_evicted = (death == NEVER).scatter(2, kept, False)
-        self.death[rows, :, :n_columns] = death.masked_fill(is_evicted, n_columns)
+        evicted_at = self.evicted_at[rows, :, :n_columns]
+        is_evicted = (evicted_at == NEVER).scatter(2, kept, False)
+        self.evicted_at[rows, :, :n_columns] = evicted_at.masked_fill(is_evicted, n_columns)
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
@@ -247,7 +249,7 @@ class SlotLayer(CacheLayerMixin):
             self.values,
             self.columns,
             self.attention if cache.policy.tracks_attention == "sum" else None,
-            self.death,
+            self.evicted_at,
             is_full,
             cache.column + 1,
             cache.first,

@@ -1,4 +1,4 @@
-"""The attention function registered with transformers: slot pool, replay of deaths, or plain SDPA."""
+"""The attention function registered with transformers: slot pool, replay of evictions, or plain SDPA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,21 +32,21 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     slot_cache: SlotCache | None = None,
-    death: Int[Tensor, "batch layer #kv_head seq"] | None = None,
+    evicted_at: Int[Tensor, "batch layer #kv_head seq"] | None = None,
     plan: SlotPlan | None = None,
     probe: Probe | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Attention of one layer, as transformers calls it; never with dropout.
 
-    With `slot_cache` the keys go into that pool; with `death` the sampler's view of this layer is replayed (a
+    With `slot_cache` the keys go into that pool; with `evicted_at` the sampler's view of this layer is replayed (a
     table of one layer or one KV head serves all of them); with neither it is transformers' own SDPA, but for
     models that cap their logits, which SDPA does not. A `probe` looks on at replay, and changes nothing.
 
     Raises:
         ValueError: the model gives its attention one of `NOT_REPLAYED` at replay or with a pool.
     """
-    if slot_cache is None and death is None:
+    if slot_cache is None and evicted_at is None:
         if softcap is not None:
             return _capped_attention(query, key, value, attention_mask, scaling, softcap), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -60,12 +60,12 @@ def attention_forward(
     if slot_cache is not None:
         out = slot_cache.slot_layers[layer].attend(query, key, value, scaling, softcap)
     else:
-        assert death is not None
+        assert evicted_at is not None
         layer_plan = None if plan is None else plan.layer(layer)
-        layer_death = death[:, layer if death.shape[1] > 1 else 0]
+        layer_evicted_at = evicted_at[:, layer if evicted_at.shape[1] > 1 else 0]
         if probe is not None:
             probe(layer, query, key, scaling, softcap)
-        out = shadow_attention(query, key, value, layer_death, scaling, softcap=softcap, plan=layer_plan)
+        out = shadow_attention(query, key, value, layer_evicted_at, scaling, softcap=softcap, plan=layer_plan)
     return out.transpose(1, 2).contiguous(), None
 
 

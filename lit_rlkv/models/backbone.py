@@ -44,18 +44,18 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     was_training = model.training
-    token_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
+    input_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
     try:
         with torch.no_grad(), _float32_products():
             model.set_attn_implementation("eager")
-            expected = model.eval()(token_ids, use_cache=False).logits
+            expected = model.eval()(input_ids, use_cache=False).logits
             model.set_attn_implementation(ATTENTION_NAME)
             if not _has_our_attention(model):
                 raise ValueError(
                     f"{name} cannot be replayed: it computes attention in code of its own; use a model that "
                     "looks its attention up by name"
                 )
-            _prove_replayable(model.train(), token_ids, expected)
+            _prove_replayable(model.train(), input_ids, expected)
     finally:
         model.train(was_training)
     return model
@@ -73,26 +73,26 @@ def _float32_products() -> Iterator[None]:
 
 
 def _prove_replayable(
-    model: PreTrainedModel, token_ids: Int[Tensor, "batch seq"], expected: Float[Tensor, "batch seq vocab"]
+    model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], expected: Float[Tensor, "batch seq vocab"]
 ) -> None:
     name = type(model).__name__
-    batch, seq_len = token_ids.shape
-    position_ids = torch.arange(seq_len, device=token_ids.device).expand(batch, -1)
-    nothing_dies = torch.full((batch, 1, 1, seq_len), NEVER, dtype=torch.int32, device=token_ids.device)
+    batch, seq_len = input_ids.shape
+    position_ids = torch.arange(seq_len, device=input_ids.device).expand(batch, -1)
+    nothing_dies = torch.full((batch, 1, 1, seq_len), NEVER, dtype=torch.int32, device=input_ids.device)
     try:
-        dense = head_logits(model, hidden_states(model, token_ids, position_ids, death=nothing_dies))
+        dense = head_logits(model, hidden_states(model, input_ids, position_ids, evicted_at=nothing_dies))
         die_at_once = (position_ids + 1).int()[:, None, None]
-        isolated = head_logits(model, hidden_states(model, token_ids, position_ids, death=die_at_once))
+        isolated = head_logits(model, hidden_states(model, input_ids, position_ids, evicted_at=die_at_once))
         alone = head_logits(
             model,
             hidden_states(
                 model,
-                token_ids.view(-1, 1),
+                input_ids.view(-1, 1),
                 position_ids.reshape(-1, 1),
-                death=nothing_dies.view(-1, 1, 1, 1),
+                evicted_at=nothing_dies.view(-1, 1, 1, 1),
             ),
         )
-        decoded = _decoded_logits(model, token_ids, position_ids)
+        decoded = _decoded_logits(model, input_ids, position_ids)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not expected.isfinite().all():
@@ -116,15 +116,15 @@ def _prove_replayable(
 
 
 def _decoded_logits(
-    model: PreTrainedModel, token_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"]
+    model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch 1 vocab"]:
     """Logits of the last column as the sampler computes them: the rest is prefilled, that token decoded."""
-    n_layers, (batch, seq_len) = text_config(model).num_hidden_layers, token_ids.shape
-    cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, token_ids.device)
-    with cache.prefill(range(batch), torch.ones_like(token_ids[:, :-1], dtype=torch.bool)):
-        hidden_states(model, token_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
+    n_layers, (batch, seq_len) = text_config(model).num_hidden_layers, input_ids.shape
+    cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
+    with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
+        hidden_states(model, input_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
     cache.advance()
-    return head_logits(model, hidden_states(model, token_ids[:, -1:], position_ids[:, -1:], slot_cache=cache))
+    return head_logits(model, hidden_states(model, input_ids[:, -1:], position_ids[:, -1:], slot_cache=cache))
 
 
 def _has_our_attention(model: PreTrainedModel) -> bool:
@@ -154,7 +154,7 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
     if window is not None and slides and seq_len > window:
         raise ValueError(
             f"{seq_len} tokens exceed the sliding window of {window} of {name}; keys that leave it are "
-            "not in the death table: use shorter sequences or a model with full attention"
+            "not in the eviction table: use shorter sequences or a model with full attention"
         )
     switch = _rope_switch(config)
     if switch is not None and seq_len > switch:
@@ -221,11 +221,11 @@ def head_dims(model: PreTrainedModel) -> set[int]:
 
 def hidden_states(
     model: PreTrainedModel,
-    token_ids: Int[Tensor, "batch seq"],
+    input_ids: Int[Tensor, "batch seq"],
     position_ids: Int[Tensor, "batch seq"],
     **attention: Any,
 ) -> Float[Tensor, "batch seq dim"]:
-    """Last hidden states, with `death=` (and `probe=`) or `slot_cache=` handed on to the attention function.
+    """Last hidden states, with `evicted_at=` (and `probe=`) or `slot_cache=` handed on to the attention function.
 
     Raises:
         ValueError: the model does not compute our attention, so it would take no notice.
@@ -235,13 +235,13 @@ def hidden_states(
             f"{type(model).__name__} computes {text_config(model)._attn_implementation!r} attention, which "
             "knows nothing of evicted keys; pass the model through prepare_backbone first"
         )
-    death = attention.get("death")
-    if death is not None and uses_triton(next(model.parameters())):
-        attention["plan"] = plan_slots(death)
+    evicted_at = attention.get("evicted_at")
+    if evicted_at is not None and uses_triton(next(model.parameters())):
+        attention["plan"] = plan_slots(evicted_at)
     output = model.base_model(
-        input_ids=token_ids,
+        input_ids=input_ids,
         position_ids=position_ids,
-        attention_mask=no_mask(token_ids.device),
+        attention_mask=no_mask(input_ids.device),
         past_key_values=attention.get("slot_cache"),
         use_cache="slot_cache" in attention,
         **attention,
@@ -280,6 +280,6 @@ def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*lead dim"]) -> F
     return logits
 
 
-def token_positions(is_token: Tensor) -> Int[Tensor, "batch seq"]:
+def token_positions(attention_mask: Tensor) -> Int[Tensor, "batch seq"]:
     """Position of each token in its own sequence: padding on the left counts for nothing."""
-    return (is_token.long().cumsum(dim=1) - 1).clamp(min=0)
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)

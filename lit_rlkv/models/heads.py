@@ -32,9 +32,9 @@ class ScalarHead(nn.Module):
 
 
 def last_token(
-    hidden: Float[Tensor, "batch seq dim"], is_token: Bool[Tensor, "batch seq"]
+    hidden: Float[Tensor, "batch seq dim"], attention_mask: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch dim"]:
     """The hidden state of each sequence's last token, from which a reward is read."""
-    column = torch.arange(is_token.shape[1], device=is_token.device)
-    last = (column * is_token).amax(dim=1)
+    column = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    last = (column * attention_mask).amax(dim=1)
     return hidden[torch.arange(len(hidden), device=hidden.device), last]

@@ -23,34 +23,37 @@ from lit_rlkv.types import NEVER, Rollout
 _Found = TypeVar("_Found")
 
 
-def dense_death(is_token: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 seq"]:
-    """The death table of a cache that evicts nothing: only padding is dead, from its birth."""
-    return torch.where(is_token, NEVER, 0).int()[:, None, None]
+def dense_evicted_at(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 seq"]:
+    """The eviction table of a cache that evicts nothing: only padding is dead, from its birth."""
+    return torch.where(attention_mask, NEVER, 0).int()[:, None, None]
 
 
-def replay_death(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
-    """The rollout's death table, with padding dead on both sides of the sequence, and all else at its end.
+def replay_evicted_at(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
+    """The rollout's eviction table, with padding dead on both sides of the sequence, and all else at its end.
 
     So the queries of padding see nothing, and what follows a row's last token costs nothing.
     """
-    column = torch.arange(rollout.token_ids.shape[1], device=rollout.token_ids.device)
-    end = (column * rollout.is_token).amax(dim=1) + 1
-    death = torch.minimum(rollout.death, end[:, None, None, None].int())
-    return death.masked_fill(~rollout.is_token[:, None, None], 0)
+    column = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
+    end = (column * rollout.attention_mask).amax(dim=1) + 1
+    evicted_at = torch.minimum(rollout.evicted_at, end[:, None, None, None].int())
+    return evicted_at.masked_fill(~rollout.attention_mask[:, None, None], 0)
 
 
-def action_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "action dim"]:
+def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "action dim"]:
     """Hidden states that predict the actions, row by row: those of the column before each action."""
-    check_length(model, rollout.token_ids.shape[1])
-    death = replay_death(rollout) if shadow else dense_death(rollout.is_token)
+    check_length(model, rollout.input_ids.shape[1])
+    evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
     # The last column predicts nothing that was sampled.
     hidden = hidden_states(
-        model, rollout.token_ids[:, :-1], token_positions(rollout.is_token)[:, :-1], death=death[..., :-1]
+        model,
+        rollout.input_ids[:, :-1],
+        token_positions(rollout.attention_mask)[:, :-1],
+        evicted_at=evicted_at[..., :-1],
     )
-    return hidden[rollout.is_action[:, 1:]]
+    return hidden[rollout.response_mask[:, 1:]]
 
 
-def action_logps(
+def response_logps(
     model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
 ) -> Float[Tensor, "batch seq"]:
     """Log-probs of the actions in nats, in the rollout's columns; 0 elsewhere.
@@ -58,15 +61,15 @@ def action_logps(
     Raises:
         ValueError: `temperature` is 0 or less.
     """
-    return on_actions(rollout, _of_actions(token_logps, model, rollout, hidden, temperature))
+    return scatter_to_response(rollout, _of_actions(token_logps, model, rollout, hidden, temperature))
 
 
-def action_logps_and_entropy(
+def response_logps_and_entropy(
     model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """`action_logps`, and in the same columns the entropy of each action's distribution, in nats."""
+    """`response_logps`, and in the same columns the entropy of each action's distribution, in nats."""
     logps, entropy = _of_actions(token_logps_and_entropy, model, rollout, hidden, temperature)
-    return on_actions(rollout, logps), on_actions(rollout, entropy)
+    return scatter_to_response(rollout, logps), scatter_to_response(rollout, entropy)
 
 
 def _of_actions(
@@ -76,7 +79,7 @@ def _of_actions(
         raise ValueError(
             f"temperature={temperature} has no log-probs, because greedy decoding draws nothing; raise it"
         )
-    tokens = rollout.token_ids[rollout.is_action]
+    tokens = rollout.input_ids[rollout.response_mask]
     return read(
         hidden,
         partial(head_logits, model),
@@ -87,19 +90,19 @@ def _of_actions(
     )
 
 
-def on_actions(rollout: Rollout, values: Float[Tensor, " action"]) -> Float[Tensor, "batch seq"]:
+def scatter_to_response(rollout: Rollout, values: Float[Tensor, " action"]) -> Float[Tensor, "batch seq"]:
     """Values of the actions, row by row, in the rollout's columns; 0 elsewhere."""
-    zeros = values.new_zeros(rollout.token_ids.shape)
-    return zeros.masked_scatter(rollout.is_action, values)
+    zeros = values.new_zeros(rollout.input_ids.shape)
+    return zeros.masked_scatter(rollout.response_mask, values)
 
 
 def replay_logps(
     model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True, temperature: float = 1.0
 ) -> Float[Tensor, "batch seq"]:
-    """Log-probs of the rollout's actions in one forward; 0 outside `is_action`. Gradients flow.
+    """Log-probs of the rollout's actions in one forward; 0 outside `response_mask`. Gradients flow.
 
     With `shadow` each query sees exactly the keys that the sampler's cache still held, so the result equals
-    `rollout.sampler_logps` up to float error while the weights are the same; without it all earlier tokens.
+    `rollout.rollout_logps` up to float error while the weights are the same; without it all earlier tokens.
 
     Args:
         temperature: the sampler's, because log-probs are those of the distribution sampled.
@@ -107,5 +110,5 @@ def replay_logps(
     Raises:
         ValueError: `temperature` is 0 or less, or the rollout is too long for the model.
     """
-    hidden = action_hidden(model, rollout, shadow=shadow)
-    return action_logps(model, rollout, hidden, temperature)
+    hidden = response_hidden(model, rollout, shadow=shadow)
+    return response_logps(model, rollout, hidden, temperature)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lit_rlkv.data.credit import CreditRule, GroupCredit
-from lit_rlkv.masking import masked_sum, weighted_sum
+from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
 from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.replay import action_hidden, action_logps_and_entropy
+from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
 from lit_rlkv.objectives import kl
+from lit_rlkv.objectives.masking import masked_sum, weighted_sum
 from lit_rlkv.types import TrainBatch
 
 Terms = dict[str, Tensor]
@@ -49,7 +49,7 @@ LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Term
 class PolicyModule(L.LightningModule, ABC):
     """Base of the RL modules. A subclass says in `objective` what the loss of the policy is.
 
-    `credit_rule` is the kind of credit that its objective can learn from.
+    `advantage_estimator` is the kind of credit that its objective can learn from.
 
     Args:
         roles: with the policy, and the reference where a KL to it is wanted.
@@ -62,7 +62,7 @@ class PolicyModule(L.LightningModule, ABC):
         policy_weight: of the algorithm's own loss; 0 leaves what callbacks add and the KL to the reference.
     """
 
-    credit_rule: ClassVar[type[CreditRule]] = GroupCredit
+    advantage_estimator: ClassVar[type[AdvantageEstimator]] = GroupAdvantage
     required_options: ClassVar[tuple[str, ...]] = ()
     """What a config must say of the objective."""
 
@@ -120,7 +120,7 @@ class PolicyModule(L.LightningModule, ABC):
         if isinstance(self._trainer, L.Trainer):
             _check_trainer(self._trainer, batch)
         losses, metrics = self.step_terms(batch)
-        loss = touching_all(self, torch.stack(list(losses.values())).sum())
+        loss = add_zero_grads_for_unused(self, torch.stack(list(losses.values())).sum())
         return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
 
     def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:
@@ -131,25 +131,25 @@ class PolicyModule(L.LightningModule, ABC):
     def policy_terms(self, batch: TrainBatch) -> tuple[StepOutputs, Terms, Terms]:
         """One forward of the policy, and all that is learned from it: algorithm, KL, callbacks' terms."""
         with acting_as(self.roles, "policy") as backbone:
-            hidden = action_hidden(backbone, batch.rollout, shadow=self.replays)
-            found = action_logps_and_entropy(backbone, batch.rollout, hidden, self.temperature)
+            hidden = response_hidden(backbone, batch.rollout, shadow=self.replays)
+            found = response_logps_and_entropy(backbone, batch.rollout, hidden, self.temperature)
             outputs = StepOutputs(hidden, *found)
             objective, metrics = self.objective(batch, outputs)
             losses = {name: self.policy_weight * loss for name, loss in objective.items()}
             for term in (PolicyModule._reference_kl, *self.loss_terms):
                 more_losses, more_metrics = term(self, batch, outputs)
                 losses, metrics = losses | more_losses, metrics | more_metrics
-        metrics["entropy"] = outputs.entropy.sum() / batch.n_actions
-        if batch.is_fresh and self.replays:
-            gap = (outputs.logps - batch.rollout.sampler_logps).abs()
-            metrics["kv/replay_gap"] = torch.where(batch.rollout.is_action, gap, 0.0).max()
+        metrics["entropy"] = outputs.entropy.sum() / batch.n_response_tokens
+        if batch.is_first_update and self.replays:
+            gap = (outputs.logps - batch.rollout.rollout_logps).abs()
+            metrics["kv/replay_gap"] = torch.where(batch.rollout.response_mask, gap, 0.0).max()
         return outputs, losses, metrics
 
     def _reference_kl(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         if batch.kl_weight == 0:
             return {}, {}
         token_kl = self.estimate_kl(outputs.logps, batch.ref_logps)
-        mean_kl = masked_sum(token_kl, batch.rollout.is_action) / batch.n_actions
+        mean_kl = masked_sum(token_kl, batch.rollout.response_mask) / batch.n_response_tokens
         return {"kl_loss": batch.kl_weight * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
@@ -178,7 +178,7 @@ class PolicyModule(L.LightningModule, ABC):
         return scale * warm * left
 
 
-def touching_all(module: nn.Module, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
+def add_zero_grads_for_unused(module: nn.Module, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
     """The loss with a gradient for every parameter that trains, where several ranks exchange gradients.
 
     A part of the roles may learn from a micro-batch, but ranks exchange the gradients of all: DDP waits for

@@ -7,10 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.checks import is_number
-from lit_rlkv.masking import masked_sum, weighted_sum
 from lit_rlkv.modules.base import Terms
 from lit_rlkv.objectives import surrogate
 from lit_rlkv.objectives.kl import k3
+from lit_rlkv.objectives.masking import masked_sum, weighted_sum
 from lit_rlkv.types import TrainBatch
 
 
@@ -36,14 +36,14 @@ def clipped_terms(
     """The policy's loss, and how often the clip was active; `approx_kl` is KL(π_old ‖ π) by k3."""
     pieces = surrogate.clipped(logps, batch.old_logps, batch.advantages, clip_low, clip_high)
     losses = {"policy_loss": -weighted_sum(batch.correction * pieces.gain, batch.loss_weight)}
-    is_action, n = batch.rollout.is_action, batch.n_actions
-    low = masked_sum(pieces.is_clipped_low.float(), is_action) / n
-    high = masked_sum(pieces.is_clipped_high.float(), is_action) / n
+    response_mask, n = batch.rollout.response_mask, batch.n_response_tokens
+    low = masked_sum(pieces.is_clipped_low.float(), response_mask) / n
+    high = masked_sum(pieces.is_clipped_high.float(), response_mask) / n
     metrics = {
         **losses,
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low + high,
-        "approx_kl": masked_sum(k3(batch.old_logps, logps.detach()), is_action) / n,
+        "approx_kl": masked_sum(k3(batch.old_logps, logps.detach()), response_mask) / n,
     }
     return losses, metrics

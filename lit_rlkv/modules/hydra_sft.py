@@ -18,7 +18,7 @@ from lit_rlkv.data.pairs import DemonstrationBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token
-from lit_rlkv.modules.base import touching_all
+from lit_rlkv.modules.base import add_zero_grads_for_unused
 from lit_rlkv.objectives.preference import ranking_loss
 
 FINAL_LR_FRACTION = 0.02
@@ -72,7 +72,7 @@ class HydraSFT(L.LightningModule):
         """`loss` with its gradient, and metrics of the heads that learn."""
         chosen = batch.chosen
         if self.lm_weight == 0:
-            chosen = chosen.rows(slice(len(self._rejected(batch).token_ids)))
+            chosen = chosen.rows(slice(len(self._rejected(batch).input_ids)))
         hidden = dense_hidden(self.backbone, chosen)
         losses: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
@@ -82,15 +82,17 @@ class HydraSFT(L.LightningModule):
             metrics["lm_loss"] = lm_loss.detach()
         if self.reward_head is not None:
             rejected = self._rejected(batch)
-            n_pairs = len(rejected.token_ids)
-            better = self.reward_head(last_token(hidden[:n_pairs], chosen.is_token[:n_pairs]))
-            worse = self.reward_head(last_token(dense_hidden(self.backbone, rejected), rejected.is_token))
+            n_pairs = len(rejected.input_ids)
+            better = self.reward_head(last_token(hidden[:n_pairs], chosen.attention_mask[:n_pairs]))
+            worse = self.reward_head(
+                last_token(dense_hidden(self.backbone, rejected), rejected.attention_mask)
+            )
             reward_loss = ranking_loss(better, worse) / batch.n_ranks
             losses.append(self.reward_weight * reward_loss)
             metrics["reward_loss"] = reward_loss.detach()
             metrics["pair_accuracy"] = (better > worse).float().mean() / batch.n_ranks  # no tie, no NaN
             metrics["margin"] = (better - worse).detach().mean() / batch.n_ranks
-        return {"loss": touching_all(self, torch.stack(losses).sum()), **metrics}
+        return {"loss": add_zero_grads_for_unused(self, torch.stack(losses).sum()), **metrics}
 
     def _rejected(self, batch: WarmupBatch) -> DemonstrationBatch:
         if batch.rejected is None:
@@ -105,7 +107,7 @@ class HydraSFT(L.LightningModule):
     ) -> Float[Tensor, ""]:
         predicts = hidden[:, :-1][batch.is_target[:, 1:]]
         head = partial(head_logits, self.backbone)
-        targets = batch.token_ids[batch.is_target]
+        targets = batch.input_ids[batch.is_target]
         logps = token_logps(predicts, head, targets, 1.0, text_config(self.backbone).vocab_size)
         return -logps.sum() / (len(logps) if n_targets is None else n_targets)
 

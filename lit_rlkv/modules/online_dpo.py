@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.data.credit import PairCredit
+from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives.preference import check_dpo, dpo_loss
 from lit_rlkv.types import TrainBatch
@@ -25,7 +25,7 @@ class OnlineDPO(PolicyModule):
         averages: log-probs per token instead of per response, as TRL does for ipo.
     """
 
-    credit_rule = PairCredit
+    advantage_estimator = PairAdvantage
     required_options = ("beta",)
 
     def __init__(
@@ -79,6 +79,6 @@ class OnlineDPO(PolicyModule):
 
     def _margins(self, batch: TrainBatch, logps: Float[Tensor, "batch seq"]) -> Float[Tensor, " batch"]:
         """Σ weight·(log π − log π_ref) of each response."""
-        is_action = batch.rollout.is_action
-        log_ratio = torch.where(is_action, batch.correction * (logps - batch.ref_logps), 0.0).sum(dim=1)
-        return log_ratio / is_action.sum(dim=1).clamp(min=1) if self.averages else log_ratio
+        response_mask = batch.rollout.response_mask
+        log_ratio = torch.where(response_mask, batch.correction * (logps - batch.ref_logps), 0.0).sum(dim=1)
+        return log_ratio / response_mask.sum(dim=1).clamp(min=1) if self.averages else log_ratio

@@ -6,15 +6,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lit_rlkv.data.credit import CriticCredit
-from lit_rlkv.masking import masked_sum
+from lit_rlkv.distributed.ranks import over_ranks
+from lit_rlkv.experience.advantages import GAEAdvantage
+from lit_rlkv.experience.score import pass_of
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import action_hidden, on_actions
-from lit_rlkv.models.scoring import pass_of
+from lit_rlkv.models.replay import response_hidden, scatter_to_response
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.modules.clipped import check_clips, clipped_terms
+from lit_rlkv.objectives.masking import masked_sum
 from lit_rlkv.objectives.value import clipped_value
-from lit_rlkv.ranks import over_ranks
 from lit_rlkv.types import TrainBatch
 
 
@@ -35,7 +35,7 @@ class PPO(PolicyModule):
             activations of one of them are held at a time.
     """
 
-    credit_rule = CriticCredit
+    advantage_estimator = GAEAdvantage
     required_options = ("clip_low", "clip_high", "value_clip", "value_weight")
 
     def __init__(
@@ -119,27 +119,27 @@ class PPO(PolicyModule):
             hidden = outputs.hidden
         else:
             with acting_as(self.roles, "value") as backbone:
-                hidden = action_hidden(backbone, batch.rollout, shadow=self.value_shadow)
+                hidden = response_hidden(backbone, batch.rollout, shadow=self.value_shadow)
         if "value_head" in batch.learners:
             hidden = hidden.detach()
-        return on_actions(batch.rollout, self.roles.head("value")(hidden))
+        return scatter_to_response(batch.rollout, self.roles.head("value")(hidden))
 
     def _value_terms(self, batch: TrainBatch, values: Float[Tensor, "batch seq"]) -> tuple[Terms, Terms]:
         assert batch.old_values is not None
         assert batch.returns is not None
         found = clipped_value(values, batch.old_values, batch.returns, self.value_clip)
-        is_action, n = batch.rollout.is_action, batch.n_actions
-        value_loss = masked_sum(found.loss, is_action) / n
+        response_mask, n = batch.rollout.response_mask, batch.n_response_tokens
+        value_loss = masked_sum(found.loss, response_mask) / n
         metrics = {
             "value_loss": value_loss,
-            "value/clip_ratio": masked_sum(found.is_clipped.float(), is_action) / n,
-            "value/mean": masked_sum(values, is_action) / n,
+            "value/clip_ratio": masked_sum(found.is_clipped.float(), response_mask) / n,
+            "value/mean": masked_sum(values, response_mask) / n,
         }
         return {"value_loss": self.value_weight * value_loss}, metrics
 
     def on_train_batch_start(self, batch: TrainBatch, batch_idx: int) -> int | None:
         """−1 leaves out the rest of the iteration, Lightning's own protocol; asks the device once a step."""
         kl, self._last_kl = self._last_kl, None
-        if self.target_kl is None or kl is None or batch.is_fresh:
+        if self.target_kl is None or kl is None or batch.is_first_update:
             return None
         return -1 if float(kl) > self.target_kl else None

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.masking import masked_mean
-from lit_rlkv.ranks import Ranks
+from lit_rlkv.distributed.ranks import Ranks
+from lit_rlkv.objectives.masking import masked_mean
 
 
 @dataclass(frozen=True)
@@ -33,45 +33,48 @@ class Correction:
     samples_dense: bool
     """Rollouts keep every key."""
     replays: bool
-    """The learner sees what the sampler saw, by its death table."""
+    """The learner sees what the sampler saw, by its eviction table."""
     weigh: WeightFn
 
 
-def weigh_together(
-    weigh: WeightFn, log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"], ranks: Ranks
+def global_is_weights(
+    weigh: WeightFn,
+    log_ratio: Float[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
+    ranks: Ranks,
 ) -> Weights:
     """Of this rank's actions; what a weight is normalised by is that of all ranks."""
-    found = weigh(ranks.gather(log_ratio), ranks.gather(is_action))
+    found = weigh(ranks.gather(log_ratio), ranks.gather(response_mask))
     mine = ranks.mine(len(log_ratio))
     return Weights(found.weight[mine], found.is_counted[mine])
 
 
-def unweighted(log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"]) -> Weights:
+def unweighted(log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]) -> Weights:
     """Weight 1: right for dense rollouts and for replay, and the naive mistake for a dense learner."""
-    return Weights(torch.ones_like(log_ratio), is_action)
+    return Weights(torch.ones_like(log_ratio), response_mask)
 
 
 def truncated(
-    log_ratio: Float[Tensor, "batch seq"], is_action: Bool[Tensor, "batch seq"], cap: float = 2.0
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"], cap: float = 2.0
 ) -> Weights:
     """TIS: min(ρ_t, C)."""
-    return Weights(_ratio(log_ratio, is_action).clamp(max=cap), is_action)
+    return Weights(_ratio(log_ratio, response_mask).clamp(max=cap), response_mask)
 
 
 def masked(
     log_ratio: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
     low: float = 0.5,
     high: float = 2.0,
 ) -> Weights:
     """MIS (IcePop): ρ_t inside [low, high], else 0; a zeroed token still counts in the denominators."""
-    ratio = _ratio(log_ratio, is_action)
-    return Weights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), is_action)
+    ratio = _ratio(log_ratio, response_mask)
+    return Weights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), response_mask)
 
 
 def sparse_rl(
     log_ratio: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
     veto: float = 1e-4,
     low: float = 0.5,
     high: float = 1.5,
@@ -81,9 +84,9 @@ def sparse_rl(
     A sequence with any ρ_t < veto is dropped whole, tokens outside [low, high] are dropped, the rest weigh
     min(ρ_t, high) normalised to mean 1, and denominators count the rest only.
     """
-    ratio = _ratio(log_ratio, is_action)
+    ratio = _ratio(log_ratio, response_mask)
     has_veto = (ratio < veto).any(dim=1, keepdim=True)
-    is_counted = is_action & ~has_veto & (ratio >= low) & (ratio <= high)
+    is_counted = response_mask & ~has_veto & (ratio >= low) & (ratio <= high)
     weight = ratio.clamp(max=high)
     # Every counted weight is at least `low`, so where anything counts the mean is positive.
     weight = weight / masked_mean(weight, is_counted).clamp(min=low)
@@ -94,6 +97,6 @@ CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl"
 """Those that weigh, by the names of their arms, each with its default options."""
 
 
-def _ratio(log_ratio: Tensor, is_action: Tensor) -> Tensor:
+def _ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
     """ρ_t, and 1 outside the actions whatever stands there."""
-    return log_ratio.masked_fill(~is_action, 0.0).exp()
+    return log_ratio.masked_fill(~response_mask, 0.0).exp()

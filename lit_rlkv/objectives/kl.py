@@ -31,11 +31,11 @@ def kl_penalty(
     estimator: str,
     old_logps: Float[Tensor, "batch seq"],
     ref_logps: Float[Tensor, "batch seq"],
-    is_action: Bool[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
     weight: float | int,
 ) -> Float[Tensor, "batch seq"]:
     """weight·KL of each action, which the reward pays for; `estimator` is one of `ESTIMATORS`."""
-    return weight * ESTIMATORS[estimator](old_logps, ref_logps).masked_fill(~is_action, 0.0)
+    return weight * ESTIMATORS[estimator](old_logps, ref_logps).masked_fill(~response_mask, 0.0)
 
 
 MAX_ERROR = 0.2

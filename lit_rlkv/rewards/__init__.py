@@ -10,7 +10,7 @@ from lit_rlkv.rewards.functions import (
     Regex,
     RewardFunction,
 )
-from lit_rlkv.rewards.panel import Answers, Panel
+from lit_rlkv.rewards.manager import Answers, RewardManager
 from lit_rlkv.rewards.verifier import score
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "ExactMatch",
     "MathVerify",
     "Numeric",
-    "Panel",
     "PythonFunction",
     "Regex",
     "RewardFunction",
+    "RewardManager",
     "score",
 ]

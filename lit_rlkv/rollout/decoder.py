@@ -30,10 +30,10 @@ class Stopping:
 class Rows(TensorBatch):
     """What a decoder holds of some rows, in all columns."""
 
-    token_ids: Int[Tensor, "row seq"]
-    is_action: Bool[Tensor, "row seq"]
+    input_ids: Int[Tensor, "row seq"]
+    response_mask: Bool[Tensor, "row seq"]
     logps: Float[Tensor, "row seq"]
-    death: Int[Tensor, "row layer kv_head seq"]
+    evicted_at: Int[Tensor, "row layer kv_head seq"]
 
     def blank(self, n_rows: int) -> "Rows":
         """Room for so many rows, to be written."""
@@ -42,7 +42,7 @@ class Rows(TensorBatch):
 
     def put(self, places: Sequence[int], rows: "Rows") -> None:
         """Write rows in their places."""
-        index = torch.tensor(places, device=self.token_ids.device)
+        index = torch.tensor(places, device=self.input_ids.device)
         for field in fields(Rows):
             getattr(self, field.name)[index] = getattr(rows, field.name)
 
@@ -81,9 +81,9 @@ class Decoder:
             cache, text_config(model).num_hidden_layers, n_rows, self.seq_len, device, generator
         )
         shape = (n_rows, self.seq_len + 1)
-        self.token_ids = torch.full(shape, stopping.pad_id, device=device)
+        self.input_ids = torch.full(shape, stopping.pad_id, device=device)
         self.logps = torch.zeros(shape, device=device, dtype=torch.float32)
-        self.is_action = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.response_mask = torch.zeros(shape, dtype=torch.bool, device=device)
         self.newest = torch.full((n_rows,), stopping.pad_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
@@ -95,19 +95,19 @@ class Decoder:
     def admit(
         self,
         rows: Sequence[int],
-        token_ids: Int[Tensor, "batch prompt"],
+        input_ids: Int[Tensor, "batch prompt"],
         is_prompt: Bool[Tensor, "batch prompt"],
     ) -> None:
         """Prefill prompts once each, and sample the first token of every row that starts from them."""
-        n_samples, n_columns = len(rows) // len(token_ids), token_ids.shape[1]
+        n_samples, n_columns = len(rows) // len(input_ids), input_ids.shape[1]
         with self.kv.prefill(rows, is_prompt):
-            hidden = hidden_states(self.model, token_ids, token_positions(is_prompt), slot_cache=self.kv)
+            hidden = hidden_states(self.model, input_ids, token_positions(is_prompt), slot_cache=self.kv)
         logits = head_logits(self.model, hidden[:, -1])
-        index = torch.tensor(rows, device=token_ids.device)
-        self.token_ids[index] = self.stopping.pad_id
-        self.token_ids[index, :n_columns] = token_ids.repeat_interleave(n_samples, dim=0)
+        index = torch.tensor(rows, device=input_ids.device)
+        self.input_ids[index] = self.stopping.pad_id
+        self.input_ids[index, :n_columns] = input_ids.repeat_interleave(n_samples, dim=0)
         self.logps[index] = 0.0
-        self.is_action[index] = False
+        self.response_mask[index] = False
         self.is_running[index] = True
         self._append(index, logits.repeat_interleave(n_samples, dim=0))
 
@@ -121,10 +121,10 @@ class Decoder:
         """The records of rows that have ended, which others may then use."""
         index = torch.tensor(rows, device=self.newest.device)
         return Rows(
-            token_ids=self.token_ids[index, :-1],
-            is_action=self.is_action[index, :-1],
+            input_ids=self.input_ids[index, :-1],
+            response_mask=self.response_mask[index, :-1],
             logps=self.logps[index, :-1],
-            death=self.kv.death(index),
+            evicted_at=self.kv.evicted_at(index),
         )
 
     def _decode(self) -> None:
@@ -139,9 +139,9 @@ class Decoder:
         token, logp = sample(logits, stopping.temperature, self.generator)
         token = token.where(is_running, stopping.pad_id)
         column = (self.kv.column[rows] + 1).where(is_running, self.seq_len)
-        self.token_ids[rows, column] = token
+        self.input_ids[rows, column] = token
         self.logps[rows, column] = logp
-        self.is_action[rows, column] = is_running
+        self.response_mask[rows, column] = is_running
         self.newest[rows] = token
         is_eos = (token[:, None] == stopping.eos_ids).any(dim=1)
         self.is_running[rows] = is_running & ~is_eos & (column < self.seq_len - 1)

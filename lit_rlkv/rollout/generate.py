@@ -21,7 +21,7 @@ STOP_CHECK_EVERY = 16
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
-    token_ids: Int[Tensor, "batch prompt"],
+    input_ids: Int[Tensor, "batch prompt"],
     attention_mask: Tensor,
     *,
     cache: CacheSpec,
@@ -38,7 +38,7 @@ def generate(
 
     Args:
         model: from `prepare_backbone`.
-        token_ids: left-padded prompts; `attention_mask` as in transformers, 0 or False on padding.
+        input_ids: left-padded prompts; `attention_mask` as in transformers, 0 or False on padding.
         eos_token_id: token or tokens that end a response and belong to it; None to always write all tokens.
         temperature: of the softmax; 0 decodes greedily, and every log-prob is 0, that of a certain event.
         generator: on the model's device; the same state gives the same rollout.
@@ -53,26 +53,26 @@ def generate(
             samples of a prompt; a step that cannot be captured.
     """
     is_prompt = attention_mask.bool()
-    _check_prompts(model, token_ids, is_prompt, max_new_tokens, temperature)
-    _check_rows(n_samples, max_rows, cuda_graph, token_ids.device)
+    _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
+    _check_rows(n_samples, max_rows, cuda_graph, input_ids.device)
     eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
     decoder = Decoder(
         model,
         cache,
-        rows_under_way(len(token_ids), n_samples, max_rows),
-        token_ids.shape[1],
+        rows_under_way(len(input_ids), n_samples, max_rows),
+        input_ids.shape[1],
         Stopping(
             max_new_tokens=max_new_tokens,
-            eos_ids=torch.tensor(eos_list, dtype=torch.long, device=token_ids.device),
+            eos_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
             pad_id=pad_token_id,
             temperature=temperature,
         ),
         generator,
-        cuda_graph=token_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
+        cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
     )
     # Graphs are the current device's.
-    with torch.cuda.device_of(token_ids), rounding_once(model):  # type: ignore[no-untyped-call]
-        rows = _decode_all(decoder, token_ids, is_prompt, n_samples)
+    with torch.cuda.device_of(input_ids), rounding_once(model):  # type: ignore[no-untyped-call]
+        rows = _decode_all(decoder, input_ids, is_prompt, n_samples)
     kv_bytes = decoder.kv.kv_bytes
     del decoder  # its cache makes room for what follows
     return _trim(rows, is_prompt.repeat_interleave(n_samples, dim=0), kv_bytes)
@@ -80,13 +80,13 @@ def generate(
 
 def _decode_all(
     decoder: Decoder,
-    token_ids: Int[Tensor, "batch prompt"],
+    input_ids: Int[Tensor, "batch prompt"],
     is_prompt: Bool[Tensor, "batch prompt"],
     n_samples: int,
 ) -> Rows:
     """All samples to their end, in the order of their prompts."""
-    check_every = STOP_CHECK_EVERY if token_ids.is_cuda else 1
-    waiting = deque(range(len(token_ids)))
+    check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
+    waiting = deque(range(len(input_ids)))
     free = deque(range(decoder.n_rows))
     owner: dict[int, int] = {}
     n_left: dict[int, int] = {}
@@ -95,7 +95,7 @@ def _decode_all(
         prompts = [waiting.popleft() for _ in range(min(len(waiting), len(free) // n_samples))]
         if prompts:
             rows = [free.popleft() for _ in range(len(prompts) * n_samples)]
-            decoder.admit(rows, token_ids[prompts], is_prompt[prompts])
+            decoder.admit(rows, input_ids[prompts], is_prompt[prompts])
             samples = [prompt * n_samples + j for prompt in prompts for j in range(n_samples)]
             owner |= zip(rows, samples, strict=True)
             n_left |= dict.fromkeys(rows, decoder.stopping.max_new_tokens - 1)
@@ -109,10 +109,10 @@ def _decode_all(
         decoder.kv.levels.stop(done)
         if done and (waiting or len(done) == len(owner)):
             taken, places = decoder.take(done), [owner.pop(row) for row in done]
-            if len(places) == n_samples * len(token_ids):
+            if len(places) == n_samples * len(input_ids):
                 return taken  # all of them at once, and so in their order
-            # Each wave to its place, because a copy of all records of deaths is what memory may not have.
-            everyone = everyone or taken.blank(n_samples * len(token_ids))
+            # Each wave to its place, because a copy of all records of evictions is what memory may not have.
+            everyone = everyone or taken.blank(n_samples * len(input_ids))
             everyone.put(places, taken)
             free.extend(done)
     assert everyone is not None
@@ -126,29 +126,29 @@ def rows_under_way(n_prompts: int, n_samples: int, max_rows: int | None) -> int:
 
 
 def _trim(rows: Rows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:
-    """Cut the unused columns, and forget deaths after the last query that predicted an action of the row."""
-    end = int(rows.is_action.any(dim=0).nonzero().max()) + 1
-    is_action = rows.is_action[:, :end]
-    is_token = is_action.clone()
-    is_token[:, : is_prompt.shape[1]] = is_prompt
+    """Cut the unused columns, and forget evictions after the last query that predicted an action of the row."""
+    end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
+    response_mask = rows.response_mask[:, :end]
+    attention_mask = response_mask.clone()
+    attention_mask[:, : is_prompt.shape[1]] = is_prompt
     column = torch.arange(end, device=is_prompt.device)
-    last_action = (column * is_action).amax(dim=1)
-    death = rows.death[..., :end]  # ours alone, and large: changed in place
-    death.masked_fill_(death > last_action[:, None, None, None] - 1, NEVER)
-    death.masked_fill_(~is_token[:, None, None], 0)
+    last_action = (column * response_mask).amax(dim=1)
+    evicted_at = rows.evicted_at[..., :end]  # ours alone, and large: changed in place
+    evicted_at.masked_fill_(evicted_at > last_action[:, None, None, None] - 1, NEVER)
+    evicted_at.masked_fill_(~attention_mask[:, None, None], 0)
     return Rollout(
-        token_ids=rows.token_ids[:, :end],
-        is_token=is_token,
-        is_action=is_action,
-        sampler_logps=rows.logps[:, :end],
-        death=death,
+        input_ids=rows.input_ids[:, :end],
+        attention_mask=attention_mask,
+        response_mask=response_mask,
+        rollout_logps=rows.logps[:, :end],
+        evicted_at=evicted_at,
         kv_bytes=kv_bytes,
     )
 
 
 def _check_prompts(
     model: PreTrainedModel,
-    token_ids: Int[Tensor, "batch prompt"],
+    input_ids: Int[Tensor, "batch prompt"],
     is_prompt: Tensor,
     max_new_tokens: int,
     temperature: float,
@@ -157,26 +157,26 @@ def _check_prompts(
         raise ValueError(f"max_new_tokens={max_new_tokens} leaves nothing to sample; give at least 1")
     if temperature < 0:
         raise ValueError(f"temperature={temperature} is negative; use 0 for greedy decoding, else above 0")
-    if is_prompt.shape != token_ids.shape:
+    if is_prompt.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(is_prompt.shape)} but token_ids {tuple(token_ids.shape)}; "
+            f"attention_mask has shape {tuple(is_prompt.shape)} but input_ids {tuple(input_ids.shape)}; "
             "give one entry for each token"
         )
-    if token_ids.numel() == 0:
+    if input_ids.numel() == 0:
         raise ValueError(
-            f"token_ids of shape {tuple(token_ids.shape)} hold no prompt; give at least one token"
+            f"input_ids of shape {tuple(input_ids.shape)} hold no prompt; give at least one token"
         )
     if not is_prompt[:, -1].all() or (is_prompt[:, 1:] < is_prompt[:, :-1]).any():
         raise ValueError(
             "a prompt is empty or not left-padded; put padding first, so that each row of attention_mask "
             "reads 0...0 1...1"
         )
-    if (highest := int(token_ids.max())) >= n_embedded(model):
+    if (highest := int(input_ids.max())) >= n_embedded(model):
         raise ValueError(
             f"a prompt holds token {highest}, but {type(model).__name__} embeds {n_embedded(model)} tokens; "
             "its tokenizer belongs to another model, or has tokens that the model was never given"
         )
-    check_length(model, token_ids.shape[1] + max_new_tokens)
+    check_length(model, input_ids.shape[1] + max_new_tokens)
 
 
 def _check_rows(n_samples: int, max_rows: int | None, cuda_graph: bool | None, device: torch.device) -> None:

@@ -1,18 +1,29 @@
 """Score a policy on held-out prompts, dense and at each budget of each policy."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
 
 from omegaconf import DictConfig
+from transformers import PreTrainedModel
 
-from lit_rlkv.callbacks.progress import track
-from lit_rlkv.data.evaluation import CacheScore, EvalConfig, Evaluator
+from lit_rlkv.config.building import as_config_errors
+from lit_rlkv.data.pairs import preference_pair
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.distributed.ranks import ranks_of
+from lit_rlkv.evaluation.evaluator import CacheScore, EvalConfig, Evaluator
+from lit_rlkv.evaluation.reward_model import RewardReport, score_pairs
 from lit_rlkv.faults import Interruption
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.hydra import Roles
-from lit_rlkv.ranks import ranks_of
-from lit_rlkv.stages.parts import Parts
-from lit_rlkv.types import EvalRow, Rollout
+from lit_rlkv.models.adapters import lora_layers, switched
+from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.models.hydra import Roles, acting_as, make_head
+from lit_rlkv.reporting.progress import track
+from lit_rlkv.rng import derive_seed
+from lit_rlkv.runs.context import RunContext, load_backbone
+from lit_rlkv.runs.shard_backbone import shard
+from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
+from lit_rlkv.types import EvalRow, PreferencePair, Rollout
 
 
 def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) -> list[CacheSpec]:
@@ -35,7 +46,7 @@ def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) ->
 
 
 def score_caches(
-    parts: Parts,
+    parts: RunContext,
     roles: Roles,
     caches: Sequence[CacheSpec],
     n_samples: int = 1,
@@ -74,7 +85,7 @@ def score_caches(
 
 
 def evaluate_policy(
-    parts: Parts, roles: Roles, interruption: Interruption | None = None
+    parts: RunContext, roles: Roles, interruption: Interruption | None = None
 ) -> tuple[list[EvalRow], Rollout | None]:
     """Accuracy on held-out prompts with each cache, and the first rank's rollout under the run's own budget.
 
@@ -89,3 +100,43 @@ def evaluate_policy(
         if cache == parts.cache or pictured is None:
             pictured = found.rollout
     return rows, pictured
+
+
+def held_out_pairs(parts: RunContext) -> list[PreferencePair]:
+    """Pairs of the eval split, `evaluation.n_prompts` of them or as many as it has."""
+    cfg = parts.cfg
+    rng = Random(derive_seed(cfg.seed, "corrupt", "eval"))
+    with as_config_errors("task"):
+        source = PromptSource(parts.task, split="eval", seed=cfg.seed)
+        n_pairs = min(cfg.evaluation.n_prompts, source.size or cfg.evaluation.n_prompts)
+        return [preference_pair(parts.task, problem, rng) for problem in source.take(n_pairs)]
+
+
+def report_on_reward(parts: RunContext, roles: Roles, start: str | Path) -> RewardReport | None:
+    """What the reward head of a warm model is worth, whether or not this run asks for its opinion.
+
+    None where there is no such head. To be asked before training.
+    """
+    folder = critic_dir(start)
+    weights = load_reward_head(folder)
+    if weights is None:
+        return None
+    if "reward" in roles.needed:
+        with acting_as(roles, "reward") as backbone:
+            return evaluate_reward(parts, backbone, roles.head("reward"))
+    # Before training the policy's backbone holds the warm weights, so that no copy of them is needed.
+    if folder == start:
+        backbone = roles.backbone("policy")
+    else:
+        backbone = load_backbone(parts, folder)
+        shard(parts, backbone)
+    with switched(lora_layers(backbone), None):
+        return evaluate_reward(parts, backbone, make_head(backbone, weights))
+
+
+def evaluate_reward(parts: RunContext, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:
+    """What the head makes of held-out pairs, on the backbone in whatever role it has now."""
+    pairs = held_out_pairs(parts)
+    batch_size = parts.cfg.evaluation.batch_size
+    with track("reward", len(pairs)) as advance, parts.fabric.autocast():
+        return score_pairs(backbone, head, parts.tokenizer, pairs, batch_size, on_scored=advance)

@@ -12,38 +12,39 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lit_rlkv.callbacks.axes import SECONDS, RunAxes, place_of
-from lit_rlkv.callbacks.diagnostics.base import FILE_NAME as DIAGNOSTICS
-from lit_rlkv.callbacks.diagnostics.base import Diagnostic, DiagnosticsFile, read_rows
-from lit_rlkv.callbacks.final import final_metrics
+from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.callbacks.loggers import GuardedLogger
-from lit_rlkv.callbacks.logging_callback import LoggingCallback
-from lit_rlkv.callbacks.metrics_file import MetricsFile
-from lit_rlkv.callbacks.progress import ProgressBar
-from lit_rlkv.callbacks.report import Picture, RunReport, figures, write_report
-from lit_rlkv.callbacks.samples import Samples
-from lit_rlkv.callbacks.statistics import RolloutStatistics
-from lit_rlkv.checkpoint import Checkpoint, CheckpointDir, load_trainable
+from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.faults import Interruption
-from lit_rlkv.files import appearing_whole, link_tree
+from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.stages.environment import installed
-from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.launching import told_by_first
-from lit_rlkv.stages.parts import BACKBONE, EVALUATION, METRICS, REPORT, Parts
-from lit_rlkv.stages.recording import log_outcome
-from lit_rlkv.stages.results import Results
-from lit_rlkv.stages.reward import report_on_reward
-from lit_rlkv.stages.saving import backbone_id, check_backbone
-from lit_rlkv.stages.training import make_policy, train_policy
-from lit_rlkv.stages.warm_progress import WarmProgress
-from lit_rlkv.stages.warmup import WARM_DONE, warm_up
+from lit_rlkv.reporting.axes import SECONDS, RunAxes, place_of
+from lit_rlkv.reporting.final import final_metrics
+from lit_rlkv.reporting.loggers import GuardedLogger
+from lit_rlkv.reporting.logging_callback import LoggingCallback
+from lit_rlkv.reporting.metrics_file import MetricsFile
+from lit_rlkv.reporting.progress import ProgressBar
+from lit_rlkv.reporting.report import Picture, RunReport, figures, write_report
+from lit_rlkv.reporting.samples import Samples
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_trainable
+from lit_rlkv.runs.context import BACKBONE, EVALUATION, METRICS, REPORT, RunContext
+from lit_rlkv.runs.environment import installed
+from lit_rlkv.runs.launch import broadcast_from_rank_zero
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.results import Results
+from lit_rlkv.runs.run_logger import log_outcome
+from lit_rlkv.runs.saver import backbone_id, check_backbone
+from lit_rlkv.runs.sft_progress import SFTProgress
+from lit_rlkv.runs.starting_model import SFT_DONE
+from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
+from lit_rlkv.stages.rl import train_policy
+from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.types import EvalRow, Rollout
 
 log = logging.getLogger(__name__)
-WARM_WORK = "warmup"
+SFT_WORK = "warmup"
 """Folder in a run for what its warm-up has done so far."""
 RANKS = "ranks"
 """Folder in a run for the metrics of each rank but the first."""
@@ -60,7 +61,7 @@ class Run:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunContext,
         run_dir: Path,
         checkpoints: CheckpointDir,
         resume_from: Checkpoint | None,
@@ -78,7 +79,7 @@ class Run:
         self.is_first = parts.fabric.is_global_zero
         self.own_dir = run_dir if self.is_first else run_dir / RANKS / str(parts.fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
-        self.results = told_by_first(parts.fabric, lambda: Results.load(run_dir))
+        self.results = broadcast_from_rank_zero(parts.fabric, lambda: Results.load(run_dir))
         self.resumed_at = 0 if resume_from is None else resume_from.iteration
         self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at)
         shown = parts.cfg.callbacks
@@ -102,7 +103,7 @@ class Run:
         start = self._warm_up() if start is None else self._start_from(start)
         module = make_policy(self.parts, start)
         # Not sooner: a model of the hub is in the cache now.
-        backbone = told_by_first(self.parts.fabric, lambda: backbone_id(start))
+        backbone = broadcast_from_rank_zero(self.parts.fabric, lambda: backbone_id(start))
         check_backbone(self.resume_from, start, backbone)
         diagnostics = make_diagnostics(cfg, module)
         self.interruption.end_if_asked(self.parts.fabric)
@@ -153,13 +154,13 @@ class Run:
         self.console.print("[bold]sft[/] warm up a model by supervised fine-tuning (kept for later runs)")
         with self._timed("sft"):
             every = self.parts.cfg.callbacks.checkpoint_every
-            work = self.run_dir / WARM_WORK
-            progress = WarmProgress(self.parts.fabric, work, every)
+            work = self.run_dir / SFT_WORK
+            progress = SFTProgress(self.parts.fabric, work, every)
             callbacks = [
                 ProgressBar("sft", self.console),
                 MetricsFile(self.own_dir / "sft_metrics.csv", progress.resumed_at),
             ]
-            start = warm_up(self.parts, callbacks, progress, self.interruption)
+            start = run_sft(self.parts, callbacks, progress, self.interruption)
         self._keep_backbone(start)
         return start
 
@@ -257,17 +258,17 @@ def make_diagnostics(cfg: DictConfig, module: PolicyModule) -> list[Diagnostic]:
 
 def keep_backbone(start: Path, run_dir: Path) -> None:
     """Link a warmed-up backbone into the run, so that its checkpoints outlive the warm folder."""
-    if (start / WARM_DONE).is_file() and not (run_dir / BACKBONE / WARM_DONE).is_file():
-        with appearing_whole(run_dir / BACKBONE) as partial:
+    if (start / SFT_DONE).is_file() and not (run_dir / BACKBONE / SFT_DONE).is_file():
+        with atomic_dir(run_dir / BACKBONE) as partial:
             link_tree(start, partial)
 
 
 def make_report(
-    parts: Parts, results: Results, metrics: MetricsFile, samples: Samples, run_dir: Path
+    parts: RunContext, results: Results, metrics: MetricsFile, samples: Samples, run_dir: Path
 ) -> RunReport:
     """What the report shows of a run so far, finished or not."""
     cfg, rollout = parts.cfg, results.rollout
-    seen = [] if rollout is None else sorted(set(rollout.token_ids.flatten().tolist()))
+    seen = [] if rollout is None else sorted(set(rollout.input_ids.flatten().tolist()))
     packages = ("torch", "transformers", "peft", "lightning")
     return RunReport(
         title=run_dir.name,

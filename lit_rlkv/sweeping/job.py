@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lit_rlkv.callbacks.metrics_file import read_metrics
-from lit_rlkv.stages.parts import CONFIG, EVALUATION, METRICS
-from lit_rlkv.stages.resuming import is_done
+from lit_rlkv.reporting.metrics_file import read_metrics
+from lit_rlkv.runs.context import CONFIG, EVALUATION, METRICS
+from lit_rlkv.runs.resume import is_done
 
 LOCK, OUTPUT = "run.lock", "output.log"
 """In a run's folder: held by its process as long as that lives, and what that printed."""

@@ -10,11 +10,11 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from lit_rlkv.callbacks.final import FINAL_METRICS
 from lit_rlkv.checks import is_number
 from lit_rlkv.config import ConfigError
-from lit_rlkv.data.credit import PairCredit
-from lit_rlkv.stages.training import needed_roles
+from lit_rlkv.experience.advantages import PairAdvantage
+from lit_rlkv.reporting.final import FINAL_METRICS
+from lit_rlkv.runs.policy import needed_roles
 
 DICTIONARY = Path(__file__).parents[2] / "METRICS.md"
 """All names that runs log; it stands beside the package in a clone, and is not part of a wheel."""
@@ -117,7 +117,7 @@ def _check_name(name: str) -> None:
 def _conditions(cfg: DictConfig) -> Iterator[tuple[str, bool, str]]:
     """Names that not every run logs, whether one of this config does, and what would make it log them."""
     roles, kl, distillation = needed_roles(cfg), cfg.algorithm.kl, cfg.distillation
-    has_pairs = get_object(cfg.algorithm.loss._target_).credit_rule is PairCredit
+    has_pairs = get_object(cfg.algorithm.loss._target_).advantage_estimator is PairAdvantage
     yield "policy_loss|approx_kl|clip_ratio/.+", not has_pairs, "choose an algorithm other than online_dpo"
     of_pairs = "dpo_loss|logps/.+|rewards/(chosen|rejected|margins|accuracies)"
     yield of_pairs, has_pairs, "choose algorithm=online_dpo"

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_rlkv.callbacks.plots import style
+from lit_rlkv.reporting.plots import style
 from lit_rlkv.sweeping.axis import Scale, scale_of
 from lit_rlkv.sweeping.parameters import Parameter, listed
 from lit_rlkv.sweeping.results import Ended, seeds_apart

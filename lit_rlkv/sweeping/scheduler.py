@@ -10,11 +10,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.callbacks.progress import Field, Meter
 from lit_rlkv.config import ConfigError, quoted
-from lit_rlkv.stages.locking import FolderLock
-from lit_rlkv.stages.resuming import is_done
-from lit_rlkv.stages.warmup import start_folder, warm_folder
+from lit_rlkv.reporting.progress import Field, Meter
+from lit_rlkv.runs.lock import FolderLock
+from lit_rlkv.runs.resume import is_done
+from lit_rlkv.runs.starting_model import find_starting_model, sft_model_dir
 from lit_rlkv.sweeping.job import OUTPUT, FitJob, Outcome, can_resume, is_worked_in
 from lit_rlkv.sweeping.ledger import Ledger
 from lit_rlkv.sweeping.plan import Plan, Run, folder_override
@@ -53,7 +53,7 @@ class FitLauncher:
         if run.number not in self._configs:
             self._configs[run.number] = self.plan.compose(run.values, run.folder).cfg
         cfg = self._configs[run.number]
-        return warm_folder(cfg) if start_folder(cfg, run.folder) is None else None
+        return sft_model_dir(cfg) if find_starting_model(cfg, run.folder) is None else None
 
 
 class Scheduler:

@@ -12,7 +12,7 @@ from hydra_parts.tables import Result, headlines
 from hydra_parts.timing import Seconds, measure_passes
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.hydra import LAYOUTS
+from lit_rlkv.models.layouts import LAYOUTS
 
 SETTING = Setting(
     PRESETS["tiny"],

@@ -63,7 +63,7 @@ def test_eviction_passes(moves_attention: bool):
 
 
 def late(*arguments, **options) -> None:
-    """Deaths recorded one column too late."""
+    """Evictions recorded one column too late."""
     *pool, now, first = arguments
     evict(*pool, now + 1, first, **options | {"kernels": "reference"})
 
@@ -113,9 +113,9 @@ def test_shadow_attention_passes():
     assert kernel_shadow.check("toy", shadow_inputs()) <= LIMIT
 
 
-def deaths_one_late(inputs: kernel_shadow.Inputs) -> Tensor:
-    death = torch.where(inputs.death < 2**30, inputs.death + 1, inputs.death)
-    moved = kernel_shadow.Inputs(*inputs.trained, inputs.d_out, death)
+def evictions_one_late(inputs: kernel_shadow.Inputs) -> Tensor:
+    evicted_at = torch.where(inputs.evicted_at < 2**30, inputs.evicted_at + 1, inputs.evicted_at)
+    moved = kernel_shadow.Inputs(*inputs.trained, inputs.d_out, evicted_at)
     return kernel_shadow.shadow(moved, kernels="reference", make_plan=lambda: None)
 
 
@@ -124,7 +124,7 @@ def values_without_gradient(inputs: kernel_shadow.Inputs) -> Tensor:
     return out + 0.01 * (inputs.value.sum() - inputs.value.sum().detach())
 
 
-@pytest.mark.parametrize("wrong", [deaths_one_late, values_without_gradient])
+@pytest.mark.parametrize("wrong", [evictions_one_late, values_without_gradient])
 def test_wrong_shadow_attention_is_refused(wrong: kernel_shadow.Attend):
     with pytest.raises(WrongKernelError):
         kernel_shadow.check("toy", shadow_inputs(), wrong)
@@ -136,7 +136,7 @@ def test_truth_by_chunks_is_the_definition(monkeypatch: pytest.MonkeyPatch):
     in_float64 = kernel_shadow.Inputs(
         *(tensor.detach().double().requires_grad_() for tensor in inputs.trained),
         inputs.d_out.double(),
-        inputs.death,
+        inputs.evicted_at,
     )
     by_definition = partial(kernel_shadow.shadow, kernels="reference", make_plan=lambda: None)
     whole = kernel_shadow.both_passes(in_float64, by_definition)

@@ -55,7 +55,7 @@ def test_heads_scores_and_compactions_are_counted_by_hand():
     assert head_work(5, 4, 100, 2, 3, 3) == Work((3 * 400 + 2 * 20) * 2, 12_000)
     # Keys of 3 pools x 10 slots x 4 numbers x 2 bytes, and a float32 for each slot.
     assert score_work(3, 10, 1, 4, 2) == Work(240 + 120, 0)
-    # 30 slots: score 4, column 8. 6 keys move: K and V read and written, 4 · 4 · 2 each, column 8. 9 deaths.
+    # 30 slots: score 4, column 8. 6 keys move: K and V read and written, 4 · 4 · 2 each, column 8. 9 evictions.
     assert evict_work(3, 10, 6, 9, 4, 2) == Work(30 * 12 + 6 * (32 + 8) + 9 * 4, 0)
 
 
@@ -72,9 +72,9 @@ def test_an_error_is_in_units_of_plain_torchs_own():
 
 def test_what_must_be_equal_to_the_bit_is():
     truth = torch.arange(4)
-    assert require_equal("op", {"death": (truth.clone(), truth)}) == 0
-    with pytest.raises(WrongKernelError, match="1 of 4 values of death"):
-        require_equal("op", {"death": (truth.clone().clamp(max=2), truth)})
+    assert require_equal("op", {"evicted_at": (truth.clone(), truth)}) == 0
+    with pytest.raises(WrongKernelError, match="1 of 4 values of evicted_at"):
+        require_equal("op", {"evicted_at": (truth.clone().clamp(max=2), truth)})
 
 
 def toy_case(check=lambda: 1.0, **changes) -> Case:

@@ -11,7 +11,7 @@ from kernel_parts.case import Setting
 from kernel_parts.learner import Shape, check, make_model, make_rollout, shadow_logps, step, torch_logps
 
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.replay import dense_death
+from lit_rlkv.models.replay import dense_evicted_at
 
 DEVICE, TIMED = ("cuda", "triton") if torch.cuda.is_available() else ("cpu", "reference")
 SETTING = Setting("cpu", is_toy=True, n_rounds=1)
@@ -43,9 +43,9 @@ def test_a_run_prints_records_and_draws(tmp_path, monkeypatch, capsys):
 def test_the_rollout_evicts_and_its_response_is_all_actions():
     rollout = make_rollout(SETTING, SHAPE, 30, budget=8)
     # 2 sequences, 2 layers, 2 KV heads; 8 + 4 slots are first full at 12, then every 4 tokens: 12, 16, .. 28.
-    assert rollout.death.shape == (2, 2, 2, 30)
-    assert set(rollout.death.unique().tolist()) == {12, 16, 20, 24, 28, 2**31 - 1}
-    assert rollout.is_action.sum() == 2 * (30 - 6)
+    assert rollout.evicted_at.shape == (2, 2, 2, 30)
+    assert set(rollout.evicted_at.unique().tolist()) == {12, 16, 20, 24, 28, 2**31 - 1}
+    assert rollout.response_mask.sum() == 2 * (30 - 6)
 
 
 def test_what_torch_computes_without_us_is_the_dense_view_and_not_the_shadow_view():
@@ -54,7 +54,7 @@ def test_what_torch_computes_without_us_is_the_dense_view_and_not_the_shadow_vie
     dense = replay_logps(model, rollout, shadow=False)
     torch.testing.assert_close(torch_logps(model, rollout), dense, atol=1e-5, rtol=1e-5)
     assert (replay_logps(model, rollout) - dense).abs().max() > 1e-3
-    assert dense_death(rollout.is_token).shape == (2, 1, 1, 30)
+    assert dense_evicted_at(rollout.attention_mask).shape == (2, 1, 1, 30)
 
 
 def test_a_step_returns_the_gradients_and_leaves_none():
@@ -77,7 +77,7 @@ def test_recomputed_layers_give_the_same_gradients():
         torch.testing.assert_close(actual, expected)
 
 
-def test_kernels_that_replay_other_deaths_are_refused():
+def test_kernels_that_replay_other_evictions_are_refused():
     model = make_model(SETTING, SHAPE, 30)
 
     def always_dense(model, logps, rollout, kernels):

@@ -125,10 +125,10 @@ def allocator_bytes(events: list) -> tuple[int, int]:
 
 def test_the_count_is_that_of_the_allocator():
     model = tiny_model()
-    token_ids = torch.randint(1, 60, (4, 24))
+    input_ids = torch.randint(1, 60, (4, 24))
 
     def step() -> None:
-        model(token_ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+        model(input_ids, use_cache=False).logits.logsumexp(-1).sum().backward()
 
     step()  # what the first call sets up is not ours to count
     model.zero_grad()
@@ -136,7 +136,7 @@ def test_the_count_is_that_of_the_allocator():
         step()
     live, peak = allocator_bytes(profiled.kineto_results.events())
     model.zero_grad()
-    with LiveBytes([*model.parameters(), *model.buffers(), token_ids]) as meter:
+    with LiveBytes([*model.parameters(), *model.buffers(), input_ids]) as meter:
         before = meter.live
         step()
     assert live == meter.live - before == storage_bytes(model.parameters())  # a gradient for each weight

@@ -4,7 +4,7 @@ import pytest
 from loop_overhead import CHECKPOINT, LOADER, PHASES, REST, Clock, Marks, Timed, measure, table
 
 from lit_rlkv.callbacks.hooks import HOOKS, RLCallback
-from lit_rlkv.callbacks.samples import Samples
+from lit_rlkv.reporting.samples import Samples
 from tests.tiny import config
 
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.hydra import LAYOUTS
+from lit_rlkv.models.layouts import LAYOUTS
 
 VARIANTS = (*LAYOUTS, SFT)
 SETTING = Setting(

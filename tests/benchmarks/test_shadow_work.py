@@ -8,14 +8,14 @@ from lit_rlkv.types import NEVER
 
 def test_tiles_are_counted_as_by_hand():
     # 1024 keys in eight blocks of 128 queries. The first 128 keys live on, all others die with their block.
-    death = (torch.arange(1024) // 128 + 1).mul(128).int()
-    death[:128] = NEVER
-    plan = plan_slots(death[None, None, None])
+    evicted_at = (torch.arange(1024) // 128 + 1).mul(128).int()
+    evicted_at[:128] = NEVER
+    plan = plan_slots(evicted_at[None, None, None])
     assert plan is not None
     # Block 0 lists 128 keys, each other block those and its own 128; in slots as many.
     pairs = 128 * (128 + 7 * 256)
     assert (TILES.forward.keys, TILES.key_gradients.keys) == (64, 128)
-    assert tile_pairs(death[None], plan) == (pairs, pairs)
+    assert tile_pairs(evicted_at[None], plan) == (pairs, pairs)
 
 
 @pytest.mark.parametrize("budget", [256, 512])

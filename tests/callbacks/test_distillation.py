@@ -3,7 +3,12 @@ import torch
 
 from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import action_hidden, action_logps_and_entropy, dense_death, replay_death
+from lit_rlkv.models.replay import (
+    dense_evicted_at,
+    replay_evicted_at,
+    response_hidden,
+    response_logps_and_entropy,
+)
 from lit_rlkv.modules.base import StepOutputs
 from tests.training import make_datamodule, make_module, make_roles, shift
 
@@ -19,29 +24,29 @@ def run():
 
 def outputs_of(module, batch):
     with acting_as(module.roles, "policy") as backbone:
-        hidden = action_hidden(backbone, batch.rollout, shadow=module.replays)
-        return StepOutputs(hidden, *action_logps_and_entropy(backbone, batch.rollout, hidden, 1.0))
+        hidden = response_hidden(backbone, batch.rollout, shadow=module.replays)
+        return StepOutputs(hidden, *response_logps_and_entropy(backbone, batch.rollout, hidden, 1.0))
 
 
 def full_log_softmax(module, batch, role, *, shadow):
     """[action, vocab] by one plain forward, nothing shared with the callback."""
     rollout = batch.rollout
-    death = replay_death(rollout) if shadow else dense_death(rollout.is_token)
-    positions = (rollout.is_token.long().cumsum(1) - 1).clamp(min=0)
+    evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
+    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
     with acting_as(module.roles, role) as backbone:
         logits = backbone(
-            input_ids=rollout.token_ids,
+            input_ids=rollout.input_ids,
             position_ids=positions,
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            death=death,
+            evicted_at=evicted_at,
             use_cache=False,
         ).logits
-    return logits[:, :-1][rollout.is_action[:, 1:]].log_softmax(-1)
+    return logits[:, :-1][rollout.response_mask[:, 1:]].log_softmax(-1)
 
 
 def expected_kl(batch, log_p, log_q):
     per_action = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return per_action.sum() / batch.n_actions
+    return per_action.sum() / batch.n_response_tokens
 
 
 @pytest.mark.parametrize("teacher", ["policy", "reference"])

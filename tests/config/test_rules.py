@@ -7,7 +7,7 @@ from lit_rlkv.config import CONF_DIR, ConfigError, check_config
 
 JUDGED = [
     "algorithm=online_dpo",
-    "algorithm.credit.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}",
+    "algorithm.advantage.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}",
 ]
 
 
@@ -40,7 +40,7 @@ JUDGED = [
         ),
         (["algorithm.lr_schedule=cosine"], "algorithm.lr_schedule='cosine' is unknown"),
         (["model.path='~/no-such-folder'"], "model.path=~/no-such-folder is not a checkpoint folder"),
-        (["task._target_=lit_rlkv.checkpoint.torch.load"], "is no class or function that a config may"),
+        (["task._target_=lit_rlkv.runs.checkpoint.torch.load"], "is no class or function that a config may"),
         (["task._target_=lit_rlkv.config.building.Path"], "is no class or function that a config may"),
         (
             ["task._target_=lit_rlkv.rewards.isolated.worker.load"],
@@ -55,23 +55,23 @@ JUDGED = [
         (["rollout.top_k=20"], "rollout.top_k=20 cannot be replayed"),
         (["rollout.temperature=0"], "rollout.temperature=0"),
         (["rollout.max_new_tokens=0"], "rollout.max_new_tokens=0 is not a count"),
-        (["algorithm.group_size=1"], "algorithm.group_size=1: GroupCredit compares"),
-        (["algorithm.credit.estimator=gae"], "estimator='gae' is unknown; choose one of grpo"),
+        (["algorithm.group_size=1"], "algorithm.group_size=1: GroupAdvantage compares"),
+        (["algorithm.advantage.estimator=gae"], "estimator='gae' is unknown; choose one of grpo"),
         (["algorithm.kl.estimator=k1"], "estimator='k1' does not serve in the loss"),
         (["algorithm.kl.target=6"], "target=6 steers weight=0.0"),
         (["algorithm=online_dpo", "algorithm.n_minibatches=33"], "cannot be cut from 32 pairs"),
         (["algorithm=online_dpo", "algorithm.loss.kind=hinge"], "kind='hinge'"),
         (["algorithm=online_dpo", "algorithm.kl.place=reward"], "has no meaning for preference pairs"),
         (["algorithm=ppo", "+algorithm.loss.cliprange=1"], "PPO: unexpected 'cliprange'"),
-        (["algorithm=ppo", "algorithm.credit.lam=1.5"], "lam=1.5 is no discount"),
+        (["algorithm=ppo", "algorithm.advantage.lam=1.5"], "lam=1.5 is no discount"),
         (["algorithm.loss.clip_low=0"], "clip_low=0 leaves nothing to learn from"),
         (["reward.verifier=0"], "verifier=0 and learned=0 leave no reward"),
         (["reward.accuracy=correct"], "accuracy='correct' is not among the functions (none)"),
         (["reward.max_failed=2"], "max_failed=2 is no share"),
         (["+reward.functions.a={weight: 1}"], "reward.functions.a={'weight': 1} names no function"),
         (
-            ["+reward.functions.a={_target_: lit_rlkv.data.tasks.ChainSum}"],
-            "reward.functions.a: lit_rlkv.data.tasks.ChainSum is no reward function",
+            ["+reward.functions.a={_target_: lit_rlkv.tasks.ChainSum}"],
+            "reward.functions.a: lit_rlkv.tasks.ChainSum is no reward function",
         ),
         (
             ["+reward.functions.a={_target_: lit_rlkv.rewards.Regex, pattern: '('}"],
@@ -102,7 +102,10 @@ JUDGED = [
         (["roles.alpha=0"], "roles.alpha=0 is not a count"),
         (["algorithm.kl.weight=0.1", "algorithm.kl.target=6", "algorithm.kl.horizon=50"], "steers too fast"),
         (
-            ["algorithm=online_dpo", "algorithm.credit._target_=lit_rlkv.data.credit.GroupCredit"],
+            [
+                "algorithm=online_dpo",
+                "algorithm.advantage._target_=lit_rlkv.experience.advantages.GroupAdvantage",
+            ],
             "unexpected 'judge'",
         ),
         (["algorithm.loss._target_=lit_rlkv.modules.online_dpo.OnlineDPO"], "unexpected 'clip_low'"),
@@ -110,10 +113,16 @@ JUDGED = [
         (["algorithm=online_dpo", "~algorithm.loss.beta"], "algorithm.loss lacks beta; OnlineDPO needs"),
         (["algorithm=ppo", "algorithm.loss.value_clip=none"], "value_clip=none leaves nothing to learn from"),
         (["algorithm=ppo", "algorithm.loss.separate_passes=off"], "separate_passes=off is neither true nor"),
-        (["algorithm=ppo", "algorithm.credit.whitens=no"], "whitens=no is neither true nor false"),
+        (
+            ["algorithm=ppo", "algorithm.advantage.whiten_advantages=no"],
+            "whiten_advantages=no is neither true nor false",
+        ),
         (["roles.gradient_checkpointing=no"], "roles.gradient_checkpointing=no is neither true nor false"),
         (["algorithm.max_grad_norm=abc"], "algorithm.max_grad_norm=abc is not a number"),
-        (["algorithm=online_dpo", "algorithm.credit.judge=right_then_short"], "is no function; give it as"),
+        (
+            ["algorithm=online_dpo", "algorithm.advantage.judge=right_then_short"],
+            "is no function; give it as",
+        ),
         (
             [*JUDGED, "task=preferences", "task.path=tests/data/preferences.jsonl", "reward=learned"],
             "the judge asks a verifier, and Preferences has none",
@@ -129,7 +138,7 @@ JUDGED = [
                 "task=preferences",
                 "task.path=tests/data/preferences.jsonl",
                 "reward=learned",
-                "sft.mistakes.n_prompts=8",
+                "sft.on_policy_pairs.n_prompts=8",
             ],
             "the task does not say which answers",
         ),
@@ -144,10 +153,10 @@ JUDGED = [
         (["stages=[]"], "leaves nothing to do"),
         (["fabric.precision=fp8"], "fabric.precision='fp8' is unknown"),
         (["task._target_=os.system"], "task._target_='os.system' is not from a trusted package"),
-        (["task._target_=lit_rlkv.data.tasks.ChainProduct"], "cannot be imported"),
+        (["task._target_=lit_rlkv.tasks.ChainProduct"], "cannot be imported"),
         (
             ["+task.n_term=3"],
-            "lit_rlkv.data.tasks.ChainSum: unexpected 'n_term'; it takes n_terms, max_operand",
+            "lit_rlkv.tasks.ChainSum: unexpected 'n_term'; it takes n_terms, max_operand",
         ),
         (["+algorithm.loss.cliphigh=3"], "lit_rlkv.modules.grpo.GRPO: unexpected 'cliphigh'"),
         (["+correction.weigh.cap=3"], "lit_rlkv.objectives.corrections.unweighted: unexpected 'cap'"),

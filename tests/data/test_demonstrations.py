@@ -5,8 +5,8 @@ import torch
 
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions
+from lit_rlkv.tasks import ChainSum
 
 TASK, TOKENIZER = ChainSum(n_terms=2, max_operand=3), build_task_tokenizer()
 
@@ -17,15 +17,15 @@ def make_data(**options):
 
 
 def texts(side):
-    return decode_completions(TOKENIZER, side.token_ids, side.is_target)
+    return decode_completions(TOKENIZER, side.input_ids, side.is_target)
 
 
 def test_pairs_share_their_prompt_and_batches_differ():
     datamodule = make_data()
     first, second = datamodule.next_batch(), datamodule.next_batch()
-    assert not torch.equal(first.chosen.token_ids, second.chosen.token_ids)
-    n_prompt = int((~first.chosen.is_target[0] & first.chosen.is_token[0]).sum())
-    assert torch.equal(first.chosen.token_ids[:8, :n_prompt], first.rejected.token_ids[:, :n_prompt])
+    assert not torch.equal(first.chosen.input_ids, second.chosen.input_ids)
+    n_prompt = int((~first.chosen.is_target[0] & first.chosen.attention_mask[0]).sum())
+    assert torch.equal(first.chosen.input_ids[:8, :n_prompt], first.rejected.input_ids[:, :n_prompt])
 
 
 def test_the_chosen_side_is_right_and_the_rejected_side_wrong():
@@ -41,14 +41,14 @@ def test_a_restored_module_goes_on_where_it_was():
     state = datamodule.state_dict()
     second, again = datamodule.next_batch(), make_data()
     again.load_state_dict(state)
-    assert torch.equal(again.next_batch().rejected.token_ids, second.rejected.token_ids)
-    assert not torch.equal(make_data().next_batch().chosen.token_ids, second.chosen.token_ids)
+    assert torch.equal(again.next_batch().rejected.input_ids, second.rejected.input_ids)
+    assert not torch.equal(make_data().next_batch().chosen.input_ids, second.chosen.input_ids)
 
 
 def test_each_loader_goes_on_where_the_last_ended():
-    whole = [batch.chosen.token_ids for batch in make_data(steps_per_loader=4).train_dataloader()]
+    whole = [batch.chosen.input_ids for batch in make_data(steps_per_loader=4).train_dataloader()]
     datamodule = make_data(steps_per_loader=2)
-    parts = [batch.chosen.token_ids for _ in range(2) for batch in datamodule.train_dataloader()]
+    parts = [batch.chosen.input_ids for _ in range(2) for batch in datamodule.train_dataloader()]
     assert len(parts) == 4
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
@@ -58,7 +58,7 @@ def test_demonstrations_are_the_same_with_and_without_pairs():
     for _ in range(2):
         without, with_pairs = plain.next_batch(), paired.next_batch()
         assert without.rejected is None
-        assert torch.equal(without.chosen.token_ids, with_pairs.chosen.token_ids)
+        assert torch.equal(without.chosen.input_ids, with_pairs.chosen.input_ids)
         assert without.to("cpu").rejected is None
 
 

@@ -12,10 +12,10 @@ from lit_rlkv.data.pairs import (
     encode_demonstrations,
     preference_pair,
 )
-from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.presets import tiny_qwen3
+from lit_rlkv.tasks import ChainSum
 from lit_rlkv.types import Message, Problem
 
 TOKENIZER = build_task_tokenizer()
@@ -74,38 +74,38 @@ def test_completions_start_in_one_column():
     batch = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
     # Ids: digit d is d + 2, pad 0, eos 1. Completions start at column 4, the longest is "14<eos>".
     plus, equals = TOKENIZER.convert_tokens_to_ids(["+", "="])
-    assert batch.token_ids.tolist() == [[3, plus, 4, equals, 3, 6, 1], [0, 0, 11, equals, 1, 0, 0]]
-    assert batch.is_token.tolist() == [[T, T, T, T, T, T, T], [F, F, T, T, T, F, F]]
+    assert batch.input_ids.tolist() == [[3, plus, 4, equals, 3, 6, 1], [0, 0, 11, equals, 1, 0, 0]]
+    assert batch.attention_mask.tolist() == [[T, T, T, T, T, T, T], [F, F, T, T, T, F, F]]
     assert batch.is_target.tolist() == [[F, F, F, F, T, T, T], [F, F, F, F, T, F, F]]
 
 
 def test_targets_decode_to_the_completions():
     batch = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
-    assert decode_completions(TOKENIZER, batch.token_ids, batch.is_target) == ["14", ""]
+    assert decode_completions(TOKENIZER, batch.input_ids, batch.is_target) == ["14", ""]
 
 
 def test_demonstrations_are_the_worked_solutions_alone():
     batch = encode_demonstrations(TOKENIZER, [Problem("1+2=", "3", "3"), Problem("9=", "9,9", "9")])
-    assert batch.token_ids.shape == (2, 4 + 4)
-    assert decode_completions(TOKENIZER, batch.token_ids, batch.is_target) == ["3", "9,9"]
+    assert batch.input_ids.shape == (2, 4 + 4)
+    assert decode_completions(TOKENIZER, batch.input_ids, batch.is_target) == ["3", "9,9"]
     assert batch.is_target.sum(dim=1).tolist() == [2, 4]
-    assert (batch.is_token & ~batch.is_target).sum(dim=1).tolist() == [4, 2]
+    assert (batch.attention_mask & ~batch.is_target).sum(dim=1).tolist() == [4, 2]
 
 
 def test_the_end_of_sequence_is_a_target_even_where_it_is_also_the_padding():
     tokenizer = build_task_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     batch = encode_demonstrations(tokenizer, [Problem("1=", "1", "1"), Problem("12=", "1,2", "2")])
-    assert batch.token_ids[0].tolist() == [1, 3, TOKENIZER.convert_tokens_to_ids("="), 3, 1, 1, 1]
-    assert batch.is_token[0].tolist() == [F, T, T, T, T, F, F]
+    assert batch.input_ids[0].tolist() == [1, 3, TOKENIZER.convert_tokens_to_ids("="), 3, 1, 1, 1]
+    assert batch.attention_mask[0].tolist() == [F, T, T, T, T, F, F]
     assert batch.is_target[0].tolist() == [F, F, F, T, T, F, F]
 
 
 def test_a_batch_has_rows_like_every_other_batch():
     whole = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
     batch = whole.rows(slice(1, 2))
-    assert batch.token_ids.shape == batch.is_target.shape == (1, 7)
-    assert torch.equal(batch.token_ids, whole.token_ids[1:])
+    assert batch.input_ids.shape == batch.is_target.shape == (1, 7)
+    assert torch.equal(batch.input_ids, whole.input_ids[1:])
 
 
 def test_hidden_states_do_not_depend_on_the_padding():
@@ -116,7 +116,7 @@ def test_hidden_states_do_not_depend_on_the_padding():
         batch = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
         padded = dense_hidden(backbone, batch)[1, 2:5]
         alone = dense_hidden(backbone, encode_completions(TOKENIZER, PROMPTS[1:], [""]))[0]
-        seen = replace(batch, is_token=torch.ones_like(batch.is_token))
+        seen = replace(batch, attention_mask=torch.ones_like(batch.attention_mask))
         assert torch.allclose(padded, alone, atol=1e-5)
         assert not torch.allclose(dense_hidden(backbone, seen)[1, 2:5], alone, atol=1e-2)
 
@@ -136,7 +136,7 @@ def test_a_batch_is_as_long_as_its_longest_row_is_without_padding():
             ]
             for n in range(2)
         ]
-    assert batch.token_ids.shape == (2, 9)
-    assert torch.allclose(hidden[batch.is_token], torch.cat(alone), atol=1e-5)
+    assert batch.input_ids.shape == (2, 9)
+    assert torch.allclose(hidden[batch.attention_mask], torch.cat(alone), atol=1e-5)
     with pytest.raises(ValueError, match=r"may reach 9 tokens, but .* has positions for 8"):
         dense_hidden(backbone, encode_completions(TOKENIZER, ["1+2=", "9="], ["1234", "1"]))

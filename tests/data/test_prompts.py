@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from lit_rlkv.data.prompts import PromptSource, split_of
-from lit_rlkv.data.tasks import ChainSum, JsonlTask, Sorting, read_preferences
-from lit_rlkv.data.tasks.problems import Problems, RowFormat
-from lit_rlkv.data.tasks.rows import read_lines
+from lit_rlkv.tasks import ChainSum, JsonlTask, Sorting, read_preferences
+from lit_rlkv.tasks.problems import Problems, RowFormat
+from lit_rlkv.tasks.rows import read_lines
 from lit_rlkv.types import Message, Problem
 
 TASK = ChainSum(n_terms=4)

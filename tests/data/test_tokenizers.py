@@ -74,20 +74,20 @@ def test_a_text_that_another_tokenizer_knows_only_as_unknown_is_refused():
 
 def test_prompts_are_padded_on_the_left():
     prompts = encode_prompts(build_task_tokenizer(), ["1+2", "9"])
-    assert prompts.token_ids.tolist() == [[3, 38, 4], [0, 0, 11]]
+    assert prompts.input_ids.tolist() == [[3, 38, 4], [0, 0, 11]]
     assert prompts.attention_mask.tolist() == [[True, True, True], [False, False, True]]
 
 
 def test_prompts_of_other_models_begin_with_their_opening_token():
     prompts = encode_prompts(word_tokenizer(pad_token="<pad>", eos_token="<eos>"), ["one two", "two"])
-    assert prompts.token_ids.tolist() == [[1, 4, 5], [3, 1, 5]]
+    assert prompts.input_ids.tolist() == [[1, 4, 5], [3, 1, 5]]
 
 
 def test_a_chat_template_wraps_the_prompt_once_and_adds_no_opening_token():
     tokenizer = word_tokenizer(pad_token="<pad>", eos_token="<eos>")
     tokenizer.chat_template = "<bos>{{ messages[0].content }}{% if add_generation_prompt %} two{% endif %}"
     assert format_prompt(tokenizer, "one") == "<bos>one two"
-    assert encode_prompts(tokenizer, ["one"]).token_ids.tolist() == [[1, 4, 5]]
+    assert encode_prompts(tokenizer, ["one"]).input_ids.tolist() == [[1, 4, 5]]
 
 
 def chat_tokenizer(template):
@@ -109,7 +109,7 @@ def test_a_text_is_a_chat_of_one_user_message():
 def test_chats_and_texts_make_one_batch_without_opening_tokens():
     tokenizer = chat_tokenizer("<bos>{% for message in messages %} {{ message.content }}{% endfor %}")
     prompts = encode_prompts(tokenizer, [CHAT, "two"])
-    assert prompts.token_ids.tolist() == [[1, 4, 5, 4, 5], [3, 3, 3, 1, 5]]
+    assert prompts.input_ids.tolist() == [[1, 4, 5, 4, 5], [3, 3, 3, 1, 5]]
 
 
 def test_a_chat_without_a_template_to_write_it_with_is_refused():
@@ -151,27 +151,27 @@ def test_prompts_that_hold_nothing_are_refused(prompts):
 
 def test_only_actions_are_decoded_and_the_eos_is_left_out():
     # Columns: prompt "7=", then actions "26<eos>", "5" and "<eos>"; what follows an eos is padding.
-    token_ids = torch.tensor([[9, 40, 4, 8, 1], [9, 40, 7, 0, 0], [9, 40, 1, 0, 0]])
-    is_action = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0]]).bool()
-    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["26", "5", ""]
+    input_ids = torch.tensor([[9, 40, 4, 8, 1], [9, 40, 7, 0, 0], [9, 40, 1, 0, 0]])
+    response_mask = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0]]).bool()
+    assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == ["26", "5", ""]
 
 
 def test_a_sampled_pad_token_is_seen_rather_than_dropped():
-    token_ids, is_action = torch.tensor([[4, 0, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
-    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["2<pad>6"]
+    input_ids, response_mask = torch.tensor([[4, 0, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
+    assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == ["2<pad>6"]
 
 
 def test_an_id_without_a_token_is_seen_rather_than_dropped():
     # A vocabulary padded from 51 to 64: without its mark, 2<|60|>6 would pass for 26.
-    token_ids, is_action = torch.tensor([[4, 60, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
-    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == ["2<|60|>6"]
+    input_ids, response_mask = torch.tensor([[4, 60, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
+    assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == ["2<|60|>6"]
     assert build_task_tokenizer().decode([4, 60, 8]) == "26"
-    token_ids = torch.tensor([[4, 5, 8, 1], [60, 61, 8, 62], [4, 60, 60, 8]])
-    is_action = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]]).bool()
-    assert decode_completions(build_task_tokenizer(), token_ids, is_action) == [
+    input_ids = torch.tensor([[4, 5, 8, 1], [60, 61, 8, 62], [4, 60, 60, 8]])
+    response_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]]).bool()
+    assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == [
         "236", "<|60|><|61|>6<|62|>", "2<|60|>6",
     ]  # fmt: skip
-    assert decode_completions(build_task_tokenizer(), token_ids, torch.zeros_like(is_action)) == [""] * 3
+    assert decode_completions(build_task_tokenizer(), input_ids, torch.zeros_like(response_mask)) == [""] * 3
 
 
 def write_ends(folder, ends):
@@ -186,15 +186,15 @@ def test_the_ends_of_a_response_are_those_of_tokenizer_and_generation_config(tmp
     write_ends(tmp_path, [6, 2])
     loaded = load_tokenizer(str(tmp_path))
     assert end_token_ids(loaded) == [2, 6]
-    token_ids = torch.tensor([[4, 5, 6], [4, 2, 3], [4, 5, 4]])
-    assert is_end(loaded, token_ids).tolist() == [
+    input_ids = torch.tensor([[4, 5, 6], [4, 2, 3], [4, 5, 4]])
+    assert is_end(loaded, input_ids).tolist() == [
         [False, False, True],
         [False, True, False],
         [False, False, False],
     ]
-    everything = torch.ones_like(token_ids, dtype=torch.bool)
+    everything = torch.ones_like(input_ids, dtype=torch.bool)
     everything[1, 2] = False
-    assert decode_completions(loaded, token_ids, everything) == ["one two", "one", "one two one"]
+    assert decode_completions(loaded, input_ids, everything) == ["one two", "one", "one two one"]
     write_ends(tmp_path, 6)
     assert end_token_ids(load_tokenizer(str(tmp_path))) == [2, 6]
 
@@ -221,7 +221,7 @@ def test_no_path_means_the_task_tokenizer():
 def test_a_saved_task_tokenizer_comes_back_with_its_checks(tmp_path):
     build_task_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    assert encode_prompts(tokenizer, ["1+2", "9"]).token_ids.tolist() == [[3, 38, 4], [0, 0, 11]]
+    assert encode_prompts(tokenizer, ["1+2", "9"]).input_ids.tolist() == [[3, 38, 4], [0, 0, 11]]
     assert tokenizer.decode(encode(tokenizer, "a , b\n?")) == "a , b\n?"
     with pytest.raises(ValueError, match="no token for 'A'"):
         encode(tokenizer, "A")

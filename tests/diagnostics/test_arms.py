@@ -11,9 +11,9 @@ LOG_RATIO = torch.tensor([[4.0, 1.0], [0.25, math.nan]]).log()
 IS_ACTION = torch.tensor([[True, True], [True, False]])
 
 
-def of_arm(name, log_ratio=LOG_RATIO, is_action=IS_ACTION):
+def of_arm(name, log_ratio=LOG_RATIO, response_mask=IS_ACTION):
     prefix = f"kv/arms/{name}/"
-    found = as_floats(arm_statistics(log_ratio, is_action))
+    found = as_floats(arm_statistics(log_ratio, response_mask))
     return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
 
 
@@ -73,24 +73,24 @@ def test_each_arm_matches_hand_arithmetic(arm, expected):
 def test_an_arm_weighs_as_it_does_in_training(arm, weigh):
     generator = torch.Generator().manual_seed(0)
     log_ratio = torch.randn(16, 30, generator=generator) * 0.8
-    is_action = torch.rand(16, 30, generator=generator) < 0.7
-    weight = weigh(log_ratio, is_action).weight[is_action].double()
-    found = of_arm(arm, log_ratio, is_action)
+    response_mask = torch.rand(16, 30, generator=generator) < 0.7
+    weight = weigh(log_ratio, response_mask).weight[response_mask].double()
+    found = of_arm(arm, log_ratio, response_mask)
     assert found["ess"] == pytest.approx(float(weight.sum() ** 2 / weight.square().sum() / len(weight)))
     assert found["mean_weight"] == pytest.approx(float(weight.mean()))
     if "rejected" in found:
         assert found["rejected"] == pytest.approx(float((weight == 0).double().mean()))
-    ratio = log_ratio[is_action].double().exp()
+    ratio = log_ratio[response_mask].double().exp()
     plain = float(ratio.sum() ** 2 / ratio.square().sum() / len(ratio))
     assert abs(found["ess"] - plain) > 1e-2  # the untruncated ratio is another arm
-    assert of_arm("token_ratio", log_ratio, is_action)["ess"] == pytest.approx(plain)
+    assert of_arm("token_ratio", log_ratio, response_mask)["ess"] == pytest.approx(plain)
 
 
 def test_a_vetoed_sequence_is_rejected_whole_by_sparse_rl_alone():
     log_ratio = torch.tensor([[0.0, -10.0, 0.0], [0.0, 0.0, 0.0]])
-    is_action = torch.ones(2, 3, dtype=torch.bool)
-    assert of_arm("sparse_rl", log_ratio, is_action)["rejected"] == pytest.approx(3 / 6)
-    assert of_arm("mis", log_ratio, is_action)["rejected"] == pytest.approx(1 / 6)
+    response_mask = torch.ones(2, 3, dtype=torch.bool)
+    assert of_arm("sparse_rl", log_ratio, response_mask)["rejected"] == pytest.approx(3 / 6)
+    assert of_arm("mis", log_ratio, response_mask)["rejected"] == pytest.approx(1 / 6)
 
 
 def test_an_arm_that_rejects_all_has_no_sample_left():
@@ -108,9 +108,9 @@ def test_without_mismatch_every_arm_keeps_the_whole_sample():
 def test_products_beyond_the_range_of_floats_are_still_compared():
     # two responses whose weights are e^-500 and e^-501: (1 + 1/e)^2 / (2 (1 + 1/e^2))
     log_ratio = torch.tensor([[-250.0, -250.0], [-250.0, -251.0]])
-    is_action = torch.ones(2, 2, dtype=torch.bool)
+    response_mask = torch.ones(2, 2, dtype=torch.bool)
     expected = (1 + math.exp(-1)) ** 2 / (2 * (1 + math.exp(-2)))
-    assert of_arm("sequence_ratio", log_ratio, is_action)["ess_seq"] == pytest.approx(expected, rel=1e-4)
+    assert of_arm("sequence_ratio", log_ratio, response_mask)["ess_seq"] == pytest.approx(expected, rel=1e-4)
     # kept within e^-20, both would weigh the same and nothing would seem lost
     assert expected < 0.83
     assert effective_share(log_ratio.sum(dim=1).clamp(min=-20.0)) == 1.0

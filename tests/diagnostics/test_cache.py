@@ -21,14 +21,14 @@ from tests.training import make_datamodule, make_roles
 N = NEVER
 
 
-def make_rollout(death: list[list[list[int]]], n_pad: int, n_prompt: int) -> Rollout:
+def make_rollout(evicted_at: list[list[list[int]]], n_pad: int, n_prompt: int) -> Rollout:
     """One sequence: padding, prompt, and actions up to the last column."""
-    table = torch.tensor(death, dtype=torch.int32)[None]
+    table = torch.tensor(evicted_at, dtype=torch.int32)[None]
     seq = table.shape[-1]
-    is_token = torch.arange(seq)[None] >= n_pad
-    is_action = torch.arange(seq)[None] >= n_pad + n_prompt
-    table = table.masked_fill(~is_token[:, None, None], 0)
-    return Rollout(torch.zeros(1, seq).long(), is_token, is_action, torch.zeros(1, seq), table, 0)
+    attention_mask = torch.arange(seq)[None] >= n_pad
+    response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
+    table = table.masked_fill(~attention_mask[:, None, None], 0)
+    return Rollout(torch.zeros(1, seq).long(), attention_mask, response_mask, torch.zeros(1, seq), table, 0)
 
 
 # A column of padding, tokens in columns 1 to 5, of which 3, 4 and 5 are actions. Queries: columns 2, 3, 4.
@@ -37,7 +37,7 @@ TWO_HEADS = make_rollout([[[0, N, 4, N, N, N], [0, 3, 4, N, N, N]]], n_pad=1, n_
 
 
 def test_a_query_stands_before_the_action_that_it_predicts():
-    assert predicts(TWO_HEADS.is_action).tolist() == [[False, False, True, True, True, False]]
+    assert predicts(TWO_HEADS.response_mask).tolist() == [[False, False, True, True, True, False]]
 
 
 def test_a_lifetime_counts_the_queries_that_saw_the_key():
@@ -53,8 +53,10 @@ def test_a_lifetime_counts_the_queries_that_saw_the_key():
 def test_an_action_is_affected_from_the_first_query_on_that_misses_a_key_anywhere():
     # Queries of columns 3 and 4 miss keys in some head, that of column 2 misses none.
     assert float(affected(TWO_HEADS)) == pytest.approx(2 / 3)
-    assert float(affected(replace(TWO_HEADS, death=TWO_HEADS.death[:, :, :1]))) == pytest.approx(1 / 3)
-    # What is no token never was a key; a death after the last query affects nobody.
+    assert float(affected(replace(TWO_HEADS, evicted_at=TWO_HEADS.evicted_at[:, :, :1]))) == pytest.approx(
+        1 / 3
+    )
+    # What is no token never was a key; a evicted_at after the last query affects nobody.
     late = make_rollout([[[0, 5, N, N, N, N]]], n_pad=1, n_prompt=2)
     assert float(affected(late)) == 0.0
 
@@ -95,34 +97,34 @@ def sampled() -> Rollout:
 
 def by_definition(rollout: Rollout) -> Tensor:
     """[row, layer, head, q, k] is True where query q still saw key k."""
-    column = torch.arange(rollout.token_ids.shape[1])
-    is_born = rollout.is_token[:, None] & (column <= column[:, None])
-    return is_born[:, None, None] & (column[:, None] < rollout.death[..., None, :])
+    column = torch.arange(rollout.input_ids.shape[1])
+    is_born = rollout.attention_mask[:, None] & (column <= column[:, None])
+    return is_born[:, None, None] & (column[:, None] < rollout.evicted_at[..., None, :])
 
 
 def test_counts_of_a_rollout_agree_with_their_definitions():
     rollout = sampled()
-    is_seen, is_query = by_definition(rollout), predicts(rollout.is_action)
+    is_seen, is_query = by_definition(rollout), predicts(rollout.response_mask)
     live = torch.stack([live_keys(rollout, layer) for layer in range(2)], dim=1)
     assert torch.equal(live, is_seen.sum(-1))
-    fraction = is_seen.sum(-1) / rollout.is_token.cumsum(1)[:, None, None].clamp(min=1)
+    fraction = is_seen.sum(-1) / rollout.attention_mask.cumsum(1)[:, None, None].clamp(min=1)
     expected = fraction.permute(1, 2, 0, 3)[:, :, is_query].mean(-1)
     every, last = retained(rollout)
     torch.testing.assert_close(every, expected)
     assert 0 < last.mean() < every.mean() < 1
-    late = replace(rollout, death=torch.where(rollout.death < N, rollout.death + 1, N))
+    late = replace(rollout, evicted_at=torch.where(rollout.evicted_at < N, rollout.evicted_at + 1, N))
     assert (retained(late)[0] - expected).abs().min() > 1e-3
 
 
 def test_lifetimes_of_a_rollout_agree_with_who_saw_whom():
     rollout = sampled()
     found = lifetimes(rollout)
-    is_key = rollout.is_token & predicts(rollout.is_token)
+    is_key = rollout.attention_mask & predicts(rollout.attention_mask)
     # A key that was evicted had been seen by as many queries as it was old.
     age = by_definition(rollout).sum(dim=3)
     for layer in range(2):
         for head in range(2):
-            is_evicted = is_key & (rollout.death[:, layer, head] != N)
+            is_evicted = is_key & (rollout.evicted_at[:, layer, head] != N)
             expected = torch.bincount(age[:, layer, head][is_evicted], minlength=found.evicted.shape[-1])
             assert torch.equal(found.evicted[layer, head], expected)
             assert int(found.n_kept[layer, head]) == int((is_key & ~is_evicted).sum())

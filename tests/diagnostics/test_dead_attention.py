@@ -11,7 +11,7 @@ from lit_rlkv.kernels.backend import using
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import hidden_states, token_positions
-from lit_rlkv.models.replay import dense_death
+from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import FAMILIES, HEADS, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
@@ -36,10 +36,10 @@ def sampled(model: PreTrainedModel) -> Rollout:
 
 def probed(model: PreTrainedModel, rollout: Rollout, probe) -> Tensor:
     """The dense forward that a probe looks on at."""
-    death = dense_death(rollout.is_token)[..., :-1]
-    positions = token_positions(rollout.is_token)[:, :-1]
+    evicted_at = dense_evicted_at(rollout.attention_mask)[..., :-1]
+    positions = token_positions(rollout.attention_mask)[:, :-1]
     with torch.no_grad():
-        return hidden_states(model, rollout.token_ids[:, :-1], positions, death=death, probe=probe)
+        return hidden_states(model, rollout.input_ids[:, :-1], positions, evicted_at=evicted_at, probe=probe)
 
 
 def eager_probabilities(model: PreTrainedModel, rollout: Rollout) -> Tensor:
@@ -47,20 +47,20 @@ def eager_probabilities(model: PreTrainedModel, rollout: Rollout) -> Tensor:
     model.set_attn_implementation("eager")
     with torch.no_grad():
         found = model(
-            rollout.token_ids[:, :-1],
-            attention_mask=rollout.is_token[:, :-1].long(),
-            position_ids=token_positions(rollout.is_token)[:, :-1],
+            rollout.input_ids[:, :-1],
+            attention_mask=rollout.attention_mask[:, :-1].long(),
+            position_ids=token_positions(rollout.attention_mask)[:, :-1],
             output_attentions=True,
             use_cache=False,
         ).attentions
     return torch.stack(found, dim=1)
 
 
-def dead_of_queries(probs: Tensor, death: Tensor) -> Tensor:
+def dead_of_queries(probs: Tensor, evicted_at: Tensor) -> Tensor:
     """The same probabilities, 0 on the keys that the sampler still had."""
     column = torch.arange(probs.shape[-1])
-    is_dead = death[..., None, :-1] <= column[:, None]
-    return probs * is_dead.repeat_interleave(probs.shape[2] // death.shape[2], dim=2)
+    is_dead = evicted_at[..., None, :-1] <= column[:, None]
+    return probs * is_dead.repeat_interleave(probs.shape[2] // evicted_at.shape[2], dim=2)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_masses_are_those_of_the_eager_attention_of_transformers(family: str, n_
     model = tiny_model(family, n_kv_heads)
     rollout = sampled(model)
     probs = eager_probabilities(build(tiny_config(family, n_kv_heads)), rollout)
-    is_query = predicts(rollout.is_action)[:, :-1]
+    is_query = predicts(rollout.response_mask)[:, :-1]
     seen = []
 
     def compare(layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> None:
-        death, is_token = rollout.death[:, layer, :, :-1], rollout.is_token[:, :-1]
-        found = dead_mass(query, key, death, is_token, scaling, softcap)
-        dead = dead_of_queries(probs, rollout.death)[:, layer]
+        evicted_at, attention_mask = rollout.evicted_at[:, layer, :, :-1], rollout.attention_mask[:, :-1]
+        found = dead_mass(query, key, evicted_at, attention_mask, scaling, softcap)
+        dead = dead_of_queries(probs, rollout.evicted_at)[:, layer]
         for value, expected in zip(found, (dead.sum(-1), dead.amax(-1)), strict=False):
             torch.testing.assert_close(
                 value.transpose(0, 1)[:, is_query], expected.transpose(0, 1)[:, is_query], **CLOSE
@@ -101,8 +101,8 @@ def statistics(model: PreTrainedModel, rollout: Rollout) -> DeadAttention:
 def expected_kept(rollout: Rollout) -> Tensor:
     """[layer, head, query] by eager attention."""
     probs = eager_probabilities(build(tiny_config("llama")), rollout)
-    dead = dead_of_queries(probs, rollout.death).sum(-1)
-    return 1 - dead.permute(1, 2, 0, 3)[:, :, predicts(rollout.is_action)[:, :-1]]
+    dead = dead_of_queries(probs, rollout.evicted_at).sum(-1)
+    return 1 - dead.permute(1, 2, 0, 3)[:, :, predicts(rollout.response_mask)[:, :-1]]
 
 
 def test_statistics_are_of_the_queries_that_predicted_actions():
@@ -118,16 +118,16 @@ def test_statistics_are_of_the_queries_that_predicted_actions():
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda death: torch.where(death < NEVER, death + 1, death),
-        lambda death: torch.where((death < NEVER) & (death > 0), death - 1, death),
-        lambda death: death.roll(1, dims=1),
-        lambda death: death.flip(2),
+        lambda evicted_at: torch.where(evicted_at < NEVER, evicted_at + 1, evicted_at),
+        lambda evicted_at: torch.where((evicted_at < NEVER) & (evicted_at > 0), evicted_at - 1, evicted_at),
+        lambda evicted_at: evicted_at.roll(1, dims=1),
+        lambda evicted_at: evicted_at.flip(2),
     ],
     ids=["a query later", "a query earlier", "layers swapped", "heads swapped"],
 )
 def test_the_comparison_notices_a_wrong_table(changed):
     rollout = sampled(tiny_model())
-    found = statistics(tiny_model(), replace(rollout, death=changed(rollout.death)))
+    found = statistics(tiny_model(), replace(rollout, evicted_at=changed(rollout.evicted_at)))
     gap = (found.stacked("kept") - expected_kept(rollout).mean(-1)).abs().max()
     assert gap > 1e-3 > 100 * CLOSE["atol"]
 
@@ -149,11 +149,11 @@ def test_a_probe_sees_the_same_where_triton_attends():
     torch.testing.assert_close(*kept, rtol=0, atol=1e-5)
 
 
-def one_head(death: list[int]) -> tuple[Tensor, ...]:
+def one_head(evicted_at: list[int]) -> tuple[Tensor, ...]:
     """Three keys whose logits for the last query are log 1, log 2 and log 5."""
     key = torch.tensor([1.0, 2.0, 5.0]).log()[None, None, :, None]
     query = torch.ones(1, 1, 3, 1)
-    return query, key, torch.tensor(death, dtype=torch.int32)[None, None], torch.ones(1, 3).bool()
+    return query, key, torch.tensor(evicted_at, dtype=torch.int32)[None, None], torch.ones(1, 3).bool()
 
 
 def test_mass_matches_hand_arithmetic():
@@ -169,20 +169,20 @@ def test_mass_matches_hand_arithmetic():
 
 
 def test_a_dead_key_that_has_the_most_attention_is_on_top():
-    query, key, _, is_token = one_head([NEVER] * 3)
+    query, key, _, attention_mask = one_head([NEVER] * 3)
     key = key.flip(2)  # probabilities of query 2: 5/8, 2/8, 1/8; of query 1: 5/7, 2/7
     _, peak, is_top = dead_mass(
-        query, key, torch.tensor([[[2, NEVER, NEVER]]], dtype=torch.int32), is_token, 1.0, None
+        query, key, torch.tensor([[[2, NEVER, NEVER]]], dtype=torch.int32), attention_mask, 1.0, None
     )
     assert is_top.flatten().tolist() == [False, False, True]
     assert peak.flatten().tolist() == pytest.approx([0, 0, 5 / 8])
 
 
 def test_scaling_and_softcap_are_those_of_the_layer():
-    query, key, death, is_token = one_head([2, 2, NEVER])
+    query, key, evicted_at, attention_mask = one_head([2, 2, NEVER])
     logits = 2.0 * torch.tensor([1.0, 2.0, 5.0]).log()
     expected = (0.7 * (logits / 0.7).tanh()).softmax(0)[:2].sum()
-    mass, _, _ = dead_mass(query, key, death, is_token, 2.0, 0.7)
+    mass, _, _ = dead_mass(query, key, evicted_at, attention_mask, 2.0, 0.7)
     assert float(mass[0, 0, 2]) == pytest.approx(float(expected))
     assert abs(float(expected) - 3 / 8) > 0.05
 
@@ -191,12 +191,12 @@ def test_a_table_by_position_starts_with_the_first_action():
     rollout = sampled(tiny_model())
     found = statistics(tiny_model(), rollout)
     on_dead = found.layers[1].on_dead
-    start = int(rollout.is_action.any(dim=0).int().argmax())
-    kept = torch.zeros(4, LAYERS, rollout.token_ids.shape[1])
+    start = int(rollout.response_mask.any(dim=0).int().argmax())
+    kept = torch.zeros(4, LAYERS, rollout.input_ids.shape[1])
     probs = eager_probabilities(build(tiny_config("llama")), rollout)
-    kept[:, :, 1:] = dead_of_queries(probs, rollout.death).sum(-1).mean(2)
+    kept[:, :, 1:] = dead_of_queries(probs, rollout.evicted_at).sum(-1).mean(2)
     for position, value in enumerate(on_dead.tolist()):
-        rows = rollout.is_action[:, start + position]
+        rows = rollout.response_mask[:, start + position]
         assert value == pytest.approx(float(kept[rows, 1, start + position].mean()), abs=2e-6)
     assert on_dead[:3].max() < 0.2 < on_dead[-3:].min()
 

@@ -22,7 +22,7 @@ from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switched
 from lit_rlkv.models.backbone import hidden_states
-from lit_rlkv.models.replay import dense_death, replay_death
+from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import FAMILIES, HEAD_DIM, HIDDEN, LAYERS, VOCAB, build, tiny_config, tiny_model
 from tests.training import make_datamodule, make_roles
@@ -121,12 +121,12 @@ def products(run) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_products_of_full_training_are_those_that_torch_counts(family: str):
-    model, token_ids = tiny_model(family), torch.arange(24).view(2, 12) % VOCAB
-    death = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
+    model, input_ids = tiny_model(family), torch.arange(24).view(2, 12) % VOCAB
+    evicted_at = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
     positions = torch.arange(12).expand(2, -1)
     costs = costs_of(model)
     assert costs is not None
-    forward = partial(hidden_states, model, token_ids, positions, death=death)
+    forward = partial(hidden_states, model, input_ids, positions, evicted_at=evicted_at)
     with torch.no_grad():
         assert products(forward) == 24 * costs.forward_per_token
     both = products(lambda: forward().sum().backward())
@@ -135,14 +135,16 @@ def test_products_of_full_training_are_those_that_torch_counts(family: str):
 
 
 def test_products_of_lora_are_those_that_torch_counts_but_for_the_states_of_the_first_layer():
-    model, token_ids = lora_model(), torch.arange(24).view(2, 12) % VOCAB
+    model, input_ids = lora_model(), torch.arange(24).view(2, 12) % VOCAB
     model = prepare_backbone(model)
-    death = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
+    evicted_at = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
     positions = torch.arange(12).expand(2, -1)
     with switched(lora_layers(model), "policy"):
         costs = costs_of(model)
         assert costs is not None
-        counted = products(lambda: hidden_states(model, token_ids, positions, death=death).sum().backward())
+        counted = products(
+            lambda: hidden_states(model, input_ids, positions, evicted_at=evicted_at).sum().backward()
+        )
     # The embeddings are frozen, so nobody asks q, k and v of the first layer for the gradient of their input.
     unneeded = 2 * (2 * HIDDEN * HIDDEN + 3 * LORA.rank * HIDDEN)
     assert counted == 24 * (costs.forward_per_token + costs.backward_per_token - unneeded)
@@ -150,11 +152,11 @@ def test_products_of_lora_are_those_that_torch_counts_but_for_the_states_of_the_
 
 def test_pairs_of_the_learner_are_what_the_table_lets_it_see():
     # Row 0: padding, then tokens 1 to 3 that see 1, 2, 3 keys. Row 1 ends at column 2; key 0 dies at 2.
-    death = torch.tensor([[[[0, N, N, N]]], [[[2, N, N, 0]]]], dtype=torch.int32)
-    work = learner_work(death, n_layers=3, n_kv_heads=2)
+    evicted_at = torch.tensor([[[[0, N, N, N]]], [[[2, N, N, 0]]]], dtype=torch.int32)
+    work = learner_work(evicted_at, n_layers=3, n_kv_heads=2)
     assert int(work.n_tokens) == 3 + 3
     assert int(work.n_pairs) == 3 * 2 * ((1 + 2 + 3) + (1 + 2 + 2))
-    full = death.expand(2, 3, 2, 4)
+    full = evicted_at.expand(2, 3, 2, 4)
     assert int(learner_work(full, n_layers=3, n_kv_heads=2).n_pairs) == int(work.n_pairs)
 
 
@@ -168,10 +170,10 @@ def test_flops_are_tokens_and_pairs_by_their_costs():
 
 def two_responses() -> Rollout:
     """Two responses to one prompt of 2 tokens, behind a column of padding: of 3 actions and of 1."""
-    is_token = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
-    is_action = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]).bool()
-    death = torch.tensor([[[[0, 3, 4, N, N, N]]], [[[0, N, N, N, 0, 0]]]], dtype=torch.int32)
-    return Rollout(torch.zeros(2, 6).long(), is_token, is_action, torch.zeros(2, 6), death, 0)
+    attention_mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
+    response_mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]).bool()
+    evicted_at = torch.tensor([[[[0, 3, 4, N, N, N]]], [[[0, N, N, N, 0, 0]]]], dtype=torch.int32)
+    return Rollout(torch.zeros(2, 6).long(), attention_mask, response_mask, torch.zeros(2, 6), evicted_at, 0)
 
 
 def test_the_sampler_reads_a_prompt_once_and_a_response_without_its_last_token():
@@ -187,12 +189,12 @@ def test_the_sampler_reads_a_prompt_once_and_a_response_without_its_last_token()
 
 def test_pairs_of_a_rollout_are_counted_as_they_are_defined():
     rollout = make_datamodule(make_roles(), sampling={"group_size": 1, "n_prompts": 6}).collect().rollout
-    is_seen = visible(replay_death(rollout))
-    assert int(learner_work(replay_death(rollout), 2, 2).n_pairs) == int(is_seen.sum())
+    is_seen = visible(replay_evicted_at(rollout))
+    assert int(learner_work(replay_evicted_at(rollout), 2, 2).n_pairs) == int(is_seen.sum())
     # The sampler asked with every token but the last of each row, and read prompts before it evicted.
-    is_asked = rollout.is_token & predicts(rollout.is_token)
+    is_asked = rollout.attention_mask & predicts(rollout.attention_mask)
     of_sampler = is_seen.sum(dim=(1, 2, 4))[is_asked].sum()
     work, _ = sampler_work(rollout, group_size=1)
     assert int(work.n_pairs) == int(of_sampler)
     assert int(work.n_tokens) == int(is_asked.sum())
-    assert not torch.equal(of_sampler, visible(dense_death(rollout.is_token)).sum() * 4)
+    assert not torch.equal(of_sampler, visible(dense_evicted_at(rollout.attention_mask)).sum() * 4)

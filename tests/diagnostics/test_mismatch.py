@@ -74,9 +74,9 @@ def test_ratios_match_hand_arithmetic():
 
 def test_ratios_are_bounded_before_they_are_squared():
     log_ratio = torch.tensor([[60.0]])
-    is_action = torch.ones(1, 1, dtype=torch.bool)
-    assert importance_ratios(log_ratio, is_action)["rollout_is_max"] == pytest.approx(math.exp(20))
-    found = off_policy(log_ratio, torch.zeros(1, 1), is_action)
+    response_mask = torch.ones(1, 1, dtype=torch.bool)
+    assert importance_ratios(log_ratio, response_mask)["rollout_is_max"] == pytest.approx(math.exp(20))
+    found = off_policy(log_ratio, torch.zeros(1, 1), response_mask)
     assert found["chi2_seq"].item() == pytest.approx(math.exp(40), rel=1e-5)
     assert not math.isfinite(torch.tensor(60.0).exp().square())  # what it would have been
 

@@ -30,7 +30,7 @@ def test_a_position_is_a_column_after_the_prompt():
 
 def test_statistics_by_position_match_hand_arithmetic():
     found = log_ratios_by_position(LOG_RATIO, IS_ACTION)
-    assert found["n_actions"].tolist() == [2, 1, 1]
+    assert found["n_response_tokens"].tolist() == [2, 1, 1]
     assert found["k1"].tolist() == pytest.approx([0.0, L, -2 * L])
     # rho - log rho - 1: 1 - L and L - 1/2; L - 1/2; 3 - 2 L
     assert found["k3"].tolist() == pytest.approx([0.25, L - 0.5, 3 - 2 * L])
@@ -55,25 +55,25 @@ def test_prefixes_keep_what_a_finished_response_ended_with():
 
 
 def test_weights_without_drift_lose_no_sample_however_long():
-    is_action = torch.ones(8, 50, dtype=torch.bool)
+    response_mask = torch.ones(8, 50, dtype=torch.bool)
     noise = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
-    still = prefixes_by_position(torch.full((8, 50), -0.3), is_action)["prefix_ess"]
+    still = prefixes_by_position(torch.full((8, 50), -0.3), response_mask)["prefix_ess"]
     assert still.tolist() == pytest.approx([1.0] * 50, rel=1e-4)
-    drifting = prefixes_by_position(noise, is_action)["prefix_ess"]
+    drifting = prefixes_by_position(noise, response_mask)["prefix_ess"]
     assert drifting[-1] < 0.3 < drifting[0]
 
 
 def test_long_responses_are_cut_into_bins():
     n = 2 * MAX_BINS + 5
-    is_action = torch.ones(3, n, dtype=torch.bool)
+    response_mask = torch.ones(3, n, dtype=torch.bool)
     values = torch.arange(float(n)).expand(3, n)
-    found = by_position(values, is_action)
-    starts = bin_starts(is_action)
+    found = by_position(values, response_mask)
+    starts = bin_starts(response_mask)
     assert len(starts) == len(found) <= MAX_BINS
     assert starts[:3].tolist() == [0, 3, 6]  # 133 positions in bins of three
     assert found.nanmean(dim=1)[:3].tolist() == [1.0, 4.0, 7.0]
     assert found[-1].isfinite().sum() == 3  # the last bin has one position, of three rows
-    arrays = {**log_ratios_by_position(values, is_action), **prefixes_by_position(values, is_action)}
+    arrays = {**log_ratios_by_position(values, response_mask), **prefixes_by_position(values, response_mask)}
     assert {len(array) for array in arrays.values()} == {len(starts)}
 
 

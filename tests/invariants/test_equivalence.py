@@ -41,66 +41,70 @@ def spec_of(policy: str, budget: int) -> CacheSpec:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_decoding_from_our_cache_is_that_of_transformers(family: str):
-    token_ids, is_prompt = ragged_prompts(LENS)
+    input_ids, is_prompt = ragged_prompts(LENS)
     theirs = tiny_model(family).generate(
-        token_ids, attention_mask=is_prompt.long(), max_new_tokens=N_NEW, do_sample=False, pad_token_id=PAD
+        input_ids, attention_mask=is_prompt.long(), max_new_tokens=N_NEW, do_sample=False, pad_token_id=PAD
     )
     enough = spec_of("snapkv", budget=max(LENS) + N_NEW)
-    assert torch.equal(roll_out(CacheSpec.dense(), family, temperature=0.0).token_ids, theirs)
-    assert torch.equal(roll_out(enough, family, temperature=0.0).token_ids, theirs)
-    assert not torch.equal(roll_out(spec_of("snapkv", 8), family, temperature=0.0).token_ids, theirs)
+    assert torch.equal(roll_out(CacheSpec.dense(), family, temperature=0.0).input_ids, theirs)
+    assert torch.equal(roll_out(enough, family, temperature=0.0).input_ids, theirs)
+    assert not torch.equal(roll_out(spec_of("snapkv", 8), family, temperature=0.0).input_ids, theirs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_budget_that_is_never_exceeded_samples_as_a_dense_cache_does(policy: str):
     dense = roll_out(CacheSpec.dense())
     enough = roll_out(spec_of(policy, budget=max(LENS) + N_NEW))
-    assert torch.equal(enough.token_ids, dense.token_ids)
-    assert torch.equal(enough.death, dense.death)
-    torch.testing.assert_close(enough.sampler_logps, dense.sampler_logps, rtol=0, atol=1e-5)
-    assert not torch.equal(roll_out(spec_of(policy, budget=8)).token_ids, dense.token_ids)
+    assert torch.equal(enough.input_ids, dense.input_ids)
+    assert torch.equal(enough.evicted_at, dense.evicted_at)
+    torch.testing.assert_close(enough.rollout_logps, dense.rollout_logps, rtol=0, atol=1e-5)
+    assert not torch.equal(roll_out(spec_of(policy, budget=8)).input_ids, dense.input_ids)
 
 
 @cache
 def compressed() -> Rollout:
     """Rows of different response lengths."""
     rollout = roll_out(spec_of("h2o", 8), eos_token_id=5)
-    assert len(set(rollout.is_action.sum(1).tolist())) > 1
+    assert len(set(rollout.response_mask.sum(1).tolist())) > 1
     return rollout
 
 
 def pad(rollout: Rollout, n_left: int, n_right: int) -> Rollout:
-    """The same sequences with more padding around them; deaths are columns and move along."""
+    """The same sequences with more padding around them; evictions are columns and move along."""
     sides = (n_left, n_right)
-    moved = torch.where((rollout.death > 0) & (rollout.death < NEVER), rollout.death + n_left, rollout.death)
+    moved = torch.where(
+        (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER),
+        rollout.evicted_at + n_left,
+        rollout.evicted_at,
+    )
     return replace(
         rollout,
-        token_ids=F.pad(rollout.token_ids, sides, value=PAD),
-        is_token=F.pad(rollout.is_token, sides),
-        is_action=F.pad(rollout.is_action, sides),
-        sampler_logps=F.pad(rollout.sampler_logps, sides),
-        death=F.pad(moved, sides),
+        input_ids=F.pad(rollout.input_ids, sides, value=PAD),
+        attention_mask=F.pad(rollout.attention_mask, sides),
+        response_mask=F.pad(rollout.response_mask, sides),
+        rollout_logps=F.pad(rollout.rollout_logps, sides),
+        evicted_at=F.pad(moved, sides),
     )
 
 
-def loss_of(rollout: Rollout, n_actions: Tensor) -> Tensor:
+def loss_of(rollout: Rollout, n_response_tokens: Tensor) -> Tensor:
     """The clipped surrogate on made-up advantages, per action of the whole step."""
     logps = replay_logps(tiny_model("qwen3"), rollout)
     # The advantage follows from the prompt's last token, so that it moves with its row.
-    advantages = torch.where(rollout.is_action, rollout.token_ids.sum(1, keepdim=True) % 7 - 3.0, 0.0)
-    gain = clipped(logps, rollout.sampler_logps - 0.1, advantages, 0.2, 0.2).gain
-    return -gain.masked_fill(~rollout.is_action, 0.0).sum() / n_actions
+    advantages = torch.where(rollout.response_mask, rollout.input_ids.sum(1, keepdim=True) % 7 - 3.0, 0.0)
+    gain = clipped(logps, rollout.rollout_logps - 0.1, advantages, 0.2, 0.2).gain
+    return -gain.masked_fill(~rollout.response_mask, 0.0).sum() / n_response_tokens
 
 
-def loss_and_gradients(parts: list[Rollout], n_actions: Callable[[Rollout], Tensor]) -> list[Tensor]:
+def loss_and_gradients(parts: list[Rollout], n_response_tokens: Callable[[Rollout], Tensor]) -> list[Tensor]:
     parameters = list(tiny_model("qwen3").parameters())
-    losses = [loss_of(part, n_actions(part)) for part in parts]
+    losses = [loss_of(part, n_response_tokens(part)) for part in parts]
     gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
     return [torch.stack(losses).detach().sum(), *(sum(g) for g in zip(*gradients, strict=True))]
 
 
 def of_the_whole_step(part: Rollout) -> Tensor:
-    return compressed().is_action.sum()
+    return compressed().response_mask.sum()
 
 
 def largest_difference(a: list[Tensor], b: list[Tensor]) -> float:
@@ -126,14 +130,14 @@ def test_the_arrangement_of_a_batch_changes_neither_loss_nor_gradients(arrangeme
 def test_the_comparison_catches_denominators_of_the_micro_batch():
     expected = loss_and_gradients([compressed()], of_the_whole_step)
     parts = ARRANGEMENTS["uneven micro-batches"](compressed())
-    own_counts = loss_and_gradients(parts, lambda part: 2 * part.is_action.sum())
+    own_counts = loss_and_gradients(parts, lambda part: 2 * part.response_mask.sum())
     assert largest_difference(own_counts, expected) > 1e-2
 
 
-def test_the_comparison_catches_deaths_that_did_not_move_with_the_padding():
+def test_the_comparison_catches_evictions_that_did_not_move_with_the_padding():
     expected = loss_and_gradients([compressed()], of_the_whole_step)
     padded = pad(compressed(), n_left=3, n_right=2)
-    stale = replace(padded, death=F.pad(compressed().death, (3, 2)))
+    stale = replace(padded, evicted_at=F.pad(compressed().evicted_at, (3, 2)))
     assert largest_difference(loss_and_gradients([stale], of_the_whole_step), expected) > 1e-2
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.advantages.group import ESTIMATORS
 from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.experience.group_baselines import ESTIMATORS
 from lit_rlkv.rng import stream
 
 LOGITS = torch.tensor([[0.5, 0.0, -1.0], [-0.3, 0.4, 0.2]], dtype=torch.float64)

@@ -55,19 +55,19 @@ def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -
 
 
 @pytest.mark.parametrize("policy", SCORED)
-def test_a_greedy_rollout_and_its_deaths_are_those_of_the_definitions(policy: str):
+def test_a_greedy_rollout_and_its_evictions_are_those_of_the_definitions(policy: str):
     fast, plain = (roll_out(kernels, policy, temperature=0.0) for kernels in ("triton", "reference"))
-    assert torch.equal(fast.token_ids, plain.token_ids)
-    assert torch.equal(fast.death, plain.death)
-    assert ((fast.death > 0) & (fast.death < NEVER)).any(dim=-1).all(dim=(1, 2)).any()
+    assert torch.equal(fast.input_ids, plain.input_ids)
+    assert torch.equal(fast.evicted_at, plain.evicted_at)
+    assert ((fast.evicted_at > 0) & (fast.evicted_at < NEVER)).any(dim=-1).all(dim=(1, 2)).any()
 
 
 @pytest.mark.parametrize(("policy", "family"), [*((p, "llama") for p in POLICIES), ("h2o", "gemma2")])
 def test_the_learner_sees_what_the_sampler_saw_when_both_run_kernels(policy: str, family: str):
     rollout = by_triton(policy, family)
     with using("triton"), torch.no_grad():
-        gap = (replay_logps(model_of(family), rollout) - rollout.sampler_logps).abs().max()
-        blind = (replay_logps(model_of(family), rollout, shadow=False) - rollout.sampler_logps).abs().max()
+        gap = (replay_logps(model_of(family), rollout) - rollout.rollout_logps).abs().max()
+        blind = (replay_logps(model_of(family), rollout, shadow=False) - rollout.rollout_logps).abs().max()
     assert gap < 1e-4
     assert blind > 100 * gap
 
@@ -80,9 +80,11 @@ def test_log_probs_and_gradients_are_those_of_the_definitions(family: str):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
 
 
-def test_the_comparison_catches_a_death_too_late():
+def test_the_comparison_catches_an_eviction_too_late():
     rollout = by_triton("h2o")
-    late = torch.where(rollout.death < NEVER, rollout.death + (rollout.death > 0), rollout.death)
-    shifted = Rollout(**{**vars(rollout), "death": late})
+    late = torch.where(
+        rollout.evicted_at < NEVER, rollout.evicted_at + (rollout.evicted_at > 0), rollout.evicted_at
+    )
+    shifted = Rollout(**{**vars(rollout), "evicted_at": late})
     fast, plain = logps_and_gradients("triton", shifted), logps_and_gradients("reference", rollout)
     assert (fast[0] - plain[0]).abs().max() > 1e-2

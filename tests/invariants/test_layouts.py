@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.data.credit import CriticCredit, Experience
-from lit_rlkv.data.rewarding import RewardConfig
-from lit_rlkv.data.settings import KLConfig
-from lit_rlkv.models.hydra import LAYOUTS, ROLES
+from lit_rlkv.experience.advantages import Experience, GAEAdvantage
+from lit_rlkv.experience.reward import RewardConfig
+from lit_rlkv.experience.settings import KLConfig
+from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.modules.ppo import PPO
 from tests.training import TRAINED_HEAD, make_datamodule, make_model, make_ppo, make_roles, train_here
 
@@ -31,7 +31,7 @@ def run(layout: str, seed: int = 0) -> Run:
     module = make_ppo(make_roles(layout, ROLES, seed=seed))
     data = make_datamodule(
         module.roles,
-        credit=CriticCredit(1.0, 0.95),
+        credit=GAEAdvantage(1.0, 0.95),
         kl=KLConfig(weight=0.1, place="reward", estimator="k1"),
         reward=RewardConfig(verifier=0.5, learned=0.5),
         aggregation="token",
@@ -50,8 +50,8 @@ def scores_of(experience: Experience) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_layouts_start_with_the_same_rollout_scores_and_losses(layout: str):
     first, hydra = run(layout).experiences[0], run("hydra").experiences[0]
-    assert torch.equal(first.rollout.token_ids, hydra.rollout.token_ids)
-    assert torch.equal(first.rollout.death, hydra.rollout.death)
+    assert torch.equal(first.rollout.input_ids, hydra.rollout.input_ids)
+    assert torch.equal(first.rollout.evicted_at, hydra.rollout.evicted_at)
     for name, expected in scores_of(hydra).items():
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(scores_of(first)[name], expected, rtol=1e-6, atol=1e-6)
@@ -63,7 +63,7 @@ def test_all_layouts_start_with_the_same_rollout_scores_and_losses(layout: str):
 
 def test_the_comparison_catches_another_start():
     first, other = run("hydra").experiences[0], run("hydra", seed=1).experiences[0]
-    assert not torch.equal(first.rollout.token_ids, other.rollout.token_ids)
+    assert not torch.equal(first.rollout.input_ids, other.rollout.input_ids)
     assert abs(run("hydra").metrics[0]["value_loss"] - run("hydra", seed=1).metrics[0]["value_loss"]) > 1e-2
 
 
@@ -78,7 +78,7 @@ def test_what_is_trained_sets_layouts_apart_after_the_first_update(layout: str, 
 def test_layouts_with_the_same_adapters_stay_the_same_training(layout: str):
     """Hydra-RLHF saves memory and forwards, and gives up nothing: the paper's claim, to float error."""
     second, hydra = run(layout).experiences[1], run("hydra").experiences[1]
-    assert torch.equal(second.rollout.token_ids, hydra.rollout.token_ids)
+    assert torch.equal(second.rollout.input_ids, hydra.rollout.input_ids)
     for name, expected in scores_of(hydra).items():
         torch.testing.assert_close(scores_of(second)[name], expected, rtol=1e-4, atol=1e-4)
 

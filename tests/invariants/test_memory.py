@@ -72,8 +72,8 @@ def test_the_pools_stay_where_they_were_allocated(policy: str, monkeypatch: pyte
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_query_sees_more_keys_than_there_are_slots(policy: str):
     rollout = roll_out(spec_of(policy), 40)
-    column = torch.arange(rollout.token_ids.shape[1])
-    is_seen = (column[:, None] >= column) & (column[:, None] < rollout.death[..., None, :])
+    column = torch.arange(rollout.input_ids.shape[1])
+    is_seen = (column[:, None] >= column) & (column[:, None] < rollout.evicted_at[..., None, :])
     # Of the queries that were decoded; the last token was not.
     n_seen = is_seen.sum(-1)[..., max(LENS) : -1]
     assert n_seen.max() == 8 + 3

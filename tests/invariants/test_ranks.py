@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lit_rlkv.data.credit import CriticCredit
+from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.modules.ppo import PPO
 from tests.training import make_datamodule, make_optimizer, make_roles, shift
 
@@ -22,7 +22,7 @@ def make_run(layout: str, *, separate: bool, checkpoints: bool) -> tuple[PPO, li
         roles, make_optimizer, replays=True, temperature=1.0, clip_low=0.2, clip_high=0.2, value_clip=0.2,
         value_weight=0.5, value_shadow=False, separate_passes=separate,
     )  # fmt: skip
-    data = make_datamodule(roles, credit=CriticCredit(1.0, 0.95), learner_parts=module.learner_parts)
+    data = make_datamodule(roles, credit=GAEAdvantage(1.0, 0.95), learner_parts=module.learner_parts)
     return module, list(data.steps.minibatches(data.collect()))
 
 

@@ -1,4 +1,4 @@
-"""Invariants 2 and 3: the learner's log-probs under the deaths are the sampler's, and no others are."""
+"""Invariants 2 and 3: the learner's log-probs under the evictions are the sampler's, and no others are."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.backbone import hidden_states, token_positions
-from lit_rlkv.models.replay import action_logps, replay_death
+from lit_rlkv.models.replay import replay_evicted_at, response_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
@@ -51,14 +51,14 @@ def roll_out(model: PreTrainedModel, policy: str) -> Rollout:
 def gap(model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True) -> float:
     """Largest difference of the learner's log-probs from the sampler's."""
     with torch.no_grad():
-        return float((replay_logps(model, rollout, shadow=shadow) - rollout.sampler_logps).abs().max())
+        return float((replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).abs().max())
 
 
 @pytest.mark.parametrize(("family", "policy", "n_kv_heads"), ALL_CASES)
 def test_replayed_log_probs_are_the_samplers(family: str, policy: str, n_kv_heads: int):
     rollout = sampled(family, policy, n_kv_heads)
     assert gap(tiny_model(family, n_kv_heads), rollout) < TOLERANCE
-    died = (rollout.death > 0) & (rollout.death < NEVER)
+    died = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
     assert died.any(dim=-1).all(dim=(1, 2)).sum() >= 3  # rows in which every head of every layer evicted
 
 
@@ -76,28 +76,28 @@ def test_the_gap_is_rounding_and_vanishes_in_float64(policy: str):
     assert gap(model, roll_out(model, policy)) < 2e-6
 
 
-def shift_deaths(rollout: Rollout, shift: int) -> Rollout:
-    """Every death that was recorded, so many columns later."""
-    died = (rollout.death > 0) & (rollout.death < NEVER)
-    return replace(rollout, death=torch.where(died, rollout.death + shift, rollout.death))
+def shift_evictions(rollout: Rollout, shift: int) -> Rollout:
+    """Every evicted_at that was recorded, so many columns later."""
+    died = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
+    return replace(rollout, evicted_at=torch.where(died, rollout.evicted_at + shift, rollout.evicted_at))
 
 
-def permute_death(rollout: Rollout, dim: int) -> Rollout:
-    """Each layer or KV head with its neighbour's deaths; those of padding are the same in all."""
-    return replace(rollout, death=rollout.death.roll(1, dims=dim))
+def permute_evicted_at(rollout: Rollout, dim: int) -> Rollout:
+    """Each layer or KV head with its neighbour's evictions; those of padding are the same in all."""
+    return replace(rollout, evicted_at=rollout.evicted_at.roll(1, dims=dim))
 
 
 CONTROLS: dict[str, Callable[[Rollout], Rollout]] = {
-    "deaths one too late": lambda rollout: shift_deaths(rollout, 1),
-    "deaths one too early": lambda rollout: shift_deaths(rollout, -1),
-    "deaths an interval too late": lambda rollout: shift_deaths(rollout, SPEC["interval"]),
-    "layers swapped": lambda rollout: permute_death(rollout, 1),
-    "KV heads swapped": lambda rollout: permute_death(rollout, 2),
+    "evictions one too late": lambda rollout: shift_evictions(rollout, 1),
+    "evictions one too early": lambda rollout: shift_evictions(rollout, -1),
+    "evictions an interval too late": lambda rollout: shift_evictions(rollout, SPEC["interval"]),
+    "layers swapped": lambda rollout: permute_evicted_at(rollout, 1),
+    "KV heads swapped": lambda rollout: permute_evicted_at(rollout, 2),
     "one layer's mask for all": lambda rollout: replace(
-        rollout, death=rollout.death[:, :1].expand_as(rollout.death)
+        rollout, evicted_at=rollout.evicted_at[:, :1].expand_as(rollout.evicted_at)
     ),
     "the union over heads": lambda rollout: replace(
-        rollout, death=rollout.death.amax(2, keepdim=True).expand_as(rollout.death)
+        rollout, evicted_at=rollout.evicted_at.amax(2, keepdim=True).expand_as(rollout.evicted_at)
     ),
 }
 SAME_IN_ALL_LAYERS_AND_HEADS = {"streaming"}
@@ -123,12 +123,12 @@ def test_a_table_that_is_nearly_right_is_caught(policy: str, control: str):
     model, rollout = tiny_model("qwen3"), sampled("qwen3", policy, 2)
     wrong = CONTROLS[control](rollout)
     if is_no_change(control, policy):
-        assert torch.equal(wrong.death, rollout.death)
+        assert torch.equal(wrong.evicted_at, rollout.evicted_at)
     else:
         assert gap(model, wrong) > 100 * max(gap(model, rollout), FLOAT_ERROR)
 
 
-@pytest.mark.parametrize("control", ["deaths one too late", "deaths one too early", "layers swapped"])
+@pytest.mark.parametrize("control", ["evictions one too late", "evictions one too early", "layers swapped"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_table_that_is_nearly_right_is_caught_in_every_family(family: str, control: str):
     model, rollout = tiny_model(family), sampled(family, "snapkv", 2)
@@ -139,19 +139,21 @@ def test_positions_that_close_up_after_an_eviction_are_caught():
     model, rollout = tiny_model("qwen3"), sampled("qwen3", "snapkv", 2)
 
     def gap_at(positions: Tensor) -> float:
-        death = replay_death(rollout)[..., :-1]
-        hidden = hidden_states(model, rollout.token_ids[:, :-1], positions[:, :-1], death=death)
-        logps = action_logps(model, rollout, hidden[rollout.is_action[:, 1:]], temperature=1.0)
-        return float((logps - rollout.sampler_logps).detach().abs().max())
+        evicted_at = replay_evicted_at(rollout)[..., :-1]
+        hidden = hidden_states(model, rollout.input_ids[:, :-1], positions[:, :-1], evicted_at=evicted_at)
+        logps = response_logps(model, rollout, hidden[rollout.response_mask[:, 1:]], temperature=1.0)
+        return float((logps - rollout.rollout_logps).detach().abs().max())
 
-    true_positions = token_positions(rollout.is_token)
+    true_positions = token_positions(rollout.attention_mask)
     assert gap_at(true_positions) < TOLERANCE
     assert gap_at(true_positions.clamp(max=10)) > 100 * TOLERANCE
 
 
 def first_step_ratio(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Tensor:
     with torch.no_grad():
-        return (replay_logps(model, rollout, shadow=shadow) - rollout.sampler_logps).exp()[rollout.is_action]
+        return (replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).exp()[
+            rollout.response_mask
+        ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

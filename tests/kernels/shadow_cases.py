@@ -1,4 +1,4 @@
-"""Inputs and death tables for the tests of shadow attention, and errors in units of plain PyTorch's own."""
+"""Inputs and eviction tables for the tests of shadow attention, and errors in units of plain PyTorch's own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Case:
     query: Tensor
     key: Tensor
     value: Tensor
-    death: Tensor
+    evicted_at: Tensor
     out_weight: Tensor
     lse_weight: Tensor
     softcap: float | None = None
@@ -42,7 +42,7 @@ class Case:
 def make_case(
     seq: int,
     group: int,
-    death: Tensor,
+    evicted_at: Tensor,
     *,
     n_kv_heads: int = 2,
     dim: int = 16,
@@ -53,7 +53,9 @@ def make_case(
     generator = torch.Generator().manual_seed(seq)
 
     def normal(n_heads: int, width: int) -> Tensor:
-        by_position = torch.randn(len(death), seq, n_heads, width, generator=generator, dtype=torch.float64)
+        by_position = torch.randn(
+            len(evicted_at), seq, n_heads, width, generator=generator, dtype=torch.float64
+        )
         return by_position.transpose(1, 2)
 
     n_heads = n_kv_heads * group
@@ -61,7 +63,7 @@ def make_case(
         query=3 * normal(n_heads, dim),
         key=normal(n_kv_heads, dim),
         value=normal(n_kv_heads, dim_v),
-        death=death,
+        evicted_at=evicted_at,
         out_weight=normal(n_heads, dim_v),
         # Much, because through the output a key seen alone gets no gradient but what roundings leave of it.
         lse_weight=4 * normal(n_heads, 1)[..., 0],
@@ -69,18 +71,18 @@ def make_case(
     )
 
 
-def random_deaths(seq: int, batch: int = 2, n_kv_heads: int = 2) -> Tensor:
+def random_evictions(seq: int, batch: int = 2, n_kv_heads: int = 2) -> Tensor:
     """Most keys die soon after their birth, some never live, a tenth stays; row 1 is left-padded."""
     generator = torch.Generator().manual_seed(seq)
     shape = (batch, n_kv_heads, seq)
     lifetime = torch.randint(0, max(2, seq // 3), shape, generator=generator)
     is_kept = torch.rand(shape, generator=generator) < 0.1
-    death = torch.where(is_kept, NEVER, torch.arange(seq) + lifetime).int()
-    death[1:, :, : seq // 4] = 0
-    return death
+    evicted_at = torch.where(is_kept, NEVER, torch.arange(seq) + lifetime).int()
+    evicted_at[1:, :, : seq // 4] = 0
+    return evicted_at
 
 
-def cache_deaths(
+def cache_evictions(
     seq: int,
     prompt_lens: tuple[int, ...] = (9, 4),
     n_kv_heads: int = 2,
@@ -91,28 +93,28 @@ def cache_deaths(
     """What a cache of random survivors records; prompts end in the same column, padded on their left."""
     generator = torch.Generator().manual_seed(seq)
     width = max(prompt_lens)
-    death = torch.zeros(len(prompt_lens), n_kv_heads, seq, dtype=torch.int32)
+    evicted_at = torch.zeros(len(prompt_lens), n_kv_heads, seq, dtype=torch.int32)
     for row, n_prompt in enumerate(prompt_lens):
         for head in range(n_kv_heads):
             alive = list(range(width - n_prompt, width))
-            death[row, head, width - n_prompt :] = NEVER
+            evicted_at[row, head, width - n_prompt :] = NEVER
             for position in range(width - 1, seq):
                 alive += [position] if position >= width else []
                 is_full = len(alive) >= (budget + interval if position >= width else budget + 1)
                 if is_full:
                     order = torch.randperm(len(alive) - n_sinks, generator=generator) + n_sinks
                     kept = {*range(n_sinks), *order[: budget - n_sinks].tolist()}
-                    death[row, head, [k for i, k in enumerate(alive) if i not in kept]] = position + 1
+                    evicted_at[row, head, [k for i, k in enumerate(alive) if i not in kept]] = position + 1
                     alive = [k for i, k in enumerate(alive) if i in kept]
-    return death
+    return evicted_at
 
 
-def layer_plan(death: Tensor, block: int) -> SlotPlan:
+def layer_plan(evicted_at: Tensor, block: int) -> SlotPlan:
     """The plan of a table [batch kv_head seq], also where it would not pay."""
     with pytest.MonkeyPatch.context() as patch:
         for limit in ("MAX_WORK", "MAX_ENTRIES"):
             patch.setattr(f"lit_rlkv.kernels.shadow_attention.plan.{limit}", float("inf"))
-        plan = plan_slots(death[:, None], block)
+        plan = plan_slots(evicted_at[:, None], block)
     assert plan is not None
     return plan.layer(0)
 
@@ -120,7 +122,7 @@ def layer_plan(death: Tensor, block: int) -> SlotPlan:
 def with_gradients(attention: Attention, case: Case, **settings: object) -> list[Tensor]:
     """Output, log-sum-exp (0 where nothing is seen) and the gradients of a weighted sum of both."""
     inputs = [t.detach().requires_grad_() for t in (case.query, case.key, case.value)]
-    out, lse = attention(*inputs, case.death, case.scaling, softcap=case.softcap, **settings)
+    out, lse = attention(*inputs, case.evicted_at, case.scaling, softcap=case.softcap, **settings)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     total = (out * case.out_weight).sum() + (lse * case.lse_weight).sum()
     return [t.detach().cpu() for t in (out, lse, *torch.autograd.grad(total, inputs))]

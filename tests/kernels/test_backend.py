@@ -110,11 +110,11 @@ def test_auto_leaves_heads_wider_than_a_tile_to_the_definition(
 ):
     def by_width(dim: int, dim_v: int) -> str:
         query, key = (on_cuda(1, n, 17, dim, dtype=torch.float16) for n in (4, 2))
-        value, death = (
+        value, evicted_at = (
             on_cuda(1, 2, 17, dim_v, dtype=torch.float16),
             on_cuda(1, 2, 17, dtype=torch.int32),
         )
-        return chosen(attend, query, key, value, death, 1.0)
+        return chosen(attend, query, key, value, evicted_at, 1.0)
 
     assert by_width(256, 256) == "kernel"
     assert by_width(257, 64) == by_width(64, 257) == "definition"

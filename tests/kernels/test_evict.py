@@ -23,7 +23,7 @@ class Pool:
     values: Tensor
     columns: Tensor
     attention: Tensor | None
-    death: Tensor
+    evicted_at: Tensor
     is_due: Tensor
     now: Tensor
     first: Tensor
@@ -74,7 +74,9 @@ def make_pool(
         values=torch.randn(*columns.shape, dim_v, generator=generator).to(dtype),
         columns=columns.to(column_dtype),
         attention=torch.rand(columns.shape, generator=generator) if has_attention else None,
-        death=torch.where(torch.arange(seq) < first[:, None, None], 0, NEVER).int().repeat(1, kv_heads, 1),
+        evicted_at=torch.where(torch.arange(seq) < first[:, None, None], 0, NEVER)
+        .int()
+        .repeat(1, kv_heads, 1),
         is_due=torch.arange(batch) != 1,
         now=newest + 1,
         first=first,
@@ -110,7 +112,7 @@ def looped(pool: Pool, budget: int, sink: int = SINK, window: int = WINDOW) -> P
                     if getattr(after, name) is not None:
                         getattr(after, name)[b, h, place] = getattr(before, name)[b, h, slot]
             for slot in set(range(len(columns))) - set(kept):
-                after.death[b, h, columns[slot]] = now
+                after.evicted_at[b, h, columns[slot]] = now
     return after
 
 
@@ -146,11 +148,11 @@ CASES = {
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_the_pool_and_the_deaths_are_those_of_a_loop_over_keys_in_every_bit(kernels: str, case: str):
+def test_the_pool_and_the_evictions_are_those_of_a_loop_over_keys_in_every_bit(kernels: str, case: str):
     shape, budget = CASES[case]
     pool = make_pool(**shape)
     expected = looped(pool, budget)
-    assert not any(expected.same(pool)[name] for name in ("columns", "death"))
+    assert not any(expected.same(pool)[name] for name in ("columns", "evicted_at"))
     same = evicted(pool, budget, kernels).same(expected)
     assert all(same.values()), same
 
@@ -207,7 +209,7 @@ def small_pool(scores: list[float]) -> Pool:
         values=-numbers,
         columns=torch.arange(first, first + n)[None, None],
         attention=None,
-        death=torch.full((1, 1, first + n + 3), NEVER, dtype=torch.int32),
+        evicted_at=torch.full((1, 1, first + n + 3), NEVER, dtype=torch.int32),
         is_due=torch.tensor([True]),
         now=torch.tensor([first + n]),
         first=torch.tensor([first]),
@@ -224,7 +226,7 @@ def test_an_eviction_written_out_by_hand(kernels: str):
     assert after.keys[0, 0, :, 0].tolist() == [0, 1, 3, 6, 7, 5, 6, 7]
     assert after.values[0, 0, :, 0].tolist() == [0, -1, -3, -6, -7, -5, -6, -7]
     died = dict.fromkeys((6, 8, 9), 12)
-    assert after.death[0, 0].tolist() == [died.get(column, NEVER) for column in range(15)]
+    assert after.evicted_at[0, 0].tolist() == [died.get(column, NEVER) for column in range(15)]
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -258,8 +260,8 @@ def test_scores_may_be_of_16_bits(kernels: str, dtype: torch.dtype):
 def test_scores_that_only_64_bits_tell_apart_are_ties(kernels: str):
     pool = make_pool(33)
     fine = replace(pool, scores=pool.scores.double() * (1 - 1e-12 * torch.arange(33).double()))
-    assert not looped(fine, 20).same(looped(pool, 20))["death"]
-    assert bits_equal(evicted(fine, 20, kernels).death, looped(pool, 20).death)
+    assert not looped(fine, 20).same(looped(pool, 20))["evicted_at"]
+    assert bits_equal(evicted(fine, 20, kernels).evicted_at, looped(pool, 20).evicted_at)
 
 
 @pytest.mark.parametrize("score", [NAN, -NAN, torch.inf, -torch.inf, 2.0])
@@ -268,19 +270,19 @@ def test_exactly_the_budget_survives_when_all_scores_are_equal_whatever_they_are
     pool = small_pool([score] * 9)
     after = evicted(pool, 6, kernels, sink=0, window=0)
     assert after.columns[0, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert (after.death[0, 0] == 13).nonzero().flatten().tolist() == [10, 11, 12]
+    assert (after.evicted_at[0, 0] == 13).nonzero().flatten().tolist() == [10, 11, 12]
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_padding_is_not_kept_and_gets_no_death(kernels: str):
+def test_padding_is_not_kept_and_gets_no_evicted_at(kernels: str):
     # The first three of nine columns are padding of high score.
     pool = small_pool([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     pool = replace(pool, first=pool.first + 3)
-    pool.death[..., :7] = 0
+    pool.evicted_at[..., :7] = 0
     after = evicted(pool, 4, kernels, sink=1, window=2)
     assert after.columns[0, 0, :4].tolist() == [7, 10, 11, 12]
     died = dict.fromkeys((8, 9), 13)
-    assert after.death[0, 0].tolist() == [0 if c < 7 else died.get(c, NEVER) for c in range(16)]
+    assert after.evicted_at[0, 0].tolist() == [0 if c < 7 else died.get(c, NEVER) for c in range(16)]
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -289,7 +291,7 @@ def test_rows_that_are_not_due_keep_every_bit_whatever_their_scores(kernels: str
     pool.scores[1] = NAN
     pool.keys[1, 0, 3] = NAN
     after = evicted(pool, 20, kernels)
-    for name in ("keys", "values", "columns", "attention", "death"):
+    for name in ("keys", "values", "columns", "attention", "evicted_at"):
         assert bits_equal(getattr(after, name)[1], getattr(pool, name)[1])
         assert not bits_equal(getattr(after, name)[2], getattr(pool, name)[2])
     none_due = replace(pool, is_due=torch.zeros(3, dtype=torch.bool))
@@ -303,7 +305,7 @@ def test_all_rows_due_are_what_each_row_alone_is(kernels: str):
     together = evicted(pool, 20, kernels)
     for row in range(3):
         alone = evicted(replace(pool, is_due=torch.arange(3) == row), 20, kernels)
-        for name in ("keys", "values", "columns", "attention", "death"):
+        for name in ("keys", "values", "columns", "attention", "evicted_at"):
             assert bits_equal(getattr(together, name)[row], getattr(alone, name)[row])
 
 
@@ -324,19 +326,19 @@ def test_the_running_score_may_be_the_score_itself(kernels: str):
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_parts_of_larger_tensors_are_evicted_in_place_and_their_surroundings_stay(kernels: str):
     pool = make_pool(33, torch.float16).on(DEVICE)
-    kv_heads, seq = pool.death.shape[1:]
-    # Deaths of all layers in one table; keys and values interleaved, one number off every alignment; one
+    kv_heads, seq = pool.evicted_at.shape[1:]
+    # Evictions of all layers in one table; keys and values interleaved, one number off every alignment; one
     # score for all heads.
     table = torch.full((3, 4, kv_heads, seq), -5, dtype=torch.int32, device=DEVICE)
     both = torch.full((3, 33, kv_heads, 1 + 16 + 8), -5.0, dtype=torch.float16, device=DEVICE)
     parts = replace(
         pool,
         scores=pool.scores[:, :1].expand(-1, kv_heads, -1),
-        death=table[:, 2],
+        evicted_at=table[:, 2],
         keys=both[..., 1:17].transpose(1, 2),
         values=both[..., 17:].transpose(1, 2),
     )
-    parts.death.copy_(pool.death)
+    parts.evicted_at.copy_(pool.evicted_at)
     parts.keys.copy_(pool.keys)
     parts.values.copy_(pool.values)
     expected = looped(parts, 20)
@@ -364,7 +366,7 @@ def test_the_comparison_catches_a_window_or_a_sink_off_by_one(kernels: str):
     expected = looped(pool, 20)
     assert all(evicted(pool, 20, kernels).same(expected).values())
     for wrong in ({"window": WINDOW + 1}, {"window": WINDOW - 1}, {"sink": SINK - 1}):
-        assert not evicted(pool, 20, kernels, **wrong).same(expected)["death"]
+        assert not evicted(pool, 20, kernels, **wrong).same(expected)["evicted_at"]
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -379,7 +381,7 @@ def test_the_comparison_catches_late_ties_swapped_heads_and_times_off_by_one(ker
         "first": replace(pool, first=pool.first - 1),
     }
     for change, tampered in wrong.items():
-        assert not evicted(tampered, 20, kernels).same(expected)["death"], change
+        assert not evicted(tampered, 20, kernels).same(expected)["evicted_at"], change
 
 
 @pytest.mark.usefixtures("_as_users_run_it")

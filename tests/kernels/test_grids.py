@@ -66,10 +66,10 @@ def score() -> None:
 
 def learn() -> None:
     query, key, value = empty(BATCH, 2 * KV_HEADS, SEQ, DIM), *(2 * [empty(BATCH, KV_HEADS, SEQ, DIM)])
-    death = torch.empty(BATCH, KV_HEADS, SEQ, dtype=torch.int32, device="meta")
-    inputs = launch.Inputs(query, key, value, death, 1.0, None, block=128, n_slots=160)
+    evicted_at = torch.empty(BATCH, KV_HEADS, SEQ, dtype=torch.int32, device="meta")
+    inputs = launch.Inputs(query, key, value, evicted_at, 1.0, None, block=128, n_slots=160)
     out, lse = launch.forward(inputs)
-    launch.backward(inputs, out, lse, out, lse, slot_of=death)
+    launch.backward(inputs, out, lse, out, lse, slot_of=evicted_at)
 
 
 def compare() -> None:

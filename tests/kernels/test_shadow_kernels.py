@@ -7,11 +7,11 @@ from lit_rlkv.types import NEVER
 from tests.kernels.accuracy import GROUPS, LENGTHS, bound
 from tests.kernels.shadow_cases import (
     Case,
-    cache_deaths,
+    cache_evictions,
     excess_errors,
     layer_plan,
     make_case,
-    random_deaths,
+    random_evictions,
     with_gradients,
 )
 
@@ -21,9 +21,9 @@ SHORT = (17, 2)
 
 
 def triton(
-    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scaling: float, **settings: object
+    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, **settings: object
 ) -> tuple[Tensor, Tensor]:
-    return shadow_attention_with_lse(query, key, value, death, scaling, kernels="triton", **settings)
+    return shadow_attention_with_lse(query, key, value, evicted_at, scaling, kernels="triton", **settings)
 
 
 def errors(
@@ -31,7 +31,7 @@ def errors(
 ) -> list[float]:
     """Of output, log-sum-exp and gradients; with a plan of this block size where one is given."""
     case = case.to(DEVICE)
-    plan = layer_plan(case.death, block) if block else plan
+    plan = layer_plan(case.evicted_at, block) if block else plan
     return list(excess_errors(triton, case, dtype, plan=plan).values())
 
 
@@ -46,7 +46,7 @@ def _outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.launch.torch.empty", poisoned)
 
 
-# Every length and every group, with deaths of any kind and of a real schedule, not the whole cross of them.
+# Every length and every group, with evictions of any kind and of a real schedule, not the whole cross of them.
 SHAPES = [
     pytest.param(1, 1, None, id="one position"),
     pytest.param(1, 2, 16, id="one position, listed"),
@@ -64,49 +64,49 @@ SHAPES = [
 def test_kernels_are_as_accurate_as_plain_torch(seq: int, group: int, block: int | None, dtype: torch.dtype):
     assert seq in LENGTHS
     assert group in GROUPS
-    assert max(errors(make_case(seq, group, random_deaths(seq)), dtype, block)) <= bound(dtype)
+    assert max(errors(make_case(seq, group, random_evictions(seq)), dtype, block)) <= bound(dtype)
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_slots_that_change_hands_many_times_give_every_key_its_own_gradient(dtype: torch.dtype):
-    death = cache_deaths(130)
-    plan = layer_plan(death, 16)
-    n_living = (death > torch.arange(130)).sum(-1)
+    evicted_at = cache_evictions(130)
+    plan = layer_plan(evicted_at, 16)
+    n_living = (evicted_at > torch.arange(130)).sum(-1)
     assert (n_living > 2 * plan.n_slots).any()  # slots have more than two owners on average
-    assert max(errors(make_case(130, 2, death), dtype, 16)) <= bound(dtype)
+    assert max(errors(make_case(130, 2, evicted_at), dtype, 16)) <= bound(dtype)
 
 
 CHANGES = {
-    "one table for all KV heads": ({}, random_deaths(33, n_kv_heads=1)),
-    "heads of 80 dimensions with values of 24": ({"dim": 80, "dim_v": 24}, random_deaths(33)),
-    "heads of 96 dimensions": ({"dim": 96, "dim_v": 96}, random_deaths(33)),
-    "values wider than keys": ({"dim": 8, "dim_v": 40}, random_deaths(33)),
-    "soft-capped logits": ({"softcap": 3.0}, random_deaths(33)),
-    "a schedule with padding on both sides": ({}, cache_deaths(33).masked_fill(torch.arange(33) > 28, 0)),
+    "one table for all KV heads": ({}, random_evictions(33, n_kv_heads=1)),
+    "heads of 80 dimensions with values of 24": ({"dim": 80, "dim_v": 24}, random_evictions(33)),
+    "heads of 96 dimensions": ({"dim": 96, "dim_v": 96}, random_evictions(33)),
+    "values wider than keys": ({"dim": 8, "dim_v": 40}, random_evictions(33)),
+    "soft-capped logits": ({"softcap": 3.0}, random_evictions(33)),
+    "a schedule with padding on both sides": ({}, cache_evictions(33).masked_fill(torch.arange(33) > 28, 0)),
     "nothing dies": ({}, torch.full((1, 2, 33), NEVER, dtype=torch.int32)),
-    "64-bit deaths beyond 32 bits": (
+    "64-bit evictions beyond 32 bits": (
         {},
-        torch.where(random_deaths(33) == NEVER, 2**40, random_deaths(33).long()),
+        torch.where(random_evictions(33) == NEVER, 2**40, random_evictions(33).long()),
     ),
 }
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
 @pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
-@pytest.mark.parametrize(("shape", "death"), CHANGES.values(), ids=CHANGES)
-def test_kernels_take_whatever_models_and_caches_give(shape: dict, death: Tensor, block: int | None):
-    assert max(errors(make_case(33, 2, death, **shape), torch.float32, block)) <= bound(torch.float32)
+@pytest.mark.parametrize(("shape", "evicted_at"), CHANGES.values(), ids=CHANGES)
+def test_kernels_take_whatever_models_and_caches_give(shape: dict, evicted_at: Tensor, block: int | None):
+    assert max(errors(make_case(33, 2, evicted_at, **shape), torch.float32, block)) <= bound(torch.float32)
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
 @pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
 def test_queries_that_see_nothing_give_zeros_and_no_gradient(block: int | None):
-    death = random_deaths(33)
-    death[0, 0] = 0
-    case = make_case(33, 2, death).to(torch.float32).to(DEVICE)
-    plan = layer_plan(case.death, block) if block else None
-    out, lse = triton(case.query, case.key, case.value, case.death, case.scaling, plan=plan)
+    evicted_at = random_evictions(33)
+    evicted_at[0, 0] = 0
+    case = make_case(33, 2, evicted_at).to(torch.float32).to(DEVICE)
+    plan = layer_plan(case.evicted_at, block) if block else None
+    out, lse = triton(case.query, case.key, case.value, case.evicted_at, case.scaling, plan=plan)
     assert (out[0, :2] == 0).all()
     assert (lse[0, :2] == -torch.inf).all()
     gradients = with_gradients(triton, case, plan=plan)[2:]
@@ -119,7 +119,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(block: int | None):
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
 def test_a_group_split_over_programs_adds_up_to_the_same(monkeypatch: pytest.MonkeyPatch):
-    case = make_case(17, 4, random_deaths(17))
+    case = make_case(17, 4, random_evictions(17))
     # 2 sequences of 2 KV heads and 1 tile are 4 programs at one per group, and 16 at one per query head.
     for n_programs in (8, 16):
         monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.launch.MIN_PROGRAMS", n_programs)
@@ -127,36 +127,36 @@ def test_a_group_split_over_programs_adds_up_to_the_same(monkeypatch: pytest.Mon
         assert max(errors(case, torch.float32, 16)) <= bound(torch.float32)
 
 
-ONE_ROW = cache_deaths(33, prompt_lens=(6,))
+ONE_ROW = cache_evictions(33, prompt_lens=(6,))
 
 
 def shifted(by: int) -> Tensor:
-    death = ONE_ROW
-    return torch.where((death > 0) & (death < NEVER), death + by, death)
+    evicted_at = ONE_ROW
+    return torch.where((evicted_at > 0) & (evicted_at < NEVER), evicted_at + by, evicted_at)
 
 
 WRONG = {
-    "deaths one later": shifted(1),
-    "deaths one earlier": shifted(-1),
+    "evictions one later": shifted(1),
+    "evictions one earlier": shifted(-1),
     "heads swapped": ONE_ROW.flip(1),
     "one head's for all": ONE_ROW[:, :1],
 }
 
 
 @pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
-@pytest.mark.parametrize("death", WRONG.values(), ids=WRONG)
-def test_the_comparison_catches_another_table(death: Tensor, block: int | None):
+@pytest.mark.parametrize("evicted_at", WRONG.values(), ids=WRONG)
+def test_the_comparison_catches_another_table(evicted_at: Tensor, block: int | None):
     def wrong(query: Tensor, key: Tensor, value: Tensor, _: Tensor, scaling: float, **settings: object):
-        return triton(query, key, value, death.to(DEVICE), scaling, **settings)
+        return triton(query, key, value, evicted_at.to(DEVICE), scaling, **settings)
 
-    plan = layer_plan(death.to(DEVICE), block) if block else None
+    plan = layer_plan(evicted_at.to(DEVICE), block) if block else None
     case = make_case(33, 2, ONE_ROW).to(DEVICE)
     assert min(excess_errors(wrong, case, torch.float32, plan=plan).values()) > 10.0
 
 
 def test_the_comparison_catches_the_plan_of_another_table():
-    stranger = layer_plan(cache_deaths(33, n_kv_heads=2, budget=6).to(DEVICE), 16)
-    assert max(errors(make_case(33, 2, cache_deaths(33)), torch.float32, plan=stranger)) > 10.0
+    stranger = layer_plan(cache_evictions(33, n_kv_heads=2, budget=6).to(DEVICE), 16)
+    assert max(errors(make_case(33, 2, cache_evictions(33)), torch.float32, plan=stranger)) > 10.0
 
 
 def test_the_comparison_catches_query_heads_in_another_order():
@@ -164,22 +164,22 @@ def test_the_comparison_catches_query_heads_in_another_order():
         out, lse = triton(query.roll(1, dims=1), *inputs, **settings)
         return out.roll(-1, dims=1), lse.roll(-1, dims=1)
 
-    case = make_case(*ODD, random_deaths(33)).to(DEVICE)
+    case = make_case(*ODD, random_evictions(33)).to(DEVICE)
     assert min(excess_errors(swapped, case, torch.float32).values()) > 10.0
 
 
 @pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
 def test_two_calls_agree_bit_for_bit(block: int | None):
-    case = make_case(*SHORT, random_deaths(17)).to(torch.float16).to(DEVICE)
-    plan = layer_plan(case.death, block) if block else None
+    case = make_case(*SHORT, random_evictions(17)).to(torch.float16).to(DEVICE)
+    plan = layer_plan(case.evicted_at, block) if block else None
     first, second = (with_gradients(triton, case, plan=plan) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
 def test_the_layout_of_inputs_in_memory_does_not_matter(block: int | None):
-    case = make_case(*SHORT, random_deaths(17)).to(torch.float32).to(DEVICE)
-    plan = layer_plan(case.death, block) if block else None
+    case = make_case(*SHORT, random_evictions(17)).to(torch.float32).to(DEVICE)
+    plan = layer_plan(case.evicted_at, block) if block else None
     by_position = with_gradients(triton, case, plan=plan)
     for move in (misaligned, spread_out):
         names = ("query", "key", "value", "out_weight")
@@ -202,8 +202,8 @@ def spread_out(tensor: Tensor) -> Tensor:
 
 
 def test_the_output_is_laid_out_for_the_projection_that_reads_it():
-    case = make_case(*SHORT, random_deaths(17)).to(torch.float32).to(DEVICE)
-    out, lse = triton(case.query, case.key, case.value, case.death, case.scaling)
+    case = make_case(*SHORT, random_evictions(17)).to(torch.float32).to(DEVICE)
+    out, lse = triton(case.query, case.key, case.value, case.evicted_at, case.scaling)
     assert out.transpose(1, 2).is_contiguous()
     assert lse.dtype == torch.float32
 
@@ -215,27 +215,27 @@ def test_the_output_is_laid_out_for_the_projection_that_reads_it():
 def test_kernels_are_as_accurate_as_plain_torch_at_real_sizes(
     dtype: torch.dtype, dim: int, block: int | None
 ):
-    death = cache_deaths(1537, prompt_lens=(300, 70), budget=256, interval=128)
-    assert max(errors(make_case(1537, 4, death, dim=dim, dim_v=dim), dtype, block)) <= bound(dtype)
+    evicted_at = cache_evictions(1537, prompt_lens=(300, 70), budget=256, interval=128)
+    assert max(errors(make_case(1537, 4, evicted_at, dim=dim, dim_v=dim), dtype, block)) <= bound(dtype)
 
 
 @pytest.mark.gpu
 def test_a_call_of_forward_and_backward_never_waits_for_the_device():
-    case = make_case(257, 2, cache_deaths(257)).to(torch.bfloat16).to("cuda")
-    plan = layer_plan(case.death, 128)
+    case = make_case(257, 2, cache_evictions(257)).to(torch.bfloat16).to("cuda")
+    plan = layer_plan(case.evicted_at, 128)
     with_gradients(triton, case, plan=plan)
     inputs = [t.detach().requires_grad_() for t in (case.query, case.key, case.value)]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out, lse = triton(*inputs, case.death, case.scaling, plan=plan)
+        out, lse = triton(*inputs, case.evicted_at, case.scaling, plan=plan)
         torch.autograd.grad(out.sum() + lse.nan_to_num(neginf=0.0).sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_definition_without_log_sum_exp_is_the_same_function():
-    case = make_case(*SHORT, random_deaths(17)).to(torch.float32)
-    inputs = (case.query, case.key, case.value, case.death, case.scaling)
+    case = make_case(*SHORT, random_evictions(17)).to(torch.float32)
+    inputs = (case.query, case.key, case.value, case.evicted_at, case.scaling)
     torch.testing.assert_close(
         reference.shadow_attention(*inputs), reference.shadow_attention_with_lse(*inputs)[0]
     )

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kernels.shadow_attention import ops, plan_slots, shadow_attention, shadow_attention_with_lse
-from tests.kernels.shadow_cases import Case, cache_deaths, layer_plan, make_case, random_deaths
+from tests.kernels.shadow_cases import Case, cache_evictions, layer_plan, make_case, random_evictions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
@@ -17,11 +17,11 @@ MODES = pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"
 
 def make_call(block: int | None) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """A scalar function of query, key and value that uses both outputs, and leaves to call it with."""
-    case = make_case(17, 2, random_deaths(17)).to(torch.float32).to(DEVICE)
-    plan = layer_plan(case.death, block) if block else None
+    case = make_case(17, 2, random_evictions(17)).to(torch.float32).to(DEVICE)
+    plan = layer_plan(case.evicted_at, block) if block else None
 
     def total(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, lse = ops.shadow_attention_with_lse(query, key, value, case.death, case.scaling, plan=plan)
+        out, lse = ops.shadow_attention_with_lse(query, key, value, case.evicted_at, case.scaling, plan=plan)
         return (out * case.out_weight).sum() + (lse.nan_to_num(neginf=0.0) * case.lse_weight).sum()
 
     return total, [t.detach().requires_grad_() for t in (case.query, case.key, case.value)]
@@ -55,15 +55,15 @@ def test_compilation_changes_nothing_and_finds_one_graph(block: int | None):
 
 
 def test_the_registered_operations_pass_torchs_own_checks():
-    case = make_case(17, 2, random_deaths(17)).to(torch.float32).to(DEVICE)
-    inputs = (case.query, case.key, case.value, case.death)
+    case = make_case(17, 2, random_evictions(17)).to(torch.float32).to(DEVICE)
+    inputs = (case.query, case.key, case.value, case.evicted_at)
     settings = (case.scaling, None, 16, 32)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         torch.ops.lit_rlkv.shadow_attention_forward.default, (*inputs, *settings), test_utils=tests
     )
     out, lse = torch.ops.lit_rlkv.shadow_attention_forward(*inputs, *settings)
-    slot_of = layer_plan(case.death, 16).slot_of
+    slot_of = layer_plan(case.evicted_at, 16).slot_of
     torch.library.opcheck(
         torch.ops.lit_rlkv.shadow_attention_backward.default,
         (case.out_weight, case.lse_weight, *inputs, slot_of, out, lse, *settings),
@@ -73,15 +73,15 @@ def test_the_registered_operations_pass_torchs_own_checks():
 
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
 def test_under_autocast_everything_is_in_the_lower_precision(kernels: str):
-    case = make_case(17, 2, random_deaths(17)).to(torch.float32).to(DEVICE)
+    case = make_case(17, 2, random_evictions(17)).to(torch.float32).to(DEVICE)
     inputs = [t.detach().requires_grad_() for t in (case.query, case.key, case.value)]
 
     def attend(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return shadow_attention_with_lse(*inputs, case.death, case.scaling, kernels=kernels)
+        return shadow_attention_with_lse(*inputs, case.evicted_at, case.scaling, kernels=kernels)
 
     with torch.autocast(DEVICE, dtype=torch.float16):
         out, lse = attend(inputs)
-        plain = shadow_attention(*inputs, case.death, case.scaling, kernels=kernels)
+        plain = shadow_attention(*inputs, case.evicted_at, case.scaling, kernels=kernels)
     low_out, low_lse = attend([t.half() for t in inputs])
     assert out.dtype == plain.dtype == torch.float16
     assert lse.dtype == torch.float32
@@ -100,25 +100,27 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
 
 @pytest.mark.usefixtures("_as_users_run_it")
 def test_a_plan_of_another_shape_is_refused():
-    case = make_case(17, 2, random_deaths(17)).to(torch.float32).to(DEVICE)
-    plan = layer_plan(random_deaths(18).to(DEVICE), 16)
-    with pytest.raises(ValueError, match=r"the plan is for deaths of shape \(2, 2, 18\), not \(2, 2, 17\)"):
+    case = make_case(17, 2, random_evictions(17)).to(torch.float32).to(DEVICE)
+    plan = layer_plan(random_evictions(18).to(DEVICE), 16)
+    with pytest.raises(
+        ValueError, match=r"the plan is for evictions of shape \(2, 2, 18\), not \(2, 2, 17\)"
+    ):
         shadow_attention(
-            case.query, case.key, case.value, case.death, case.scaling, plan=plan, kernels="triton"
+            case.query, case.key, case.value, case.evicted_at, case.scaling, plan=plan, kernels="triton"
         )
 
 
 def test_a_plan_of_blocks_too_small_for_the_kernels_is_refused():
-    case = make_case(17, 2, random_deaths(17)).to(torch.float32).to(DEVICE)
-    inputs = (case.query, case.key, case.value, case.death, case.scaling)
+    case = make_case(17, 2, random_evictions(17)).to(torch.float32).to(DEVICE)
+    inputs = (case.query, case.key, case.value, case.evicted_at, case.scaling)
     with pytest.raises(ValueError, match="plan with 16 or more"):
-        shadow_attention(*inputs, plan=layer_plan(case.death, 8), kernels="triton")
+        shadow_attention(*inputs, plan=layer_plan(case.evicted_at, 8), kernels="triton")
 
 
 def test_heads_wider_than_a_tile_are_refused():
-    case = make_case(1, 1, random_deaths(1), dim=257).to(torch.float32).to(DEVICE)
+    case = make_case(1, 1, random_evictions(1), dim=257).to(torch.float32).to(DEVICE)
     with pytest.raises(ValueError, match="more than 256 dimensions"):
-        shadow_attention(case.query, case.key, case.value, case.death, case.scaling, kernels="triton")
+        shadow_attention(case.query, case.key, case.value, case.evicted_at, case.scaling, kernels="triton")
 
 
 class LargestTensor(TorchDispatchMode):
@@ -141,10 +143,14 @@ class LargestTensor(TorchDispatchMode):
 
 def largest_tensor(case: Case, kernels: str, block: int | None) -> int:
     with LargestTensor() as largest:
-        plan = plan_slots(case.death[:, None], block) if block else None
+        plan = plan_slots(case.evicted_at[:, None], block) if block else None
         inputs = [t.detach().requires_grad_() for t in (case.query, case.key, case.value)]
         out, lse = shadow_attention_with_lse(
-            *inputs, case.death, case.scaling, plan=plan if plan is None else plan.layer(0), kernels=kernels
+            *inputs,
+            case.evicted_at,
+            case.scaling,
+            plan=plan if plan is None else plan.layer(0),
+            kernels=kernels,
         )
         torch.autograd.grad(out.sum() + lse.nan_to_num(neginf=0.0).sum(), inputs)
     return largest.n_elements
@@ -152,8 +158,8 @@ def largest_tensor(case: Case, kernels: str, block: int | None) -> int:
 
 def test_no_tensor_grows_with_the_square_of_the_length():
     seq = 256
-    death = cache_deaths(seq, prompt_lens=(9,), n_kv_heads=1)
-    case = make_case(seq, 1, death, n_kv_heads=1).to(torch.float32).to(DEVICE)
+    evicted_at = cache_evictions(seq, prompt_lens=(9,), n_kv_heads=1)
+    case = make_case(seq, 1, evicted_at, n_kv_heads=1).to(torch.float32).to(DEVICE)
     assert largest_tensor(case, "reference", None) >= seq * seq  # the control
     assert largest_tensor(case, "triton", None) <= 16 * seq  # the inputs' size
     assert largest_tensor(case, "triton", 32) <= 16 * seq

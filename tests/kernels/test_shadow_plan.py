@@ -5,26 +5,26 @@ from torch import Tensor
 from lit_rlkv.kernels.shadow_attention import SlotPlan, plan_slots
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.replay import replay_death
+from lit_rlkv.models.replay import replay_evicted_at
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER
-from tests.kernels.shadow_cases import cache_deaths, layer_plan, random_deaths
+from tests.kernels.shadow_cases import cache_evictions, layer_plan, random_evictions
 from tests.models_zoo import ragged_prompts, tiny_model
 
 
-def living_keys(death: Tensor, block: int) -> list[list[set[int]]]:
+def living_keys(evicted_at: Tensor, block: int) -> list[list[set[int]]]:
     """For each row of a table [row seq] and each block of queries: keys that any of its queries sees."""
-    is_visible = visible(death)
+    is_visible = visible(evicted_at)
     return [
         [set(queries.any(0).nonzero()[:, 0].tolist()) for queries in row.split(block)] for row in is_visible
     ]
 
 
-def collisions(plan: SlotPlan, death: Tensor) -> int:
+def collisions(plan: SlotPlan, evicted_at: Tensor) -> int:
     """Keys that share a slot with another one that lives in the same block, over all blocks."""
     n = 0
     for slots, blocks in zip(
-        plan.slot_of.flatten(0, 1), living_keys(death.flatten(0, 1), plan.block), strict=True
+        plan.slot_of.flatten(0, 1), living_keys(evicted_at.flatten(0, 1), plan.block), strict=True
     ):
         for keys in blocks:
             taken = slots[list(keys)].tolist()
@@ -34,11 +34,11 @@ def collisions(plan: SlotPlan, death: Tensor) -> int:
 
 
 TABLES = {
-    "one position": random_deaths(1),
-    "any deaths": random_deaths(63),
-    "any deaths of a long sequence": random_deaths(300),
-    "a cache": cache_deaths(130),
-    "a cache with prompts over its budget": cache_deaths(130, prompt_lens=(60, 35), budget=16),
+    "one position": random_evictions(1),
+    "any evictions": random_evictions(63),
+    "any evictions of a long sequence": random_evictions(300),
+    "a cache": cache_evictions(130),
+    "a cache with prompts over its budget": cache_evictions(130, prompt_lens=(60, 35), budget=16),
     "all keys die at once": torch.full((1, 2, 40), 21).int(),
     "nothing lives": torch.zeros(2, 2, 33).int(),
     "nothing dies": torch.full((2, 2, 33), NEVER).int(),
@@ -46,17 +46,17 @@ TABLES = {
 
 
 @pytest.mark.parametrize("block", [1, 8, 16, 128])
-@pytest.mark.parametrize("death", TABLES.values(), ids=TABLES)
-def test_keys_that_live_in_the_same_block_never_share_a_slot(death: Tensor, block: int):
-    assert collisions(layer_plan(death, block), death) == 0
+@pytest.mark.parametrize("evicted_at", TABLES.values(), ids=TABLES)
+def test_keys_that_live_in_the_same_block_never_share_a_slot(evicted_at: Tensor, block: int):
+    assert collisions(layer_plan(evicted_at, block), evicted_at) == 0
 
 
 def test_the_count_of_collisions_catches_a_plan_with_one_slot_less_or_of_another_table():
-    death = cache_deaths(130)
-    plan = layer_plan(death, 16)
+    evicted_at = cache_evictions(130)
+    plan = layer_plan(evicted_at, 16)
     fewer = SlotPlan(16, plan.n_slots, plan.slot_of % (plan.n_slots - 20))
-    assert collisions(fewer, death) > 0
-    assert collisions(plan, cache_deaths(130, budget=20)) > 0
+    assert collisions(fewer, evicted_at) > 0
+    assert collisions(plan, cache_evictions(130, budget=20)) > 0
 
 
 def test_slots_match_hand_arithmetic():
@@ -65,8 +65,8 @@ def test_slots_match_hand_arithmetic():
     #   key 1 [1, 4) blocks 0-1, key 2 [2, 3) block 1, key 3 never lives, key 4 [4, 8) blocks 2-3,
     #   key 5 [5, 6) block 2, key 6 [6, 8) block 3, key 7 never lives.
     # Births give 1 -> 0, 2 -> 1; released are 1, 2 (block 1), 5 (block 2): 4 -> 0, 5 -> 1, 6 -> that of 5, 1.
-    death = torch.tensor([[[2, 4, 3, 3, 8, 6, NEVER, 0]]]).int()
-    plan = layer_plan(death, 2)
+    evicted_at = torch.tensor([[[2, 4, 3, 3, 8, 6, NEVER, 0]]]).int()
+    plan = layer_plan(evicted_at, 2)
     assert plan.n_slots == 3
     lives = [0, 1, 2, 4, 5, 6]
     assert plan.slot_of[0, 0, lives].tolist() == [2, 0, 1, 0, 1, 1]
@@ -76,35 +76,37 @@ def test_slots_match_hand_arithmetic():
 def test_there_are_as_many_slots_as_keys_live_at_once_and_at_most_those_that_die_first_beside_them(
     block: int,
 ):
-    for death in TABLES.values():
-        rows = living_keys(death.flatten(0, 1), block)
+    for evicted_at in TABLES.values():
+        rows = living_keys(evicted_at.flatten(0, 1), block)
         most = max(len(keys) for blocks in rows for keys in blocks)
         die_first = 0
         for blocks in rows:
             ends = [(a - b) for a, b in zip(blocks, [*blocks[1:], set()], strict=True)]
             die_first = max(die_first, next((len(keys) for keys in ends if keys), 0))
-        assert max(1, most) <= layer_plan(death, block).n_slots <= max(1, most + die_first)
+        assert max(1, most) <= layer_plan(evicted_at, block).n_slots <= max(1, most + die_first)
 
 
 def test_after_a_long_prompt_is_compacted_most_slots_stay_empty():
     # 200 prompt keys fall to 20; afterwards 20 to 30 live. No later key takes one of the 180 slots.
-    death = cache_deaths(400, prompt_lens=(200,), n_kv_heads=1, budget=20, interval=10)
-    plan = layer_plan(death, 16)
+    evicted_at = cache_evictions(400, prompt_lens=(200,), n_kv_heads=1, budget=20, interval=10)
+    plan = layer_plan(evicted_at, 16)
     later = [
-        slot for keys in living_keys(death[0], 16)[0][14:] for slot in plan.slot_of[0, 0, list(keys)].tolist()
+        slot
+        for keys in living_keys(evicted_at[0], 16)[0][14:]
+        for slot in plan.slot_of[0, 0, list(keys)].tolist()
     ]
     assert max(later) < 20 + 10 + 16 + 10
     assert plan.n_slots > 180
 
 
 def test_one_plan_serves_all_layers_and_each_takes_its_own():
-    death = torch.stack([cache_deaths(130), cache_deaths(130, budget=6)], dim=1)
-    plan = plan_slots(death, 16)
+    evicted_at = torch.stack([cache_evictions(130), cache_evictions(130, budget=6)], dim=1)
+    plan = plan_slots(evicted_at, 16)
     assert plan is not None
     for layer in range(2):
-        assert collisions(plan.layer(layer), death[:, layer]) == 0
-    assert collisions(plan.layer(1), death[:, 0]) > 0
-    shared = plan_slots(death[:, :1], 16)
+        assert collisions(plan.layer(layer), evicted_at[:, layer]) == 0
+    assert collisions(plan.layer(1), evicted_at[:, 0]) > 0
+    shared = plan_slots(evicted_at[:, :1], 16)
     assert shared is not None
     assert torch.equal(shared.layer(5).slot_of, shared.layer(0).slot_of)
 
@@ -123,12 +125,12 @@ def test_there_is_no_plan_where_too_few_keys_die():
 
 def test_there_is_no_plan_where_tables_would_outgrow_the_sequence(monkeypatch: pytest.MonkeyPatch):
     # 20 of 100 keys live, all at once, in blocks of 2.
-    death = torch.zeros(1, 1, 1, 100).int()
-    death[..., :20] = NEVER
+    evicted_at = torch.zeros(1, 1, 1, 100).int()
+    evicted_at[..., :20] = NEVER
     monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.plan.MAX_ENTRIES", 10)
-    assert plan_slots(death, 2) is not None
+    assert plan_slots(evicted_at, 2) is not None
     monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.plan.MAX_ENTRIES", 9)
-    assert plan_slots(death, 2) is None
+    assert plan_slots(evicted_at, 2) is None
 
 
 @pytest.mark.parametrize("block", [0, 3, 256])
@@ -137,20 +139,20 @@ def test_blocks_that_tables_cannot_hold_are_refused(block: int):
         plan_slots(torch.zeros(1, 1, 1, 4).int(), block)
 
 
-def test_the_deaths_of_a_real_rollout_have_a_plan():
-    prompts, is_token = ragged_prompts()
+def test_the_evictions_of_a_real_rollout_have_a_plan():
+    prompts, attention_mask = ragged_prompts()
     rollout = generate(
         tiny_model(),
         prompts,
-        is_token,
+        attention_mask,
         cache=CacheSpec("random", budget=8, interval=4, sink=1, window=2),
         max_new_tokens=40,
         eos_token_id=None,
         pad_token_id=0,
         generator=torch.Generator().manual_seed(0),
     )
-    death = replay_death(rollout)
-    plan = plan_slots(death, 8)
+    evicted_at = replay_evicted_at(rollout)
+    plan = plan_slots(evicted_at, 8)
     assert plan is not None
-    for layer in range(death.shape[1]):
-        assert collisions(plan.layer(layer), death[:, layer]) == 0
+    for layer in range(evicted_at.shape[1]):
+        assert collisions(plan.layer(layer), evicted_at[:, layer]) == 0

@@ -37,9 +37,9 @@ def make_cache(spec: CacheSpec, lens: tuple[int, ...] = LENS) -> SlotCache:
     return SlotCache(spec, LAYERS, len(lens), WIDTH + N_STEPS, device, torch.Generator().manual_seed(0))
 
 
-def deaths(kv: SlotCache) -> Tensor:
+def evictions(kv: SlotCache) -> Tensor:
     """Of all rows."""
-    return kv.death(torch.arange(kv.n_rows))
+    return kv.evicted_at(torch.arange(kv.n_rows))
 
 
 def prompt_mask(lens: tuple[int, ...]) -> Tensor:
@@ -89,7 +89,7 @@ class SlowSequence:
         self.visible: list[list[int]] = [[] for _ in range(KV_HEADS)]
         self.attention_sum: list[dict[int, float]] = [{} for _ in range(KV_HEADS)]
         self.last_attention: list[dict[int, float]] = [{} for _ in range(KV_HEADS)]
-        self.death = [[NEVER] * key.shape[1] for _ in range(KV_HEADS)]
+        self.evicted_at = [[NEVER] * key.shape[1] for _ in range(KV_HEADS)]
         self.out = torch.zeros(KV_HEADS * GROUP, *key.shape[1:])
         for position in range(key.shape[1]):
             self.attend(position)
@@ -124,7 +124,7 @@ class SlowSequence:
             others = sorted(set(self.visible[h]) - set(protected), key=lambda k: (-score[k], k))
             kept = sorted(protected + others[: SPEC["budget"] - len(protected)])
             for k in set(self.visible[h]) - set(kept):
-                self.death[h][k] = position + 1
+                self.evicted_at[h][k] = position + 1
             self.visible[h] = kept
 
     def describe(self, h: int, window: range) -> published.Head:
@@ -142,18 +142,18 @@ class SlowSequence:
 
 @cache
 def slow_table(policy: str, lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Death table [batch, layer, kv_head, seq] in columns, padding dead at 0; outputs as of `run_cache`."""
+    """Eviction table [batch, layer, kv_head, seq] in columns, padding dead at 0; outputs as of `run_cache`."""
     states = random_states()
-    death = torch.zeros(len(LENS), LAYERS, KV_HEADS, WIDTH + N_STEPS, dtype=torch.int32)
+    evicted_at = torch.zeros(len(LENS), LAYERS, KV_HEADS, WIDTH + N_STEPS, dtype=torch.int32)
     outs = torch.zeros(LAYERS, len(LENS), KV_HEADS * GROUP, WIDTH + N_STEPS, DIM)
     for row, prompt_len in enumerate(lens):
         pad = WIDTH - prompt_len
         for layer in range(LAYERS):
             sequence = SlowSequence(policy, *(s[layer, row, :, pad:] for s in states), prompt_len)
-            times = torch.tensor(sequence.death)
-            death[row, layer, :, pad:] = torch.where(times == NEVER, NEVER, times + pad).int()
+            times = torch.tensor(sequence.evicted_at)
+            evicted_at[row, layer, :, pad:] = torch.where(times == NEVER, NEVER, times + pad).int()
             outs[layer, row, :, pad:] = sequence.out
-    return death, outs
+    return evicted_at, outs
 
 
 @pytest.mark.parametrize("lens", [LENS, EQUAL], ids=["ragged", "equal"])
@@ -162,9 +162,9 @@ def test_deaths_and_outputs_are_those_of_a_slow_simulation(policy: str, lens: tu
     states = random_states()
     kv = make_cache(CacheSpec(policy=policy, **SPEC), lens)
     outs = run_cache(kv, states, lens)
-    expected_death, expected_outs = slow_table(policy, lens)
-    assert (expected_death[expected_death > 0] < NEVER).float().mean() > 0.3
-    assert torch.equal(deaths(kv), expected_death)
+    expected_evicted_at, expected_outs = slow_table(policy, lens)
+    assert (expected_evicted_at[expected_evicted_at > 0] < NEVER).float().mean() > 0.3
+    assert torch.equal(evictions(kv), expected_evicted_at)
     torch.testing.assert_close(outs, expected_outs, rtol=1e-4, atol=1e-5)
 
 
@@ -177,9 +177,9 @@ def test_padding_is_dead_at_birth_and_the_prompt_survivors_of_a_long_prompt_die_
     kv = make_cache(CacheSpec(policy="streaming", **SPEC))
     prefill_all(kv)
     # Row 0: 13 tokens, budget 8: the sink 0 and the last seven (6..12) stay, 1..5 die at column 13.
-    assert deaths(kv)[0, 0, 0, :13].tolist() == [NEVER] + [13] * 5 + [NEVER] * 7
+    assert evictions(kv)[0, 0, 0, :13].tolist() == [NEVER] + [13] * 5 + [NEVER] * 7
     # Row 3: 3 tokens after ten columns of padding.
-    assert deaths(kv)[3, 1, 1, :13].tolist() == [0] * 10 + [NEVER] * 3
+    assert evictions(kv)[3, 1, 1, :13].tolist() == [0] * 10 + [NEVER] * 3
 
 
 def test_a_dense_cache_evicts_nothing_and_attends_to_everything():
@@ -191,7 +191,7 @@ def test_a_dense_cache_evicts_nothing_and_attends_to_everything():
         query, key, value, is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(outs[:, 0], expected)
-    assert (deaths(kv)[0] == NEVER).all()
+    assert (evictions(kv)[0] == NEVER).all()
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova"])
@@ -202,7 +202,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(policy: str):
     alone = make_cache(CacheSpec(policy=policy, **SPEC), LENS[1:2])
     query, key, value = (s[:, 1:2] for s in states)
     run_cache(alone, (query, key, value), LENS[1:2])
-    assert torch.equal(deaths(alone)[0], deaths(together)[1])
+    assert torch.equal(evictions(alone)[0], evictions(together)[1])
 
 
 def received_by_prompt(policy: str, layer: int, row: int, kv_head: int, softcap: float | None) -> list[float]:
@@ -245,15 +245,15 @@ def test_rows_that_are_used_again_remember_nothing(policy: str, rows: list[int])
     lens = LENS[::-1]  # long prompts follow short ones, and short ones long
     used, fresh = make_cache(spec), make_cache(spec)
     first_outs = run_cache(used, random_states(5))
-    first_death = deaths(used)
+    first_evicted_at = evictions(used)
     used.levels.stop(range(len(LENS)))
     outs = run_cache(used, random_states(6), lens, rows)
     expected = run_cache(fresh, random_states(6), lens)[:, rows]
     assert not torch.allclose(outs, first_outs[:, rows], atol=1e-2)
     torch.testing.assert_close(outs, expected)
-    assert torch.equal(used.death(torch.tensor(rows)), fresh.death(torch.tensor(rows)))
+    assert torch.equal(used.evicted_at(torch.tensor(rows)), fresh.evicted_at(torch.tensor(rows)))
     others = torch.tensor([row for row in range(len(LENS)) if row not in rows], dtype=torch.long)
-    assert torch.equal(used.death(others), first_death[others])
+    assert torch.equal(used.evicted_at(others), first_evicted_at[others])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "tova"])
@@ -268,7 +268,7 @@ def test_what_a_prompt_attends_to_does_not_depend_on_the_chunks_it_is_summed_in(
     # Four heads of four rows, 13 columns: four queries at a time.
     monkeypatch.setattr("lit_rlkv.kvcache.prompt_attention.MAX_PROMPT_LOGITS", 4 * 4 * 4 * WIDTH)
     run_cache(chunked, random_states())
-    assert torch.equal(deaths(chunked), deaths(whole))
+    assert torch.equal(evictions(chunked), evictions(whole))
 
 
 def test_a_layer_that_attends_twice_in_one_forward_is_refused():

@@ -44,14 +44,14 @@ def test_adapters_on_bfloat16_weights_compute_in_it_alone_and_by_row_and_are_kep
         assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)
         if "lora_B" in name:
             parameter.normal_(std=0.1)
-    token_ids = torch.arange(12).view(2, 6) % 7 + 3
+    input_ids = torch.arange(12).view(2, 6) % 7 + 3
     alone = []
     for name in ("first", "second"):
         with switched(lora_layers(model), name):
-            alone.append(model(token_ids).logits)
+            alone.append(model(input_ids).logits)
     assert not torch.equal(*alone)
     with acting_by_row(model, ["first", "first", "second", "second"]):
-        stacked = model(token_ids.repeat(2, 1)).logits
+        stacked = model(input_ids.repeat(2, 1)).logits
     assert torch.equal(stacked, torch.cat(alone))
     assert stacked.dtype == torch.bfloat16
 
@@ -90,17 +90,17 @@ def test_adapters_on_packed_weights_compute_in_the_precision_of_what_these_stand
     models = [deepcopy(tiny_model()).bfloat16() for _ in range(2)]
     for layer in models[1].model.layers:
         layer.mlp.down_proj = Packed(layer.mlp.down_proj)
-    token_ids, logits = torch.arange(12).view(2, 6) % 7 + 3, []
+    input_ids, logits = torch.arange(12).view(2, 6) % 7 + 3, []
     for model in models:
         torch.manual_seed(0)
         add_adapter(model, "first", LoraSpec(rank=4, alpha=8, target_modules=["down_proj"]))
         for layer in lora_layers(model):
             layer.lora_B["first"].weight.normal_(std=0.1)
-        plain = model(token_ids).logits
+        plain = model(input_ids).logits
         with switched(lora_layers(model), "first"):
-            logits.append(model(token_ids).logits)
+            logits.append(model(input_ids).logits)
             with rounding_once(model):
-                assert torch.equal(model(token_ids).logits, logits[-1])
+                assert torch.equal(model(input_ids).logits, logits[-1])
         assert not torch.equal(plain, logits[-1])
     assert torch.equal(*logits)
 
@@ -110,12 +110,12 @@ def test_adapters_that_are_rounded_once_say_the_same_until_the_block_ends():
     model = deepcopy(tiny_model()).bfloat16()
     add_adapter(model, "first", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
     moved = [p.normal_(std=0.1) for name, p in model.named_parameters() if "lora_B" in name]
-    token_ids = torch.arange(12).view(2, 6) % 7 + 3
+    input_ids = torch.arange(12).view(2, 6) % 7 + 3
     with switched(lora_layers(model), "first"):
-        before = model(token_ids).logits
+        before = model(input_ids).logits
         with rounding_once(model):
-            assert torch.equal(model(token_ids).logits, before)
+            assert torch.equal(model(input_ids).logits, before)
             for parameter in moved:
                 parameter.mul_(2)
-            assert torch.equal(model(token_ids).logits, before)
-        assert not torch.equal(model(token_ids).logits, before)
+            assert torch.equal(model(input_ids).logits, before)
+        assert not torch.equal(model(input_ids).logits, before)

@@ -53,13 +53,13 @@ SIZE = {
 
 
 def gap_of_a_rollout(model: PreTrainedModel) -> float:
-    token_ids, is_prompt = ragged_prompts()
+    input_ids, is_prompt = ragged_prompts()
     spec = CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3)
     rollout = generate(
-        model, token_ids, is_prompt, cache=spec, max_new_tokens=8, eos_token_id=None, pad_token_id=PAD
+        model, input_ids, is_prompt, cache=spec, max_new_tokens=8, eos_token_id=None, pad_token_id=PAD
     )
     with torch.no_grad():
-        return float((replay_logps(model, rollout) - rollout.sampler_logps).abs().max())
+        return float((replay_logps(model, rollout) - rollout.rollout_logps).abs().max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,7 +88,7 @@ def test_a_supported_family_is_returned_itself(family: str):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
 )
-def test_an_architecture_that_deaths_do_not_describe_is_refused_with_the_reason(
+def test_an_architecture_that_evictions_do_not_describe_is_refused_with_the_reason(
     config: PretrainedConfig, reason: str
 ):
     with pytest.raises(ValueError, match=f"cannot be replayed: .*{reason}"):
@@ -187,11 +187,11 @@ def test_dropout_is_switched_off():
         embd_pdrop=0.5,
         attn_pdrop=0.5,
     )
-    token_ids = ragged_prompts()[0]
+    input_ids = ragged_prompts()[0]
     model = build(config).train()
-    assert not torch.equal(model(token_ids).logits, model(token_ids).logits)
+    assert not torch.equal(model(input_ids).logits, model(input_ids).logits)
     prepare_backbone(model)
-    assert torch.equal(model(token_ids).logits, model(token_ids).logits)
+    assert torch.equal(model(input_ids).logits, model(input_ids).logits)
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -214,10 +214,10 @@ def test_the_mode_is_left_as_it_was(is_training: bool):
 )
 def test_scalings_behind_the_output_head_are_applied(config: PretrainedConfig):
     model = prepare_backbone(build(config))
-    token_ids = ragged_prompts()[0]
-    hidden = model.base_model(token_ids).last_hidden_state
-    torch.testing.assert_close(head_logits(model, hidden), model(token_ids).logits)
-    assert not torch.allclose(model.get_output_embeddings()(hidden), model(token_ids).logits, atol=1e-2)
+    input_ids = ragged_prompts()[0]
+    hidden = model.base_model(input_ids).last_hidden_state
+    torch.testing.assert_close(head_logits(model, hidden), model(input_ids).logits)
+    assert not torch.allclose(model.get_output_embeddings()(hidden), model(input_ids).logits, atol=1e-2)
     assert gap_of_a_rollout(model) < 1e-4
 
 
@@ -282,29 +282,29 @@ def test_a_model_whose_rotation_asks_for_the_length_is_not_captured():
 
 
 def test_positions_count_tokens_and_not_padding():
-    is_token = torch.tensor([[False, False, True, True, True], [True, True, True, False, False]])
-    assert token_positions(is_token)[is_token].tolist() == [0, 1, 2, 0, 1, 2]
+    attention_mask = torch.tensor([[False, False, True, True, True], [True, True, True, False, False]])
+    assert token_positions(attention_mask)[attention_mask].tolist() == [0, 1, 2, 0, 1, 2]
 
 
 def test_generate_and_replay_check_the_length():
-    token_ids, is_prompt = ragged_prompts()
+    input_ids, is_prompt = ragged_prompts()
     settings = {"cache": CacheSpec.dense(), "eos_token_id": None, "pad_token_id": PAD}
     short = prepare_backbone(build(tiny_config("llama", max_position_embeddings=20)))
     with pytest.raises(ValueError, match="has positions for 20"):
-        generate(short, token_ids, is_prompt, max_new_tokens=7, **settings)
-    rollout = generate(tiny_model(), token_ids, is_prompt, max_new_tokens=7, **settings)
+        generate(short, input_ids, is_prompt, max_new_tokens=7, **settings)
+    rollout = generate(tiny_model(), input_ids, is_prompt, max_new_tokens=7, **settings)
     with pytest.raises(ValueError, match="has positions for 20"):
         replay_logps(short, rollout)
 
 
 def test_a_model_that_was_not_prepared_is_refused_rather_than_run_without_a_mask():
-    token_ids, is_prompt = ragged_prompts()
+    input_ids, is_prompt = ragged_prompts()
     settings = {"cache": CacheSpec.dense(), "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": PAD}
     raw = build(tiny_config("llama"))
     message = r"LlamaForCausalLM computes 'sdpa' attention, .*pass the model through prepare_backbone first"
     with pytest.raises(ValueError, match=message):
-        generate(raw, token_ids, is_prompt, **settings)
-    rollout = generate(tiny_model(), token_ids, is_prompt, **settings)
+        generate(raw, input_ids, is_prompt, **settings)
+    rollout = generate(tiny_model(), input_ids, is_prompt, **settings)
     with pytest.raises(ValueError, match=message):
         replay_logps(raw, rollout)
 

@@ -30,5 +30,5 @@ def test_a_head_in_double_precision_stays_there():
 
 def test_a_sequence_is_read_at_its_last_token():
     hidden = torch.arange(6.0).view(2, 3, 1)
-    is_token = torch.tensor([[False, True, True], [True, True, False]])
-    assert last_token(hidden, is_token).tolist() == [[2.0], [4.0]]
+    attention_mask = torch.tensor([[False, True, True], [True, True, False]])
+    assert last_token(hidden, attention_mask).tolist() == [[2.0], [4.0]]

@@ -211,7 +211,7 @@ def test_checkpointing_really_recomputes_while_learning_and_never_while_sampling
         generator = torch.Generator().manual_seed(0)
         found = generate(backbone, *ragged_prompts(), **options, generator=generator)
     expected = generate(tiny_model(), *ragged_prompts(), **options, generator=generator.manual_seed(0))
-    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.input_ids, expected.input_ids)
 
 
 def test_checkpointing_that_forgets_the_role_is_refused():

@@ -65,9 +65,9 @@ def test_the_attention_that_a_checkpoint_asks_for_does_not_matter(checkpoint):
     with pytest.raises(ImportError, match="FlashAttention2"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
     model = prepare_backbone(load_causal_lm(checkpoint, torch.float32))
-    token_ids = torch.arange(8)[None]
+    input_ids = torch.arange(8)[None]
     with torch.no_grad():
-        torch.testing.assert_close(model(token_ids).logits, expected(token_ids).logits)
+        torch.testing.assert_close(model(input_ids).logits, expected(input_ids).logits)
 
 
 def test_randomness_that_only_the_config_can_switch_off_is_switched_off():

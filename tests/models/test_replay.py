@@ -9,7 +9,12 @@ from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switched
-from lit_rlkv.models.replay import action_hidden, action_logps_and_entropy, dense_death, replay_death
+from lit_rlkv.models.replay import (
+    dense_evicted_at,
+    replay_evicted_at,
+    response_hidden,
+    response_logps_and_entropy,
+)
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
@@ -39,36 +44,38 @@ def test_a_temperature_without_log_probs_is_refused(temperature: float):
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_log_probs_are_those_of_the_sampler_at_its_temperature(temperature: float):
     rollout = sampled(temperature=temperature)
-    gap = (replay_logps(tiny_model(), rollout, temperature=temperature) - rollout.sampler_logps).abs().max()
-    wrong = (replay_logps(tiny_model(), rollout) - rollout.sampler_logps).abs().max()
+    gap = (replay_logps(tiny_model(), rollout, temperature=temperature) - rollout.rollout_logps).abs().max()
+    wrong = (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs().max()
     assert gap < 1e-4 < 1e-1 < wrong
 
 
 def test_log_probs_stand_at_their_actions_and_zero_elsewhere():
     rollout = sampled()
     logps = replay_logps(tiny_model(), rollout)
-    assert (logps[rollout.is_action] < 0).all()
-    assert (logps[~rollout.is_action] == 0).all()
+    assert (logps[rollout.response_mask] < 0).all()
+    assert (logps[~rollout.response_mask] == 0).all()
 
 
 def test_without_the_shadow_they_are_the_dense_log_probs_of_transformers():
     rollout, model = sampled(), tiny_model()
-    positions = (rollout.is_token.long().cumsum(1) - 1).clamp(min=0)
-    logits = model(rollout.token_ids, attention_mask=rollout.is_token.long(), position_ids=positions).logits
-    chosen = logits[:, :-1].log_softmax(-1).gather(-1, rollout.token_ids[:, 1:, None]).squeeze(-1)
-    expected = torch.zeros(rollout.token_ids.shape)
-    expected[:, 1:] = chosen.masked_fill(~rollout.is_action[:, 1:], 0.0)
+    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    logits = model(
+        rollout.input_ids, attention_mask=rollout.attention_mask.long(), position_ids=positions
+    ).logits
+    chosen = logits[:, :-1].log_softmax(-1).gather(-1, rollout.input_ids[:, 1:, None]).squeeze(-1)
+    expected = torch.zeros(rollout.input_ids.shape)
+    expected[:, 1:] = chosen.masked_fill(~rollout.response_mask[:, 1:], 0.0)
     torch.testing.assert_close(replay_logps(model, rollout, shadow=False), expected, rtol=1e-5, atol=1e-5)
     assert (replay_logps(model, rollout) - expected).abs().max() > 0.1
 
 
 def test_entropies_are_those_of_the_distribution_that_was_sampled():
     rollout, model = sampled(), tiny_model()
-    hidden = action_hidden(model, rollout, shadow=True)
-    _, entropy = action_logps_and_entropy(model, rollout, hidden, 1.0)
+    hidden = response_hidden(model, rollout, shadow=True)
+    _, entropy = response_logps_and_entropy(model, rollout, hidden, 1.0)
     expected = torch.distributions.Categorical(logits=model.lm_head(hidden)).entropy()
-    torch.testing.assert_close(entropy[rollout.is_action], expected)
-    assert (entropy[~rollout.is_action] == 0).all()
+    torch.testing.assert_close(entropy[rollout.response_mask], expected)
+    assert (entropy[~rollout.response_mask] == 0).all()
 
 
 def gradients(model: PreTrainedModel, rollout: Rollout) -> list[Tensor]:
@@ -118,8 +125,8 @@ def test_a_model_that_trains_with_gradient_checkpointing_can_sample():
         pad_token_id=PAD,
         generator=torch.Generator().manual_seed(0),
     )
-    assert torch.equal(again.token_ids, sampled().token_ids)
-    assert torch.equal(again.death, sampled().death)
+    assert torch.equal(again.input_ids, sampled().input_ids)
+    assert torch.equal(again.evicted_at, sampled().evicted_at)
 
 
 def test_logits_of_all_positions_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -133,7 +140,7 @@ def test_logits_of_all_positions_are_never_held_at_once(monkeypatch: pytest.Monk
     finally:
         handle.remove()
         model.zero_grad(set_to_none=True)
-    assert rollout.is_action.sum() > 5
+    assert rollout.response_mask.sum() > 5
     assert max(n_positions) == 5
 
 
@@ -161,8 +168,8 @@ def test_the_head_is_called_once_per_chunk_if_it_is_frozen_and_twice_if_it_train
         add_adapter(model, "policy", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
     model.lm_head.requires_grad_(False)
     of_frozen, n_positions = gradients_and_head_calls(model, rollout)
-    n_actions = int(rollout.is_action.sum())
-    chunks = [5] * (n_actions // 5) + [n_actions % 5] * (n_actions % 5 > 0)
+    n_response_tokens = int(rollout.response_mask.sum())
+    chunks = [5] * (n_response_tokens // 5) + [n_response_tokens % 5] * (n_response_tokens % 5 > 0)
     assert len(chunks) > 2
     assert n_positions == [0, *chunks]  # of no position: whether its logits would need a gradient
     model.lm_head.requires_grad_(True)
@@ -174,33 +181,33 @@ def test_the_head_is_called_once_per_chunk_if_it_is_frozen_and_twice_if_it_train
 
 
 def test_padding_is_dead_also_in_a_table_that_says_nothing_of_it():
-    is_token = torch.tensor([[False, True, True, True], [True, True, True, False]])
+    attention_mask = torch.tensor([[False, True, True, True], [True, True, True, False]])
     rollout = Rollout(
-        token_ids=torch.ones(2, 4, dtype=torch.long),
-        is_token=is_token,
-        is_action=is_token & torch.tensor([False, False, True, True]),
-        sampler_logps=torch.zeros(2, 4),
-        death=torch.full((2, 1, 1, 4), NEVER, dtype=torch.int32),
+        input_ids=torch.ones(2, 4, dtype=torch.long),
+        attention_mask=attention_mask,
+        response_mask=attention_mask & torch.tensor([False, False, True, True]),
+        rollout_logps=torch.zeros(2, 4),
+        evicted_at=torch.full((2, 1, 1, 4), NEVER, dtype=torch.int32),
         kv_bytes=0,
     )
     # Row 0 ends at column 4, row 1 at column 3.
-    assert replay_death(rollout)[:, 0, 0].tolist() == [[0, 4, 4, 4], [3, 3, 3, 0]]
+    assert replay_evicted_at(rollout)[:, 0, 0].tolist() == [[0, 4, 4, 4], [3, 3, 3, 0]]
 
 
 def test_padding_is_dead_on_both_sides_and_all_else_ends_with_its_row():
     rollout = sampled()
-    assert (~rollout.is_token[:, -1]).any()  # some row ended early
-    death = replay_death(rollout)
-    padding = ~rollout.is_token[:, None, None].expand_as(death)
-    assert (death[padding] == 0).all()
-    for row in range(len(rollout.token_ids)):
-        end = int(rollout.is_token[row].nonzero().max()) + 1
-        of_tokens = rollout.is_token[row]
-        expected = rollout.death[row][..., of_tokens].clamp(max=end)
-        assert torch.equal(death[row][..., of_tokens], expected)
-        assert not (visible(death[row])[..., end:, :]).any()  # what follows sees nothing
+    assert (~rollout.attention_mask[:, -1]).any()  # some row ended early
+    evicted_at = replay_evicted_at(rollout)
+    padding = ~rollout.attention_mask[:, None, None].expand_as(evicted_at)
+    assert (evicted_at[padding] == 0).all()
+    for row in range(len(rollout.input_ids)):
+        end = int(rollout.attention_mask[row].nonzero().max()) + 1
+        of_tokens = rollout.attention_mask[row]
+        expected = rollout.evicted_at[row][..., of_tokens].clamp(max=end)
+        assert torch.equal(evicted_at[row][..., of_tokens], expected)
+        assert not (visible(evicted_at[row])[..., end:, :]).any()  # what follows sees nothing
 
 
 def test_a_dense_table_kills_padding_and_nothing_else():
-    is_token = torch.tensor([[False, True, True], [True, True, False]])
-    assert dense_death(is_token).tolist() == [[[[0, NEVER, NEVER]]], [[[NEVER, NEVER, 0]]]]
+    attention_mask = torch.tensor([[False, True, True], [True, True, False]])
+    assert dense_evicted_at(attention_mask).tolist() == [[[[0, NEVER, NEVER]]], [[[NEVER, NEVER, 0]]]]

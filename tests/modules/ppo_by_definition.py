@@ -5,11 +5,12 @@ import math
 import torch
 from torch import Tensor
 
-from lit_rlkv.data.credit import CriticCredit, Experience
-from lit_rlkv.data.rollouts import RolloutDataModule
-from lit_rlkv.data.settings import KLConfig
-from lit_rlkv.models.hydra import ROLES, Roles, acting_as
-from lit_rlkv.models.replay import action_hidden, replay_logps
+from lit_rlkv.experience.advantages import Experience, GAEAdvantage
+from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.experience.settings import KLConfig
+from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.layouts import ROLES
+from lit_rlkv.models.replay import replay_logps, response_hidden
 from lit_rlkv.modules.ppo import PPO
 from lit_rlkv.types import Rollout, TrainBatch
 from tests.modules.test_grpo import weights_by_definition
@@ -22,7 +23,7 @@ STD_FLOOR = 1e-4
 
 
 def make_data(roles: Roles, arm: str = "shadow", **options) -> RolloutDataModule:
-    options = {"credit": CriticCredit(GAMMA, LAM), "kl": PAID, "aggregation": "token"} | options
+    options = {"credit": GAEAdvantage(GAMMA, LAM), "kl": PAID, "aggregation": "token"} | options
     return make_datamodule(roles, correction=ARMS[arm], **({"learner_parts": BOTH} | options))
 
 
@@ -44,12 +45,12 @@ def seen_by(roles: Roles, role: str, rollout: Rollout, shadow: bool = True) -> T
     with torch.no_grad(), acting_as(roles, role) as backbone:
         if role != "value":
             return replay_logps(backbone, rollout, shadow=shadow).double()
-        values = roles.head(role)(action_hidden(backbone, rollout, shadow=shadow))
-        return torch.zeros(rollout.token_ids.shape).masked_scatter(rollout.is_action, values).double()
+        values = roles.head(role)(response_hidden(backbone, rollout, shadow=shadow))
+        return torch.zeros(rollout.input_ids.shape).masked_scatter(rollout.response_mask, values).double()
 
 
 def actions_of(rollout: Rollout) -> list[list[int]]:
-    return [row.nonzero().flatten().tolist() for row in rollout.is_action]
+    return [row.nonzero().flatten().tolist() for row in rollout.response_mask]
 
 
 def credit_by_definition(
@@ -74,19 +75,19 @@ def credit_by_definition(
     std = math.sqrt(sum((a - mean) ** 2 for a in counted) / (len(counted) - 1))
     whitened = (advantages - mean) / (std + STD_FLOOR)
     if mistake == "whitened returns":
-        returns = torch.where(experience.rollout.is_action, whitened + values, 0.0)
+        returns = torch.where(experience.rollout.response_mask, whitened + values, 0.0)
     return torch.where(is_counted, whitened, 0.0), returns
 
 
 def losses_by_definition(
     roles: Roles, experience: Experience, arm: str = "shadow", value_shadow: bool = True, mistake: str = ""
 ) -> dict[str, float]:
-    """−Σ w·min(ρA, clip(ρ)A) / n_counted and Σ 0.5·max((V − R)², (clip(V) − R)²) / n_actions."""
+    """−Σ w·min(ρA, clip(ρ)A) / n_counted and Σ 0.5·max((V − R)², (clip(V) − R)²) / n_response_tokens."""
     rollout, old = experience.rollout, experience.old_logps.double()
     logps = seen_by(roles, "policy", rollout, ARMS[arm].replays)
     values = seen_by(roles, "value", rollout, value_shadow)
-    rho = (old - rollout.sampler_logps.double()).exp()
-    weight, is_counted = weights_by_definition(arm, rho, rollout.is_action)
+    rho = (old - rollout.rollout_logps.double()).exp()
+    weight, is_counted = weights_by_definition(arm, rho, rollout.response_mask)
     advantages, returns = credit_by_definition(experience, is_counted, mistake=mistake)
     policy_loss = value_loss = 0.0
     for row, columns in enumerate(actions_of(rollout)):
@@ -98,8 +99,8 @@ def losses_by_definition(
             v, v_old, r = (float(x[row, column]) for x in (values, experience.values, returns))
             v_clip = min(max(v, v_old - 0.2), v_old + 0.2)
             worse = min if mistake == "better of both values" else max
-            value_loss += 0.5 * worse((v - r) ** 2, (v_clip - r) ** 2) / int(rollout.is_action.sum())
-    log_ratio = (logps - old)[rollout.is_action].tolist()
+            value_loss += 0.5 * worse((v - r) ** 2, (v_clip - r) ** 2) / int(rollout.response_mask.sum())
+    log_ratio = (logps - old)[rollout.response_mask].tolist()
     approx_kl = sum(math.exp(x) - 1 - x for x in log_ratio) / len(log_ratio)  # KL(π_old ‖ π) by k3
     losses = {"policy_loss": policy_loss, "value_loss": value_loss, "approx_kl": approx_kl}
     return losses | {"loss": policy_loss + 0.5 * value_loss}

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rlkv.data.credit import GroupCredit
-from lit_rlkv.data.settings import KLConfig
+from lit_rlkv.experience.advantages import GroupAdvantage
+from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
@@ -12,10 +12,10 @@ from lit_rlkv.types import Rewards
 from tests.training import ARMS, make_datamodule, make_module, make_roles, shift
 
 
-def weights_by_definition(arm, rho, is_action):
+def weights_by_definition(arm, rho, response_mask):
     """Each arm by its own definition, as loops over tokens."""
-    weight, is_counted = torch.zeros_like(rho), is_action.clone()
-    for row, column in is_action.nonzero().tolist():
+    weight, is_counted = torch.zeros_like(rho), response_mask.clone()
+    for row, column in response_mask.nonzero().tolist():
         r = float(rho[row, column])
         if arm in ("dense", "naive", "shadow"):
             weight[row, column] = 1.0
@@ -24,7 +24,7 @@ def weights_by_definition(arm, rho, is_action):
         elif arm == "mis":
             weight[row, column] = r if 0.5 <= r <= 2.0 else 0.0
         else:
-            has_veto = any(float(x) < 1e-4 for x in rho[row][is_action[row]])
+            has_veto = any(float(x) < 1e-4 for x in rho[row][response_mask[row]])
             is_kept = 0.5 <= r <= 1.5 and not has_veto
             weight[row, column] = min(r, 1.5) if is_kept else 0.0
             is_counted[row, column] = is_kept
@@ -49,11 +49,11 @@ def test_loss_equals_its_definition(arm, aggregation):
     loss = float(module.training_step(batch, 0)["policy_loss"])
 
     rollout = batch.rollout
-    is_action = rollout.is_action
+    response_mask = rollout.response_mask
     with torch.no_grad(), acting_as(roles, "policy") as backbone:
         logps = replay_logps(backbone, rollout, shadow=correction.replays)
     old = batch.old_logps
-    weight, is_counted = weights_by_definition(arm, (old - rollout.sampler_logps).exp(), is_action)
+    weight, is_counted = weights_by_definition(arm, (old - rollout.rollout_logps).exp(), response_mask)
     expected = 0.0
     n_sequences = sum(bool(row.any()) for row in is_counted)
     for row, column in is_counted.nonzero().tolist():
@@ -74,16 +74,16 @@ def test_loss_equals_its_definition(arm, aggregation):
 def test_arms_with_a_dense_learner_recompute_what_the_sampler_saw_differently():
     roles = shift(make_roles())
     naive = make_datamodule(roles, correction=ARMS["naive"]).collect()
-    gap = (naive.old_logps - naive.rollout.sampler_logps)[naive.rollout.is_action].abs()
+    gap = (naive.old_logps - naive.rollout.rollout_logps)[naive.rollout.response_mask].abs()
     assert float(gap.max()) > 0.05
     shadow = make_datamodule(roles).collect()
-    assert torch.equal(shadow.old_logps, shadow.rollout.sampler_logps)
+    assert torch.equal(shadow.old_logps, shadow.rollout.rollout_logps)
 
 
 def test_the_dense_arm_keeps_every_key():
     rollout = make_datamodule(make_roles(), correction=ARMS["dense"]).collect().rollout
-    born = rollout.is_token[:, None, None].expand_as(rollout.death)
-    assert (rollout.death[born] > rollout.token_ids.shape[1]).all()
+    born = rollout.attention_mask[:, None, None].expand_as(rollout.evicted_at)
+    assert (rollout.evicted_at[born] > rollout.input_ids.shape[1]).all()
 
 
 def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
@@ -108,16 +108,16 @@ def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
 
 def test_dapo_learns_from_disagreeing_groups_only():
     roles = make_roles()
-    data = make_datamodule(roles, credit=GroupCredit("dapo", drop_uniform=True))
+    data = make_datamodule(roles, credit=GroupAdvantage("dapo", filter_zero_std_groups=True))
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
     experience = replace(experience, rewards=Rewards(total=total, components={}))
     (batch,) = data.steps.minibatches(experience)
     # the first and the last group disagree; the others stay in the batch, but weigh nothing in the loss
-    counted = {tuple(row) for row in batch.rollout.token_ids[(batch.loss_weight > 0).any(dim=1)].tolist()}
-    rows = experience.rollout.token_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()
+    counted = {tuple(row) for row in batch.rollout.input_ids[(batch.loss_weight > 0).any(dim=1)].tolist()}
+    rows = experience.rollout.input_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()
     assert counted == {tuple(row) for row in rows}
-    assert len(batch.rollout.token_ids) == 16
+    assert len(batch.rollout.input_ids) == 16
 
 
 def test_a_kl_estimator_without_a_gradient_is_refused_in_the_loss():

@@ -5,12 +5,12 @@ from lightning.fabric import Fabric
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tasks import ChainSum
 from lit_rlkv.data.tokenizers import build_task_tokenizer
-from lit_rlkv.loop import train
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.tasks import ChainSum
+from lit_rlkv.trainer import train
 
 
 class Rows(RLCallback):
@@ -88,7 +88,7 @@ def test_the_lm_head_alone_learns_without_a_word_on_rewards():
 def test_a_head_of_weight_0_costs_no_forward():
     _, datamodule = make_run()
     batch = datamodule.next_batch()
-    chosen, rejected = tuple(batch.chosen.token_ids.shape), tuple(batch.rejected.token_ids.shape)
+    chosen, rejected = tuple(batch.chosen.input_ids.shape), tuple(batch.rejected.input_ids.shape)
     assert (chosen[0], rejected[0]) == (16, 8)
     assert forwards(make_run()[0], batch) == [chosen, rejected]
     assert forwards(make_run(reward_weight=0.0)[0], batch) == [chosen]
@@ -153,10 +153,10 @@ def test_losses_equal_their_definition():
     found = module.training_step(batch, 0)
 
     def forward(side):
-        positions = (side.is_token.long().cumsum(1) - 1).clamp(min=0)
+        positions = (side.attention_mask.long().cumsum(1) - 1).clamp(min=0)
         return module.backbone(
-            input_ids=side.token_ids,
-            attention_mask=side.is_token.long(),
+            input_ids=side.input_ids,
+            attention_mask=side.attention_mask.long(),
             position_ids=positions,
             use_cache=False,
             output_hidden_states=True,
@@ -165,13 +165,13 @@ def test_losses_equal_their_definition():
     chosen, rejected = forward(batch.chosen), forward(batch.rejected)
     logps = chosen.logits.log_softmax(-1)
     nll = [
-        -float(logps[row, column - 1, batch.chosen.token_ids[row, column]])
+        -float(logps[row, column - 1, batch.chosen.input_ids[row, column]])
         for row, column in batch.chosen.is_target.nonzero().tolist()
     ]
     assert float(found["lm_loss"]) == pytest.approx(sum(nll) / len(nll), rel=1e-4)
 
     def rewards(output, side):
-        last = [int(row.nonzero().max()) for row in side.is_token]
+        last = [int(row.nonzero().max()) for row in side.attention_mask]
         hidden = output.hidden_states[-1]
         return torch.stack([module.reward_head.linear(hidden[r, c]) for r, c in enumerate(last)]).flatten()
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.data.credit import Experience, PairCredit
-from lit_rlkv.data.rewarding import RewardConfig
-from lit_rlkv.data.rollouts import RolloutDataModule
+from lit_rlkv.experience.advantages import Experience, PairAdvantage
+from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.experience.reward import RewardConfig
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.online_dpo import OnlineDPO
@@ -34,7 +34,7 @@ PAIRS = [(0 + 1, 0 + 3), (8 + 1, 8 + 2), (12 + 1, 12 + 3)]
 def make_data(
     roles: Roles, arm: str = "shadow", judge=None, drop_ties: bool = True, **options
 ) -> RolloutDataModule:
-    return make_datamodule(roles, correction=ARMS[arm], credit=PairCredit(judge, drop_ties), **options)
+    return make_datamodule(roles, correction=ARMS[arm], credit=PairAdvantage(judge, drop_ties), **options)
 
 
 def roll_out(arm: str = "shadow", **options) -> tuple[Roles, RolloutDataModule, Experience]:
@@ -65,20 +65,20 @@ def loss_by_definition(
     mistake: str = "",
 ) -> float:
     """Mean over pairs of the loss of h = Σ_better w·(log π − log π_ref) − Σ_worse w·(log π − log π_ref)."""
-    rollout, is_action = experience.rollout, experience.rollout.is_action
+    rollout, response_mask = experience.rollout, experience.rollout.response_mask
     shadow = ARMS[arm].replays if shadow is None else shadow
     with torch.no_grad():
         with acting_as(roles, "policy") as backbone:
             logps = replay_logps(backbone, rollout, shadow=shadow).double()
         with acting_as(roles, "reference") as backbone:
             ref_logps = replay_logps(backbone, rollout, shadow=shadow).double()
-    rho = (experience.old_logps - rollout.sampler_logps).double().exp()
+    rho = (experience.old_logps - rollout.rollout_logps).double().exp()
     weight = (
-        torch.ones_like(rho) if mistake == "unweighted" else weights_by_definition(arm, rho, is_action)[0]
+        torch.ones_like(rho) if mistake == "unweighted" else weights_by_definition(arm, rho, response_mask)[0]
     )
 
     def margin(row: int) -> float:
-        columns = is_action[row].nonzero().flatten().tolist()
+        columns = response_mask[row].nonzero().flatten().tolist()
         terms = [float(weight[row, c]) * float(logps[row, c] - ref_logps[row, c]) for c in columns]
         return sum(terms) / (len(terms) if averages else 1)
 
@@ -160,8 +160,8 @@ def test_the_logged_rewards_are_those_of_the_pairs_whatever_the_loss_averages(av
 
 def rows_of(experience: Experience, batch: TrainBatch) -> list[int]:
     """Rows of the rollout that stand in a batch."""
-    texts = [tuple(row) for row in experience.rollout.token_ids.tolist()]
-    return [texts.index(tuple(row)) for row in batch.rollout.token_ids.tolist()]
+    texts = [tuple(row) for row in experience.rollout.input_ids.tolist()]
+    return [texts.index(tuple(row)) for row in batch.rollout.input_ids.tolist()]
 
 
 def test_a_group_of_four_sends_its_first_best_and_last_worst():
@@ -183,7 +183,7 @@ def test_pairs_whose_sides_are_tied_count_nothing():
     assert loss_of(module, batch) == 0.0
     assert all((gradient == 0).all() for gradient in gradients_of(module, [batch]).values())
 
-    data.steps.credit = PairCredit(drop_ties=False)
+    data.steps.credit = PairAdvantage(drop_ties=False)
     (batch,) = data.steps.minibatches(tied)
     assert loss_of(module, batch) > 0.1
     assert max(float(g.abs().max()) for g in gradients_of(module, [batch]).values()) > 1e-2
@@ -267,7 +267,7 @@ def test_a_penalty_for_cut_responses_changes_the_ranking():
     plain = make_data(roles, seed=1)
     strict = make_data(roles, seed=1, reward=RewardConfig(missing_eos_penalty=10.0))
     free, paid = plain.collect(), strict.collect()
-    assert torch.equal(free.rollout.token_ids, paid.rollout.token_ids)
+    assert torch.equal(free.rollout.input_ids, paid.rollout.input_ids)
     assert 0 < paid.has_eos.sum() < 16
     scores = [
         r - 10.0 * (not ends) for r, ends in zip(free.rewards.total.tolist(), free.has_eos, strict=True)

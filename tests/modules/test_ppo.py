@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.data.rollouts import RolloutDataModule
-from lit_rlkv.data.settings import KLConfig
-from lit_rlkv.models.hydra import ROLES, Roles
+from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.experience.settings import KLConfig
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.layouts import ROLES
 from tests.modules.ppo_by_definition import (
     BOTH,
     PAID,
@@ -37,7 +38,7 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
     roles, data, experience = roll_out(arm=arm)
     (batch,) = data.steps.minibatches(experience)
     assert torch.equal(
-        batch.rollout.token_ids.sort(dim=0).values, experience.rollout.token_ids.sort(dim=0).values
+        batch.rollout.input_ids.sort(dim=0).values, experience.rollout.input_ids.sort(dim=0).values
     )
     found = step(make_ppo(roles, replays=ARMS[arm].replays, value_shadow=True), batch)
     expected = losses_by_definition(roles, experience, arm)
@@ -47,7 +48,7 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
         assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
     credit = data.credit.assign(experience)
     weights = weights_by_definition(
-        arm, (experience.old_logps - experience.rollout.sampler_logps).exp(), experience.rollout.is_action
+        arm, (experience.old_logps - experience.rollout.rollout_logps).exp(), experience.rollout.response_mask
     )
     advantages, returns = credit_by_definition(experience, weights[1])
     torch.testing.assert_close(credit.advantages.double(), advantages, rtol=0, atol=4e-6)
@@ -86,16 +87,16 @@ def test_a_kl_in_the_loss_is_weighed_like_the_policy_loss(estimator, of_log_rati
     (batch,) = data.steps.minibatches(experience)
     found = step(make_ppo(roles, kl_estimator=estimator), batch)
     log_ratio = seen_by(roles, "policy", experience.rollout) - seen_by(roles, "reference", experience.rollout)
-    each = [of_log_ratio(float(d)) for d in log_ratio[experience.rollout.is_action]]
+    each = [of_log_ratio(float(d)) for d in log_ratio[experience.rollout.response_mask]]
     assert found["kl"] == pytest.approx(sum(each) / len(each), rel=1e-6)
     assert found["kl"] > 1e-2
     rest = found["policy_loss"] + 0.5 * found["value_loss"]
     assert found["loss"] == pytest.approx(rest + 0.7 * sum(each) / len(each), rel=1e-6)
     # no KL in the reward then: the returns are those of β = 0
     credit = data.credit.assign(experience)
-    _, returns = credit_by_definition(experience, experience.rollout.is_action, kl_weight=0.0)
+    _, returns = credit_by_definition(experience, experience.rollout.response_mask, kl_weight=0.0)
     torch.testing.assert_close(credit.returns.double(), returns, rtol=0, atol=1e-6)
-    _, paid = credit_by_definition(experience, experience.rollout.is_action, kl_weight=0.7)
+    _, paid = credit_by_definition(experience, experience.rollout.response_mask, kl_weight=0.7)
     assert (credit.returns - paid).abs().max() > 0.01
 
 
@@ -120,7 +121,7 @@ def test_micro_batches_and_separate_passes_do_not_change_the_gradient(layout: st
         losses = [step(module, batch)["loss"] for batch in batches]
         assert sum(losses) == pytest.approx(step(module, whole[0])["loss"], rel=1e-6)
     # the control: denominators of their own for every micro-batch
-    alone = [replace(batch, n_actions=int(batch.rollout.is_action.sum())) for batch in batches]
+    alone = [replace(batch, n_response_tokens=int(batch.rollout.response_mask.sum())) for batch in batches]
     assert worst_difference(gradients_of(module, alone), expected) > 1e-3
 
 
@@ -206,15 +207,15 @@ def test_responses_that_were_cut_count_nothing_in_the_policy_loss():
     (plain,) = data.steps.minibatches(experience)
     data.steps.update = replace(data.steps.update, mask_truncated=True)
     (masked,) = data.steps.minibatches(experience)
-    is_cut = ~((masked.rollout.token_ids == data.tokenizer.eos_token_id) & masked.rollout.is_action).any(
+    is_cut = ~((masked.rollout.input_ids == data.tokenizer.eos_token_id) & masked.rollout.response_mask).any(
         dim=1
     )
     assert 0 < is_cut.sum() < len(is_cut)
     assert (masked.loss_weight[is_cut] == 0).all()
-    assert (plain.loss_weight > 0).equal(plain.rollout.is_action)
-    assert (masked.loss_weight > 0)[~is_cut].equal(masked.rollout.is_action[~is_cut])
+    assert (plain.loss_weight > 0).equal(plain.rollout.response_mask)
+    assert (masked.loss_weight > 0)[~is_cut].equal(masked.rollout.response_mask[~is_cut])
     # the policy learns as if they were not there, the critic from all
-    kept = replace(masked.rows(~is_cut), n_actions=int(masked.rollout.is_action[~is_cut].sum()))
+    kept = replace(masked.rows(~is_cut), n_response_tokens=int(masked.rollout.response_mask[~is_cut].sum()))
     module = make_ppo(roles)
     ours, alone, all_ = (module.step_terms(batch)[0] for batch in (masked, kept, plain))
     torch.testing.assert_close(ours["policy_loss"], alone["policy_loss"])
@@ -237,7 +238,7 @@ def test_the_weight_of_the_kl_is_steered_to_its_target_and_comes_back_with_the_s
     raised = next(iter(data.train_dataloader()))
     second = data.collect()
     assert second.kl_weight == pytest.approx(0.306 * 1.02)
-    log_ratio = (second.old_logps - second.ref_logps).masked_fill(~second.rollout.is_action, 0.0)
+    log_ratio = (second.old_logps - second.ref_logps).masked_fill(~second.rollout.response_mask, 0.0)
     torch.testing.assert_close(second.kl_penalty, second.kl_weight * log_ratio)
     assert raised.kl_weight == 0.0  # of a term in the loss, which there is not
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lit_rlkv.models.hydra import LAYOUTS, ROLES
+from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.modules.ppo import PPO
 from tests.modules.ppo_by_definition import make_data
 from tests.training import make_ppo, make_roles, train_here

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.masking import masked_sum, weighted_sum
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.objectives.kl import k3
+from lit_rlkv.objectives.masking import masked_sum, weighted_sum
 from lit_rlkv.objectives.preference import dpo_loss
 from lit_rlkv.objectives.surrogate import clipped
 from lit_rlkv.objectives.value import clipped_value

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.masking import weighted_sum
+from lit_rlkv.objectives.masking import weighted_sum
 from lit_rlkv.objectives.surrogate import Surrogate, clipped
 
 RATIOS = torch.tensor([[0.5, 0.9, 1.1, 1.5]])

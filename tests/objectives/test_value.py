@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_rlkv.masking import weighted_sum
+from lit_rlkv.objectives.masking import weighted_sum
 from lit_rlkv.objectives.value import clipped_value
 
 # The old value is 1 everywhere, so with a clip of 0.5 the bounds are 0.5 and 1.5.

@@ -39,19 +39,19 @@ def run(policy: str = "snapkv", lens: tuple[int, ...] = LENS, **changes: Any) ->
 
 def stops(rollout: Rollout) -> list[int]:
     """Tokens that end the responses of a rollout at different lengths, some soon and some late."""
-    n_prompt = int((~rollout.is_action).all(dim=0).sum())
-    responses = rollout.token_ids[:, n_prompt:]
+    n_prompt = int((~rollout.response_mask).all(dim=0).sum())
+    responses = rollout.input_ids[:, n_prompt:]
     return [int(responses[row, 1 + 3 * row]) for row in range(0, len(responses), 2)]
 
 
 def same(a: Rollout, b: Rollout) -> bool:
-    names = ("token_ids", "is_token", "is_action", "sampler_logps", "death")
+    names = ("input_ids", "attention_mask", "response_mask", "rollout_logps", "evicted_at")
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
 def gap(rollout: Rollout) -> float:
     with torch.no_grad():
-        return float((replay_logps(tiny_model(), rollout) - rollout.sampler_logps).abs().max())
+        return float((replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs().max())
 
 
 class Forwards:
@@ -71,12 +71,12 @@ class Forwards:
 
 @pytest.mark.parametrize("policy", DETERMINISTIC)
 def test_greedy_samples_of_a_prompt_are_those_of_the_prompt_given_again(policy: str):
-    token_ids, is_prompt = ragged_prompts(LENS)
+    input_ids, is_prompt = ragged_prompts(LENS)
     together = run(policy, temperature=0.0, n_samples=3)
     settings = {"cache": spec_of(policy), "max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": PAD}
     again = generate(
         tiny_model(),
-        token_ids.repeat_interleave(3, dim=0),
+        input_ids.repeat_interleave(3, dim=0),
         is_prompt.repeat_interleave(3, dim=0),
         temperature=0.0,
         **settings,
@@ -89,14 +89,14 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples():
         rollout = run(n_samples=4)
     assert forwards.shapes[0] == (len(LENS), max(LENS))
     assert set(forwards.shapes[1:]) == {(4 * len(LENS), 1)}
-    assert len(rollout.token_ids) == 4 * len(LENS)
+    assert len(rollout.input_ids) == 4 * len(LENS)
 
 
 def test_samples_of_a_prompt_differ_and_under_random_eviction_keep_different_keys_of_it():
     rollout = run("random", n_samples=2)
-    assert not torch.equal(rollout.token_ids[0], rollout.token_ids[1])
+    assert not torch.equal(rollout.input_ids[0], rollout.input_ids[1])
     # Prompt 0 has 14 tokens and the budget is 8: six die at its end, in each sample others.
-    dies_with_prompt = rollout.death[:2, ..., :14] == 14
+    dies_with_prompt = rollout.evicted_at[:2, ..., :14] == 14
     assert (dies_with_prompt.sum(-1) == 6).all()
     assert not torch.equal(dies_with_prompt[0], dies_with_prompt[1])
 
@@ -104,9 +104,9 @@ def test_samples_of_a_prompt_differ_and_under_random_eviction_keep_different_key
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova", "expected", "dense"])
 def test_samples_of_a_prompt_share_what_is_kept_of_it(policy: str):
     rollout = run(policy, n_samples=2)
-    at_prefill = rollout.death[..., :14] == 14
+    at_prefill = rollout.evicted_at[..., :14] == 14
     assert torch.equal(at_prefill[0::2], at_prefill[1::2])
-    assert not torch.equal(rollout.token_ids[0], rollout.token_ids[1])
+    assert not torch.equal(rollout.input_ids[0], rollout.input_ids[1])
 
 
 @pytest.mark.parametrize("policy", DETERMINISTIC)
@@ -114,7 +114,7 @@ def test_samples_of_a_prompt_share_what_is_kept_of_it(policy: str):
 def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: int):
     settings = {"temperature": 0.0, "eos_token_id": stops(run(policy, temperature=0.0))}
     everyone = run(policy, **settings)
-    lengths = everyone.is_action.sum(dim=1)
+    lengths = everyone.response_mask.sum(dim=1)
     assert len(lengths.unique()) >= 3
     waited = run(policy, **settings, max_rows=max_rows)
     assert same(waited, everyone)
@@ -124,14 +124,14 @@ def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: i
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_rows_wrote_one_after_the_other_is_replayed_exactly(policy: str):
     rollout = run(policy, eos_token_id=stops(run(policy)), n_samples=2, max_rows=4)
-    assert len(rollout.is_action.sum(dim=1).unique()) >= 3
-    assert ((rollout.death > 0) & (rollout.death < NEVER)).any(dim=-1).float().mean() > 0.3
+    assert len(rollout.response_mask.sum(dim=1).unique()) >= 3
+    assert ((rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)).any(dim=-1).float().mean() > 0.3
     assert gap(rollout) < REPLAY_TOLERANCE
 
 
 def test_a_row_that_comes_free_is_taken_before_the_others_have_ended():
     settings = {"temperature": 0.0, "eos_token_id": stops(run(temperature=0.0))}
-    lengths = run(**settings).is_action.sum(dim=1).tolist()
+    lengths = run(**settings).response_mask.sum(dim=1).tolist()
     with Forwards() as forwards:
         run(**settings, max_rows=2)
     n_steps = sum(shape == (2, 1) for shape in forwards.shapes)

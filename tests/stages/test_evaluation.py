@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from lit_rlkv.faults import InterruptedRunError, Interruption
+from lit_rlkv.runs.context import RunContext, build_context
+from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.evaluation import evaluate_policy
-from lit_rlkv.stages.parts import Parts, build_parts
-from lit_rlkv.stages.training import make_policy
-from lit_rlkv.stages.warmup import warm_up
+from lit_rlkv.stages.sft import run_sft
 from tests.tiny import config
 
 
 @dataclass(frozen=True)
-class AskedWhileItScores(Parts):
+class AskedWhileItScores(RunContext):
     """Parts of a run that a signal reaches while the answers from the first cache are scored."""
 
     interruption: Interruption
@@ -32,8 +32,8 @@ class AskedWhileItScores(Parts):
 
 
 def test_what_is_held_ends_after_the_cache_under_way(tmp_path):
-    plain = build_parts(config(tmp_path, "stages=[sft,eval]"))
-    roles = make_policy(plain, warm_up(plain, [])).roles
+    plain = build_context(config(tmp_path, "stages=[sft,eval]"))
+    roles = make_policy(plain, run_sft(plain, [])).roles
     interruption, n_scored = Interruption(), []
     parts = AskedWhileItScores(**vars(plain), interruption=interruption, n_scored=n_scored)
     with interruption.held(), pytest.raises(InterruptedRunError, match="SIGTERM"):

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM, FalconMambaConfig, GenerationConf
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids
-from lit_rlkv.learner import Learner
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.rollout import generate
-from lit_rlkv.stages.exporting import export_policy, policy_logits, probe_tokens
-from lit_rlkv.stages.parts import build_parts, load_backbone
-from lit_rlkv.stages.training import make_policy
+from lit_rlkv.runs.context import build_context, load_backbone
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.stages.export import export_policy, policy_logits, probe_tokens
+from lit_rlkv.trainer import Learner
 from lit_rlkv.types import Message
 from tests.checkpoints import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
 from tests.models_zoo import FAMILIES, build
@@ -27,7 +27,7 @@ LIGHT = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1", "roles.r
 
 def opened(folder, checkpoint, *overrides):
     """The parts of a run on a checkpoint, and its policy."""
-    parts = build_parts(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides))
+    parts = build_context(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides))
     return parts, make_policy(parts, checkpoint)
 
 
@@ -69,11 +69,11 @@ def test_an_export_computes_the_policy_in_plain_transformers(family, is_tied, tm
     merged = AutoModelForCausalLM.from_pretrained(out)
     assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == is_tied
     assert GenerationConfig.from_pretrained(out).eos_token_id == [1, 50]
-    token_ids = probe_tokens(merged)
-    expected = policy_logits(module.roles, token_ids)
+    input_ids = probe_tokens(merged)
+    expected = policy_logits(module.roles, input_ids)
     with torch.no_grad():
-        base = AutoModelForCausalLM.from_pretrained(checkpoint)(token_ids).logits
-        torch.testing.assert_close(merged(token_ids).logits, expected, atol=1e-4, rtol=1e-4)
+        base = AutoModelForCausalLM.from_pretrained(checkpoint)(input_ids).logits
+        torch.testing.assert_close(merged(input_ids).logits, expected, atol=1e-4, rtol=1e-4)
     assert float((base - expected).abs().max()) > 1e-2 * float(expected.abs().max())
 
 
@@ -126,7 +126,7 @@ def rolled_out(parts, module, prompts, **options):
     batch = encode_prompts(parts.tokenizer, prompts)
     with acting_as(module.roles, "policy") as backbone:
         return generate(
-            backbone, batch.token_ids, batch.attention_mask, cache=parts.cache, max_new_tokens=16,
+            backbone, batch.input_ids, batch.attention_mask, cache=parts.cache, max_new_tokens=16,
             pad_token_id=parts.tokenizer.pad_token_id, generator=torch.Generator().manual_seed(0),
             **{"eos_token_id": end_token_ids(parts.tokenizer), "n_samples": 64} | options,
         )  # fmt: skip
@@ -137,23 +137,23 @@ def test_a_response_ends_at_each_of_the_ends_that_the_checkpoint_lists(tmp_path)
     parts, module = opened(tmp_path, checkpoint)
     assert end_token_ids(parts.tokenizer) == [1, N_TOKENS]
     rollout = rolled_out(parts, module, ["1+2="])
-    ended = rollout.is_action.sum(dim=1) < 16
-    last = [int(row[mine][-1]) for row, mine in zip(rollout.token_ids, rollout.is_action, strict=True)]
+    ended = rollout.response_mask.sum(dim=1) < 16
+    last = [int(row[mine][-1]) for row, mine in zip(rollout.input_ids, rollout.response_mask, strict=True)]
     assert {last[i] for i in ended.nonzero().flatten()} == {1, N_TOKENS}
-    inner = [row[mine][:-1] for row, mine in zip(rollout.token_ids, rollout.is_action, strict=True)]
+    inner = [row[mine][:-1] for row, mine in zip(rollout.input_ids, rollout.response_mask, strict=True)]
     assert not any(int(token) in (1, N_TOKENS) for row in inner for token in row)
-    texts = decode_completions(parts.tokenizer, rollout.token_ids, rollout.is_action)
+    texts = decode_completions(parts.tokenizer, rollout.input_ids, rollout.response_mask)
     assert not any("<turn>" in text or "<eos>" in text for text in texts)
     # an end that is not listed is a token like others
     unlisted = rolled_out(parts, module, ["1+2="], eos_token_id=1)
-    texts = decode_completions(parts.tokenizer, unlisted.token_ids, unlisted.is_action)
+    texts = decode_completions(parts.tokenizer, unlisted.input_ids, unlisted.response_mask)
     assert any("<turn>" in text for text in texts)
 
 
 def test_an_end_that_the_tokenizer_writes_as_text_is_a_default_and_no_end(tmp_path):
     # Llama's class has 2 for its end, which here is the digit 0.
     checkpoint = save_checkpoint(tmp_path / "model", ends=[1, 2])
-    assert end_token_ids(build_parts(config(tmp_path, f"model.path={checkpoint}", *LIGHT)).tokenizer) == [1]
+    assert end_token_ids(build_context(config(tmp_path, f"model.path={checkpoint}", *LIGHT)).tokenizer) == [1]
 
 
 def test_a_chat_goes_through_the_template_of_the_checkpoint_and_padding_is_its_end(tmp_path):
@@ -163,14 +163,14 @@ def test_a_chat_goes_through_the_template_of_the_checkpoint_and_padding_is_its_e
     chat = (Message("system", "add"), Message("user", "1+2="))
     batch = encode_prompts(parts.tokenizer, [chat, "7"])
     texts = [
-        parts.tokenizer.decode(row[is_token])
-        for row, is_token in zip(batch.token_ids, batch.attention_mask, strict=True)
+        parts.tokenizer.decode(row[attention_mask])
+        for row, attention_mask in zip(batch.input_ids, batch.attention_mask, strict=True)
     ]
     assert texts == ["add\n1+2=\na:", "7\na:"]
     rollout = rolled_out(parts, module, [chat, "7"], n_samples=4)
     with acting_as(module.roles, "policy") as backbone, torch.no_grad():
         replayed = replay_logps(backbone, rollout)
-    assert float((replayed - rollout.sampler_logps).abs().max()) < 1e-4
+    assert float((replayed - rollout.rollout_logps).abs().max()) < 1e-4
 
 
 def test_a_chat_without_a_template_is_refused_before_work(tmp_path):
@@ -184,21 +184,21 @@ def test_ids_of_a_padded_vocabulary_are_seen_and_not_dropped(tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model")  # 64 embeddings, 51 tokens
     parts, module = opened(tmp_path, checkpoint)
     rollout = rolled_out(parts, module, ["1+2="])
-    texts = decode_completions(parts.tokenizer, rollout.token_ids, rollout.is_action)
+    texts = decode_completions(parts.tokenizer, rollout.input_ids, rollout.response_mask)
     padded = [
         ((row >= N_TOKENS) & is_mine).any()
-        for row, is_mine in zip(rollout.token_ids, rollout.is_action, strict=True)
+        for row, is_mine in zip(rollout.input_ids, rollout.response_mask, strict=True)
     ]
     assert any(padded)
     assert [f"<|{N_TOKENS}" in text or "<|5" in text or "<|6" in text for text in texts] == padded
     # learner and sampler share one distribution, over all 64
     with acting_as(module.roles, "policy") as backbone, torch.no_grad():
         replayed = replay_logps(backbone, rollout)
-    assert float((replayed - rollout.sampler_logps).abs().max()) < 1e-4
+    assert float((replayed - rollout.rollout_logps).abs().max()) < 1e-4
 
 
 def loaded(folder, checkpoint, *overrides):
-    load_backbone(build_parts(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides)), checkpoint)
+    load_backbone(build_context(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides)), checkpoint)
 
 
 def refusal(folder, checkpoint, *overrides):

@@ -1,4 +1,4 @@
-"""Eviction: from scores to survivors, compacted in place, with every death on record."""
+"""Eviction: from scores to survivors, compacted in place, with every evicted_at on record."""
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,7 +16,7 @@ def evict(
     values: Float[Tensor, "batch kv_head slot dim_v"],
     columns: Int[Tensor, "batch kv_head slot"],
     attention: Float[Tensor, "batch kv_head slot"] | None,
-    death: Int[Tensor, "batch kv_head seq"],
+    evicted_at: Int[Tensor, "batch kv_head seq"],
     is_due: Bool[Tensor, " batch"],
     now: Int[Tensor, " batch"],
     first: Int[Tensor, " batch"],
@@ -39,9 +39,9 @@ def evict(
         keys, values, columns: the pool, changed in place. In a row that is due all slots are taken, and they
             stand in the order of their columns.
         attention: a running score that moves along with its key, in place; None if there is none.
-        death: first query column that no longer sees the key of each column, written in place.
+        evicted_at: first query column that no longer sees the key of each column, written in place.
         now: first column whose query no longer sees what is evicted, the newest column + 1.
-        first: column of the first real token; columns before it are padding, never kept, and have no death.
+        first: column of the first real token; columns before it are padding, never kept, and have no evicted_at.
 
     Raises:
         ValueError: `budget` is above the number of slots.
@@ -56,5 +56,5 @@ def evict(
         from lit_rlkv.kernels.evict import kernel  # not at the top: Triton exists on Linux only
 
         chosen = kernel.evict
-    pool = (scores, keys, values, columns, attention, death)
+    pool = (scores, keys, values, columns, attention, evicted_at)
     chosen(*pool, is_due, now, first, budget=budget, sink=sink, window=window)

@@ -1,7 +1,7 @@
 """Eviction in place, in two kernels that wait for no host.
 
     kept = the `budget` largest of (score, or +inf where protected), ties to the earlier slot
-    death[column of slot] = now for the others; slot number i of the pool becomes kept[i]
+    evicted_at[column of slot] = now for the others; slot number i of the pool becomes kept[i]
 
 `_choose`: one program a (row, KV head). Float32 has an integer image of the same order, so the budget-th
 largest score is found bit by bit, from the highest: a bit belongs to the threshold if at least `budget`
@@ -82,7 +82,7 @@ def _choose(
     scores,  # [batch, kv_head, slot] contiguous
     columns,  # [batch, kv_head, slot]
     attention,  # [batch, kv_head, slot]
-    death,  # [batch, kv_head, seq]
+    evicted_at,  # [batch, kv_head, seq]
     survivors,  # [batch, kv_head, budget] contiguous
     is_due,  # [batch], as are nows and firsts
     nows,
@@ -91,8 +91,8 @@ def _choose(
     columns_head,
     attention_row,
     attention_head,
-    death_row,
-    death_head,
+    evicted_at_row,
+    evicted_at_head,
     n_heads,
     n_slots,
     budget,
@@ -112,7 +112,7 @@ def _choose(
     survivors += pool.to(tl.int64) * budget
     columns += row * columns_row + head * columns_head
     attention += row * attention_row + head * attention_head
-    death += row * death_row + head * death_head
+    evicted_at += row * evicted_at_row + head * evicted_at_head
 
     n_reach = _count(scores, columns, 0, first, sink, now, window, n_slots, BLOCK)
     threshold = tl.where(n_reach >= budget, 0, INT32_MIN)
@@ -140,7 +140,7 @@ def _choose(
             received = tl.load(attention + slot, mask=is_kept)
         tl.debug_barrier()
         is_evicted = is_slot & ~is_kept & (column >= first)
-        tl.store(death + column, now.to(tl.int32), mask=is_evicted)
+        tl.store(evicted_at + column, now.to(tl.int32), mask=is_evicted)
         tl.store(survivors + place, slot, mask=is_kept)
         tl.store(columns + place, column, mask=is_kept)
         if HAS_ATTENTION:
@@ -205,7 +205,7 @@ def evict(
     values: Float[Tensor, "batch kv_head slot dim_v"],
     columns: Int[Tensor, "batch kv_head slot"],
     attention: Float[Tensor, "batch kv_head slot"] | None,
-    death: Int[Tensor, "batch kv_head seq"],
+    evicted_at: Int[Tensor, "batch kv_head seq"],
     is_due: Bool[Tensor, " batch"],
     now: Int[Tensor, " batch"],
     first: Int[Tensor, " batch"],
@@ -215,7 +215,12 @@ def evict(
     window: int,
 ) -> None:
     """See `lit_rlkv.kernels.evict.evict`; what changes in place is contiguous in its last dimension."""
-    for name, tensor in {"keys": keys, "values": values, "columns": columns, "death": death}.items():
+    for name, tensor in {
+        "keys": keys,
+        "values": values,
+        "columns": columns,
+        "evicted_at": evicted_at,
+    }.items():
         _check_contiguous(name, tensor)
     if attention is not None:
         _check_contiguous("attention", attention)
@@ -224,8 +229,8 @@ def evict(
     survivors = torch.empty(batch, n_heads, budget, dtype=torch.int32, device=keys.device)
     moving = scores if attention is None else attention  # an argument has to be there; it is not read
     _choose[(batch * n_heads,)](
-        *(scores.float().contiguous(), columns, moving, death, survivors, is_due, now, first),
-        *(*columns.stride()[:2], *moving.stride()[:2], *death.stride()[:2]),
+        *(scores.float().contiguous(), columns, moving, evicted_at, survivors, is_due, now, first),
+        *(*columns.stride()[:2], *moving.stride()[:2], *evicted_at.stride()[:2]),
         *(n_heads, n_slots, budget, sink, window),
         HAS_ATTENTION=attention is not None,
         BLOCK=min(triton.next_power_of_2(n_slots), CHOOSE_BLOCK),

@@ -11,7 +11,7 @@ def evict(
     values: Float[Tensor, "batch kv_head slot dim_v"],
     columns: Int[Tensor, "batch kv_head slot"],
     attention: Float[Tensor, "batch kv_head slot"] | None,
-    death: Int[Tensor, "batch kv_head seq"],
+    evicted_at: Int[Tensor, "batch kv_head seq"],
     is_due: Bool[Tensor, " batch"],
     now: Int[Tensor, " batch"],
     first: Int[Tensor, " batch"],
@@ -20,7 +20,7 @@ def evict(
     sink: int,
     window: int,
 ) -> None:
-    """Compact the due rows in place to the chosen survivors; record the deaths of the others."""
+    """Compact the due rows in place to the chosen survivors; record the evictions of the others."""
     rows = due_rows(is_due)
     due_columns, due_now, due_first = columns[rows].long(), now[rows], first[rows]
     limits = {"budget": budget, "sink": sink, "window": window}
@@ -28,10 +28,10 @@ def evict(
 
     is_kept = torch.zeros_like(due_columns, dtype=torch.bool).scatter(2, kept, True)
     is_evicted = ~is_kept & (due_columns >= due_first[:, None, None])
-    died_at = due_now[:, None, None].to(death.dtype)
-    deaths = death[rows]
-    died_at = torch.where(is_evicted, died_at, deaths.gather(2, due_columns))
-    death[rows] = deaths.scatter(2, due_columns, died_at)
+    died_at = due_now[:, None, None].to(evicted_at.dtype)
+    evictions = evicted_at[rows]
+    died_at = torch.where(is_evicted, died_at, evictions.gather(2, due_columns))
+    evicted_at[rows] = evictions.scatter(2, due_columns, died_at)
 
     keys[rows, :, :budget] = take_slots(keys[rows], kept)
     values[rows, :, :budget] = take_slots(values[rows], kept)

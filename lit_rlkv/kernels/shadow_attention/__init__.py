@@ -16,26 +16,26 @@ def shadow_attention(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
     value: Float[Tensor, "batch kv_head seq dim_v"],
-    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
     scaling: float,
     *,
     softcap: float | None = None,
     plan: SlotPlan | None = None,
     kernels: str | None = None,
 ) -> Float[Tensor, "batch head seq dim_v"]:
-    """softmax(q·kᵀ·scaling) v over keys with k <= q < death[k]; 0 for a query that sees nothing (padding).
+    """softmax(q·kᵀ·scaling) v over keys with k <= q < evicted_at[k]; 0 for a query that sees nothing (padding).
 
     Args:
         softcap: logits become softcap·tanh(logits / softcap) before the softmax.
-        plan: of this layer's `death`; with it the Triton kernels do work in proportion to the living keys,
+        plan: of this layer's `evicted_at`; with it the Triton kernels do work in proportion to the living keys,
             without it that of dense causal attention. Results are the same up to rounding.
         kernels: auto, reference or triton; what the process has chosen unless told. Auto is the definition
             also for heads of more dimensions than the kernels hold, and triton refuses these.
     """
     if softcap is None and not _uses_triton(query, value, kernels):
-        return reference.shadow_attention(query, key, value, death, scaling)
+        return reference.shadow_attention(query, key, value, evicted_at, scaling)
     return shadow_attention_with_lse(
-        query, key, value, death, scaling, softcap=softcap, plan=plan, kernels=kernels
+        query, key, value, evicted_at, scaling, softcap=softcap, plan=plan, kernels=kernels
     )[0]
 
 
@@ -43,7 +43,7 @@ def shadow_attention_with_lse(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
     value: Float[Tensor, "batch kv_head seq dim_v"],
-    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
     scaling: float,
     *,
     softcap: float | None = None,
@@ -58,10 +58,14 @@ def shadow_attention_with_lse(
     query, key, value = as_autocast(query, key, value)
     with torch.autocast(device, enabled=False):
         if not _uses_triton(query, value, kernels):
-            return reference.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap)
+            return reference.shadow_attention_with_lse(
+                query, key, value, evicted_at, scaling, softcap=softcap
+            )
         from lit_rlkv.kernels.shadow_attention import ops  # Triton exists on Linux only
 
-        return ops.shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap, plan=plan)
+        return ops.shadow_attention_with_lse(
+            query, key, value, evicted_at, scaling, softcap=softcap, plan=plan
+        )
 
 
 def _uses_triton(query: Tensor, value: Tensor, kernels: str | None) -> bool:

@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-def block_mask(death: Int[Tensor, "batch death_head seq"], group: int) -> BlockMask:
+def block_mask(evicted_at: Int[Tensor, "batch evicted_at_head seq"], group: int) -> BlockMask:
     """What FlexAttention may skip under this table, where `group` query heads share a KV head."""
-    batch, n_tables, seq = death.shape
+    batch, n_tables, seq = evicted_at.shape
 
     @no_type_check  # torch counts its arguments
     def is_visible(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         table = head // group if n_tables > 1 else 0
-        return (k <= q) & (q < death[b, table, k])
+        return (k <= q) & (q < evicted_at[b, table, k])
 
     n_heads = n_tables * group if n_tables > 1 else None
-    return create_block_mask(is_visible, batch, n_heads, seq, seq, device=death.device)
+    return create_block_mask(is_visible, batch, n_heads, seq, seq, device=evicted_at.device)
 
 
 def shadow_attention(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
     value: Float[Tensor, "batch kv_head seq dim_v"],
-    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
     scaling: float,
     *,
     softcap: float | None = None,
@@ -45,7 +45,7 @@ def shadow_attention(
         key,
         value,
         score_mod=None if softcap is None else capped,
-        block_mask=block_mask(death, group),
+        block_mask=block_mask(evicted_at, group),
         scale=scaling,
         enable_gqa=group > 1,
     )

@@ -1,6 +1,6 @@
 """Shadow attention in Triton, forward and backward.
 
-    out[q] = Σ_k p[q, k] v[k],  p[q, k] = exp(s[q, k] - lse[q]),  s[q, k] = q·k scaling,  k <= q < death[k]
+    out[q] = Σ_k p[q, k] v[k],  p[q, k] = exp(s[q, k] - lse[q]),  s[q, k] = q·k scaling,  k <= q < evicted_at[k]
     ds[q, k] = p[q, k] (d_out[q]·v[k] - delta[q]),  delta[q] = d_out[q]·out[q] - d_lse[q]
     dq[q] = scaling Σ_k ds[q, k] k,  dk[k] = scaling Σ_q ds[q, k] q,  dv[k] = Σ_q p[q, k] d_out[q]
 
@@ -11,7 +11,7 @@ keys in registers; where a slot changes hands, the finished row goes out and the
 Contiguous: the same without tables, in the order of position up to the diagonal. Either way every pair of
 query and key is tested, so that both are exact.
 
-An entry of a table is `key << 8 | left`, `left` being how many queries of the block come before the death of
+An entry of a table is `key << 8 | left`, `left` being how many queries of the block come before the evicted_at of
 the key, at most all of them; 0 is an empty place.
 
 Axis 0 of every grid is the heads of all sequences, because CUDA bounds the other two at 65,535.
@@ -30,7 +30,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 @no_type_check
 def _table(
-    death,
+    evicted_at,
     slot_of,
     table,
     n_listed,
@@ -42,20 +42,20 @@ def _table(
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = block * BLOCK
-    death += row * seq
+    evicted_at += row * seq
     table += (row * tl.num_programs(1) + block) * n_slots
     count = 0
     for start in range(0, tl.minimum(first + BLOCK, seq), CHUNK):
         keys = start + tl.arange(0, CHUNK)
-        deaths = tl.load(death + keys, mask=keys < tl.minimum(first + BLOCK, seq), other=0)
-        is_living = deaths > tl.maximum(keys, first)
+        evictions = tl.load(evicted_at + keys, mask=keys < tl.minimum(first + BLOCK, seq), other=0)
+        is_living = evictions > tl.maximum(keys, first)
         if PLACED:
             place = tl.load(slot_of + row * seq + keys, mask=is_living, other=0)
         else:
             place = count + tl.cumsum(is_living.to(tl.int32), 0) - 1
             count += tl.sum(is_living.to(tl.int32), 0)
-        entry = (keys << 8) | tl.minimum(deaths - first, BLOCK)
-        # A plan of another death table must not write elsewhere.
+        entry = (keys << 8) | tl.minimum(evictions - first, BLOCK)
+        # A plan of another eviction table must not write elsewhere.
         tl.store(table + place, entry, mask=is_living & (place < n_slots))
     if not PLACED:
         tl.store(n_listed + row * tl.num_programs(1) + block, tl.minimum(count, n_slots))
@@ -85,14 +85,14 @@ def _store_rows(matrix, rows, is_row, stride, values, DIM: tl.constexpr, WIDTH: 
 
 @triton.jit
 @no_type_check
-def _tile_of_keys(table, death, places, n_places, first, LISTED: tl.constexpr):
-    """Keys at these places, their deaths, and whether there is one."""
+def _tile_of_keys(table, evicted_at, places, n_places, first, LISTED: tl.constexpr):
+    """Keys at these places, their evictions, and whether there is one."""
     if LISTED:
         entry = tl.load(table + places, mask=places < n_places, other=0)
         left = entry & 255
         return entry >> 8, first + left, left > 0
     is_key = places < n_places
-    return places, tl.load(death + places, mask=is_key, other=0), is_key
+    return places, tl.load(evicted_at + places, mask=is_key, other=0), is_key
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _list_of(
 @triton.jit
 @no_type_check
 def _forward(
-    query, key, value, death, table, n_listed, out, lse,
+    query, key, value, evicted_at, table, n_listed, out, lse,
     query_b, query_h, query_s, key_b, key_h, key_s, value_b, value_h, value_s,
     n_heads, n_tables, seq, n_slots, inner, outer,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -139,12 +139,17 @@ def _forward(
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, WIDTH_V], tl.float32)
     for start in range(0, n_places, KEYS):
-        keys, deaths, is_key = _tile_of_keys(
-            table, death + row * seq, start + tl.arange(0, KEYS), n_places, first // BLOCK * BLOCK, LISTED
+        keys, evictions, is_key = _tile_of_keys(
+            table,
+            evicted_at + row * seq,
+            start + tl.arange(0, KEYS),
+            n_places,
+            first // BLOCK * BLOCK,
+            LISTED,
         )
         k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
         logits = _base2(tl.dot(q, tl.trans(k), input_precision=PRECISION), inner, outer, CAPPED)
-        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < deaths[None, :])
+        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < evictions[None, :])
         logits = tl.where(is_visible, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         # Nothing seen so far: any finite number in place of -inf leaves exp2(-inf) = 0.
@@ -164,7 +169,7 @@ def _forward(
 @triton.jit
 @no_type_check
 def _query_gradients(
-    query, key, value, d_out, lse, delta, death, table, n_listed, d_query,
+    query, key, value, d_out, lse, delta, evicted_at, table, n_listed, d_query,
     query_b, query_h, query_s, key_b, key_h, key_s, value_b, value_h, value_s, d_out_b, d_out_h, d_out_s,
     n_heads, n_tables, seq, n_slots, scaling, inner, outer,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -186,13 +191,18 @@ def _query_gradients(
     table, n_places = _list_of(table, n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
     d_q = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(0, n_places, KEYS):
-        keys, deaths, is_key = _tile_of_keys(
-            table, death + row * seq, start + tl.arange(0, KEYS), n_places, first // BLOCK * BLOCK, LISTED
+        keys, evictions, is_key = _tile_of_keys(
+            table,
+            evicted_at + row * seq,
+            start + tl.arange(0, KEYS),
+            n_places,
+            first // BLOCK * BLOCK,
+            LISTED,
         )
         k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
         v = _rows(value, keys, is_key, value_s, DIM_V, WIDTH_V)
         logits = _base2(tl.dot(q, tl.trans(k), input_precision=PRECISION), inner, outer, CAPPED)
-        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < deaths[None, :])
+        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < evictions[None, :])
         weights = tl.where(is_visible, tl.exp2(logits - level[:, None]), 0.0)
         d_weights = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
         d_logits = weights * (d_weights - shift[:, None])
@@ -206,7 +216,7 @@ def _query_gradients(
 @triton.jit
 @no_type_check
 def _key_gradients(
-    query, key, value, d_out, lse, delta, death, table, d_key, d_value,
+    query, key, value, d_out, lse, delta, evicted_at, table, d_key, d_value,
     query_b, query_h, query_s, key_b, key_h, key_s, value_b, value_h, value_s, d_out_b, d_out_h, d_out_s,
     n_heads, n_tables, seq, n_slots, scaling, inner, outer,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -245,8 +255,8 @@ def _key_gradients(
     for span in range(0, n_spans):
         if LISTED:
             first = span * BLOCK
-            keys, deaths, is_key = _tile_of_keys(
-                table + span * n_slots, death, places, n_slots, first, LISTED
+            keys, evictions, is_key = _tile_of_keys(
+                table + span * n_slots, evicted_at, places, n_slots, first, LISTED
             )
             heirs = tl.where(is_key, keys, -1)
             is_over = heirs != owners
@@ -262,7 +272,7 @@ def _key_gradients(
             n_steps = tl.where(tl.max(is_key.to(tl.int32), 0) > 0, HEADS * n_tiles, 0)
         else:
             first = tile * KEYS // QUERIES * QUERIES
-            keys, deaths, is_key = _tile_of_keys(table, death + row * seq, places, seq, first, LISTED)
+            keys, evictions, is_key = _tile_of_keys(table, evicted_at + row * seq, places, seq, first, LISTED)
             n_tiles = tl.cdiv(seq - first, QUERIES)
             n_steps = HEADS * n_tiles
         k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
@@ -274,7 +284,7 @@ def _key_gradients(
             q = _rows(query + member * query_h, queries, is_query, query_s, DIM, WIDTH)
             level = tl.load(lse + member * seq + queries, mask=is_query, other=float("inf"))
             logits = _base2(tl.dot(k, tl.trans(q), input_precision=PRECISION), inner, outer, CAPPED)
-            is_visible = (keys[:, None] <= queries[None, :]) & (queries[None, :] < deaths[:, None])
+            is_visible = (keys[:, None] <= queries[None, :]) & (queries[None, :] < evictions[:, None])
             weights = tl.where(is_visible, tl.exp2(logits - level[None, :]), 0.0)
             d_o = _rows(d_out + member * d_out_h, queries, is_query, d_out_s, DIM_V, WIDTH_V)
             d_v = tl.dot(weights.to(d_o.dtype), d_o, d_v, input_precision=PRECISION)

@@ -27,7 +27,7 @@ class Inputs:
     query: Float[Tensor, "batch head seq dim"]
     key: Float[Tensor, "batch kv_head seq dim"]
     value: Float[Tensor, "batch kv_head seq dim_v"]
-    death: Int[Tensor, "batch #kv_head seq"]  # noqa: F821 (ruff reads the shape as code)
+    evicted_at: Int[Tensor, "batch #kv_head seq"]  # noqa: F821 (ruff reads the shape as code)
     scaling: float
     softcap: float | None
     block: int
@@ -59,9 +59,9 @@ class Inputs:
             **tensors,
             **_strides(**tensors),
             **logits,
-            "death": self.death,
+            "evicted_at": self.evicted_at,
             "n_heads": self.query.shape[1],
-            "n_tables": self.death.shape[1],
+            "n_tables": self.evicted_at.shape[1],
             "seq": self.query.shape[2],
             "n_slots": self.n_slots,
             **self._constants(tiles),
@@ -150,7 +150,7 @@ def _key_gradients(
         **arguments,
     )
     # No program writes the rows of keys that never live.
-    never_lives = inputs.death <= torch.arange(seq, device=d_key.device)
+    never_lives = inputs.evicted_at <= torch.arange(seq, device=d_key.device)
     return _summed(d_key, inputs.key, never_lives), _summed(d_value, inputs.value, never_lives)
 
 
@@ -197,24 +197,24 @@ def _live_keys(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """The keys that live in each block of queries [batch head block slot], and how many they are."""
     if not inputs.n_slots:
         return None, None
-    shape = (*inputs.death.shape[:2], inputs.n_blocks)
-    table = torch.empty(*shape, inputs.n_slots, dtype=torch.int32, device=inputs.death.device)
-    n_listed = torch.empty(shape, dtype=torch.int32, device=inputs.death.device)
+    shape = (*inputs.evicted_at.shape[:2], inputs.n_blocks)
+    table = torch.empty(*shape, inputs.n_slots, dtype=torch.int32, device=inputs.evicted_at.device)
+    n_listed = torch.empty(shape, dtype=torch.int32, device=inputs.evicted_at.device)
     _write_table(inputs, None, table, n_listed)
     return table, n_listed
 
 
 def _occupants(inputs: Inputs, slot_of: Tensor) -> Tensor:
     """The key that lives in each slot during each block of queries [batch head block slot], or 0."""
-    table = inputs.death.new_zeros(*inputs.death.shape[:2], inputs.n_blocks, inputs.n_slots)
+    table = inputs.evicted_at.new_zeros(*inputs.evicted_at.shape[:2], inputs.n_blocks, inputs.n_slots)
     _write_table(inputs, slot_of, table, None)
     return table
 
 
 def _write_table(inputs: Inputs, slot_of: Tensor | None, table: Tensor, n_listed: Tensor | None) -> None:
-    batch, n_tables, seq = inputs.death.shape
+    batch, n_tables, seq = inputs.evicted_at.shape
     kernel._table[batch * n_tables, inputs.n_blocks](
-        death=inputs.death,
+        evicted_at=inputs.evicted_at,
         slot_of=slot_of,
         table=table,
         n_listed=n_listed,

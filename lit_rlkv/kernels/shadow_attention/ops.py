@@ -22,7 +22,7 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    death: Tensor,
+    evicted_at: Tensor,
     scaling: float,
     softcap: float | None,
     block: int,
@@ -30,7 +30,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     # Triton launches on the current device.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        return launch.forward(launch.Inputs(query, key, value, death, scaling, softcap, block, n_slots))
+        return launch.forward(launch.Inputs(query, key, value, evicted_at, scaling, softcap, block, n_slots))
 
 
 @_forward.register_fake
@@ -38,7 +38,7 @@ def _forward_fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    death: Tensor,
+    evicted_at: Tensor,
     scaling: float,
     softcap: float | None,
     block: int,
@@ -56,7 +56,7 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    death: Tensor,
+    evicted_at: Tensor,
     slot_of: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -65,7 +65,7 @@ def _backward(
     block: int,
     n_slots: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = launch.Inputs(query, key, value, death, scaling, softcap, block, n_slots)
+    inputs = launch.Inputs(query, key, value, evicted_at, scaling, softcap, block, n_slots)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         return launch.backward(inputs, with_unit_stride(d_out), d_lse.contiguous(), out, lse, slot_of)
 
@@ -77,7 +77,7 @@ def _backward_fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    death: Tensor,
+    evicted_at: Tensor,
     slot_of: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -98,20 +98,20 @@ class _ShadowAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        death: Tensor,
+        evicted_at: Tensor,
         slot_of: Tensor | None,
         scaling: float,
         softcap: float | None,
         block: int,
         n_slots: int,
     ) -> tuple[Tensor, Tensor]:
-        return _forward(query, key, value, death, scaling, softcap, block, n_slots)
+        return _forward(query, key, value, evicted_at, scaling, softcap, block, n_slots)
 
     @staticmethod
     @no_type_check
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, death, slot_of, *ctx.settings = inputs
-        ctx.save_for_backward(query, key, value, death, slot_of, *output)
+        query, key, value, evicted_at, slot_of, *ctx.settings = inputs
+        ctx.save_for_backward(query, key, value, evicted_at, slot_of, *output)
 
     @staticmethod
     @no_type_check
@@ -125,7 +125,7 @@ def shadow_attention_with_lse(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
     value: Float[Tensor, "batch kv_head seq dim_v"],
-    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
     scaling: float,
     *,
     softcap: float | None = None,
@@ -134,20 +134,20 @@ def shadow_attention_with_lse(
     """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp of the visible logits.
 
     Raises:
-        ValueError: the plan is for deaths of another shape, or for blocks too small for the kernels.
+        ValueError: the plan is for evictions of another shape, or for blocks too small for the kernels.
     """
-    if plan is not None and plan.slot_of.shape != death.shape:
+    if plan is not None and plan.slot_of.shape != evicted_at.shape:
         raise ValueError(
-            f"the plan is for deaths of shape {tuple(plan.slot_of.shape)}, not {tuple(death.shape)}; "
+            f"the plan is for evictions of shape {tuple(plan.slot_of.shape)}, not {tuple(evicted_at.shape)}; "
             "make it from the table that is replayed, and pass `plan.layer(i)`"
         )
     query, key, value = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
-    death = death if death.dtype == torch.int32 else death.clamp(max=NEVER).int()
-    death = death.contiguous()
+    evicted_at = evicted_at if evicted_at.dtype == torch.int32 else evicted_at.clamp(max=NEVER).int()
+    evicted_at = evicted_at.contiguous()
     slot_of, block, n_slots = (None, BLOCK, 0) if plan is None else _places(plan)
     settings = (scaling, softcap, block, n_slots)
     out, lse = _ShadowAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, death, slot_of, *settings
+        query, key, value, evicted_at, slot_of, *settings
     )
     return out, lse * math.log(2)  # the kernels count in powers of two
 

@@ -21,7 +21,7 @@ MAX_ENTRIES = 256
 class SlotPlan:
     """A slot for every key that lives; keys that live in the same block of queries never share one.
 
-    It belongs to the death table it was made from: with another one results are wrong.
+    It belongs to the eviction table it was made from: with another one results are wrong.
     """
 
     block: int
@@ -36,8 +36,8 @@ class SlotPlan:
         return SlotPlan(self.block, self.n_slots, self.slot_of[:, index if self.slot_of.shape[1] > 1 else 0])
 
 
-def plan_slots(death: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK) -> SlotPlan | None:
-    """The slots of a whole death table. The host waits for the device once.
+def plan_slots(evicted_at: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK) -> SlotPlan | None:
+    """The slots of a whole eviction table. The host waits for the device once.
 
     None where lists of the living do not pay because few keys die, or where so many live at once that the
     tables would outgrow the sequence.
@@ -51,7 +51,9 @@ def plan_slots(death: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK
     if block & (block - 1) or not 0 < block <= BLOCK:
         raise ValueError(f"block={block} is no power of two from 1 to {BLOCK}; choose one, or leave it out")
     slots, needs, works = [], [], []
-    for layer in death.unbind(1):  # one after the other, because sorting takes several times their memory
+    for layer in evicted_at.unbind(
+        1
+    ):  # one after the other, because sorting takes several times their memory
         lives = _Lives(layer.flatten(0, 1), block)
         slot_of, n_slots = _assign(lives)
         slots.append(slot_of.view(layer.shape))
@@ -66,12 +68,12 @@ def plan_slots(death: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK
 class _Lives:
     """In which blocks of queries each key lives; rows are the KV heads of all sequences."""
 
-    def __init__(self, death: Int[Tensor, "row seq"], block: int) -> None:
-        self.birth = torch.arange(death.shape[1], device=death.device)
-        self.is_living = death > self.birth
-        self.n_blocks = -(-death.shape[1] // block)
-        self.first = (self.birth // block).expand_as(death)
-        last = (death.clamp(max=death.shape[1]).long() - 1) // block
+    def __init__(self, evicted_at: Int[Tensor, "row seq"], block: int) -> None:
+        self.birth = torch.arange(evicted_at.shape[1], device=evicted_at.device)
+        self.is_living = evicted_at > self.birth
+        self.n_blocks = -(-evicted_at.shape[1] // block)
+        self.first = (self.birth // block).expand_as(evicted_at)
+        last = (evicted_at.clamp(max=evicted_at.shape[1]).long() - 1) // block
         self.last = torch.where(self.is_living, last, self.n_blocks)  # else: after all others
 
     def counts(self, is_counted: Bool[Tensor, "row seq"]) -> Int[Tensor, "row block"]:

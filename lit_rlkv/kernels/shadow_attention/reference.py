@@ -1,4 +1,4 @@
-"""Attention of the learner under the sampler's death table: the definition."""
+"""Attention of the learner under the sampler's eviction table: the definition."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def visible(death: Int[Tensor, "*lead seq"]) -> Bool[Tensor, "*lead seq seq"]:
+def visible(evicted_at: Int[Tensor, "*lead seq"]) -> Bool[Tensor, "*lead seq seq"]:
     """[..., q, k] is True where the sampler's query q could still see key k."""
-    step = torch.arange(death.shape[-1], device=death.device)
+    step = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
     is_causal = step[:, None] >= step[None, :]
-    is_alive = step[:, None] < death[..., None, :]
+    is_alive = step[:, None] < evicted_at[..., None, :]
     return is_causal & is_alive
 
 
@@ -18,16 +18,20 @@ def shadow_attention(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
     value: Float[Tensor, "batch kv_head seq dim_v"],
-    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
     scaling: float,
     *,
     softcap: float | None = None,
 ) -> Float[Tensor, "batch head seq dim_v"]:
-    """softmax(q·kᵀ·scaling) v over keys with k <= q < death[k]; 0 for a query that sees nothing (padding)."""
+    """softmax(q·kᵀ·scaling) v over keys with k <= q < evicted_at[k]; 0 for a query that sees nothing (padding)."""
     if softcap is not None:
-        return shadow_attention_with_lse(query, key, value, death, scaling, softcap=softcap)[0]
+        return shadow_attention_with_lse(query, key, value, evicted_at, scaling, softcap=softcap)[0]
     group = query.shape[1] // key.shape[1]
-    is_visible = visible(death).repeat_interleave(group, dim=1) if death.shape[1] > 1 else visible(death)
+    is_visible = (
+        visible(evicted_at).repeat_interleave(group, dim=1)
+        if evicted_at.shape[1] > 1
+        else visible(evicted_at)
+    )
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=is_visible, scale=scaling, enable_gqa=group > 1
     )
@@ -37,7 +41,7 @@ def shadow_attention_with_lse(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
     value: Float[Tensor, "batch kv_head seq dim_v"],
-    death: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
     scaling: float,
     *,
     softcap: float | None = None,
@@ -48,7 +52,7 @@ def shadow_attention_with_lse(
     logits = grouped.to(wide) @ key.to(wide)[:, :, None].mT * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~visible(death)[:, :, None], -torch.inf)
+    logits = logits.masked_fill(~visible(evicted_at)[:, :, None], -torch.inf)
     lse = logits.logsumexp(-1)
     probs = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     out = probs.to(value.dtype) @ value[:, :, None]

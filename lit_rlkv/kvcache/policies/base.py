@@ -34,7 +34,7 @@ class SlotView:
 
 
 class Policy(ABC):
-    """Scores keys; the cache keeps the highest, protects sinks and window, and records the deaths."""
+    """Scores keys; the cache keeps the highest, protects sinks and window, and records the evictions."""
 
     tracks_attention: ClassVar[Literal["sum", "last"] | None]
     """Which attention the cache collects: summed over all queries since birth, or of the last query alone."""

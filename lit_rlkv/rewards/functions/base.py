@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlkv.checks import is_count
-from lit_rlkv.rewards.graders import Children, Grader, Threads
+from lit_rlkv.rewards.graders import Grader, GraderPool, Threads
 from lit_rlkv.types import Problem
 
 
@@ -65,5 +65,5 @@ class SlowFunction(RewardFunction):
 
     def in_processes(self, path: Path, function: str, options: dict[str, Any]) -> Grader:
         """A function of a Python file, in processes that are killed where it hangs."""
-        children = Children(str(path.resolve()), function, options, self.timeout_s)
+        children = GraderPool(str(path.resolve()), function, options, self.timeout_s)
         return Threads(children.ask, n_workers=self.n_workers, retries=self.retries, on_close=children.close)

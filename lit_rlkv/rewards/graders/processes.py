@@ -24,7 +24,7 @@ _GRACE_S = 5.0
 """Beyond its time-out, after which a worker that nobody kills ends itself."""
 
 
-class Children:
+class GraderPool:
     """Workers that are started when they are needed, used again, and replaced after a time-out.
 
     Args:

@@ -117,10 +117,10 @@ def test_no_head_ever_holds_more_than_budget_and_interval_keys_nor_padding(name:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_death_table_tells_what_each_head_still_holds(name: str):
+def test_the_eviction_table_tells_what_each_head_still_holds(name: str):
     journal = journal_of(name)
     next_query = max(LENS) + N_STEPS
-    is_held = journal.layer.death[:, 0, :next_query] > next_query
+    is_held = journal.layer.evicted_at[:, 0, :next_query] > next_query
     for row, columns in enumerate(journal.held[-1]):
         assert is_held[row].nonzero().flatten().tolist() == columns
 

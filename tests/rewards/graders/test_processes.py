@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lit_rlkv.rewards.graders import Children, Refused, processes
+from lit_rlkv.rewards.graders import GraderPool, Refused, processes
 from tests.rewards.running import is_running, wait_until
 
 SOURCE = """
@@ -46,8 +46,8 @@ def hang(completion):
 """
 PARENT = """
 import sys
-from lit_rlkv.rewards.graders import Children
-Children(sys.argv[1], "hang", {}, 60).ask({"completion": sys.argv[2]})
+from lit_rlkv.rewards.graders import GraderPool
+GraderPool(sys.argv[1], "hang", {}, 60).ask({"completion": sys.argv[2]})
 """
 
 
@@ -58,7 +58,7 @@ def file(tmp_path):
 
 
 def test_a_worker_is_used_again_and_ends_when_it_is_closed(file):
-    children = Children(str(file), "pid", {}, 5)
+    children = GraderPool(str(file), "pid", {}, 5)
     first, second = (int(children.ask({"completion": ""})) for _ in range(2))
     assert first == second
     assert is_running(first)
@@ -69,7 +69,7 @@ def test_a_worker_is_used_again_and_ends_when_it_is_closed(file):
 
 
 def test_a_worker_that_hangs_is_killed(file, tmp_path):
-    children = Children(str(file), "hang", {}, 0.5)
+    children = GraderPool(str(file), "hang", {}, 0.5)
     with pytest.raises(TimeoutError):
         children.ask({"completion": str(tmp_path / "pid")})
     assert not is_running(int((tmp_path / "pid").read_text()))
@@ -77,13 +77,13 @@ def test_a_worker_that_hangs_is_killed(file, tmp_path):
 
 
 def test_a_worker_answers_though_a_scheduler_asks_all_processes_to_end(file):
-    children = Children(str(file), "asked_to_end", {}, 5)
+    children = GraderPool(str(file), "asked_to_end", {}, 5)
     assert [children.ask({"completion": ""}) for _ in range(2)] == [0.5, 0.5]
     children.close()
 
 
 def test_what_a_function_starts_can_be_ended(file):
-    children = Children(str(file), "ends_others", {}, 20)
+    children = GraderPool(str(file), "ends_others", {}, 20)
     assert children.ask({"completion": ""}) == signal.SIGTERM + 0.5
     children.close()
 
@@ -103,7 +103,7 @@ def test_a_worker_ends_with_a_parent_that_is_killed_while_it_hangs(file, tmp_pat
 def test_a_file_that_twice_takes_too_long_to_load_is_not_waited_for_again(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "START_LIMIT_S", 0.2)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef score(): return 1\n")
-    children = Children(str(tmp_path / "slow.py"), "score", {}, 5)
+    children = GraderPool(str(tmp_path / "slow.py"), "score", {}, 5)
     for _ in range(2):
         with pytest.raises(TimeoutError):
             children.ask({})

@@ -1,1 +1,0 @@
-"""From rewards to advantages."""

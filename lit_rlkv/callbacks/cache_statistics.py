@@ -1,0 +1,118 @@
+"""The cache of a rollout: how much it kept, how long, and what the dense policy still wanted of the rest."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.diagnostics.cache import (
+    Lifetimes,
+    affected,
+    age_histogram,
+    lifetimes,
+    mean_age,
+    median_age,
+    retained,
+)
+from lit_rlkv.diagnostics.dead_attention import DeadAttention
+from lit_rlkv.diagnostics.positions import bin_starts
+from lit_rlkv.diagnostics.views import check_rows, rows_in_pass, spread_rows
+from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.models.backbone import hidden_states, token_positions
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.types import Rollout
+
+MAX_AGE_BINS = 32
+"""Bars in the picture of lifetimes."""
+
+NOTHING_DIED = {
+    "kv/attention_kept": 1.0,
+    "kv/attention_kept_p05": 1.0,
+    "kv/attention_on_dead": 0.0,
+    "kv/needs_dead_key": 0.0,
+    "kv/dead_key_on_top": 0.0,
+}
+"""What the attention of any model says of a cache that has every key."""
+
+
+class CacheStatistics(Diagnostic):
+    """`kv/*`: retained keys and lifetimes of the whole rollout, and attention on dead keys of a part of it.
+
+    Attention is that of the policy before its update, in one dense forward of `n_rows` responses. A rollout
+    in which nothing was evicted, such as a dense one, is not run again: all is retained, nothing is dead.
+    Of several ranks each looks at the attention of responses of its own, for percentiles do not add up.
+
+    Args:
+        n_rows: responses that the dense policy reads, from the first to the last of the rollout; no more than
+            make up 65,536 tokens.
+        needed: attention from which on a query is said to need a single dead key.
+    """
+
+    name = "cache"
+
+    def __init__(self, every: int = 1, n_rows: int = 8, needed: float = 0.1) -> None:
+        super().__init__(every)
+        check_rows(self.name, n_rows, None)
+        if not 0 < needed < 1:
+            raise ValueError(f"diagnostics.cache.needed={needed} is no share of attention; give 0 to 1")
+        self.n_rows = n_rows
+        self.needed = needed
+
+    def measure(self, experience: Experience) -> None:
+        rollout = experience.rollout
+        fraction, at_last = retained(rollout, experience.ranks)
+        lived = lifetimes(rollout, experience.ranks)
+        n_kept, n_evicted = int(lived.n_kept.sum()), int(lived.n_evicted.sum())
+        self.scalars = {
+            "kv/retained": float(fraction.mean()),
+            "kv/retained_last": float(at_last.mean()),
+            "kv/never_evicted": n_kept / max(n_kept + n_evicted, 1),
+            "kv/affected": float(affected(rollout, experience.ranks)),
+        }
+        if n_evicted > 0:
+            self._add_lifetimes(lived)
+            n_rows = min(self.n_rows, rows_in_pass(rollout, None))
+            self._add_attention(rollout.rows(spread_rows(rollout, n_rows)))
+        else:
+            self.scalars |= NOTHING_DIED
+
+    def _add_lifetimes(self, lived: Lifetimes) -> None:
+        of_all = lived.evicted.sum(dim=(0, 1))
+        self.scalars["kv/lifetime_mean"] = float(mean_age(of_all))
+        self.scalars["kv/lifetime_median"] = float(median_age(of_all))
+        edges, counts = age_histogram(of_all, MAX_AGE_BINS)
+        self.arrays = {
+            "lifetime_edges": edges.tolist(),
+            "lifetime_counts": counts.tolist(),
+            "lifetime_median": _plain(lived.median),
+        }
+
+    def _add_attention(self, rollout: Rollout) -> None:
+        attention = DeadAttention(rollout, self.needed)
+        with acting_as(self.policy.roles, "policy") as backbone:
+            hidden_states(
+                backbone,
+                rollout.input_ids[:, :-1],
+                token_positions(rollout.attention_mask)[:, :-1],
+                evicted_at=dense_evicted_at(rollout.attention_mask)[..., :-1],
+                probe=attention,
+            )
+        kept = attention.stacked("kept")
+        self.scalars |= {
+            "kv/attention_kept": float(kept.mean()),
+            "kv/attention_kept_p05": float(attention.kept_p05),
+            "kv/attention_on_dead": float(1 - kept.mean()),
+            "kv/needs_dead_key": float(attention.stacked("needs_dead").mean()),
+            "kv/dead_key_on_top": float(attention.stacked("dead_on_top").mean()),
+        }
+        self.arrays |= {
+            "attention_kept": _plain(kept),
+            "attention_kept_p05": _plain(attention.stacked("kept_p05")),
+            "position": bin_starts(rollout.response_mask).tolist(),
+            "attention_on_dead": _plain(attention.stacked("on_dead")),
+        }
+
+
+def _plain(table: Float[Tensor, "layer entry"]) -> list[list[float | None]]:
+    """A table as JSON takes it: None for what is not there."""
+    return [[None if value != value else round(value, 6) for value in row] for row in table.tolist()]

@@ -1,0 +1,123 @@
+"""The base of callbacks that measure and change nothing: their interval, their cost, what they found."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checks import is_count
+from lit_rlkv.diagnostics.views import check_rows
+from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.minibatches import Split
+from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
+from lit_rlkv.modules.base import PolicyModule
+
+FILE_NAME = "diagnostics.jsonl"
+
+
+class Diagnostic(RLCallback):
+    """A measurement every `every` iterations, the first among them.
+
+    `scalars` go to the metrics of the iteration, and `arrays` (plain nested lists) to diagnostics.jsonl, for
+    pictures. The seconds that a measurement took are logged as `time/diagnostics/<name>`.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, every: int = 1) -> None:
+        if not is_count(every):
+            raise ValueError(
+                f"diagnostics.{self.name}.every={every} is no interval; give a whole number of at least 1, "
+                f"or diagnostics.{self.name}=null to leave it out"
+            )
+        self.every = every
+        self.module: PolicyModule | None = None
+        self.scalars: dict[str, float] = {}
+        self.arrays: dict[str, Any] = {}
+        self._elapsed_s = 0.0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.module = pl_module
+
+    @property
+    def policy(self) -> PolicyModule:
+        """The module that is being trained."""
+        assert self.module is not None, "a diagnostic measures between on_fit_start and on_fit_end"
+        return self.module
+
+    def on_rollout_end(self, experience: Experience) -> None:
+        if experience.iteration % self.every == 0:
+            with self._timed(), torch.no_grad():
+                self.measure(experience)
+
+    def on_update_start(self, experience: Experience, split: Split) -> None:
+        if experience.iteration % self.every == 0:
+            with self._timed():
+                self.measure_updates(experience, split)
+
+    def measure(self, experience: Experience) -> None:
+        """Look at a rollout, without gradients; fill `scalars` and `arrays`."""
+
+    def measure_updates(self, experience: Experience, split: Split) -> None:
+        """Look at what is about to be learned from it; gradients may be taken, none left behind."""
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        if self._elapsed_s > 0:
+            metrics.update(self.scalars)
+            metrics[f"time/diagnostics/{self.name}"] = self._elapsed_s
+        self.scalars, self._elapsed_s = {}, 0.0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started_at = time.perf_counter()
+        yield
+        self._elapsed_s += time.perf_counter() - started_at
+
+
+class RowsDiagnostic(Diagnostic):
+    """Looks at whole distributions, so at a part of the rollout.
+
+    Args:
+        n_rows: responses that it looks at.
+        rows_per_pass: most responses in one forward; None takes what makes up 65,536 tokens.
+    """
+
+    def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
+        super().__init__(every)
+        check_rows(self.name, n_rows, rows_per_pass)
+        self.n_rows = n_rows
+        self.rows_per_pass = rows_per_pass
+
+
+class DiagnosticsFile(RLCallback):
+    """Appends the arrays of each measurement to diagnostics.jsonl; stands behind the diagnostics.
+
+    One line per measurement: its iteration (counted from 1), the diagnostic's name and its arrays. A resumed
+    run keeps what it had up to the iteration it goes on from.
+    """
+
+    def __init__(self, run_dir: Path, diagnostics: Sequence[Diagnostic], resumed_at: int = 0) -> None:
+        self.path = run_dir / FILE_NAME
+        self.diagnostics = diagnostics
+        kept = [row for row in read_rows(self.path) if row["iteration"] <= resumed_at]
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        found = [
+            {"iteration": iteration, "name": diagnostic.name, **diagnostic.arrays}
+            for diagnostic in self.diagnostics
+            if diagnostic.arrays
+        ]
+        append_if_possible(self.path, "".join(json.dumps(row) + "\n" for row in found))
+        for diagnostic in self.diagnostics:
+            diagnostic.arrays = {}
+
+
+def read_rows(path: Path) -> list[Mapping[str, Any]]:
+    """The measurements of a file; none where there is none."""
+    return [json.loads(line) for line in complete_lines(path)]

@@ -1,0 +1,157 @@
+"""Where the variance of the policy's gradient comes from: sampling, rewards, reweighting."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.callbacks.gradient_parts import (
+    GradientDiagnostic,
+    Losses,
+    Vectors,
+    added,
+    own_term,
+    policy_outputs,
+)
+from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.distributed.ranks import over_ranks
+from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.minibatches import Part, Split
+from lit_rlkv.experience.score import score_rollout
+from lit_rlkv.modules.base import StepOutputs
+from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn, global_is_weights, unweighted
+from lit_rlkv.objectives.kl import kl_penalty
+from lit_rlkv.types import TrainBatch
+
+
+class GradientSources(GradientDiagnostic):
+    """Three variances of the algorithm's own gradient Σ_t w_t·A_t·s_t, s_t the score ∇ log π_t of an action.
+
+    `sampling` is V[c·s], in which each action has the same advantage c, the root mean square of A: what
+    scores alone would give if rewards of that size said nothing of the responses. `rewards` is
+    V[A·s] − V[c·s], what the rewards' relation to the responses adds or takes away. `reweighting` is
+    V[w·A·s] − V[A·s], what the off-policy correction adds by its weights and, where it rejects, by the loss
+    of data. They add up to `total` = V[w·A·s]. All are of the same parts, so that their differences are far
+    better known than each of them.
+
+    A preference pair has advantages 1 and −1, and its objective no other: `rewards` is 0 then.
+
+    Args:
+        counterfactual: one of `CORRECTIONS`, to ask of a learner that replays: what would the same rollout
+            have given a dense learner that corrects so? None does not ask.
+    """
+
+    name = "gradient_sources"
+
+    def __init__(self, every: int, counterfactual: str | None = None, **options: Any) -> None:
+        super().__init__(every, **options)
+        if counterfactual is not None and counterfactual not in CORRECTIONS:
+            raise ValueError(
+                f"diagnostics.gradient_sources.counterfactual={counterfactual!r} is unknown; choose one of "
+                f"{', '.join(CORRECTIONS)}, or null"
+            )
+        self.counterfactual = counterfactual
+
+    def measure_updates(self, experience: Experience, split: Split) -> None:
+        if not self.has_parts(experience):
+            return
+        module = self.policy
+        self._decompose("gradient/sources", experience, split, shadow=module.replays)
+        if self.counterfactual is not None and module.replays:
+            experience = self._seen_densely(experience, split, CORRECTIONS[self.counterfactual])
+            self._decompose("gradient/counterfactual", experience, split, shadow=False)
+        torch.clear_autocast_cache()
+
+    def _decompose(self, prefix: str, experience: Experience, split: Split, *, shadow: bool) -> None:
+        n_parts, response_mask = self.parts_of(experience), experience.rollout.response_mask
+        log_ratio = experience.old_logps - experience.rollout.rollout_logps
+        alike = replace(experience, weights=unweighted(log_ratio, response_mask))
+        constant = with_advantage(rms_advantage(split(alike, n_parts)), split(alike, n_parts))
+        variants = [constant, split(alike, n_parts), split(experience, n_parts)]
+        if not is_weighted(experience):
+            del variants[-1]
+        variances = self._variances(zip(*variants, strict=True), len(variants), shadow=shadow)
+        if variances:
+            sampled, rewarded, total = variances[0], variances[1], variances[-1]
+            self.scalars[f"{prefix}/sampling"] = sampled
+            self.scalars[f"{prefix}/rewards"] = rewarded - sampled
+            self.scalars[f"{prefix}/reweighting"] = total - rewarded
+            self.scalars[f"{prefix}/total"] = total
+
+    def _variances(self, variants: Iterable[Sequence[Part]], n: int, *, shadow: bool) -> list[float]:
+        """Of the rollout's gradient in each of its n variants; none where too few parts count in one."""
+        found = [PartGradients() for _ in range(n)]
+        for parts in variants:
+            gradients: list[Vectors] = [{} for _ in parts]
+            for batches in zip(*(part.batches for part in parts), strict=True):
+                _, more = self.gradients(partial(self._forward, batches, shadow=shadow))
+                gradients = [added(*pair) for pair in zip(gradients, more.values(), strict=True)]
+            for one, gradient, part in zip(found, gradients, parts, strict=True):
+                one.add(gradient, part.n_groups, part.share)
+        spreads = [spread for spread in [one.spread() for one in found] if spread is not None]
+        return [float(spread.variance.sum()) for spread in spreads] if len(spreads) == n else []
+
+    def _forward(self, batches: Sequence[TrainBatch], *, shadow: bool) -> tuple[StepOutputs, Losses]:
+        """One forward for batches of the same responses, which differ in what their actions are worth."""
+        outputs = policy_outputs(self.policy, batches[0], shadow=shadow)
+        losses = {str(i): own_term(self.policy, batch, outputs) for i, batch in enumerate(batches)}
+        return outputs, losses
+
+    def _seen_densely(self, experience: Experience, split: Split, weigh: WeightFn) -> Experience:
+        """The rollout as a dense learner would have taken it."""
+        module, rollout, ref_logps = self.policy, experience.rollout, experience.ref_logps
+        first = next(iter(split(experience, self.parts_of(experience))))
+        scores = score_rollout(
+            module.roles,
+            rollout,
+            {"policy": False} | ({} if ref_logps is None else {"reference": False}),
+            temperature=module.temperature,
+            rows_per_pass=len(first.batches[0].advantages),
+        )
+        dense = replace(
+            experience,
+            old_logps=scores["policy"],
+            ref_logps=scores.get("reference"),
+            weights=global_is_weights(
+                weigh, scores["policy"] - rollout.rollout_logps, rollout.response_mask, experience.ranks
+            ),
+        )
+        if dense.kl_estimator is None or dense.ref_logps is None:
+            return dense
+        logps, response_mask = (dense.old_logps, dense.ref_logps), rollout.response_mask
+        return replace(
+            dense, kl_penalty=kl_penalty(dense.kl_estimator, *logps, response_mask, dense.kl_weight)
+        )
+
+
+def is_weighted(experience: Experience) -> bool:
+    """Whether the arm does anything to the actions at all, on any process."""
+    weights, response_mask = experience.weights, experience.rollout.response_mask
+    is_changed = ((weights.weight != 1) & response_mask) | (weights.is_counted != response_mask)
+    return bool(over_ranks(is_changed.any().long()) > 0)
+
+
+def rms_advantage(parts: Iterable[Part]) -> Float[Tensor, ""]:
+    """√(Σ share·A² / Σ share) over the actions, by their shares in the loss of the rollout."""
+    sums: Tensor | float = 0.0
+    for part in parts:
+        for batch in part.batches:
+            share = batch.loss_weight
+            sums = sums + torch.stack([(share * batch.advantages.square()).sum(), share.sum()])
+    assert isinstance(sums, Tensor), "a rollout has parts"
+    square, weight = over_ranks(sums)
+    return (square / weight.clamp(min=torch.finfo(weight.dtype).tiny)).sqrt()
+
+
+def with_advantage(value: Float[Tensor, ""], parts: Iterable[Part]) -> Iterator[Part]:
+    """The same parts, each action of which has this advantage."""
+    for part in parts:
+        batches = [
+            replace(batch, advantages=torch.where(batch.rollout.response_mask, value, 0.0))
+            for batch in part.batches
+        ]
+        yield replace(part, batches=batches)

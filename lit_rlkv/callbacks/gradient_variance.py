@@ -1,0 +1,131 @@
+"""Variance of the policy's gradient, from parts of the rollout that it is about to learn from."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rlkv.callbacks.gradient_parts import (
+    GradientDiagnostic,
+    Losses,
+    Vectors,
+    added,
+    own_term,
+    policy_outputs,
+)
+from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
+from lit_rlkv.experience.advantages import Experience, PairAdvantage
+from lit_rlkv.experience.minibatches import Part, Split
+from lit_rlkv.models.backbone import head_logits, text_config
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import scatter_to_response
+from lit_rlkv.modules.base import StepOutputs
+from lit_rlkv.types import TrainBatch
+
+TERMS = ("policy", "loss")
+"""The algorithm's own objective; and all that the policy learns from, callbacks' terms and KL included."""
+
+
+class GradientVariance(GradientDiagnostic):
+    """Variance, signal-to-noise ratio and noise scale of the policy's gradient, and verl's proxies of it.
+
+    Each part of the rollout is an estimate of the same gradient from other prompts, so that their scatter
+    is that of the gradient from rollout to rollout, for the policy as it is before the first update. See
+    `lit_rlkv.diagnostics.gradient`. A critic's loss is left out, also where it trains the same adapter; while
+    a critic warms up alone, the gradient is that which the policy would get.
+
+    Args:
+        terms: of which losses, from `TERMS`.
+    """
+
+    name = "gradient"
+
+    def __init__(self, every: int, terms: Sequence[str] = TERMS, **options: Any) -> None:
+        super().__init__(every, **options)
+        self.terms = tuple(term for term in TERMS if term in terms)
+        unknown = sorted(set(terms) - set(TERMS))
+        if unknown or not self.terms:
+            raise ValueError(
+                f"diagnostics.gradient.terms={list(terms)} names {', '.join(unknown) or 'nothing'}; "
+                f"choose from {', '.join(TERMS)}"
+            )
+
+    def measure_updates(self, experience: Experience, split: Split) -> None:
+        if not self.has_parts(experience):
+            return
+        found = {term: PartGradients() for term in self.terms}
+        sums = torch.zeros(4, device=experience.rollout.input_ids.device)
+        for part in split(experience, self.parts_of(experience)):
+            gradients: dict[str, Vectors] = {term: {} for term in self.terms}
+            for batch in part.batches:
+                more, its_sums = self.of_batch(batch)
+                gradients = {term: added(gradients[term], more[term]) for term in self.terms}
+                sums = sums + its_sums
+            for term in self.terms:
+                found[term].add(gradients[term], *self.size_of(part, term))
+        torch.clear_autocast_cache()
+        self._report(found, sums)
+
+    def size_of(self, part: Part, term: str) -> tuple[int, float]:
+        """How many prompts of the part count in this term, and its share of the term's denominator.
+
+        What callbacks add to the loss is averaged over all actions, whatever the algorithm's own leaves out.
+        A loss of both has two denominators. It is taken for a mean over actions: the gradient of a KL is
+        mostly signal, which a wrong share would count as noise, and that of rewards mostly noise.
+        """
+        if term == "loss" and self.policy.loss_terms:
+            return part.n_prompts, part.action_share
+        return part.n_groups, part.share
+
+    def of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
+        """The gradient of each term from one micro-batch, and what the proxies add up of it."""
+        outputs, found = self.gradients(partial(self._forward, batch))
+        of_terms = {term: found[term if term in found else "loss"] for term in self.terms}
+        return of_terms, self._proxy_sums(batch, outputs)
+
+    def _report(self, found: Mapping[str, PartGradients], sums: Tensor) -> None:
+        square = None
+        for term, parts in found.items():
+            spread = parts.spread()
+            if spread is None:
+                continue
+            self.scalars |= spread.scalars(f"gradient/{term}")
+            self.arrays["blocks"] = list(spread.blocks)
+            self.arrays[term] = {
+                "n_prompts": spread.n_prompts,
+                "variance": spread.variance.tolist(),
+                "signal": spread.signal.tolist(),
+            }
+            if term == "policy" and self.only is None:
+                square = float(spread.square.sum())
+        if not issubclass(self.policy.advantage_estimator, PairAdvantage):
+            self.scalars |= variance_proxy(sums, square)
+
+    def _forward(self, batch: TrainBatch) -> tuple[StepOutputs, Losses]:
+        """The terms; where nothing but the algorithm's own makes up the loss, that one alone."""
+        module = self.policy
+        if self.terms == ("policy",):
+            outputs = policy_outputs(module, batch, shadow=module.replays)
+            return outputs, {"policy": own_term(module, batch, outputs)}
+        torch.clear_autocast_cache()
+        outputs, losses, _ = module.policy_terms(batch)
+        whole = {"loss": torch.stack(list(losses.values())).sum()}
+        if self.terms == ("loss",) or losses.keys() == module.objective(batch, outputs)[0].keys():
+            return outputs, whole
+        return outputs, {"policy": own_term(module, batch, outputs)} | whole
+
+    def _proxy_sums(self, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
+        module = self.policy
+        with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
+            head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
+            squares = squared_probs(outputs.hidden, head, module.temperature, size)
+            return proxy_sums(
+                outputs.logps,
+                scatter_to_response(batch.rollout, squares),
+                batch.advantages,
+                batch.correction,
+                batch.loss_weight != 0,
+            )

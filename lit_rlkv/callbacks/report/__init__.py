@@ -1,8 +1,0 @@
-"""report.html: one self-contained page that says what a run gained, and how to read its pictures."""
-
-from lit_rlkv.callbacks.report.content import RunReport, headline
-from lit_rlkv.callbacks.report.page import render, write_report
-from lit_rlkv.callbacks.report.picture import Picture
-from lit_rlkv.callbacks.report.pictures import figures
-
-__all__ = ["Picture", "RunReport", "figures", "headline", "render", "write_report"]

@@ -1,0 +1,118 @@
+"""Scalars of each rollout under the names that TRL and verl users already plot."""
+
+import time
+
+import torch
+from torch import Tensor
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.diagnostics.mismatch import rollout_correction
+from lit_rlkv.diagnostics.scalars import as_floats
+from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
+from lit_rlkv.experience.group_baselines import is_informative
+from lit_rlkv.experience.reward import OWN
+from lit_rlkv.objectives.masking import masked_mean, masked_sum
+from lit_rlkv.types import Rewards
+
+
+def rollout_statistics(experience: Experience) -> dict[str, float]:
+    """Rewards, lengths, mismatch and cache bytes of one rollout, that of all ranks."""
+    rollout = experience.rollout
+    lengths = rollout.response_mask.sum(dim=1).float()
+    scalars = {
+        **group_statistics(experience.rewards, experience.group_size),
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": 1 - experience.has_eos.float().mean(),
+        "num_tokens": lengths.sum(),
+        **rollout_correction(
+            experience.old_logps, rollout.rollout_logps, experience.weights.weight, rollout.response_mask
+        ),
+        **critic_statistics(experience),
+        **reference_statistics(experience),
+        **reward_statistics(experience.rewards),
+    }
+    return {"kv/bytes": float(rollout.kv_bytes), **as_floats(scalars)}
+
+
+def group_statistics(rewards: Rewards, group_size: int) -> dict[str, Tensor]:
+    """Mean and spread of the scores that did not fail, and how often a group has nothing to teach."""
+    scores = rewards.scores.view(-1, group_size)
+    is_valid = torch.ones_like(scores, dtype=torch.bool)
+    if rewards.is_failed is not None:
+        is_valid = ~rewards.is_failed.view(-1, group_size)
+    n_valid = is_valid.sum(dim=1)
+    mean = scores.masked_fill(~is_valid, 0.0).sum(dim=1) / n_valid.clamp(min=1)
+    squares = (scores - mean[:, None]).square().masked_fill(~is_valid, 0.0).sum(dim=1)
+    std = (squares / (n_valid - 1).clamp(min=1)).sqrt()
+    return {
+        "reward": masked_mean(scores, is_valid),
+        "reward_std": masked_mean(std, n_valid > 1),
+        "frac_reward_zero_std": (~is_informative(rewards.total.view(-1, group_size))).float().mean(),
+    }
+
+
+def reward_statistics(rewards: Rewards) -> dict[str, Tensor]:
+    """Each component before weights; of reward functions mean and std where they have answered."""
+    found = {}
+    for name, scores in rewards.components.items():
+        if name in OWN:
+            found[f"rewards/{name}"] = scores.mean()
+            continue
+        answered = scores[~scores.isnan()]
+        found[f"rewards/{name}/mean"] = answered.mean()
+        found[f"rewards/{name}/std"] = answered.std(unbiased=len(answered) > 1)
+    if rewards.is_failed is not None:
+        found["reward/failed_fraction"] = rewards.is_failed.float().mean()
+    return found
+
+
+def critic_statistics(experience: Experience) -> dict[str, Tensor]:
+    """How much of the returns' variance the critic explains: 1 − Var(returns − values) / Var(returns)."""
+    values, rollout = experience.values, experience.rollout
+    if values is None:
+        return {}
+    # Monte Carlo returns: those of GAE contain the values that are to be judged.
+    response_mask = rollout.response_mask
+    rewards = token_rewards(experience.rewards.total, response_mask, experience.kl_penalty, 1.0)
+    found = discounted_sums(rewards, experience.gamma)
+    return {"value/explained_variance": explained_variance(values, found, response_mask)}
+
+
+def reference_statistics(experience: Experience) -> dict[str, Tensor]:
+    """KL(π_old ‖ reference) per response (k1), as TRL's `objective/kl`, and the weight it has."""
+    if experience.ref_logps is None:
+        return {}
+    log_ratio = experience.old_logps - experience.ref_logps
+    response_mask = experience.rollout.response_mask
+    return {
+        "objective/kl": masked_sum(log_ratio, response_mask) / len(log_ratio),
+        "objective/kl_weight": log_ratio.new_tensor(experience.kl_weight),
+    }
+
+
+class RolloutStatistics(RLCallback):
+    """Adds the statistics of the rollout to the metrics of its iteration; stands first of the callbacks.
+
+    So it sees when the rollout was there, and what time went by until the update: that of diagnostics, which
+    is no part of `tokens_per_second`.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, float] = {}
+        self._collected_at = 0.0
+        self._behind_s = 0.0
+
+    def on_rollout_end(self, experience: Experience) -> None:
+        self._latest = rollout_statistics(experience.everyone())
+        self._collected_at = time.perf_counter()
+
+    def on_phase_start(self, phase: str, iteration: int) -> None:
+        if phase == "update":
+            self._behind_s = time.perf_counter() - self._collected_at
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        metrics.update(self._latest)
+        metrics["tokens_per_second"] = self._latest["num_tokens"] / (metrics["time/data"] - self._behind_s)

@@ -1,0 +1,288 @@
+"""Score a policy on held-out prompts, with each cache that a user may want to run it with."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.evaluation.correctness import Accuracy, accuracy_of
+from lit_rlkv.experience.reward import RewardsFailedError
+from lit_rlkv.experience.sample import sample_responses
+from lit_rlkv.experience.score import score_rollout
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import replay_logps
+from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.objectives.masking import masked_mean
+from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.rng import stream
+from lit_rlkv.tasks import Task
+from lit_rlkv.types import EvalRow, Problem, Rollout, prompt_text
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How a policy is scored."""
+
+    max_new_tokens: int
+    temperature: float
+    """Of the responses that are scored; 0 is greedy."""
+    sampling_temperature: float
+    """Of the responses that mismatch and replay gap are measured on: a greedy choice has no log-prob."""
+    n_mismatch: int
+    batch_size: int
+    """Most responses under way, or replayed, at a time."""
+    seed: int
+    n_samples: int = 1
+    """Responses to each prompt that are scored."""
+    rows_per_pass: int | None = None
+    """Most responses in one forward when the reward role scores them; None: all of a batch."""
+    cuda_graph: bool | None = None
+    """Whether the decode step is captured; None: on CUDA."""
+    max_failed: float | int = 0.5
+    """Share of all completions of a cache that may have no score."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response that was scored."""
+
+    cache: str
+    """The label of its row."""
+    problem: int
+    """Place of the problem among those of the evaluation."""
+    sample: int
+    """Which of the responses to that problem it is, from 0."""
+    prompt: str
+    answer: str
+    completion: str
+    n_tokens: int
+    score: float
+
+
+@dataclass(frozen=True)
+class CacheScore:
+    """What one cache scored."""
+
+    row: EvalRow
+    samples: list[Sample]
+    """Every response that the row's accuracy is the mean of; those to one problem side by side."""
+    rollout: Rollout | None
+    """On which the mismatch was measured; None on all ranks but the first, which did that."""
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """One batch."""
+
+    number: int
+    samples: list[Sample]
+    score: float
+    """Sum over the samples; those that nobody could score are not right."""
+    n_failed: int
+    learned: float
+    """The same of the reward role's."""
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
+class _Mismatch:
+    """Of sampler and learner, on the first rank alone: all rows of a rollout draw from one generator."""
+
+    rollout: Rollout
+    kl: float
+    replay_gap: float
+
+
+class Evaluator:
+    """The policy on one list of held-out problems; where there is a reward role, its opinion too.
+
+    Ranks share the batches, and the first one measures the mismatch; each has the result.
+
+    Args:
+        task: whose score is the accuracy, where no other is given.
+        problems: the same on every rank.
+        accuracy: what a completion is worth; None: what the task makes of it.
+        ranks: that share the work.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        problems: Sequence[Problem],
+        config: EvalConfig,
+        accuracy: Accuracy | None = None,
+        ranks: Ranks = SINGLE_PROCESS,
+    ) -> None:
+        self.roles = roles
+        self.tokenizer = tokenizer
+        self.accuracy = accuracy or accuracy_of(task)
+        self.problems = problems
+        self.config = config
+        self.ranks = ranks
+
+    @torch.no_grad()
+    def score_cache(self, cache: CacheSpec) -> CacheScore:
+        """Accuracy and mismatch with one cache.
+
+        Raises:
+            MemoryExhaustedError: it finds too little memory; says what to lower.
+            RewardsFailedError: more completions than `max_failed` allows have no score.
+        """
+        at_once = self.config.batch_size
+        with explain_out_of_memory(
+            lambda: (
+                f"out of memory in the evaluation of cache {cache.label}, {at_once} responses at a time; "
+                f"lower evaluation.batch_size={at_once} (batch_size of lit_rlkv.evaluate)"
+            )
+        ):
+            return self._score_cache(cache)
+
+    def _score_cache(self, cache: CacheSpec) -> CacheScore:
+        config, n = self.config, len(self.problems)
+        n_scored = n * config.n_samples
+        own = [self._answer(cache, batch) for batch in self._own_batches()]
+        mismatch = self._mismatch(cache) if self.ranks.rank == 0 else None
+        batches = sorted(self.ranks.gather_list(own), key=lambda batch: batch.number)
+        measured = [] if mismatch is None else [(mismatch.kl, mismatch.replay_gap)]
+        ((kl, replay_gap),) = self.ranks.gather_list(measured)
+        samples = [sample for batch in batches for sample in batch.samples]
+        samples.sort(key=lambda sample: (sample.problem, sample.sample))
+        n_failed = sum(batch.n_failed for batch in batches)
+        if n_failed > self.config.max_failed * n_scored:
+            raise RewardsFailedError(
+                f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
+                f"{self.config.max_failed} allows; fit.log says what reward.accuracy has said"
+            )
+        row = EvalRow(
+            cache=cache.label,
+            budget=None if cache.is_dense else cache.budget,
+            accuracy=sum(batch.score for batch in batches) / n_scored,
+            n_problems=n,
+            mean_length=sum(sample.n_tokens for sample in samples) / n_scored,
+            kv_bytes=max(batch.kv_bytes for batch in batches),
+            kl=kl,
+            replay_gap=replay_gap,
+            learned_reward=(
+                sum(batch.learned for batch in batches) / n_scored if "reward" in self.roles.needed else None
+            ),
+        )
+        return CacheScore(row, samples, None if mismatch is None else mismatch.rollout)
+
+    def _own_batches(self) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+        """This rank's, each with its number among those of all."""
+        # The first rank comes last: it has the mismatch to measure.
+        first = (self.ranks.rank - 1) % self.ranks.size
+        return islice(enumerate(self._batches()), first, None, self.ranks.size)
+
+    def _mismatch(self, cache: CacheSpec) -> _Mismatch:
+        config = self.config
+        problems = self.problems[: config.n_mismatch]
+        sampled = self._generate(problems, cache, config.sampling_temperature, len(self.problems))
+        shadow = self._replayed(sampled, shadow=True)
+        dense = shadow if cache.is_dense else self._replayed(sampled, shadow=False)
+        return _Mismatch(
+            rollout=sampled,
+            kl=float(masked_mean(sampled.rollout_logps - dense, sampled.response_mask)),
+            replay_gap=float((shadow - sampled.rollout_logps).abs().max()),
+        )
+
+    def _answer(self, cache: CacheSpec, batch: tuple[int, tuple[int, int, int, int]]) -> _Answered:
+        """The samples of one batch."""
+        number, (start, stop, first, last) = batch
+        problems = self.problems[start:stop]
+        rollout = self._generate(problems, cache, self.config.temperature, start, first, last - first)
+        completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
+        places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
+        scores = self.accuracy([self.problems[problem] for problem, _ in places], completions)
+        lengths = rollout.response_mask.sum(dim=1).tolist()
+        n_failed = int(scores.isnan().sum())
+        scores = scores.nan_to_num(nan=0.0)
+        found = zip(places, completions, lengths, scores.tolist(), strict=True)
+        return _Answered(
+            number=number,
+            samples=[
+                self._sample(cache, *place, text, n_tokens, score) for place, text, n_tokens, score in found
+            ],
+            score=float(scores.sum()),
+            n_failed=n_failed,
+            learned=self._learned_reward(rollout),
+            kv_bytes=rollout.kv_bytes,
+        )
+
+    def _sample(
+        self, cache: CacheSpec, problem: int, sample: int, text: str, n_tokens: int, score: float
+    ) -> Sample:
+        return Sample(
+            cache=cache.label,
+            problem=problem,
+            sample=sample,
+            prompt=prompt_text(self.problems[problem].prompt),
+            answer=self.problems[problem].answer,
+            completion=text,
+            n_tokens=n_tokens,
+            score=score,
+        )
+
+    def _batches(self) -> Iterator[tuple[int, int, int, int]]:
+        """Problems [start, stop) and which of their samples [first, last) are drawn together.
+
+        Many samples of one problem are drawn in several rounds, so that `batch_size` always holds.
+        """
+        n_samples, batch_size = self.config.n_samples, self.config.batch_size
+        n_together = max(batch_size // n_samples, 1)
+        for start in range(0, len(self.problems), n_together):
+            stop = min(start + n_together, len(self.problems))
+            for first in range(0, n_samples, batch_size):
+                yield start, stop, first, min(first + batch_size, n_samples)
+
+    def _replayed(self, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "batch seq"]:
+        """Log-probs of the rollout under the policy, by as many rows at a time as it was sampled with."""
+        n, temperature = self.config.batch_size, self.config.sampling_temperature
+        parts = [rollout.rows(slice(start, start + n)) for start in range(0, len(rollout.input_ids), n)]
+        with acting_as(self.roles, "policy") as backbone:
+            return torch.cat(
+                [replay_logps(backbone, part, shadow=shadow, temperature=temperature) for part in parts]
+            )
+
+    def _learned_reward(self, rollout: Rollout) -> float:
+        """Sum over the responses; 0 where there is no reward role."""
+        if "reward" not in self.roles.needed:
+            return 0.0
+        rows_per_pass = self.config.rows_per_pass
+        scores = score_rollout(
+            self.roles, rollout, {"reward": False}, temperature=1.0, rows_per_pass=rows_per_pass
+        )
+        return float(scores["reward"].sum())
+
+    def _generate(
+        self,
+        problems: Sequence[Problem],
+        cache: CacheSpec,
+        temperature: float,
+        start: int,
+        first: int = 0,
+        n_samples: int = 1,
+    ) -> Rollout:
+        rounds = () if first == 0 else (first,)
+        with acting_as(self.roles, "policy") as backbone:
+            names = ("evaluate", cache.label, start, *rounds)
+            return sample_responses(
+                backbone,
+                self.tokenizer,
+                encode_prompts(self.tokenizer, [p.prompt for p in problems]),
+                cache=cache,
+                max_new_tokens=self.config.max_new_tokens,
+                temperature=temperature,
+                generator=stream(self.config.seed, *names, device=backbone.device),
+                n_samples=n_samples,
+                max_rows=max(self.config.batch_size, n_samples),
+                cuda_graph=self.config.cuda_graph,
+            )

@@ -1,0 +1,1 @@
+"""One iteration of RL data, in the order it flows: sample, score, reward, advantages, minibatches."""

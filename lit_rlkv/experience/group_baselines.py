@@ -1,0 +1,69 @@
+"""Group baselines: several responses to one prompt judge each other."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviation, as in TRL: a group of equal rewards has advantage 0, not 0/0."""
+
+
+def grpo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """(R − mean) / std within the group, unbiased std (arXiv:2402.03300)."""
+    return centred(rewards) / (rewards.std(dim=1, keepdim=True) + STD_FLOOR)
+
+
+def centred(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """R − mean within the group: Dr. GRPO (arXiv:2503.20783), which divides by no std."""
+    return rewards - rewards.mean(dim=1, keepdim=True)
+
+
+def rloo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """R − mean of the other responses (arXiv:2402.14740): centred, times n / (n − 1)."""
+    n = rewards.shape[1]
+    return centred(rewards) * n / (n - 1)
+
+
+def reinforce_pp(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """R − group mean, divided by the std of the whole batch: REINFORCE++ with baseline (arXiv:2501.03262).
+
+    The std is over responses; verl takes it over tokens, which counts long responses more.
+    """
+    advantages = centred(rewards)
+    return advantages / (advantages.std() + STD_FLOOR)
+
+
+ESTIMATORS = {"grpo": grpo, "dr_grpo": centred, "dapo": grpo, "rloo": rloo, "reinforce++": reinforce_pp}
+
+
+def without_failures(
+    estimate: Callable[[Tensor], Tensor], rewards: Float[Tensor, "prompt group"], is_valid: Tensor
+) -> Float[Tensor, "prompt group"]:
+    """The same of groups in which some rewards are missing: as if those responses were not there.
+
+    Their advantage is 0, and so is that of one that is alone. `is_valid` [prompt, group].
+    """
+    within = centred if estimate is reinforce_pp else estimate
+    advantages = within(rewards)
+    for row in (~is_valid).any(dim=1).nonzero().flatten().tolist():
+        kept = is_valid[row]
+        advantages[row] = 0.0
+        if int(kept.sum()) > 1:
+            advantages[row, kept] = within(rewards[row, kept][None])[0]
+    if estimate is reinforce_pp and int(is_valid.sum()) > 1:
+        advantages = advantages / (advantages[is_valid].std() + STD_FLOOR)
+    return advantages
+
+
+def is_informative(rewards: Float[Tensor, "prompt group"]) -> Tensor:
+    """[prompt] True where the group disagrees; DAPO (arXiv:2503.14476) drops the rest: no gradient."""
+    return rewards.amax(dim=1) > rewards.amin(dim=1)
+
+
+def broadcast_to_response(
+    advantages: Float[Tensor, " batch"], response_mask: Tensor
+) -> Float[Tensor, "batch seq"]:
+    """Every action of a response shares its advantage; 0 elsewhere."""
+    return torch.where(response_mask, advantages[:, None], 0.0)

@@ -1,0 +1,143 @@
+"""What is said where memory does not suffice: how much what takes, and which settings change it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+import torch
+from transformers import PreTrainedModel
+
+from lit_rlkv.experience.settings import SamplingConfig, UpdateConfig
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.rollout.generate import rows_under_way
+from lit_rlkv.units import human_bytes
+
+EVICTED_AT_BYTES = 4
+SAMPLING_BYTES = 12
+"""Of a logit while a token is drawn: its log-prob, noise and probability in float32."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Some of the memory of a phase."""
+
+    what: str
+    factors: Mapping[str, int]
+    """How many there are of what; their product is the number of bytes."""
+    helps: Sequence[str]
+    """What to do, the best first."""
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.factors.values())
+
+    def __str__(self) -> str:
+        product = " × ".join(f"{number} {name}" for name, number in self.factors.items())
+        return f"{human_bytes(self.n_bytes):>9}  {self.what} = {product}"
+
+
+def rollout_needs(
+    model: PreTrainedModel, cache: CacheSpec, prompts_shape: tuple[int, int], sampling: SamplingConfig
+) -> list[Need]:
+    """What `generate` holds beside the model, the largest first; an estimate where layers differ in size.
+
+    Args:
+        prompts_shape: prompts at a time, and tokens of the longest.
+    """
+    config = text_config(model)
+    (n_prompts, n_prompt_columns), group = prompts_shape, sampling.group_size
+    n_rows = rows_under_way(n_prompts, group, sampling.max_rows)
+    n_columns = n_prompt_columns + sampling.max_new_tokens
+    layers, heads = {"layers": int(config.num_hidden_layers)}, {"KV heads": n_kv_heads(model)}
+    itemsize = _computes_in(model).itemsize
+    limit = "null, all at once" if sampling.max_rows is None else sampling.max_rows
+    fewer = f"set rollout.max_rows below {n_rows} (now {limit})"
+    if n_rows == group:
+        fewer = f"lower algorithm.group_size={group}"
+    shorter = f"lower rollout.max_new_tokens={sampling.max_new_tokens}"
+    smaller = [shorter, "sample from a cache that evicts (cache.policy, correction)"]
+    values = {"dims": max(head_dims(model)), "bytes": itemsize}
+    needs = [
+        Need(
+            "KV cache",
+            {"of keys and values": 2, **layers, "rows": n_rows, **heads}
+            | {"slots": cache.n_slots(n_columns), **values},
+            [*(smaller if cache.is_dense else [f"lower cache.budget={cache.budget}"]), fewer],
+        ),
+        Need(
+            "record of evictions",
+            {**layers, "rows and responses": n_rows + n_prompts * group, **heads}
+            | {"columns": n_columns, "bytes": EVICTED_AT_BYTES},
+            [shorter, f"lower rollout.n_prompts={sampling.n_prompts} or algorithm.group_size={group}"],
+        ),
+        Need(
+            "logits of a step",
+            {"rows": n_rows, "tokens": int(config.vocab_size), "bytes": itemsize + SAMPLING_BYTES},
+            [fewer],
+        ),
+    ]
+    policy = cache.make_policy()
+    if policy is not None and policy.sees_queries:
+        needs.append(
+            Need(
+                "latest queries",
+                {**layers, "rows": n_rows, "query heads": int(config.num_attention_heads)}
+                | {"in the window": cache.window, **values},
+                [f"lower cache.window={cache.window}", fewer],
+            )
+        )
+    return sorted(needs, key=lambda need: need.n_bytes, reverse=True)
+
+
+def explain_rollout(
+    model: PreTrainedModel, cache: CacheSpec, prompts_shape: tuple[int, int], sampling: SamplingConfig
+) -> str:
+    """The needs of a rollout, and what helps against them in that order."""
+    needs = rollout_needs(model, cache, prompts_shape, sampling)
+    helps = dict.fromkeys(step for need in needs for step in need.helps)
+    n_prompts, n_columns = prompts_shape
+    return "\n".join(
+        [
+            f"out of memory in the rollout: {sampling.group_size} responses of up to "
+            f"{sampling.max_new_tokens} tokens to each of {n_prompts} prompts of up to {n_columns}, cache "
+            f"{cache.label}. Beside the weights it takes",
+            *(f"  {need}" for need in needs),
+            f"What helps, the most first: {'; '.join(helps)}.",
+        ]
+    )
+
+
+def explain_scoring(shape: tuple[int, int], sampling: SamplingConfig) -> str:
+    """Of a rollout with so many rows and columns."""
+    n_rows, n_columns = shape
+    limit = n_rows if sampling.rows_per_pass is None else min(sampling.rows_per_pass, n_rows)
+    stacked = ", set roles.stack_passes=false" if sampling.stacks_passes else ""
+    return (
+        f"out of memory in scoring, {limit} of {n_rows} sequences of up to {n_columns} tokens at a time; set "
+        f"rollout.rows_per_pass below {limit}{stacked}, or lower rollout.max_new_tokens="
+        f"{sampling.max_new_tokens}"
+    )
+
+
+def explain_update(
+    roles: Roles, shape: tuple[int, int], sampling: SamplingConfig, update: UpdateConfig
+) -> str:
+    """Of a rollout with so many rows and columns."""
+    n_rows, n_columns = shape
+    n_own = ceil(ceil(n_rows / update.n_minibatches) / update.n_micro_batches)
+    recompute = "" if roles.checkpoints_layers else ", set roles.gradient_checkpointing=true"
+    n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
+    return (
+        f"out of memory in the update, {n_own} sequences of up to {n_columns} tokens in a micro-batch and "
+        f"{n_trained:,} parameters that train; raise algorithm.n_micro_batches={update.n_micro_batches}"
+        f"{recompute}, lower rollout.max_new_tokens={sampling.max_new_tokens}, or train fewer parameters "
+        "(roles=hydra, roles.rank)"
+    )
+
+
+def _computes_in(model: PreTrainedModel) -> torch.dtype:
+    """The precision of its activations and of the cache."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

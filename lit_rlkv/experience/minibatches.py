@@ -1,0 +1,208 @@
+"""From the experience of all ranks to optimizer steps, of which each rank learns its own rows."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages, Experience
+from lit_rlkv.experience.settings import UpdateConfig
+from lit_rlkv.objectives.aggregate import AGGREGATIONS
+from lit_rlkv.rng import stream
+from lit_rlkv.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class Part:
+    """Whole groups of a rollout, with the denominators of one optimizer step on all of it.
+
+    Gradients of parts add up to that of the step.
+    """
+
+    batches: Sequence[TrainBatch]
+    """In micro-batches for the policy alone, no larger than those of training; the last one `ends_step`."""
+    n_groups: int
+    """Groups that the policy's loss counts: those of which it leaves out everything are not among them."""
+    share: float
+    """Of the denominator of the policy's loss: of the tokens, responses or pairs that it counts."""
+    n_prompts: int
+    """All groups, whatever the policy's loss leaves out."""
+    action_share: float
+    """Of all actions that are learned from, the denominator of what callbacks add to the loss."""
+
+
+Split = Callable[[Experience, int], Iterator[Part]]
+"""Cuts a rollout, or a changed copy of its experience, into so many parts."""
+
+
+class Steps:
+    """Cuts experience into optimizer steps and these into micro-batches.
+
+    Advantages and denominators are those of all ranks together, worked out by each of them alike.
+
+    Args:
+        max_new_tokens: the longest response allowed.
+        has_kl_loss: whether the KL to the reference is a term of the loss.
+        seed: of the order of the rows.
+        n_shards: equal parts of the rows of all ranks, each of which is shuffled by itself.
+    """
+
+    def __init__(
+        self,
+        credit: AdvantageEstimator,
+        update: UpdateConfig,
+        *,
+        max_new_tokens: int,
+        has_kl_loss: bool,
+        seed: int,
+        n_shards: int,
+    ) -> None:
+        self.credit = credit
+        self.update = update
+        self.max_new_tokens = max_new_tokens
+        self.has_kl_loss = has_kl_loss
+        self.seed = seed
+        self.n_shards = n_shards
+
+    def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
+        """The optimizer steps of an iteration, each in its micro-batches; as many on each rank."""
+        whole, credit = self._credited(experience)
+        update = self.update
+        learner_parts = update.learner_parts
+        if experience.iteration < update.critic_warmup:
+            learner_parts = (update.warmup_part,)
+        by_shard = credit.units.view(self.n_shards, -1, credit.units.shape[1])
+        own = experience.ranks.mine(self.n_shards // experience.ranks.size)
+        for epoch in range(update.n_epochs):
+            generator = stream(self.seed, "shuffle", experience.iteration, epoch)
+            order = torch.randperm(by_shard.shape[1], generator=generator).to(by_shard.device)
+            for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
+                units = by_shard[:, chosen]
+                step = self._step(whole, units.flatten(0, 1), credit.is_counted)
+                step = replace(step, is_first_update=epoch == 0 and number == 0)
+                yield from self._micro_batches(
+                    *_own(step, units[own].flatten(0, 1), experience),
+                    learner_parts,
+                    self.update.n_micro_batches,
+                )
+
+    def parts(self, experience: Experience, n_parts: int) -> Iterator[Part]:
+        """This rank's rollout in parts of whole groups, as near to equal as can be.
+
+        Advantages and denominators are those of the whole. What an advantage takes from it, such as the mean and
+        standard deviation of whitening, all parts have in common.
+
+        Raises:
+            ValueError: there are fewer groups than parts.
+        """
+        n_groups = len(experience.problems) // experience.group_size
+        if not 1 <= n_parts <= n_groups:
+            raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
+        whole, credit = self._credited(experience)
+        step = self._step(whole, credit.units, credit.is_counted)
+        of_group = credit.units.view(n_groups * experience.ranks.size, -1, credit.units.shape[1])
+        n_response_tokens = whole.rollout.response_mask[of_group].flatten(1).sum(dim=1)
+        by_token = self.update.aggregation == "token"
+        sizes = (
+            *_sizes(step.loss_weight, of_group, by_token=by_token),
+            n_response_tokens.double() / step.n_response_tokens,
+        )
+        n_units = len(credit.units) // experience.ranks.size
+        n_at_once = ceil(ceil(n_units / self.update.n_minibatches) / self.update.n_micro_batches)
+        mine = experience.ranks.mine(n_groups)
+        step, of_group = _own(step, of_group[mine], experience)
+        pieces = [one.tensor_split(n_parts) for one in (of_group, *(size[mine] for size in sizes))]
+        for groups, is_counted, share, actions in zip(*pieces, strict=True):
+            units = groups.flatten(0, 1)
+            batches = self._micro_batches(step, units, (("policy",),), ceil(len(units) / n_at_once))
+            yield Part(
+                batches=list(batches),
+                n_groups=int(is_counted.sum()),
+                share=float(share.sum()),
+                n_prompts=len(groups),
+                action_share=float(actions.sum()),
+            )
+
+    def _credited(self, experience: Experience) -> tuple[TrainBatch, Advantages]:
+        """The rollout of all ranks as one batch without denominators, and what its actions are worth."""
+        experience = experience.everyone()
+        rollout, update = experience.rollout, self.update
+        is_left_out = torch.zeros_like(experience.has_eos)
+        if update.mask_truncated:
+            is_left_out |= ~experience.has_eos
+        if experience.rewards.is_failed is not None:
+            is_left_out |= experience.rewards.is_failed
+        is_counted = experience.weights.is_counted & ~is_left_out[:, None]
+        experience = replace(experience, weights=replace(experience.weights, is_counted=is_counted))
+        credit = self.credit.assign(experience)
+        ref_logps = experience.ref_logps
+        whole = TrainBatch(
+            rollout=rollout,
+            advantages=credit.advantages,
+            old_logps=experience.old_logps,
+            ref_logps=torch.zeros_like(experience.old_logps) if ref_logps is None else ref_logps,
+            correction=experience.weights.weight,
+            loss_weight=torch.zeros_like(rollout.rollout_logps),
+            kl_weight=experience.kl_weight if self.has_kl_loss else 0.0,
+            n_response_tokens=0,
+            is_first_update=True,
+            ends_step=True,
+            old_values=experience.values,
+            returns=credit.returns,
+        )
+        return whole, credit
+
+    def _step(self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"]) -> TrainBatch:
+        """The rollout with the denominators of the optimizer step that learns from these units."""
+        rows = units.flatten()
+        loss_weight = torch.zeros_like(whole.loss_weight)
+        aggregate = AGGREGATIONS[self.update.aggregation]
+        loss_weight[rows] = aggregate(is_counted[rows], self.max_new_tokens)
+        return replace(
+            whole,
+            loss_weight=loss_weight,
+            n_response_tokens=int(whole.rollout.response_mask[rows].sum()),
+            n_pairs=_n_pairs(loss_weight, units),
+        )
+
+    def _micro_batches(
+        self, step: TrainBatch, units: Tensor, learner_parts: tuple[tuple[str, ...], ...], n: int
+    ) -> Iterator[TrainBatch]:
+        parts = [part.flatten() for part in units.tensor_split(n) if len(part)]
+        for number, part in enumerate(parts):
+            rows = step.rows(part)
+            for learners in learner_parts:
+                is_last = number == len(parts) - 1 and learners == learner_parts[-1]
+                yield replace(rows, ends_step=is_last, learners=learners)
+
+
+def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[TrainBatch, Tensor]:
+    """The rows of this rank with their eviction tables, and units of all ranks as rows of these."""
+    if experience.ranks.size == 1:
+        return step, units
+    mine = experience.ranks.mine(len(experience.problems))
+    return replace(step.rows(mine), rollout=experience.rollout), units - mine.start
+
+
+def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
+    """Pairs of which both sides count; 0 where a unit is a single row."""
+    if units.shape[1] == 1:
+        return 0
+    return int((loss_weight[units] != 0).any(dim=2).all(dim=1).sum())
+
+
+def _sizes(
+    loss_weight: Float[Tensor, "batch seq"], of_group: Int[Tensor, "group unit member"], *, by_token: bool
+) -> tuple[Bool[Tensor, " group"], Float[Tensor, " group"]]:
+    """Of each group: whether the policy's loss counts it, and its share of the loss's denominator.
+
+    The denominator is a number of tokens, or of responses; pairs are counted whole or not at all.
+    """
+    weight = loss_weight[of_group]
+    is_unit = (weight != 0).any(dim=3).all(dim=2)
+    by_token = by_token and of_group.shape[2] == 1
+    count = ((weight != 0).flatten(1) if by_token else is_unit).sum(dim=1)
+    return is_unit.any(dim=1), count.double() / count.sum().clamp(min=1)

@@ -1,0 +1,126 @@
+"""What the roles say of a finished rollout, in as few forwards as give the same numbers."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.models.adapters import acting_by_row, lora_layers, switched
+from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
+from lit_rlkv.models.heads import last_token
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, response_logps, scatter_to_response
+from lit_rlkv.types import Rollout
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward of a backbone: everything that its hidden states depend on."""
+
+    backbone: str
+    adapter: str | None
+    shadow: bool
+
+
+def pass_of(roles: Roles, role: str, shadow: bool) -> Pass:
+    """Roles with equal passes share one forward; they differ in their heads only."""
+    return Pass(roles.layout.backbone[role], roles.layout.adapter[role], shadow)
+
+
+@torch.no_grad()
+def score_rollout(
+    roles: Roles,
+    rollout: Rollout,
+    views: Mapping[str, bool],
+    *,
+    temperature: float,
+    rows_per_pass: int | None = None,
+    stacks_passes: bool = False,
+) -> dict[str, Tensor]:
+    """What each role in `views` says: log-probs [batch, seq] of policy and reference, 0 outside the actions;
+    values [batch, seq] of the states before the actions, 0 elsewhere; the reward [batch] of each sequence.
+
+    Args:
+        views: role to whether it sees what the sampler saw; the others read the whole text.
+        rows_per_pass: most rows of the rollout in one forward; None takes all at once.
+        stacks_passes: run the different passes of a backbone as one batch, with an adapter for each row.
+
+    Raises:
+        ValueError: passes of no rows, or a rollout longer than the model has positions for.
+    """
+    if rows_per_pass is not None and rows_per_pass < 1:
+        raise ValueError(
+            f"rows_per_pass={rows_per_pass} scores nothing; give at least 1, or None for all rows at once"
+        )
+    check_length(roles.backbone("policy"), rollout.input_ids.shape[1])
+    n_rows = len(rollout.input_ids)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    for start in range(0, n_rows, rows_per_pass or n_rows):
+        rows = rollout.rows(slice(start, start + (rows_per_pass or n_rows)))
+        hidden = _hidden(roles, rows, {pass_of(roles, *view) for view in views.items()}, stacks_passes)
+        for role, shadow in views.items():
+            states = hidden[pass_of(roles, role, shadow)]
+            parts[role].append(_read(roles, role, rows, states, temperature))
+    return {role: torch.cat(values) for role, values in parts.items()}
+
+
+def _read(
+    roles: Roles, role: str, rollout: Rollout, hidden: Float[Tensor, "batch seq dim"], temperature: float
+) -> Tensor:
+    if role == "reward":
+        return roles.head(role)(last_token(hidden, rollout.attention_mask))
+    predicts = hidden[:, :-1][rollout.response_mask[:, 1:]]
+    if role == "value":
+        return scatter_to_response(rollout, roles.head(role)(predicts))
+    return response_logps(roles.backbone(role), rollout, predicts, temperature)
+
+
+def _hidden(
+    roles: Roles, rollout: Rollout, passes: set[Pass], stacks_passes: bool
+) -> dict[Pass, Float[Tensor, "batch seq dim"]]:
+    by_backbone: dict[str, list[Pass]] = defaultdict(list)
+    for one in sorted(passes, key=repr):
+        by_backbone[one.backbone].append(one)
+    found: dict[Pass, Tensor] = {}
+    for name, mine in by_backbone.items():
+        backbone = roles.named_backbone(name)
+        if stacks_passes and len(mine) > 1:
+            found |= _stacked(backbone, rollout, mine)
+            continue
+        for one in mine:
+            with switched(lora_layers(backbone), one.adapter):
+                evicted_at = _replay_table(rollout, one.shadow)
+                found[one] = _forward(backbone, rollout.input_ids, rollout.attention_mask, evicted_at)
+    return found
+
+
+def _stacked(
+    backbone: PreTrainedModel, rollout: Rollout, passes: list[Pass]
+) -> dict[Pass, Float[Tensor, "batch seq dim"]]:
+    n_rows = len(rollout.input_ids)
+    rows = torch.arange(n_rows, device=rollout.input_ids.device).repeat(len(passes))
+    shape = rollout.evicted_at.shape
+    evicted_at = torch.cat([_replay_table(rollout, one.shadow).expand(shape) for one in passes])
+    adapters = [one.adapter for one in passes]
+    chosen = (
+        switched(lora_layers(backbone), adapters[0])
+        if len(set(adapters)) == 1
+        else acting_by_row(backbone, [adapter for adapter in adapters for _ in range(n_rows)])
+    )
+    with chosen:
+        hidden = _forward(backbone, rollout.input_ids[rows], rollout.attention_mask[rows], evicted_at)
+    return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
+
+
+def _replay_table(rollout: Rollout, shadow: bool) -> Tensor:
+    return replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
+
+
+def _forward(
+    backbone: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, evicted_at: Tensor
+) -> Float[Tensor, "batch seq dim"]:
+    return hidden_states(backbone, input_ids, token_positions(attention_mask), evicted_at=evicted_at)

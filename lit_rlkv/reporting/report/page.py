@@ -1,0 +1,121 @@
+"""report.html: one self-contained page."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from lit_rlkv.files import write_atomically
+from lit_rlkv.reporting import plots
+from lit_rlkv.reporting.report.content import RunReport, headline
+from lit_rlkv.reporting.report.picture import Picture
+from lit_rlkv.reporting.report.pictures import figures
+from lit_rlkv.reporting.report.template import PAGE, STYLE
+from lit_rlkv.reporting.samples import Sample
+from lit_rlkv.reporting.summary import KL_MEANING, evaluation_cells, learned_cells
+
+PIXELS_PER_INCH = 200
+"""Of the pictures; the page shows them at half of it, so they are sharp on dense screens."""
+
+
+def write_report(path: Path, report: RunReport, pictures: Sequence[Picture] | None = None) -> None:
+    """Write the page; a reader sees the old file or the new one, never half of it.
+
+    Args:
+        pictures: of `figures(report)`, where they have been drawn already.
+    """
+    write_atomically(path, render(report, pictures))
+
+
+def render(report: RunReport, pictures: Sequence[Picture] | None = None) -> str:
+    """The page as HTML."""
+    sections = [
+        f"<h1>{escape(report.title)}</h1>",
+        *(f'<p class="headline">{escape(sentence)}</p>' for sentence in headline(report)),
+        _evaluation(report),
+        _figures(figures(report) if pictures is None else pictures),
+        _samples(report.samples),
+        _config(report.config_yaml),
+        _versions(report.versions),
+    ]
+    body = "\n".join(section for section in sections if section)
+    return PAGE.format(title=escape(report.title), style=STYLE, body=body)
+
+
+def _evaluation(report: RunReport) -> str:
+    if not report.before and not report.after:
+        return ""
+    n_problems = max(row.n_problems for row in (*report.before, *report.after))
+    note = (
+        f"{n_problems} held-out problems. {KL_MEANING}: how far eviction moves the sampler from the same "
+        "model with all its keys. The replay gap is the largest difference between a recorded log-prob "
+        "and its replay: 0 but for rounding, or replay is broken."
+    )
+    headings, cells = learned_cells(report.before, report.after)
+    learned = _table(headings, cells) if cells else ""
+    accuracy = _table(*evaluation_cells(report.before, report.after))
+    return f"<h2>Evaluation</h2>{accuracy}<p class=note>{note}</p>{learned}"
+
+
+def _figures(pictures: Sequence[Picture]) -> str:
+    if not pictures:
+        return ""
+    return f'<h2>Pictures</h2><div class="figures">{"".join(map(_figure, pictures))}</div>'
+
+
+def _figure(picture: Picture) -> str:
+    figure, name, caption = picture
+    buffer = io.BytesIO()
+    # Transparent, so that the page's own background shows, and its dark scheme can invert the ink.
+    figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, transparent=True)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    width, height = (round(inches * PIXELS_PER_INCH / 2) for inches in figure.get_size_inches())
+    is_wide = figure.get_size_inches()[0] > np.mean([plots.HALF_WIDTH, plots.FULL_WIDTH])
+    image = f'<img src="data:image/png;base64,{data}" width="{width}" height="{height}" alt="{escape(name)}">'
+    below = f"<figcaption><b>{escape(name)}.</b> {escape(caption)}</figcaption>"
+    return f"<figure{' class=wide' if is_wide else ''}>{image}{below}</figure>"
+
+
+def _samples(samples: Sequence[Sample]) -> str:
+    if not samples:
+        return ""
+    rows = "".join(
+        f'<tr><td class="number">{sample.iteration}</td><td class="text">{escape(sample.prompt)}</td>'
+        f'<td class="text">{escape(sample.completion)}</td><td class="number">{sample.reward:.2f}</td></tr>'
+        for sample in samples
+    )
+    headings = (
+        ("Iteration", " class=number"),
+        ("Prompt", ""),
+        ("Completion", ""),
+        ("Reward", " class=number"),
+    )
+    head = "<tr>" + "".join(f"<th{kind}>{heading}</th>" for heading, kind in headings) + "</tr>"
+    return f"<h2>Samples</h2><div class=scroll><table class=samples>{head}{rows}</table></div>"
+
+
+def _config(config_yaml: str) -> str:
+    if not config_yaml:
+        return ""
+    return f"<details><summary>Config</summary><pre>{escape(config_yaml)}</pre></details>"
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    listed = " · ".join(f"{escape(name)} {escape(version)}" for name, version in versions.items())
+    return f"<footer>{listed}</footer>" if listed else ""
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """First column text, the others numbers."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = ["", *[' class="number"'] * (len(cells) - 1)]
+        return "".join(
+            f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)
+        )
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<div class=scroll><table><tr>{line(headings, 'th')}</tr>{body}</table></div>"

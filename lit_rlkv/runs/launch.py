@@ -1,0 +1,211 @@
+"""The processes of a run: how many there are, who starts them, and what they tell each other at the start."""
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, Precision
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import Strategy
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from lit_rlkv.config import ConfigError, as_config_errors
+from lit_rlkv.config.fabric_rules import ALL_DEVICES, AUTO, FSDP2
+from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT
+from lit_rlkv.distributed.sharding import ShardedStrategy
+
+Found = TypeVar("Found")
+
+
+def make_fabric(cfg: DictConfig) -> Fabric:
+    """The device or devices of a run; `launch` starts its other processes where no launcher has.
+
+    `fabric.devices=auto` is one process, or as many as torchrun, srun or `fabric run` has started. In a SLURM
+    job of one task, which may have many devices, another number is started as it is without SLURM.
+
+    Raises:
+        ConfigError: another number of processes was started than is asked for, or a device that is not there.
+    """
+    settings = cfg.fabric
+    started = started_processes()
+    plugins: list[Precision | ClusterEnvironment | CheckpointIO] = []
+    if _is_one_task_of_slurm(started) and settings.devices not in (AUTO, 1):
+        started = None
+        plugins.append(LightningEnvironment())
+    if started is not None:
+        n_nodes, n_devices = started
+        if settings.num_nodes not in (1, n_nodes) or settings.devices not in (AUTO, n_devices):
+            raise ConfigError(
+                f"fabric.num_nodes={settings.num_nodes} and fabric.devices={settings.devices}, but the "
+                f"launcher has started {n_devices} processes on each of {n_nodes} nodes; leave both out, and "
+                "have it start as many as there are devices (srun --ntasks-per-node, torchrun "
+                "--nproc-per-node)"
+            )
+    else:
+        n_nodes, n_devices = settings.num_nodes, 1 if settings.devices == AUTO else settings.devices
+        if n_nodes > 1:
+            raise ConfigError(
+                f"fabric.num_nodes={n_nodes}: one process cannot start those of other machines; start "
+                "the run there too, by srun or torchrun"
+            )
+    is_double = settings.precision == "64-true"
+    if is_double:
+        # By its name Fabric has it for all strategies but FSDP2.
+        plugins.append(DoublePrecision())
+    with as_config_errors("fabric"):
+        try:
+            if _is_step_of_salloc():
+                plugins.append(SLURMEnvironment())
+            return Fabric(
+                accelerator=settings.accelerator,
+                devices=n_devices,
+                num_nodes=n_nodes,
+                strategy=_strategy(cfg, n_nodes, n_devices),
+                precision=None if is_double else fabric_precision(settings.precision),
+                plugins=plugins,
+            )
+        except (MisconfigurationException, RuntimeError) as error:
+            raise ValueError(str(error)) from error
+
+
+def fabric_precision(precision: str) -> Any:
+    """What Fabric is told of a precision, a literal of its own.
+
+    Of bf16-true nothing: weights are loaded in it, and all that trains beside them stays in float32. Fabric
+    would round adapters, heads and buffers too, and make every new tensor bfloat16, rewards among them.
+    """
+    return "32-true" if precision == "bf16-true" else precision
+
+
+def _strategy(cfg: DictConfig, n_nodes: int, n_devices: int) -> str | Strategy:
+    if cfg.fabric.strategy != FSDP2:
+        return str(cfg.fabric.strategy)
+    n_local = torch.cuda.device_count() if n_devices == ALL_DEVICES else n_devices
+    return ShardedStrategy(n_nodes * n_local, keeps_whole=cfg.fabric.unshard_rollout)
+
+
+def launch(fabric: Fabric) -> None:
+    """Start its other processes, or meet those that a launcher has started."""
+    if "LT_CLI_USED" not in os.environ:  # under `fabric run` a Fabric does that when it is made
+        fabric.launch()
+    everyone = dist.group.WORLD if dist.is_available() else None
+    if everyone is not None:
+        # Not when the group is made: that a rank cannot be reached at all should be said sooner.
+        everyone.set_timeout(COLLECTIVE_TIMEOUT)
+
+
+def starts_others(fabric: Fabric) -> bool:
+    """Whether the processes of this run are started by the first one of them, and by no launcher."""
+    strategy = fabric.strategy
+    return isinstance(strategy, ParallelStrategy) and isinstance(
+        strategy.cluster_environment, LightningEnvironment
+    )
+
+
+def _is_step_of_salloc() -> bool:
+    """Whether srun has started this process in a job of salloc, which Lightning takes for its shell.
+
+    In the shell itself the step has one task, however many the job may start.
+    """
+    has_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    is_named_so = os.environ.get("SLURM_JOB_NAME") == "interactive"
+    return has_tasks and is_named_so and not TorchElasticEnvironment.detect()
+
+
+def _is_one_task_of_slurm(started: tuple[int, int] | None) -> bool:
+    return started == (1, 1) and not TorchElasticEnvironment.detect()
+
+
+def started_processes() -> tuple[int, int] | None:
+    """Nodes, and processes on each of them, that a launcher has started; None without one.
+
+    Raises:
+        ConfigError: srun has not put equally many on each node.
+    """
+    if TorchElasticEnvironment.detect():  # torchrun, and `fabric run`, which calls it
+        n_local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return int(os.environ["WORLD_SIZE"]) // n_local, n_local
+    if _is_step_of_salloc() or SLURMEnvironment.detect():
+        n_nodes, n_tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS"])
+        if n_tasks > 1 and "SLURM_STEP_ID" not in os.environ:
+            raise ConfigError(
+                f"this job has {n_tasks} tasks, but one process was started, which would wait for the others "
+                "for ever; start the run by srun"
+            )
+        if n_tasks % n_nodes:
+            raise ConfigError(
+                f"srun has started {n_tasks} tasks on {n_nodes} nodes; give --ntasks-per-node, so that each "
+                "has as many"
+            )
+        return n_nodes, n_tasks // n_nodes
+    return None
+
+
+def broadcast_from_rank_zero(fabric: Fabric, find: Callable[[], Found]) -> Found:
+    """What the first rank finds, on every rank.
+
+    Raises:
+        ConfigError: what it found is a mistake, and is one for all of them.
+    """
+    if fabric.world_size == 1:
+        return find()
+    found: Found | ConfigError | None = None
+    if fabric.is_global_zero:
+        try:
+            found = find()
+        except ConfigError as error:
+            found = error
+    found = fabric.broadcast(found)
+    if isinstance(found, ConfigError):
+        raise found
+    return cast(Found, found)
+
+
+FIRST = "LIT_RLKV_FIRST_PROCESS"
+"""Environment variable: the process that starts the others."""
+POLL_S = 0.5
+
+
+@contextmanager
+def ending_together(fabric: Fabric) -> Iterator[None]:
+    """A block in which all ranks work, their launch included; one that fails keeps no other waiting.
+
+    Lightning looks after the processes that it has started, and ends all with the first of them that fails;
+    it does not look after the process that starts them. Those of torchrun and srun have these to do that.
+    """
+    # On Windows the parent of a process in a virtual environment is a stub, which says nothing.
+    is_ours = os.name == "posix" and fabric.world_size > 1 and starts_others(fabric)
+    first = os.environ.get(FIRST) if os.environ.get("LOCAL_RANK", "0") != "0" else None
+    over = threading.Event()
+    if is_ours and first is not None:
+        threading.Thread(target=end_without, args=(int(first), over), daemon=True).start()
+    elif is_ours:
+        os.environ[FIRST] = str(os.getpid())
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        # At its exit Lightning takes leave by NCCL, which waits for the others, and they wait for this one.
+        atexit.unregister(_destroy_dist_connection)
+        raise
+    finally:
+        over.set()
+        os.environ.pop(FIRST, None)
+
+
+def end_without(parent: int, over: threading.Event) -> None:
+    """End this process at once, whatever it waits for, if the one that started it ends before it is over."""
+    while os.getppid() == parent:
+        if over.wait(POLL_S):
+            return
+    os._exit(1)

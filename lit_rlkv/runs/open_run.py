@@ -1,0 +1,111 @@
+"""Runs of earlier: which one a path means, and its policy as it was at a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from lit_rlkv.config import ConfigError, as_config_errors, check_config, expanded
+from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
+from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, RunContext, build_context, load_config
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.saver import backbone_id, check_backbone
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run's folder, its config, and one of its checkpoints."""
+
+    run_dir: Path
+    cfg: DictConfig
+    """May be changed before the run is opened, and is by opening it."""
+    config_yaml: str
+    """The config as the run has it."""
+    checkpoint: Checkpoint | None
+    """None where it has none: the policy as it started."""
+    weights: dict[str, Tensor]
+    """The checkpoint's, in memory: a run that trains on discards the files. Empty once the run is opened."""
+
+    @property
+    def iteration(self) -> int:
+        """Of the checkpoint; 0 for the policy as it started."""
+        return 0 if self.checkpoint is None else self.checkpoint.iteration
+
+    @property
+    def start(self) -> str | Path:
+        """The model that RL started from: the warm model kept in the run, or the `model.path` given.
+
+        Raises:
+            ConfigError: the run ended before there was a model.
+        """
+        own = self.run_dir / BACKBONE
+        start = own if own.is_dir() else expanded(self.cfg.model.path)
+        if start is None:
+            raise ConfigError(
+                f"{self.run_dir} has no {BACKBONE} folder, so it ended before there was a model; go on with "
+                f"it (python -m lit_rlkv.fit resume={self.run_dir}), or give another run"
+            )
+        return start
+
+
+def find_run(ckpt: Path) -> SavedRun:
+    """The run and checkpoint that a path means: a run (its newest checkpoint) or one checkpoint of it.
+
+    Raises:
+        ConfigError: the path is neither, or the checkpoint is broken.
+    """
+    with as_config_errors(f"ckpt={ckpt}"):
+        if (ckpt / CONFIG).is_file():
+            return _at_newest(ckpt)
+        run_dir = ckpt.parent.parent
+        if not (run_dir / CONFIG).is_file():
+            raise ConfigError(
+                f"ckpt={ckpt} is neither a run folder (with {CONFIG}) nor a checkpoint in one; "
+                "give runs/NAME or runs/NAME/checkpoints/iteration-N"
+            )
+        return _saved_run(run_dir, load_checkpoint(ckpt))
+
+
+def _at_newest(run_dir: Path) -> SavedRun:
+    checkpoint = CheckpointDir(run_dir / CHECKPOINTS).latest()
+    try:
+        return _saved_run(run_dir, checkpoint)
+    except OSError:
+        if checkpoint is None or checkpoint.path.is_dir():
+            raise
+        return _at_newest(run_dir)  # the run trains on, and has discarded it meanwhile
+
+
+def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
+    config_yaml = (run_dir / CONFIG).read_text(encoding="utf-8")
+    saved = {} if checkpoint is None else checkpoint.weights()
+    weights = {name: value.clone() for name, value in saved.items()}  # what is loaded is a view of the file
+    return SavedRun(run_dir, load_config(run_dir), config_yaml, checkpoint, weights)
+
+
+def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
+    """The parts of a run and its policy with the weights of the checkpoint.
+
+    Raises:
+        ConfigError: the config breaks a rule, or the weights are of another layout.
+    """
+    run.cfg.logger = None
+    # It may be looked at on a machine without the CUDA that it was trained with.
+    if run.cfg.rollout.cuda_graph:
+        run.cfg.rollout.cuda_graph = None
+    if run.cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+        run.cfg.fabric.accelerator = "auto"
+    check_config(run.cfg)
+    run.cfg.distillation = None  # of no meaning after training; what it alone needs is not loaded
+    start = run.start
+    parts = build_context(run.cfg)
+    module = make_policy(parts, start)
+    check_backbone(run.checkpoint, start, backbone_id(start))
+    if run.checkpoint is not None:
+        with as_config_errors(str(run.checkpoint.path)):
+            load_trainable(module, run.weights)
+        run.weights.clear()
+    return parts, module

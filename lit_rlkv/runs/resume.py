@@ -1,0 +1,187 @@
+"""Which run to go on with, and whether what is asked for is still that run."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.config import PRESETS, ConfigError
+from lit_rlkv.config.rules import STAGES
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
+from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT, load_config
+from lit_rlkv.runs.lock import BusyError, FolderLock
+
+AUTO = "auto"
+log = logging.getLogger(__name__)
+MAY_CHANGE = ("callbacks", "diagnostics", "logger", "evaluation", "fabric", "stages", "runs_dir", "resume")
+"""Settings that change how a run is watched or where it runs, but not what training computes."""
+DECIDES = ("fabric.precision", "fabric.quantization")
+"""Settings below those that do."""
+N_SHOWN = 8
+"""Differences named in one error; the others are counted."""
+
+
+def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
+    """The folder and the config of the run that `resume` names, with what may be changed about it.
+
+    Raises:
+        ConfigError: there is no run, or what is asked for is another one; says what differs.
+    """
+    run_dir = Path(cfg.resume)
+    if not (run_dir / CONFIG).is_file():
+        raise ConfigError(
+            f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/, "
+            f"or resume={AUTO}"
+        )
+    saved = load_config(run_dir)
+    asked = _with_overrides(saved, cfg, overrides)
+    refuse_another(saved, asked, run_dir)
+    return run_dir, asked
+
+
+def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
+    """What `resume=auto` goes on with: the run in the folder of this one, or the newest with this config.
+
+    Among others, those that have come to their end are done. None where a new run is to be started. The lock
+    is on the folder that it will be in.
+
+    Raises:
+        ConfigError: the folder of this run holds another one, says what differs.
+        BusyError: another process is at work on what is to be gone on with.
+    """
+    lock.take(run_dir)
+    if (run_dir / CONFIG).is_file():
+        refuse_another(load_config(run_dir), cfg, run_dir)
+        return run_dir
+    runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
+    unfinished = [run for run in runs if not is_done(run)]
+    busy: BusyError | None = None
+    for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
+        if not differences(load_config(run), cfg):
+            try:
+                lock.take(run)
+            except BusyError as error:
+                busy = error
+            except ConfigError as error:
+                log.warning("resume=%s passes over a run: %s", AUTO, error)
+            else:
+                return run
+    if busy is not None:
+        # A process that is about to end, as after a requeue, would else be followed by a run from the start.
+        raise busy
+    return None
+
+
+def is_done(run_dir: Path) -> bool:
+    """Whether a run has come to its end: its report is there, and it has no iteration left to train.
+
+    A run that is only looked at, by stages=[eval], or that is to train for longer has an earlier report.
+    """
+    if not (run_dir / REPORT).is_file():
+        return False
+    cfg = load_config(run_dir)
+    if "rl" not in cfg.stages:
+        return True
+    checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
+    last = checkpoints.folder_of(cfg.algorithm.n_iterations)
+    return any(saved >= last for saved in checkpoints.all())
+
+
+def config_to_save(cfg: DictConfig, run_dir: Path) -> DictConfig:
+    """What the config file of a run is to say: a look at it, as by stages=[eval], takes no stage from it."""
+    if not (run_dir / CONFIG).is_file():
+        return cfg
+    stages = {*load_config(run_dir).stages, *cfg.stages}
+    kept = cfg.copy()
+    kept.stages = [stage for stage in STAGES if stage in stages]
+    return kept
+
+
+def warn_of_other_ranks(checkpoint: Checkpoint, n_ranks: int) -> None:
+    """Say what is and what is not the same when a run goes on with another number of processes."""
+    if checkpoint.n_ranks != n_ranks:
+        log.warning(
+            "this run had %d processes and goes on with %d: prompts, parameters, optimizer and learning rate "
+            "are the same; responses are drawn from other random numbers, unless rollout.n_shards is set, "
+            "and sums differ by float error",
+            checkpoint.n_ranks,
+            n_ranks,
+        )
+
+
+def refuse_another(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:
+    """Only the same run can be gone on with.
+
+    Raises:
+        ConfigError: the configs differ in what a run computes; says in what.
+    """
+    changed = differences(saved, asked)
+    if changed:
+        shown = [f"{name}: {was} -> {now}" for name, (was, now) in list(changed.items())[:N_SHOWN]]
+        more = [f"and {len(changed) - N_SHOWN} more"] if len(changed) > N_SHOWN else []
+        raise ConfigError(
+            "\n  ".join(
+                [
+                    f"{run_dir} holds a run with another config, which cannot be changed on the way; leave "
+                    "out what differs, or start another run in a folder of its own:",
+                    *shown,
+                    *more,
+                ]
+            )
+        )
+
+
+def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings that decide what a run computes and are not the same: what was, what is asked for."""
+    was, now = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (saved, asked))
+    names = [*was, *(name for name in now if name not in was)]
+    return {
+        name: (was.get(name, "nothing"), now.get(name, "nothing"))
+        for name in names
+        if _decides(name, saved) and was.get(name, _MISSING) != now.get(name, _MISSING)
+    }
+
+
+def _decides(name: str, saved: DictConfig) -> bool:
+    if name == "algorithm.n_iterations":  # the learning rate of the iterations so far may depend on it
+        return bool(saved.algorithm.lr_schedule != "constant")
+    return name in DECIDES or name.split(".")[0] not in MAY_CHANGE
+
+
+_MISSING = object()
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf by its dotted path; lists are leaves."""
+    if not isinstance(node, Mapping):
+        return {path: node}
+    return {
+        name: value
+        for key, below in node.items()
+        for name, value in _flat(below, f"{path}.{key}".lstrip(".")).items()
+    }
+
+
+def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The run's own config with what the command line sets, as it composes with it."""
+    asked = saved.copy()
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key in PRESETS:  # a preset sets keys everywhere
+            raise ConfigError(
+                f"{override}: a preset cannot be put on a run that is gone on with; give the settings that "
+                "are to change"
+            )
+        if key != "resume":
+            place = _place(asked, key)
+            OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
+    return asked
+
+
+def _place(cfg: DictConfig, key: str) -> str:
+    """The key, or the first one above it that has nothing there, as of a diagnostic that was left out."""
+    names = key.split(".")
+    above = (".".join(names[:n]) for n in range(1, len(names)))
+    return next((name for name in above if OmegaConf.select(cfg, name) is None), key)

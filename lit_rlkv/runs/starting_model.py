@@ -1,0 +1,72 @@
+"""The model that RL starts from: where an SFT model is kept, and which one a run takes."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lit_rlkv.config import ConfigError, expanded
+from lit_rlkv.files import stamps
+from lit_rlkv.runs.context import BACKBONE
+from lit_rlkv.runs.saver import REWARD_MODEL
+
+REWARD_HEAD = "reward_head.safetensors"
+SFT_FORMAT = 1
+"""Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
+SFT_MODELS, SFT_DONE = "warm", "warm.json"
+"""The folder of all warm models, and the file that each of them has."""
+
+
+def critic_dir(start: str | Path) -> str | Path:
+    """Where the critics' backbone and reward head are: the warm model itself unless it has them apart."""
+    apart = Path(start) / REWARD_MODEL
+    return apart if apart.is_dir() else start
+
+
+def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
+    """The trained reward head beside a backbone, None where there is none."""
+    path = Path(folder) / REWARD_HEAD
+    return load_file(path) if path.is_file() else None
+
+
+def sft_model_dir(cfg: DictConfig) -> Path:
+    """Where the warm model of this config is, or will be: named by everything that it depends on."""
+    has_mistakes = cfg.sft.on_policy_pairs.n_prompts > 0
+    # The model's own mistakes are those that it makes under this cache, drawn a batch at a time.
+    names = ("task", "model", "sft", *(("cache", "rollout") if has_mistakes else ()))
+    parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in names}
+    parts |= {"batch_size": cfg.evaluation.batch_size} if has_mistakes else {}
+    if has_mistakes and cfg.reward.accuracy is not None:  # which says what is a mistake
+        function = cfg.reward.functions[cfg.reward.accuracy]
+        parts["accuracy"] = OmegaConf.to_container(function, resolve=True)
+    sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
+    files = [[] if source is None else stamps(Path(source).expanduser()) for source in sources]
+    text = json.dumps([SFT_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)
+    return Path(cfg.runs_dir) / SFT_MODELS / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def find_starting_model(cfg: DictConfig, run_dir: Path) -> str | Path | None:
+    """The model that RL and evaluation start from, None while it still has to be warmed up.
+
+    A run that is resumed has its own; then, unless `stages` take `model.path` as it is, comes the warm model.
+
+    Raises:
+        ConfigError: `stages` leave out sft, and there is neither a warm model nor a `model.path`.
+    """
+    warm = sft_model_dir(cfg)
+    if (run_dir / BACKBONE / SFT_DONE).is_file():
+        return run_dir / BACKBONE
+    if "sft" not in cfg.stages and cfg.model.path is not None:
+        return expanded(cfg.model.path)
+    if (warm / SFT_DONE).is_file():
+        return warm
+    if "sft" in cfg.stages:
+        return None
+    raise ConfigError(
+        f"stages={list(cfg.stages)} start from a warm model, but no earlier run left one for this config "
+        f"in {warm.parent}; add sft to stages, or give model.path"
+    )

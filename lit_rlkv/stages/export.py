@@ -1,0 +1,201 @@
+"""A policy as plain transformers and peft load it: merged weights, adapters and heads, proven equal."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel, TaskType, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.layouts import CRITICS
+from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.rng import stream
+from lit_rlkv.runs.model_card import ADAPTER, HEADS, VALUE_ADAPTER, Exported
+from lit_rlkv.runs.starting_model import critic_dir
+
+PROBE_SHAPE = (2, 12)
+"""Rows and tokens of the texts on which the export is compared with the policy."""
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""Largest difference of logits by the precision of the sum, as a share of the largest logit."""
+
+
+def export_policy(
+    roles: Roles,
+    tokenizer: PreTrainedTokenizerBase,
+    start: str | Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    with_heads: bool,
+) -> Exported:
+    """Write model, tokenizer and generation config into a folder, and adapters and heads where there are any.
+
+    Args:
+        start: the base model, path or hub name; its weights are read again, and the adapter merged into them.
+        dtype: of the merged weights; None keeps the policy's.
+
+    Raises:
+        ConfigError: the merged model does not compute what the policy does, or is not what was written.
+    """
+    policy = roles.backbone("policy")
+    adapter = roles.layout.adapter["policy"]
+    if adapter is not None:
+        save_adapter(policy, adapter, start, folder / ADAPTER)
+    merged = merged_model(policy, start, None if adapter is None else folder / ADAPTER)
+    with widened(policy, merged.dtype):
+        expected = policy_logits(roles, probe_tokens(merged))
+    check_equal(expected, merged)  # before rounding, which may hide an adapter that is small
+    merged = merged.to(dtype or policy.dtype)  # type: ignore[arg-type]
+    gap = logits_gap(expected, merged)  # no bound of it holds for all weights, but it has to be a number
+    if not math.isfinite(gap):
+        raise ConfigError(
+            f"the merged model's logits overflow in {merged.dtype}; use dtype=bfloat16 or float32"
+        )
+    merged.save_pretrained(folder)
+    check_written(merged, folder)
+    tokenizer.save_pretrained(folder)
+    heads = save_heads(roles, folder / HEADS) if with_heads else ()
+    has_value_adapter = "value" in heads and _has_own_adapter(roles)
+    if has_value_adapter:
+        value = roles.layout.adapter["value"]
+        assert value is not None
+        save_adapter(roles.backbone("value"), value, critic_dir(start), folder / VALUE_ADAPTER)
+    name = str(merged.dtype).removeprefix("torch.")
+    return Exported(name, gap, adapter is not None, has_value_adapter, heads)
+
+
+def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | None) -> PreTrainedModel:
+    """The weights of a policy in a plain model, with the adapter of a folder added where there is one.
+
+    In float32 at least: where steps of the adapter are smaller than those of the weights, only a wider sum
+    keeps them.
+    """
+    wide = torch.promote_types(policy.dtype, torch.float32)
+    # Read in the policy's precision first: its adapter was trained on weights that were rounded to that.
+    plain = plain_model(start, policy.dtype).to(wide)  # type: ignore[arg-type]
+    if adapter is None:
+        plain.load_state_dict(policy.state_dict())
+        return plain
+    merged: PreTrainedModel = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
+    return merged.eval()
+
+
+@contextmanager
+def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """All weights in a precision that holds them exactly; after the block each is back in its own."""
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+    before = [each.dtype for each in tensors]
+    try:
+        for each in tensors:
+            each.data = each.data.to(dtype)
+        yield
+    finally:
+        for each, was in zip(tensors, before, strict=True):
+            each.data = each.data.to(was)
+
+
+def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as transformers alone loads it."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
+    return model.eval()
+
+
+def save_adapter(backbone: PreTrainedModel, adapter: str, base: str | Path, folder: Path) -> None:
+    """One adapter of a backbone in peft's own format, for a model that `base` names."""
+    config = copy.deepcopy(cast("dict[str, Any]", backbone.peft_config)[adapter])
+    config.task_type = TaskType.CAUSAL_LM
+    config.base_model_name_or_path = str(Path(base).resolve() if Path(base).exists() else base)
+    config.inference_mode = True
+    weights = get_peft_model_state_dict(backbone, adapter_name=adapter, save_embedding_layers=False)
+    folder.mkdir()
+    # peft wraps a model twice, in itself and in the kind of adapter, and names weights by that.
+    save_file(
+        {f"base_model.model.{name}": value.detach().contiguous().cpu() for name, value in weights.items()},
+        folder / "adapter_model.safetensors",
+    )
+    config.save_pretrained(str(folder))
+
+
+def save_heads(roles: Roles, path: Path) -> tuple[str, ...]:
+    """Weights and biases of the scalar heads as `ROLE.linear.weight` [1, dim] and `ROLE.linear.bias` [1]."""
+    names = tuple(role for role in CRITICS if role in roles.heads)
+    weights = {
+        f"{role}.{name}": value.detach().contiguous().cpu()
+        for role in names
+        for name, value in roles.head(role).state_dict().items()
+    }
+    save_file(weights, path)
+    return names
+
+
+def _has_own_adapter(roles: Roles) -> bool:
+    adapter = roles.layout.adapter
+    return adapter["value"] is not None and adapter["value"] != adapter["policy"]
+
+
+def logits_gap(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedModel) -> float:
+    """max |merged − policy| over the logits of a few tokens; those of the policy in float32 at least."""
+    with torch.no_grad():
+        found = merged(probe_tokens(merged), use_cache=False).logits
+    return float((found.double() - expected.double()).abs().max())
+
+
+def check_equal(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedModel) -> None:
+    """Refuse a merge that is not the policy.
+
+    Raises:
+        ConfigError: logits differ by more than float error in the precision of the merged model, float32 or
+            better.
+    """
+    gap = logits_gap(expected, merged)
+    allowed = TOLERANCE[merged.dtype] * float(expected.abs().max())
+    if not gap <= allowed:
+        raise ConfigError(
+            f"the merged model's logits differ from the policy's by {gap:.2g}, where float error would be "
+            f"below {allowed:.2g}; an adapter on embeddings that are also the output head "
+            "(roles.target_modules) cannot be merged"
+        )
+
+
+def check_written(merged: PreTrainedModel, folder: Path) -> None:
+    """What plain transformers reads from a folder is the merged model, bit for bit.
+
+    Raises:
+        ConfigError: a weight differs; says which.
+    """
+    written = plain_model(folder, merged.dtype).state_dict()
+    for name, weight in merged.state_dict().items():
+        if name not in written or not torch.equal(written[name], weight):
+            raise ConfigError(
+                f"{name} is read from the export as another weight than was written; this architecture "
+                "cannot be exported by this version of transformers"
+            )
+
+
+@torch.no_grad()
+def policy_logits(roles: Roles, input_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+    """What the policy computes where no key is evicted."""
+    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
+    with acting_as(roles, "policy") as backbone:
+        input_ids, attention_mask = input_ids.to(backbone.device), attention_mask.to(backbone.device)
+        hidden = hidden_states(
+            backbone, input_ids, token_positions(attention_mask), evicted_at=dense_evicted_at(attention_mask)
+        )
+        return head_logits(backbone, hidden).cpu()
+
+
+def probe_tokens(model: PreTrainedModel) -> Int[Tensor, "batch seq"]:
+    """A few random tokens, the same for every model of that vocabulary."""
+    return torch.randint(text_config(model).vocab_size, PROBE_SHAPE, generator=stream(0, "export"))

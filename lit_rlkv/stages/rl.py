@@ -1,0 +1,115 @@
+"""RL: the policy's module, its data, and the loop."""
+
+from collections.abc import Sequence
+
+from lit_rlkv.callbacks.hooks import RLCallback, check_hooks, loss_terms_of
+from lit_rlkv.config import as_config_errors, build, build_reward
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.distributed.ranks import ranks_of
+from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.experience.phases import Phases
+from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
+from lit_rlkv.faults import Interruption
+from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.rng import derive_seed
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_trainable
+from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.policy import value_shadow
+from lit_rlkv.runs.saver import Saver
+from lit_rlkv.trainer import train
+
+
+def train_policy(
+    parts: RunContext,
+    module: PolicyModule,
+    callbacks: Sequence[RLCallback],
+    checkpoints: CheckpointDir,
+    resume_from: Checkpoint | None,
+    interruption: Interruption | None = None,
+    backbone: str | None = None,
+) -> None:
+    """RL from the first iteration, or from a checkpoint; `backbone` is the fingerprint of what is frozen.
+
+    Raises:
+        TypeError: a callback that the loop cannot call.
+        ConfigError: the checkpoint is of other parameters, or of other rows than the data has now.
+    """
+    check_hooks(callbacks, RLCallback)
+    cfg = parts.cfg
+    algorithm = cfg.algorithm
+    ranks = ranks_of(parts.fabric)
+    datamodule = RolloutDataModule(
+        module.roles,
+        parts.tokenizer,
+        parts.task,
+        PromptSource(
+            parts.task,
+            split="train",
+            seed=derive_seed(cfg.seed, "prompts", "rl"),
+            rank=ranks.rank,
+            world_size=ranks.size,
+        ),
+        parts.cache,
+        build(cfg.correction),
+        build(algorithm.advantage),
+        SamplingConfig(
+            n_prompts=cfg.rollout.n_prompts,
+            group_size=algorithm.group_size,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            temperature=cfg.rollout.temperature,
+            max_rows=cfg.rollout.max_rows,
+            cuda_graph=cfg.rollout.cuda_graph,
+            rows_per_pass=cfg.rollout.rows_per_pass,
+            stacks_passes=cfg.roles.stack_passes,
+            value_shadow=value_shadow(parts),
+            n_shards=cfg.rollout.n_shards,
+        ),
+        UpdateConfig(
+            aggregation=algorithm.aggregation,
+            n_epochs=algorithm.n_epochs,
+            n_minibatches=algorithm.n_minibatches,
+            n_micro_batches=algorithm.n_micro_batches,
+            mask_truncated=algorithm.mask_truncated,
+            learner_parts=module.learner_parts,
+            critic_warmup=algorithm.critic_warmup,
+            warmup_part=module.warmup_part,
+        ),
+        seed=cfg.seed,
+        kl=KLConfig(**algorithm.kl),
+        reward=build_reward(cfg.reward),
+        panel=parts.panel,
+        on_rollout_end=[callback.on_rollout_end for callback in callbacks],
+        on_update_start=[callback.on_update_start for callback in callbacks],
+        phases=Phases(
+            [callback.on_phase_start for callback in callbacks],
+            [callback.on_phase_end for callback in callbacks],
+        ),
+        ranks=ranks,
+    )
+    module.loss_terms = loss_terms_of(callbacks)
+    if resume_from is not None:
+        with as_config_errors(str(resume_from.path)):
+            load_trainable(module, resume_from.weights())
+            datamodule.load_state_dict(resume_from.data_state)
+
+    train(
+        parts.fabric,
+        module,
+        datamodule,
+        callbacks=callbacks,
+        n_iterations=algorithm.n_iterations,
+        first_iteration=0 if resume_from is None else resume_from.iteration,
+        learner_state=None if resume_from is None else resume_from.learner_state(),
+        max_grad_norm=algorithm.max_grad_norm,
+        save=Saver(
+            parts.fabric,
+            module,
+            checkpoints,
+            cfg.callbacks.checkpoint_every,
+            saved_at=None if resume_from is None else resume_from.iteration,
+            backbone=backbone,
+        ),
+        learning=lambda: explain_out_of_memory(datamodule.explain_update),
+        interruption=interruption,
+    )

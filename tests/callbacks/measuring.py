@@ -1,0 +1,59 @@
+"""A toy run with callbacks that measure, and what it takes to see that they changed nothing."""
+
+import torch
+from lightning.fabric import Fabric
+
+from lit_rlkv.experience.advantages import GAEAdvantage, PairAdvantage
+from lit_rlkv.experience.phases import Phases
+from lit_rlkv.models.layouts import ROLES
+from lit_rlkv.trainer import train
+from tests.training import (
+    ARMS,
+    MetricLog,
+    make_datamodule,
+    make_dpo,
+    make_module,
+    make_ppo,
+    make_roles,
+    shift,
+)
+
+ALGORITHMS = {
+    "grpo": {},
+    "ppo": {"make": make_ppo, "credit": GAEAdvantage(1.0, 0.95), "learner_parts": (("policy",), ("value",))},
+    "online_dpo": {"make": make_dpo, "credit": PairAdvantage(drop_ties=False)},
+}
+
+
+def trained(
+    diagnostics,
+    make=make_module,
+    arm="shadow",
+    precision="32-true",
+    layout="hydra",
+    accelerator="cpu",
+    **options,
+):
+    """Rows of metrics of two iterations, and the parameters at their end."""
+    roles = shift(make_roles(layout, needed=ROLES if make is make_ppo else ("policy", "reference")))
+    fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    roles.to(fabric.device)
+    module = make(roles, replays=ARMS[arm].replays)
+    datamodule = make_datamodule(roles, correction=ARMS[arm], **options)
+    log = MetricLog()
+    callbacks = [*diagnostics, log]
+    datamodule.on_rollout_end = [callback.on_rollout_end for callback in callbacks]
+    datamodule.phases = Phases(
+        [callback.on_phase_start for callback in callbacks], [callback.on_phase_end for callback in callbacks]
+    )
+    train(fabric, module, datamodule, callbacks=callbacks, n_iterations=2, max_grad_norm=1.0)
+    return log.rows, {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def assert_same_training(plain, measured):
+    """The same metrics, but for times and what was measured, and the same parameters, to the last bit."""
+    (rows, parameters), (measured_rows, measured_parameters) = plain, measured
+    for row, measured_row in zip(rows, measured_rows, strict=True):
+        names = [name for name in row if not name.startswith("time/")]
+        assert {name: row[name] for name in names} == {name: measured_row[name] for name in names}
+    assert all(torch.equal(value, measured_parameters[name]) for name, value in parameters.items())

@@ -1,0 +1,150 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lit_rlkv.callbacks.cache_statistics import CacheStatistics
+from lit_rlkv.diagnostics.cache import lifetimes, retained
+from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.types import NEVER
+from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
+from tests.training import ARMS, make_datamodule, make_module, make_roles, shift
+
+TRIVIAL = {
+    "kv/retained": 1.0,
+    "kv/retained_last": 1.0,
+    "kv/never_evicted": 1.0,
+    "kv/affected": 0.0,
+    "kv/attention_kept": 1.0,
+    "kv/attention_kept_p05": 1.0,
+    "kv/attention_on_dead": 0.0,
+    "kv/needs_dead_key": 0.0,
+    "kv/dead_key_on_top": 0.0,
+}
+
+
+def measured(roles, experience, **options):
+    """The scalars and arrays that the diagnostic finds, as the loop would ask for them."""
+    diagnostic = CacheStatistics(**options)
+    diagnostic.on_fit_start(None, make_module(roles))
+    diagnostic.on_rollout_end(experience)
+    metrics: dict[str, float] = {}
+    diagnostic.on_iteration_end(1, 1, metrics)
+    assert metrics.pop("time/diagnostics/cache") > 0
+    return metrics, diagnostic.arrays
+
+
+def roll_out(arm="shadow", layout="hydra"):
+    roles = shift(make_roles(layout), std=0.3)
+    return roles, make_datamodule(roles, correction=ARMS[arm], sampling={"max_new_tokens": 20}).collect()
+
+
+def test_counts_are_of_the_whole_rollout_and_attention_of_some_rows():
+    roles, experience = roll_out()
+    few, _ = measured(roles, experience, n_rows=2)
+    every, _ = measured(roles, experience, n_rows=99)
+    assert few["kv/retained"] == every["kv/retained"] == float(retained(experience.rollout)[0].mean())
+    lived = lifetimes(experience.rollout)
+    n_kept, n_evicted = int(lived.n_kept.sum()), int(lived.n_evicted.sum())
+    assert few["kv/never_evicted"] == n_kept / (n_kept + n_evicted)
+    assert few["kv/attention_kept"] != every["kv/attention_kept"]
+
+
+def test_what_is_kept_and_what_is_lost_make_up_all_attention():
+    roles, experience = roll_out()
+    found, arrays = measured(roles, experience)
+    assert found["kv/attention_kept"] + found["kv/attention_on_dead"] == pytest.approx(1.0)
+    assert 0 < found["kv/attention_kept_p05"] < found["kv/attention_kept"] < 1
+    assert 0 < found["kv/dead_key_on_top"] < found["kv/needs_dead_key"] < 1
+    of_heads = torch.tensor(arrays["attention_kept"])
+    assert of_heads.shape == (2, 4)
+    assert float(of_heads.mean()) == pytest.approx(found["kv/attention_kept"], abs=1e-5)
+    assert sum(arrays["lifetime_counts"]) == int(lifetimes(experience.rollout).n_evicted.sum())
+    assert len(arrays["position"]) == len(arrays["attention_on_dead"][0])
+    json.dumps(arrays, allow_nan=False)
+
+
+def test_a_higher_bar_is_needed_by_fewer_queries():
+    roles, experience = roll_out()
+    shares = [measured(roles, experience, needed=bar)[0]["kv/needs_dead_key"] for bar in (0.05, 0.3, 0.9)]
+    assert shares[0] > shares[1] > shares[2]
+
+
+def test_where_nothing_was_evicted_all_is_kept_and_no_forward_is_run():
+    roles, experience = roll_out("dense")
+    calls = []
+    roles.backbone("policy").base_model.register_forward_hook(lambda *call: calls.append(call))
+    found, arrays = measured(roles, experience)
+    assert found == TRIVIAL
+    assert arrays == {}
+    assert calls == []
+    # One evicted_at is enough to make it look.
+    rollout = experience.rollout
+    evicted_at = rollout.evicted_at.clone()
+    evicted_at[0, 0, 0, int(rollout.attention_mask[0].int().argmax())] = rollout.input_ids.shape[1] - 3
+    found, _ = measured(roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at)))
+    assert len(calls) == 1
+    assert 0.9 < found["kv/attention_kept"] < 1
+
+
+def test_all_keys_dead_at_once_leave_a_query_its_own_key_alone():
+    roles, experience = roll_out()
+    rollout = experience.rollout
+    born = torch.arange(rollout.input_ids.shape[1]).int()
+    evicted_at = (
+        torch.where(rollout.attention_mask[:, None, None], born + 1, 0)
+        .expand_as(rollout.evicted_at)
+        .contiguous()
+    )
+    found, _ = measured(roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at)))
+    assert found["kv/lifetime_mean"] == found["kv/lifetime_median"] == 1
+    assert found["kv/attention_kept"] < 0.3
+    assert found["kv/dead_key_on_top"] > 0.7
+    assert (rollout.evicted_at != NEVER).any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_policy_is_asked_in_every_layout(layout):
+    roles, experience = roll_out(layout=layout)
+    found, _ = measured(roles, experience)
+    for name, parameter in roles.named_parameters():
+        parameter.data.zero_() if "lora_B" in name else None
+    # It was the policy's adapter that was asked, where it has one, and not the bare backbone.
+    is_same = measured(roles, experience)[0] == found
+    assert is_same == (roles.layout.adapter["policy"] is None)
+
+
+@pytest.mark.parametrize("options", [{"n_rows": 0}, {"every": 0}, {"needed": 0.0}, {"needed": 1.0}])
+def test_options_that_measure_nothing_are_refused(options):
+    ((option, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"diagnostics\.cache\.{option}={value}"):
+        CacheStatistics(**options)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("arm", ["shadow", "tis", "dense"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_training_is_the_same_to_the_last_bit(algorithm, arm, precision):
+    options = {"arm": arm, "precision": precision, **ALGORITHMS[algorithm]}
+    measured = trained([CacheStatistics()], **options)
+    assert_same_training(trained([], **options), measured)
+    assert (measured[0][1]["kv/attention_kept"] < 1) == (arm != "dense")
+
+
+def test_bf16_attention_is_that_of_float32_but_for_rounding():
+    roles, experience = roll_out()
+    exact, _ = measured(roles, experience)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = measured(roles, experience)
+    assert rounded["kv/attention_kept"] == pytest.approx(exact["kv/attention_kept"], abs=0.02)
+    assert rounded["kv/attention_kept"] != exact["kv/attention_kept"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_a_cpu_finds():
+    roles, experience = roll_out()
+    expected, _ = measured(roles, experience)
+    on_gpu = replace(experience, rollout=experience.rollout.to("cuda"))
+    found, _ = measured(roles.to("cuda"), on_gpu)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)

@@ -1,0 +1,397 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.gradient_parts import own_term, policy_outputs
+from lit_rlkv.callbacks.gradient_sources import GradientSources
+from lit_rlkv.callbacks.gradient_variance import GradientVariance
+from lit_rlkv.callbacks.hooks import check_hooks
+from lit_rlkv.config import ConfigError
+from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.experience.advantages import Experience, GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.settings import KLConfig
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.trainer import train
+from tests.callbacks.gradients import Run, make_run, measured, square_of, trained_square
+from tests.tiny import config
+from tests.training import (
+    SPEC,
+    MetricLog,
+    counted_forwards,
+    make_datamodule,
+)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("grpo", {}),
+        ("grpo", {"arm": "sparse_rl"}),
+        ("grpo", {"layout": "ppo"}),
+        ("grpo", {"checkpoints": True, "distils": True}),
+        ("grpo", {"layout": "ppo", "distils": True}),
+        ("grpo", {"distils": True, "layout": "ppo", "checkpoints": True}),
+        ("grpo", {"kl": KLConfig(weight=0.3), "arm": "naive"}),
+        ("ppo", {"layout": "dynamic_lora"}),
+        ("ppo", {"layout": "j_hydra", "arm": "tis", "checkpoints": True}),
+        ("ppo", {"layout": "lora_ppo"}),
+        ("online_dpo", {"distils": True, "credit": PairAdvantage(drop_ties=False)}),
+        ("online_dpo", {"arm": "mis"}),
+        ("grpo", {"arm": "sparse_rl", "aggregation": "token", "mask_truncated": True}),
+        ("grpo", {"aggregation": "token", "distils": True, "mask_truncated": True}),
+        ("grpo", {"aggregation": "constant", "distils": True}),
+        ("grpo", {"credit": GroupAdvantage("dapo", filter_zero_std_groups=True), "aggregation": "token"}),
+        (
+            "grpo",
+            {
+                "credit": GroupAdvantage("dapo", filter_zero_std_groups=True),
+                "aggregation": "token",
+                "distils": True,
+            },
+        ),
+    ],
+)
+def test_the_sum_over_the_parts_is_the_gradient_that_training_takes(algorithm, options):
+    run = make_run(algorithm, **options)
+    found = measured(GradientVariance(every=1, n_parts=4), run)
+    assert square_of(found) == pytest.approx(trained_square(run), rel=1e-3)
+    other = replace(run, experience=run.data.collect())
+    assert square_of(found) != pytest.approx(trained_square(other), rel=1e-3)
+
+
+def test_distillation_counts_the_prompts_that_the_policys_loss_drops():
+    run = make_run(credit=GroupAdvantage("dapo", filter_zero_std_groups=True), distils=True)
+    total = torch.cat([torch.ones(12), torch.arange(20.0) % 4])  # three groups of eight agree
+    rewards = replace(run.experience.rewards, total=total)
+    run = replace(run, experience=replace(run.experience, rewards=rewards))
+    diagnostic = GradientVariance(every=1)
+    found = measured(diagnostic, run)
+    assert diagnostic.arrays["loss"]["n_prompts"] == 8
+    assert diagnostic.arrays["policy"]["n_prompts"] == 5
+    assert square_of(found) == pytest.approx(trained_square(run), rel=1e-3)
+
+
+@pytest.mark.parametrize("terms", [["policy", "loss"], ["policy"], ["loss"]])
+def test_the_first_proxy_is_of_the_policys_term_or_there_is_none(terms):
+    found = measured(GradientVariance(every=1, n_parts=3, terms=terms), make_run(distils=True))
+    if "policy" in terms:
+        assert found["variance_proxy/proxy1_signal_strength"] == pytest.approx(square_of(found, "policy"))
+    else:
+        assert "variance_proxy/proxy1_signal_strength" not in found
+    assert "variance_proxy/proxy2_total_power" in found
+
+
+def test_a_single_prompt_has_nothing_to_compare_and_costs_no_forward():
+    run = make_run(sampling={"n_prompts": 1})
+    with counted_forwards(run.module.roles) as forwards:
+        assert measured(GradientVariance(every=1), run) == {}
+        assert measured(GradientSources(every=1, counterfactual="tis"), run) == {}
+        assert not forwards
+        measured(GradientVariance(every=1), make_run())
+    run = make_run(sampling={"n_prompts": 2})
+    with counted_forwards(run.module.roles) as forwards:
+        assert "gradient/loss/variance" in measured(GradientVariance(every=1), run)
+        assert forwards
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_gradients_are_taken_as_training_takes_them_in_every_precision(precision: str):
+    run = make_run()
+    fabric = Fabric(accelerator="cpu", precision=precision)
+    if precision == "bf16-true":
+        run.module.bfloat16()
+    model, _ = fabric.setup(run.module, run.module.configure_optimizers()["optimizer"])
+    (batch,) = run.data.steps.minibatches(run.experience)
+    with fabric.autocast():
+        loss = model.training_step(batch, 0)["loss"]
+    fabric.backward(loss)
+    named = {name: p for name, p in run.module.named_parameters() if p.grad is not None}
+    expected = {name: p.grad.flatten().float() for name, p in named.items()}
+    run.module.zero_grad()
+    diagnostic = GradientVariance(every=1, terms=["loss"], blocks="all")
+    diagnostic.on_fit_start(None, run.module)
+    with fabric.autocast():
+        with torch.no_grad():  # leaves casts of the weights behind that know nothing of gradients
+            run.module.training_step(batch, 0)
+        found, _ = diagnostic.of_batch(batch)
+    assert torch.equal(found["loss"]["all"], torch.cat([expected[name] for name in diagnostic.parameters]))
+    assert found["loss"]["all"].abs().max() > 1e-3
+
+
+def test_float16_activations_give_the_gradient_of_float32_nearly():
+    run = make_run()
+    (batch,) = run.data.steps.minibatches(run.experience)
+    tiny = replace(batch, loss_weight=batch.loss_weight * 2.0**-18)
+    diagnostic = GradientVariance(every=1, terms=["policy"], blocks="all")
+    diagnostic.on_fit_start(None, run.module)
+    expected = diagnostic.of_batch(tiny)[0]["policy"]["all"]
+    with torch.autocast("cpu", torch.float16):
+        found = diagnostic.of_batch(tiny)[0]["policy"]["all"]
+        unscaled = policy_outputs(run.module, tiny, shadow=True)
+    own_term(run.module, tiny, unscaled).backward()
+    lost = torch.cat([parameter.grad.flatten() for parameter in diagnostic.parameters.values()])
+    run.module.zero_grad()
+    error, error_without = ((g - expected).norm() / expected.norm() for g in (found, lost))
+    assert error < 0.1
+    assert error_without > 2 * error  # what a loss that is not scaled loses
+
+
+def test_no_forward_is_larger_than_those_of_training_and_none_changes_the_result():
+    run = make_run(n_minibatches=2)
+    split = replace(run, data=make_datamodule(run.module.roles, n_minibatches=2, n_micro_batches=5))
+    sizes: list[int] = []
+    embedding = run.module.roles.backbone("policy").get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda module, args, output: sizes.append(len(args[0])))
+    for batch in split.data.steps.minibatches(run.experience):
+        run.module.policy_terms(batch)
+    largest = max(sizes)
+    sizes.clear()
+    found = measured(GradientVariance(every=1, n_parts=3), split)
+    assert max(sizes) <= largest == 4
+    sizes.clear()
+    measured(GradientSources(every=1, n_parts=3, counterfactual="tis"), split)
+    assert max(sizes) <= largest
+    sizes.clear()
+    expected = measured(GradientVariance(every=1, n_parts=3), run)
+    assert max(sizes) == 12
+    handle.remove()
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "online_dpo"])
+def test_training_is_bit_for_bit_the_same_with_and_without(algorithm: str):
+    def trained(diagnostics: list[Diagnostic]):
+        run = make_run(algorithm, distils=True, n_minibatches=2)
+        run.data.iteration = 0
+        log = MetricLog()
+        callbacks = [*diagnostics, log]
+        check_hooks(callbacks)
+        run.data.on_update_start += [diagnostic.on_update_start for diagnostic in diagnostics]
+        torch.manual_seed(3)
+        train(
+            Fabric(accelerator="cpu"), run.module, run.data,
+            callbacks=callbacks, n_iterations=2, max_grad_norm=1.0,
+        )  # fmt: skip
+        weights = {name: p.detach().clone() for name, p in run.module.named_parameters()}
+        return log.rows, weights, torch.get_rng_state()
+
+    rows, weights, state = trained([])
+    diagnostics = [
+        GradientVariance(every=1, n_parts=3, sketch=64),
+        GradientSources(every=1, n_parts=3, counterfactual="mis"),
+    ]
+    more_rows, same_weights, same_state = trained(diagnostics)
+    assert torch.equal(state, same_state)
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    for row, more in zip(rows, more_rows, strict=True):
+        timeless = {name: value for name, value in row.items() if not name.startswith("time/")}
+        assert {name: more[name] for name in timeless} == timeless
+        assert more["gradient/loss/variance"] > 0
+        assert more["gradient/sources/total"] > 0
+    assert rows[0]["loss"] != rows[1]["loss"]
+
+
+def test_no_gradient_is_left_behind_and_no_callback_sees_the_experience_change():
+    run = make_run(distils=True)
+    before = run.experience.rollout.input_ids.clone(), run.experience.old_logps.clone()
+    measured(GradientVariance(every=1), run)
+    measured(GradientSources(every=1), run)
+    assert all(parameter.grad is None for parameter in run.module.parameters())
+    assert torch.equal(run.experience.rollout.input_ids, before[0])
+    assert torch.equal(run.experience.old_logps, before[1])
+
+
+def test_it_measures_at_its_interval_alone():
+    run = make_run()
+    diagnostic = GradientVariance(every=3)
+    diagnostic.on_fit_start(None, run.module)
+    seen = []
+    for iteration in range(5):
+        diagnostic.on_update_start(replace(run.experience, iteration=iteration), run.data.steps.parts)
+        metrics: dict[str, float] = {}
+        diagnostic.on_iteration_end(iteration + 1, 5, metrics)
+        seen.append("gradient/loss/variance" in metrics)
+    assert seen == [True, False, False, True, False]
+
+
+def test_the_policys_own_term_is_that_of_a_run_without_distillation():
+    plain, distilled = make_run(), make_run(distils=True)
+    expected = measured(GradientVariance(every=1), plain)
+    found = measured(GradientVariance(every=1), distilled)
+    alone = measured(GradientVariance(every=1, terms=["policy"]), distilled)
+    for name, value in expected.items():
+        if name.startswith("gradient/policy/"):
+            assert found[name] == pytest.approx(value, rel=1e-4)
+            assert alone[name] == pytest.approx(value, rel=1e-4)
+            assert expected[name.replace("policy", "loss")] == value
+    assert not any(name.startswith("gradient/loss") for name in alone)
+    assert found["gradient/loss/variance"] != pytest.approx(found["gradient/policy/variance"], rel=1e-2)
+    assert found["variance_proxy/proxy1_signal_strength"] == pytest.approx(square_of(alone, "policy"))
+
+
+def test_the_weight_of_the_algorithm_scales_its_term():
+    run = make_run(distils=True)
+    before = measured(GradientVariance(every=1), run) | measured(GradientSources(every=1), run)
+    run.module.policy_weight = 0.5
+    after = measured(GradientVariance(every=1), run) | measured(GradientSources(every=1), run)
+    for name in ("gradient/policy/variance", "gradient/sources/total", "gradient/sources/sampling"):
+        assert after[name] == pytest.approx(before[name] / 4, rel=1e-4)
+    assert after["gradient/loss/variance"] > 1.01 * before["gradient/loss/variance"] / 4
+
+
+def test_blocks_and_chosen_parameters_are_shares_of_the_whole():
+    run = make_run()
+    by_layer = measured(GradientVariance(every=1, terms=["policy"]), run)
+    whole = by_layer["gradient/policy/variance"]
+    layers = [by_layer[f"gradient/policy/layer_{layer}/variance"] for layer in (0, 1)]
+    assert sum(layers) == pytest.approx(whole)
+    by_module = measured(GradientVariance(every=1, terms=["policy"], blocks="module"), run)
+    modules = [v for name, v in by_module.items() if name.count("/") == 3 and name.endswith("/variance")]
+    assert len(modules) == 14  # A and B of seven projections
+    assert sum(modules) == pytest.approx(whole)
+    last = measured(GradientVariance(every=1, terms=["policy"], only=r"layers\.1\."), run)
+    assert last["gradient/policy/variance"] == pytest.approx(layers[1])
+    assert "variance_proxy/proxy1_signal_strength" not in last  # of the whole gradient, which nobody saw
+    assert last["variance_proxy/expected_w"] == by_layer["variance_proxy/expected_w"]
+
+
+def test_a_sketch_is_as_exact_as_it_says():
+    run = make_run()
+    options = {"every": 1, "terms": ["policy"], "blocks": "all"}
+    exact = measured(GradientVariance(**options), run)["gradient/policy/variance"]
+    for size, tolerance in ((4096, 3 * (2 / 4096) ** 0.5), (256, 3 * (2 / 256) ** 0.5)):
+        found = measured(GradientVariance(**options, sketch=size), run)["gradient/policy/variance"]
+        assert found == pytest.approx(exact, rel=tolerance)
+        assert found != exact
+
+
+def test_a_part_in_which_nothing_counts_is_no_part():
+    run = make_run(credit=GroupAdvantage("dapo", filter_zero_std_groups=True))
+    group = run.experience.rewards.total.view(8, 4)
+    informative = torch.tensor([False] * 4 + [True] * 4)
+    total = torch.where(informative[:, None], torch.arange(4.0), group[:, :1].expand(-1, 4)).flatten()
+    experience = replace(run.experience, rewards=replace(run.experience.rewards, total=total))
+    diagnostic = GradientVariance(every=1, n_parts=4, terms=["policy"])
+    found = measured(diagnostic, run, experience)
+    assert diagnostic.arrays["policy"]["n_prompts"] == 4
+    assert found["gradient/policy/variance"] > 0
+    one = torch.where(torch.arange(8)[:, None] < 7, group[:, :1].expand(-1, 4), torch.arange(4.0)).flatten()
+    lone = replace(run.experience, rewards=replace(run.experience.rewards, total=one))
+    assert not any("gradient" in name for name in measured(diagnostic, run, lone))
+
+
+def test_a_critic_and_pairs_have_no_proxies_that_they_should_not():
+    assert "variance_proxy/proxy2_total_power" in measured(GradientVariance(every=1), make_run("ppo"))
+    found = measured(GradientVariance(every=1), make_run("online_dpo"))
+    assert not any(name.startswith("variance_proxy") for name in found)
+    assert found["gradient/policy/variance"] > 0
+
+
+def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
+    run = make_run(arm="tis", mask_truncated=True)
+    run.module.temperature = 1.7
+    (batch,) = (b for part in run.data.steps.parts(run.experience, 1) for b in part.batches)
+    is_counted = batch.loss_weight != 0
+    assert (is_counted != batch.rollout.response_mask).any()
+    assert (batch.correction[is_counted] != 1).any()
+    outputs = policy_outputs(run.module, batch, shadow=False)
+    with torch.no_grad(), acting_as(run.module.roles, "policy") as backbone:
+        logits = backbone.get_output_embeddings()(outputs.hidden).float()
+    probs = (logits / 1.7).softmax(-1)
+    squares = torch.zeros_like(outputs.logps).masked_scatter(
+        batch.rollout.response_mask, probs.square().sum(dim=1)
+    )
+    energy = (1 - 2 * outputs.logps.detach().exp() + squares) * batch.correction.square() * is_counted
+    expected = float(energy.sum(dim=1).mean())
+    found = measured(GradientVariance(every=1, n_parts=3), run)["variance_proxy/expected_w"]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"n_parts": 1}, "diagnostics.gradient.n_parts=1 has nothing to compare"),
+        ({"n_parts": 2.5}, "n_parts=2.5 has nothing to compare"),
+        ({"blocks": "head"}, "blocks='head' is unknown; choose one of layer, module, all"),
+        ({"terms": ["value"]}, "names value; choose from policy, loss"),
+        ({"terms": []}, "names nothing"),
+        ({"only": "("}, r"only='\(' is no regular expression"),
+        ({"sketch": 0}, "a sketch of size=0 holds nothing"),
+        ({"sketch": True}, "a sketch of size=True holds nothing; give a whole number"),
+        ({"every": 0}, "diagnostics.gradient.every=0 is no interval"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        GradientVariance(**{"every": 1} | options)
+
+
+def test_mistakes_in_the_config_are_found_before_any_work(tmp_path):
+    with pytest.raises(ConfigError, match=r"diagnostics\.gradient\.n_parts=1 has nothing to compare"):
+        config(tmp_path, "diagnostics.gradient.n_parts=1")
+    with pytest.raises(ConfigError, match="counterfactual='shadow' is unknown"):
+        config(tmp_path, "diagnostics.gradient_sources.counterfactual=shadow")
+
+
+def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
+    """What each rank reports when the parts are dealt out to them."""
+
+    def dealt(experience: Experience, n_parts: int):
+        yield from list(run.data.steps.parts(experience, n_parts))[fabric.global_rank :: fabric.world_size]
+
+    alone = replace(run, data=_Dealing(dealt))
+    found = measured(GradientVariance(every=1, n_parts=4), alone)
+    more = measured(GradientSources(every=1, n_parts=4), alone)
+    return [(found | more)[name] for name in SHARED]
+
+
+@dataclass
+class _Dealing:
+    parts: object
+
+    @property
+    def steps(self) -> "_Dealing":
+        return self
+
+
+SHARED = (
+    "gradient/policy/variance", "gradient/loss/signal", "gradient/policy/layer_1/variance",
+    "gradient/loss/noise_scale", "variance_proxy/expected_w", "variance_proxy/proxy3_pure_noise",
+    "gradient/sources/sampling", "gradient/sources/reweighting",
+)  # fmt: skip
+
+
+def test_two_ranks_with_half_of_the_parts_each_report_what_one_finds_in_all():
+    run = make_run(arm="tis", distils=True)
+    both = measured(GradientVariance(every=1, n_parts=4), run)
+    both |= measured(GradientSources(every=1, n_parts=4), run)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+    found = dict(zip(SHARED, fabric.launch(on_a_rank, run), strict=True))
+    assert found == pytest.approx({name: both[name] for name in SHARED}, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_it_agrees_with_brute_force_over_fresh_rollouts():
+    run = make_run("grpo", "tis", sampling={"n_prompts": 6, "group_size": 4}, spec=SPEC)
+    estimates, fresh = [], PartGradients()
+    diagnostic = GradientVariance(every=1, n_parts=6, terms=["policy"], blocks="all")
+    diagnostic.on_fit_start(None, run.module)
+    for iteration in range(40):
+        run.data.iteration = iteration
+        experience = run.data.collect()
+        found = measured(diagnostic, run, replace(experience, iteration=0))
+        estimates.append(found["gradient/policy/variance"])
+        (part,) = run.data.steps.parts(experience, 1)
+        fresh.add(diagnostic.of_batch(part.batches[0])[0]["policy"], 1)
+    brute = fresh.spread()
+    mean, error = torch.tensor(estimates).mean(), torch.tensor(estimates).std() / len(estimates) ** 0.5
+    # each rollout is one prompt of `fresh`, so that tr Σ is the variance of a rollout's gradient
+    expected, its_error = float(brute.per_prompt.sum()), brute.variance_se * brute.n_prompts
+    tolerance = 3 * (error**2 + its_error**2) ** 0.5
+    assert tolerance < 0.4 * expected
+    assert abs(mean - expected) < tolerance
+    assert abs(6 * mean - expected) > tolerance  # the variance of one prompt's gradient is another

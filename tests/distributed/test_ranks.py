@@ -1,0 +1,154 @@
+"""Whole runs on several processes: the same numbers as on one, and nobody is left waiting."""
+
+import csv
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.config.fabric_rules import check_shares
+from tests.tiny import config, run, run_on_ranks
+
+SETTINGS = [
+    "stages=[sft,rl]",
+    "reward=mixed",  # this model is seldom right, and groups that agree on that teach nothing
+    "sft.n_steps=100",
+    "sft.optimizer.lr=0.01",
+    "rollout.n_prompts=8",
+    "algorithm.n_iterations=5",
+    "fabric.precision=64-true",
+    "callbacks.samples_every=9",
+    "diagnostics=none",
+]
+DIAGNOSTICS = "lit_rlkv.callbacks"
+GRADIENT = f"{{_target_:{DIAGNOSTICS}.gradient_variance.GradientVariance,every:2}}"
+COUNTERFACTUAL = (
+    f"{{_target_:{DIAGNOSTICS}.gradient_sources.GradientSources,every:2,counterfactual:sparse_rl}}"
+)
+LOOKED_AT = [
+    f"+diagnostics.mismatch={{_target_:{DIAGNOSTICS}.mismatch.Mismatch,every:2,n_rows:7}}",
+    f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.layer_mismatch.LayerMismatch,n_rows:1}}",  # of one rank alone
+    f"+diagnostics.cache={{_target_:{DIAGNOSTICS}.cache_statistics.CacheStatistics}}",
+]
+OWN = ("time/", "tokens_per_second", "kv/bytes", "kv/attention", "kv/needs_dead_key", "kv/dead_key_on_top")
+"""Metrics that are about the processes themselves; and so are standard errors of a variance, `_se`."""
+
+
+def rows_of(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rows[0].pop("rewards/accuracies", None)  # before the first update, the signs of float errors
+    return [
+        {k: float(v) for k, v in row.items() if v and not k.startswith(OWN) and not k.endswith("_se")}
+        for row in rows
+    ]
+
+
+def weights_of(folder):
+    return load_file(folder / "checkpoints" / "iteration-000005" / "trainable.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """In which a first run has left its warm model."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "warm", *SETTINGS, "stages=[sft]")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grpo", ["algorithm.kl.weight=0.1"]),
+        # More micro-batches than a rank has prompts.
+        ("minibatches", ["algorithm.n_minibatches=2", "algorithm.n_epochs=2", "algorithm.n_micro_batches=3"]),
+        ("normalised", ["algorithm=reinforce++", "reward.normalize=batch", "algorithm.aggregation=token"]),
+        ("sparse_rl", ["experiment=sparse_rl", "reward.normalize=running"]),
+        ("ppo", ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.kl.target=1.0"]),
+        ("variance", [f"+diagnostics.gradient={GRADIENT}", "experiment=tis"]),
+        ("counterfactual", [f"+diagnostics.gradient_sources={COUNTERFACTUAL}", "experiment=shadow"]),
+        ("diagnostics", LOOKED_AT),
+        ("critic_warmup", ["algorithm=ppo", "algorithm.critic_warmup=2", "optimizer.weight_decay=0.1"]),
+        ("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
+        ("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
+        ("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
+    ],
+)
+def test_two_ranks_equal_one_that_samples_in_as_many_shards(folder, name, options):
+    run(folder, name, *SETTINGS, *options, "rollout.n_shards=2")
+    run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *options)
+    one, two = rows_of(folder / name), rows_of(folder / f"{name}-two")
+    assert len(one) == 5
+    assert len({row["loss"] for row in one}) > 1
+    assert max(row["grad_norm"] for row in one) > 1e-3
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7)
+    weights = weights_of(folder / f"{name}-two")
+    for parameter, value in weights_of(folder / name).items():
+        torch.testing.assert_close(value, weights[parameter], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_ranks_train_in_half_precision(folder, precision):
+    options = [*SETTINGS, f"fabric.precision={precision}", "algorithm.n_iterations=1", "stages=[rl]"]
+    run_on_ranks(folder, precision, 2, *options, f"model.path={folder / 'warm' / 'backbone'}")
+    (row,), (other,) = rows_of(folder / precision), rows_of(folder / precision / "ranks" / "1")
+    assert row["skipped_steps"] == 0
+    assert row["grad_norm"] > 1e-3
+    assert [row[name] for name in ("loss", "grad_norm", "reward")] == [
+        other[name] for name in ("loss", "grad_norm", "reward")
+    ]
+
+
+def test_other_shards_are_other_responses(folder):
+    run(folder, "alone", *SETTINGS, "rollout.n_shards=1")
+    run(folder, "shards", *SETTINGS, "rollout.n_shards=2")
+    alone, shards = rows_of(folder / "alone"), rows_of(folder / "shards")
+    assert alone[0]["loss"] != shards[0]["loss"]
+
+
+def test_ranks_warm_up_together_and_leave_the_model_of_one(tmp_path):
+    options = [*SETTINGS, "stages=[sft]", "sft.n_steps=10", "sft.n_warmup_steps=1"]
+    run(tmp_path / "one", "run", *options)
+    run_on_ranks(tmp_path / "two", "run", 2, *options)
+    run(tmp_path / "other", "run", *options, "sft.seed=1")
+    one, two, other = (
+        load_file(next((tmp_path / name / "warm").iterdir()) / "model.safetensors")
+        for name in ("one", "two", "other")
+    )
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=1e-6, atol=1e-9)
+    embedding = "model.embed_tokens.weight"
+    with pytest.raises(AssertionError):  # twin: other problems
+        torch.testing.assert_close(one[embedding], other[embedding], rtol=1e-2, atol=1e-3)
+
+
+def test_ranks_share_an_evaluation_and_find_what_one_finds(folder):
+    options = [*SETTINGS, "stages=[eval]", "evaluation.batch_size=8", "evaluation.n_prompts=20"]
+    run(folder, "scored", *options)
+    run_on_ranks(folder, "scored-by-two", 2, *options)
+    one, two = (
+        json.loads((folder / name / "evaluation.json").read_text()) for name in ("scored", "scored-by-two")
+    )
+    assert one["after"] == two["after"]
+    assert one["after"][0]["n_problems"] == 20
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("rollout.n_prompts=7", "rollout.n_prompts=7 cannot be shared out evenly over 2"),
+        ("rollout.n_shards=1", "rollout.n_shards=1 cannot be shared out evenly over 2 processes"),
+        ("algorithm.n_minibatches=9", "9 parts cannot be cut from the 8 responses of each of 2 shards"),
+        ("pairs", "5 parts cannot be cut from the 4 pairs of each of 2 shards"),
+        ("sft.batch_size=33", "sft.batch_size=33 cannot be shared out evenly over 2"),
+    ],
+)
+def test_work_that_cannot_be_shared_out_is_refused(tmp_path, option, says):
+    options = ["algorithm=online_dpo", "algorithm.n_minibatches=5"] if option == "pairs" else [option]
+    cfg = config(tmp_path, *SETTINGS, *options)
+    with pytest.raises(ConfigError, match=says):
+        check_shares(cfg, 2)
+    check_shares(cfg, 1)

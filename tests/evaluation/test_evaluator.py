@@ -1,0 +1,198 @@
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
+from lit_rlkv.distributed.ranks import Ranks
+from lit_rlkv.evaluation.evaluator import EvalConfig, Evaluator
+from lit_rlkv.experience.reward import RewardsFailedError
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.replay import replay_logps
+from lit_rlkv.rollout import generate
+from lit_rlkv.tasks import ChainSum
+from tests.training import make_roles
+
+SPARSE = CacheSpec(policy="snapkv", budget=7, interval=2, sink=1, window=2)
+
+
+class Parity(ChainSum):
+    """A task of which even an untrained model gets about half right."""
+
+    def score(self, problem, completion):
+        return float(sum(map(ord, problem.prompt + completion)) % 2)
+
+
+TASK = Parity(n_terms=3)
+
+
+def make_evaluator(**options):
+    roles, tokenizer, task = make_roles(), build_task_tokenizer(), TASK
+    problems = PromptSource(task, split="eval", seed=0).take(24)
+    config = {
+        "max_new_tokens": 10,
+        "temperature": 0.0,
+        "sampling_temperature": 1.0,
+        "n_mismatch": 16,
+        "batch_size": 10,
+        "seed": 0,
+    }
+    return Evaluator(roles, tokenizer, task, problems, EvalConfig(**config | options))
+
+
+def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
+    evaluator = make_evaluator()
+    row = evaluator.score_cache(SPARSE).row
+    n_right = n_tokens = 0
+    for problem in evaluator.problems:
+        prompt = encode_prompts(evaluator.tokenizer, [problem.prompt])
+        rollout = generate(
+            evaluator.roles.backbone("policy"),
+            prompt.input_ids,
+            prompt.attention_mask,
+            cache=SPARSE,
+            max_new_tokens=10,
+            eos_token_id=1,
+            pad_token_id=0,
+            temperature=0.0,
+        )
+        (text,) = decode_completions(evaluator.tokenizer, rollout.input_ids, rollout.response_mask)
+        n_right += TASK.score(problem, text)
+        n_tokens += int(rollout.response_mask.sum())
+    assert 0 < n_right < 24
+    assert (row.accuracy, row.n_problems, row.mean_length) == (n_right / 24, 24, n_tokens / 24)
+
+
+def test_mismatch_is_the_mean_log_ratio_of_sampler_and_dense_learner():
+    evaluator = make_evaluator(sampling_temperature=0.7)
+    found = evaluator.score_cache(SPARSE)
+    row, sampled = found.row, found.rollout
+    dense = replay_logps(evaluator.roles.backbone("policy"), sampled, shadow=False, temperature=0.7)
+    terms = [
+        (sampled.rollout_logps[r, c] - dense[r, c]).item()
+        for r, c in sampled.response_mask.nonzero().tolist()
+    ]
+    assert len(sampled.input_ids) == 16
+    assert row.kl == pytest.approx(sum(terms) / len(terms), abs=1e-6)
+    assert abs(row.kl) > 1e-3
+    assert row.replay_gap < 1e-4
+
+
+def test_a_dense_cache_has_no_mismatch_and_costs_more_bytes():
+    evaluator = make_evaluator()
+    dense, sparse = (evaluator.score_cache(cache).row for cache in (CacheSpec.dense(), SPARSE))
+    assert dense.kl == pytest.approx(0.0, abs=1e-5)
+    assert (dense.cache, dense.budget) == ("dense", None)
+    assert (sparse.cache, sparse.budget) == ("snapkv 7+2", 7)
+    # 6 prompt tokens and 10 new ones against 9 slots
+    assert sparse.kv_bytes / dense.kv_bytes == pytest.approx(9 / 16)
+
+
+def test_the_same_seed_gives_the_same_row():
+    first, second = (make_evaluator(temperature=1.0).score_cache(SPARSE).row for _ in range(2))
+    assert first == second
+    assert make_evaluator(temperature=1.0, seed=1).score_cache(SPARSE).row != first
+
+
+class Together(Ranks):
+    """Ranks that are threads."""
+
+    def __init__(self, rank, brought):
+        self.rank, self.size = rank, len(brought)
+        self.brought = brought
+
+    def gather_list(self, values):
+        self.brought[self.rank] = list(values)
+        MET.wait()
+        everything = [value for of_rank in self.brought for value in of_rank]
+        MET.wait()
+        return everything
+
+
+MET = Barrier(2, timeout=60)  # seconds: where one fails, the other is not to wait for ever
+
+
+def test_ranks_share_the_batches_and_the_mismatch_and_find_what_one_finds():
+    options = {"temperature": 1.0, "batch_size": 8}
+    alone = make_evaluator(**options).score_cache(SPARSE)
+    brought = [[], []]
+    evaluators = [make_evaluator(**options) for _ in brought]
+    for rank, evaluator in enumerate(evaluators):
+        evaluator.ranks = Together(rank, brought)
+    # Of three batches and the mismatch each has two.
+    assert [[number for number, _ in one._own_batches()] for one in evaluators] == [[1], [0, 2]]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda evaluator: evaluator.score_cache(SPARSE), evaluators)
+    assert first.row == second.row == alone.row
+    assert first.samples == second.samples == alone.samples
+    assert torch.equal(first.rollout.input_ids, alone.rollout.input_ids)
+    assert second.rollout is None
+
+
+def test_gradients_are_not_kept():
+    evaluator = make_evaluator()
+    assert not evaluator.score_cache(SPARSE).rollout.rollout_logps.requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_every_sample_of_every_problem_is_kept_with_its_score():
+    evaluator = make_evaluator(temperature=1.0, n_samples=3)
+    found = evaluator.score_cache(SPARSE)
+    assert [(s.problem, s.sample) for s in found.samples] == [(i, j) for i in range(24) for j in range(3)]
+    for sample in found.samples:
+        problem = evaluator.problems[sample.problem]
+        assert (sample.prompt, sample.answer, sample.cache) == (problem.prompt, problem.answer, "snapkv 7+2")
+        assert sample.score == TASK.score(problem, sample.completion)
+    assert found.row.accuracy == pytest.approx(sum(s.score for s in found.samples) / 72)
+    assert found.row.mean_length == pytest.approx(sum(s.n_tokens for s in found.samples) / 72)
+    of_first = {s.completion for s in found.samples if s.problem == 0}
+    assert len(of_first) == 3  # drawn anew each
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "batch_size", "batches"),
+    [
+        (1, 10, [(0, 10, 0, 1), (10, 20, 0, 1), (20, 24, 0, 1)]),
+        (4, 50, [(0, 12, 0, 4), (12, 24, 0, 4)]),
+        (5, 3, [(i, i + 1, *part) for i in range(24) for part in ((0, 3), (3, 5))]),
+    ],
+)
+def test_no_batch_is_larger_than_asked_for(n_samples, batch_size, batches):
+    evaluator = make_evaluator(n_samples=n_samples, batch_size=batch_size)
+    assert list(evaluator._batches()) == batches
+    assert all((stop - start) * (last - first) <= batch_size for start, stop, first, last in batches)
+
+
+def test_samples_that_are_drawn_in_rounds_differ():
+    evaluator = make_evaluator(temperature=1.0, n_samples=4, batch_size=2)
+    texts = [s.completion for s in evaluator.score_cache(SPARSE).samples]
+    assert [texts[i : i + 2] for i in range(0, len(texts), 4)] != [
+        texts[i + 2 : i + 4] for i in range(0, len(texts), 4)
+    ]
+    assert len({*texts[:4]}) == 4
+
+
+def test_a_score_that_failed_is_not_right_and_too_many_of_all_end_the_evaluation():
+    evaluator = make_evaluator(batch_size=1)
+    n = len(evaluator.problems)
+    evaluator.accuracy = failing_on({0})
+    found = evaluator.score_cache(CacheSpec.dense())
+    assert found.row.accuracy == pytest.approx((n - 1) / n)
+    assert found.samples[0].score == 0.0
+    evaluator.accuracy = failing_on(set(range(n // 2 + 1)))
+    with pytest.raises(RewardsFailedError, match=f"{n // 2 + 1} of {n} completions have no score"):
+        evaluator.score_cache(CacheSpec.dense())
+
+
+def failing_on(places):
+    """All right, but at some places in the order of asking."""
+    asked = itertools.count()
+
+    def accuracy(problems, completions):
+        return torch.tensor([math.nan if next(asked) in places else 1.0 for _ in completions])
+
+    return accuracy

@@ -1,0 +1,282 @@
+import threading
+import zlib
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.phases import Phases
+from lit_rlkv.experience.reward import RewardConfig
+from tests.rewards.threaded import InThreads
+from tests.training import make_datamodule, make_roles
+
+
+def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():
+    data = make_datamodule(make_roles())
+    first, second = data.collect(), None
+    data.iteration += 1
+    second = data.collect()
+    assert [p.prompt for p in first.problems] != [p.prompt for p in second.problems]
+    assert first.problems[0] == first.problems[3] != first.problems[4]  # groups of four
+
+
+def test_fewer_rows_at_a_time_give_as_many_responses_from_a_smaller_cache():
+    whole = make_datamodule(make_roles()).collect().rollout
+    few = make_datamodule(make_roles(), sampling={"max_rows": 4}).collect().rollout
+    assert len(few.input_ids) == len(whole.input_ids) == 16
+    assert few.kv_bytes * 4 == whole.kv_bytes
+
+
+def test_a_prompt_is_prefilled_once_for_its_group():
+    roles = make_roles()
+    data, sizes = make_datamodule(roles), []
+    embedding = roles.backbone("policy").get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda *call: sizes.append(tuple(call[1][0].shape)))
+    data.collect()
+    hook.remove()
+    prefill, *steps = sizes[:3]
+    assert prefill[0] == 4
+    assert steps == [(16, 1)] * 2
+
+
+def test_state_brings_back_the_same_iteration():
+    data = make_datamodule(make_roles())
+    list(data.train_dataloader())
+    state = data.state_dict()
+    expected = next(iter(data.train_dataloader()))
+    again = make_datamodule(make_roles())
+    again.load_state_dict(state)
+    found = next(iter(again.train_dataloader()))
+    assert torch.equal(found.rollout.input_ids, expected.rollout.input_ids)
+    assert torch.equal(found.rollout.evicted_at, expected.rollout.evicted_at)
+
+
+@pytest.mark.parametrize(("n_minibatches", "n_micro_batches", "n_epochs"), [(1, 1, 1), (2, 3, 2), (3, 2, 1)])
+def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
+    n_minibatches, n_micro_batches, n_epochs
+):
+    data = make_datamodule(
+        make_roles(), n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=n_epochs
+    )
+    experience = data.collect()
+    batches = list(data.steps.minibatches(experience))
+    assert sum(batch.ends_step for batch in batches) == n_minibatches * n_epochs
+    assert sum(len(batch.advantages) for batch in batches) == 16 * n_epochs
+    weight, n_response_tokens, n_fresh = 0.0, 0, 0
+    for batch in batches:
+        weight += float(batch.loss_weight.sum())
+        n_response_tokens += int(batch.rollout.response_mask.sum())
+        n_fresh += batch.is_first_update and batch.ends_step
+        if batch.ends_step:
+            assert weight == pytest.approx(1.0, abs=1e-5)
+            assert n_response_tokens == batch.n_response_tokens
+            weight, n_response_tokens = 0.0, 0
+    assert n_fresh == 1
+
+
+def test_advantages_of_a_group_sum_to_zero_and_stand_on_actions_only():
+    data = make_datamodule(make_roles())
+    experience = data.collect()
+    first = data.credit.assign(experience).advantages
+    (batch,) = data.steps.minibatches(experience)
+    of_response = first.gather(1, experience.rollout.response_mask.float().argmax(dim=1, keepdim=True))
+    assert of_response.abs().max() > 0
+    torch.testing.assert_close(of_response.view(4, 4).sum(dim=1), torch.zeros(4), rtol=0, atol=1e-5)
+    assert (batch.advantages[~batch.rollout.response_mask] == 0).all()
+
+
+def test_rows_and_devices_keep_every_field():
+    (batch,) = make_datamodule(make_roles()).train_dataloader()
+    part = batch.rows(torch.tensor([3, 1])).to("cpu")
+    for field in fields(batch.rollout):
+        value, source = getattr(part.rollout, field.name), getattr(batch.rollout, field.name)
+        expected = source[[3, 1]] if isinstance(source, torch.Tensor) else source
+        assert (value == expected).all() if isinstance(value, torch.Tensor) else value == expected
+    assert part.n_response_tokens == batch.n_response_tokens
+
+
+@pytest.mark.parametrize(("n_parts", "sizes"), [(1, [4]), (3, [2, 1, 1]), (4, [1, 1, 1, 1])])
+def test_parts_are_whole_groups_under_the_denominators_of_one_step(n_parts, sizes):
+    data = make_datamodule(make_roles(), n_minibatches=2, n_micro_batches=3)
+    experience = data.collect()
+    parts = list(data.steps.parts(experience, n_parts))
+    assert [part.n_groups for part in parts] == sizes
+    rows = [torch.cat([batch.rollout.input_ids for batch in part.batches]) for part in parts]
+    assert [len(one) for one in rows] == [4 * size for size in sizes]
+    assert torch.equal(torch.cat(rows), experience.rollout.input_ids)  # in order, nothing twice
+    for part in parts:
+        # training learns from 16 / 2 / 3 responses at a time, of which the largest share is 3
+        assert max(len(batch.advantages) for batch in part.batches) <= 3
+        assert [batch.ends_step for batch in part.batches] == [False] * (len(part.batches) - 1) + [True]
+        assert {batch.learners for batch in part.batches} == {("policy",)}
+        weight = sum(float(batch.loss_weight.sum()) for batch in part.batches)
+        assert weight == pytest.approx(part.share, abs=1e-5)
+        assert part.share == pytest.approx(part.n_prompts / 4)  # every response weighs the same
+        n_response_tokens = int(experience.rollout.response_mask.sum())
+        assert all(batch.n_response_tokens == n_response_tokens for batch in part.batches)
+        mine = sum(int(batch.rollout.response_mask.sum()) for batch in part.batches)
+        assert part.action_share == pytest.approx(mine / n_response_tokens)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str):
+    data = make_datamodule(make_roles(), aggregation=aggregation, mask_truncated=True)
+    experience = data.collect()
+    has_eos = torch.tensor([True] * 5 + [False] * 3 + [True] * 8)
+    n_response_tokens = experience.rollout.response_mask.sum(dim=1)
+    counts = (n_response_tokens if aggregation == "token" else torch.ones(16)) * has_eos
+    first, second = data.steps.parts(replace(experience, has_eos=has_eos), 2)
+    expected = float(counts[:8].sum() / counts.sum())  # of responses 5 / 13
+    assert [first.share, second.share] == pytest.approx([expected, 1 - expected])
+    assert first.n_groups == second.n_groups == 2
+    assert expected != pytest.approx(0.5, abs=0.05)
+    assert first.action_share == pytest.approx(float(n_response_tokens[:8].sum() / n_response_tokens.sum()))
+
+
+def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():
+    data = make_datamodule(make_roles(), credit=PairAdvantage(), n_micro_batches=4)
+    experience = data.collect()
+    total = torch.tensor([1.0, 0, 0, 0] * 3 + [1.0] * 4)
+    experience = replace(experience, rewards=replace(experience.rewards, total=total))
+    parts = list(data.steps.parts(experience, 2))
+    assert [part.n_groups for part in parts] == [2, 1]
+    assert [part.share for part in parts] == pytest.approx([2 / 3, 1 / 3])
+    for part in parts:
+        assert all(len(batch.advantages) == 2 for batch in part.batches)
+        assert {batch.n_pairs for batch in part.batches} == {3}
+
+
+def test_a_part_without_any_whole_pair_counts_no_prompts():
+    data = make_datamodule(make_roles(), credit=PairAdvantage(drop_ties=False), mask_truncated=True)
+    experience = data.collect()
+    total = torch.tensor([1.0, 0, 0.5, 0.5] * 4)
+    # of the last two pairs one side alone has ended, and the first two are whole
+    has_eos = torch.tensor([True] * 8 + [True, False, True, True] * 2)
+    experience = replace(experience, rewards=replace(experience.rewards, total=total), has_eos=has_eos)
+    parts = list(data.steps.parts(experience, 2))
+    assert [part.n_groups for part in parts] == [2, 0]
+    assert [part.share for part in parts] == [1.0, 0.0]
+    assert any(bool(batch.loss_weight.any()) for batch in parts[1].batches)
+
+
+def test_a_judge_is_asked_once_about_a_rollout_however_often_it_is_cut():
+    asked: list[str] = []
+
+    def whimsical(problem, first: str, second: str) -> float:
+        asked.append(first)
+        return float(torch.randn(()))
+
+    data = make_datamodule(make_roles(), credit=PairAdvantage(whimsical, drop_ties=False))
+    experience = data.collect()
+    parts = list(data.steps.parts(experience, 2))
+    assert len(asked) == 4 * 6  # six pairs in each group of four
+    changed = replace(experience, old_logps=experience.old_logps - 1)
+    again = list(data.steps.parts(changed, 2))
+    (batch,) = data.steps.minibatches(experience)
+    assert len(asked) == 4 * 6
+    rows = [torch.cat([b.rollout.input_ids for one in cut for b in one.batches]) for cut in (parts, again)]
+    assert torch.equal(*rows)
+    ways = [sorted(map(tuple, ids.tolist())) for ids in (rows[0], batch.rollout.input_ids)]
+    assert ways[0] == ways[1]
+    data.iteration += 1
+    list(data.steps.minibatches(data.collect()))
+    assert len(asked) == 2 * 4 * 6
+
+
+def test_groups_that_count_nothing_are_not_counted_in_a_part():
+    data = make_datamodule(make_roles(), credit=GroupAdvantage("dapo", filter_zero_std_groups=True))
+    experience = data.collect()
+    total = torch.tensor([1.0, 0, 0, 0] + [1.0] * 8 + [0, 1.0, 1.0, 1.0])
+    experience = replace(experience, rewards=replace(experience.rewards, total=total))
+    assert [part.n_groups for part in data.steps.parts(experience, 2)] == [1, 1]
+    assert [part.n_groups for part in data.steps.parts(experience, 4)] == [1, 0, 0, 1]
+    assert [part.share for part in data.steps.parts(experience, 4)] == [0.5, 0, 0, 0.5]
+    assert [part.n_prompts for part in data.steps.parts(experience, 4)] == [1, 1, 1, 1]
+
+
+def test_more_parts_than_groups_are_refused():
+    data = make_datamodule(make_roles())
+    experience = data.collect()
+    with pytest.raises(ValueError, match="4 groups cannot be cut into 5 parts; give at most 4"):
+        list(data.steps.parts(experience, 5))
+
+
+def test_watchers_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
+    seen = []
+    data = make_datamodule(make_roles())
+    data.on_update_start.append(lambda experience, split: seen.append(len(list(split(experience, 2)))))
+    list(data.train_dataloader())
+    assert seen == [2]
+
+
+def of_functions(**functions):
+    return RewardConfig(verifier=0.0, functions=functions, max_failed=1.0)
+
+
+def test_rewards_are_under_way_while_the_roles_score():
+    is_asked, is_scored = threading.Event(), threading.Event()
+
+    def slow(question):
+        is_asked.set()
+        assert is_scored.wait(20)  # asked after the scoring, this would come first
+        return len(question["completion"])
+
+    def on_end(phase, iteration):
+        if phase == "score":
+            assert is_asked.wait(20)
+            is_scored.set()
+
+    reward = of_functions(slow=InThreads(ask=slow))
+    data = make_datamodule(make_roles(), reward=reward)
+    data.phases = Phases(on_end=[on_end])
+    experience = data.collect()
+    assert is_scored.is_set()
+    assert experience.rewards.total.tolist() == [len(text) for text in experience.completions]
+
+
+def test_rewards_are_those_of_asking_one_after_the_other():
+    def score(question):
+        return zlib.crc32(question["completion"].encode()) % 7
+
+    many, one = (
+        make_datamodule(make_roles(), reward=of_functions(own=InThreads(ask=score, n_workers=n))).collect()
+        for n in (8, 1)
+    )
+    assert torch.equal(many.rewards.total, one.rewards.total)
+    assert len(set(one.rewards.total.tolist())) > 2
+
+
+def flaky(question):
+    """Fails on about every third response."""
+    n = zlib.crc32(question["completion"].encode())
+    return float("nan") if n % 3 == 0 else n % 5
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce++"])
+def test_a_response_without_a_reward_has_no_advantage_and_no_loss(estimator):
+    data = make_datamodule(
+        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), credit=GroupAdvantage(estimator)
+    )
+    experience = data.collect()
+    is_failed = experience.rewards.is_failed
+    assert 0 < is_failed.sum() < 16
+    (part,) = data.steps.parts(experience, 1)  # rows in order
+    (batch,) = part.batches
+    assert (batch.loss_weight[is_failed] == 0).all()
+    assert batch.advantages[is_failed].abs().max() < 1e-5
+    assert (batch.loss_weight[~is_failed] * batch.rollout.response_mask[~is_failed]).sum() == pytest.approx(
+        1.0
+    )
+    assert batch.advantages.isfinite().all()
+
+
+def test_a_pair_with_a_side_without_a_reward_does_not_count():
+    data = make_datamodule(
+        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), credit=PairAdvantage()
+    )
+    experience = data.collect()
+    is_failed = experience.rewards.is_failed
+    credit = data.credit.assign(experience)
+    is_tie = (credit.advantages[credit.units] == 0).all(dim=2).all(dim=1)
+    assert not (is_failed[credit.units].any(dim=1) & ~is_tie).any()

@@ -1,0 +1,103 @@
+import math
+
+import pytest
+import torch
+
+from lit_rlkv.experience.group_baselines import (
+    ESTIMATORS,
+    STD_FLOOR,
+    broadcast_to_response,
+    centred,
+    grpo,
+    is_informative,
+    reinforce_pp,
+    rloo,
+    without_failures,
+)
+
+# Group means 1/2 and 1; the second group agrees.
+REWARDS = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+RANDOM = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
+
+
+def test_grpo_matches_hand_arithmetic():
+    # Deviations ±1/2, unbiased variance 4·(1/4)/3 = 1/3.
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    assert grpo(REWARDS)[0].tolist() == pytest.approx([expected, -expected, expected, -expected])
+
+
+def test_dr_grpo_divides_by_no_deviation():
+    assert centred(REWARDS).tolist() == [[0.5, -0.5, 0.5, -0.5], [0.0] * 4]
+
+
+def test_rloo_is_the_reward_less_the_mean_of_the_others():
+    advantages = rloo(RANDOM)
+    for p, group in enumerate(RANDOM.tolist()):
+        for i, reward in enumerate(group):
+            others = group[:i] + group[i + 1 :]
+            assert advantages[p, i].item() == pytest.approx(reward - sum(others) / len(others), abs=1e-6)
+
+
+def test_reinforce_pp_divides_by_the_deviation_of_the_whole_batch():
+    # Deviations ±1/2 four times and 0 four times: mean 0, unbiased variance 4·(1/4)/7 = 1/7.
+    expected = 0.5 / (math.sqrt(1 / 7) + 1e-4)
+    assert reinforce_pp(REWARDS)[0].tolist() == pytest.approx([expected, -expected, expected, -expected])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantages_of_a_group_sum_to_zero(name: str):
+    advantages = ESTIMATORS[name](RANDOM)
+    torch.testing.assert_close(advantages.sum(dim=1), torch.zeros(6), rtol=0, atol=1e-5)
+    assert advantages.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_group_that_agrees_has_no_advantage_and_no_nan(name: str):
+    assert (ESTIMATORS[name](REWARDS)[1] == 0).all()
+    assert (ESTIMATORS[name](torch.ones(3, 4)) == 0).all()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_constant_added_to_all_rewards_changes_nothing(name: str):
+    torch.testing.assert_close(ESTIMATORS[name](RANDOM + 3), ESTIMATORS[name](RANDOM), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo"])
+def test_a_group_does_not_depend_on_the_other_groups(name: str):
+    torch.testing.assert_close(ESTIMATORS[name](RANDOM[2:3]), ESTIMATORS[name](RANDOM)[2:3])
+
+
+def test_only_groups_that_disagree_are_informative():
+    assert is_informative(REWARDS).tolist() == [True, False]
+    assert is_informative(torch.zeros(1, 4)).tolist() == [False]
+
+
+def test_all_actions_of_a_response_share_its_advantage():
+    response_mask = torch.tensor([[False, True, True], [False, True, False]])
+    shared = broadcast_to_response(torch.tensor([2.0, -1.0]), response_mask)
+    assert shared.tolist() == [[0.0, 2.0, 2.0], [0.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_responses_without_a_reward_leave_the_others_as_if_they_were_alone(name):
+    estimate = ESTIMATORS[name]
+    rewards = torch.tensor([[1.0, 0.0, 9.0, 9.0], [3.0, 1.0, 9.0, 9.0], [2.0, 9.0, 9.0, 9.0]])
+    is_valid = rewards != 9.0
+    found = without_failures(estimate, rewards, is_valid)
+    alone = estimate(rewards[:2, :2])
+    if name == "reinforce++":  # the std of the batch counts the third group's response too
+        alone = torch.tensor([[0.5, -0.5], [1.0, -1.0]]) / (
+            torch.tensor([0.5, -0.5, 1.0, -1.0, 0.0]).std() + STD_FLOOR
+        )
+    torch.testing.assert_close(found[:2, :2], alone)
+    assert found[~is_valid].abs().sum() == 0
+    assert found[2].abs().sum() == 0
+    full = torch.tensor([[1.0, 0.0, 3.0]])
+    torch.testing.assert_close(without_failures(estimate, full, torch.ones_like(full).bool()), estimate(full))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("n_valid", [0, 1])
+def test_where_one_reward_or_none_is_left_nothing_is_learned(name, n_valid):
+    is_valid = torch.arange(4).view(2, 2) < n_valid
+    assert without_failures(ESTIMATORS[name], torch.ones(2, 2), is_valid).tolist() == [[0.0, 0.0]] * 2

@@ -1,0 +1,122 @@
+"""Allocations that really fail: what is said of them, with the numbers counted by hand."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lit_rlkv.experience.memory import explain_rollout, explain_scoring, explain_update, rollout_needs
+from lit_rlkv.experience.settings import SamplingConfig, UpdateConfig
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.out_of_memory import MemoryExhaustedError
+from tests.training import ARMS, SPEC, counted_forwards, make_datamodule, make_model, make_roles
+
+TOO_MUCH = 2**50
+"""Bytes, a PiB."""
+SAMPLING = SamplingConfig(n_prompts=4, group_size=4, max_new_tokens=10, temperature=1.0)
+
+
+def use_up_memory():
+    torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def helps(cache=SPEC, n_columns=6, **changes):
+    text = explain_rollout(make_model(), cache, (4, n_columns), replace(SAMPLING, **changes))
+    (line,) = re.findall(r"What helps, the most first: (.*)\.$", text, flags=re.M)
+    return line.split("; ")
+
+
+def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
+    # Qwen3 with 2 layers, 2 KV heads of 8 dims, 51 tokens, float32
+    said = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING).splitlines()
+    assert said == [
+        "out of memory in the rollout: 4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache "
+        "random 7+2. Beside the weights it takes",
+        # 2 · 2 · 16 · 2 · 9 · 8 · 4 = 36864 bytes
+        "   36.0 KiB  KV cache = 2 of keys and values × 2 layers × 16 rows × 2 KV heads × 9 slots × 8 dims × "
+        "4 bytes",
+        # 16 · 51 · (4 + 12) = 13056
+        "   12.8 KiB  logits of a step = 16 rows × 51 tokens × 16 bytes",
+        # 2 · (16 + 16) · 2 · (6 + 10) · 4 = 8192
+        "   8.00 KiB  record of evictions = 2 layers × 32 rows and responses × 2 KV heads × 16 columns × "
+        "4 bytes",
+        "What helps, the most first: lower cache.budget=7; set rollout.max_rows below 16 (now null, all at "
+        "once); lower rollout.max_new_tokens=10; lower rollout.n_prompts=4 or algorithm.group_size=4.",
+    ]
+
+
+@pytest.mark.parametrize("max_rows", [None, 8])
+@pytest.mark.parametrize("arm", ["shadow", "dense"])
+def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows):
+    roles = make_roles()
+    data = make_datamodule(roles, ARMS[arm], sampling={"max_rows": max_rows})
+    rollout = data.collect().rollout
+    n_columns = int((rollout.attention_mask & ~rollout.response_mask).sum(dim=1).max())
+
+    def found(sampling):
+        needs = rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), sampling)
+        return next(need.n_bytes for need in needs if need.what == "KV cache")
+
+    assert found(data.sampling) == rollout.kv_bytes
+    assert found(replace(data.sampling, max_rows=4)) != rollout.kv_bytes
+
+
+def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
+    model, sees = make_model(), CacheSpec("snapkv", budget=7, interval=2, sink=1, window=4)
+    needs = {need.what: need for need in rollout_needs(model, sees, (4, 6), SAMPLING)}
+    # 2 · 16 · 4 · 4 · 8 · 4 = 16384 bytes: window · group / (2 · slots) = 4 · 2 / (2 · 9) of 36864
+    assert needs["latest queries"].n_bytes == 16384 == needs["KV cache"].n_bytes * 8 // 18
+    assert needs["latest queries"].helps[0] == "lower cache.window=4"
+    for blind in (replace(sees, policy="random"), CacheSpec.dense()):
+        assert "latest queries" not in {need.what for need in rollout_needs(model, blind, (4, 6), SAMPLING)}
+
+
+def test_what_takes_most_is_helped_first():
+    small = CacheSpec("random", budget=2, interval=1, sink=0, window=1)
+    # 16 rows · 51 tokens · 16 bytes against 2 · 2 · 16 · 2 · 3 · 8 · 4 = 12288 of the cache
+    assert helps(small, 1)[0] == "set rollout.max_rows below 16 (now null, all at once)"
+    assert helps(small, 1, max_new_tokens=4000)[0] == "lower rollout.max_new_tokens=4000"
+    assert helps(CacheSpec.dense())[:2] == [
+        "lower rollout.max_new_tokens=10",
+        "sample from a cache that evicts (cache.policy, correction)",
+    ]
+    assert "lower algorithm.group_size=4" in helps(max_rows=6)  # one group at a time
+
+
+def test_scoring_and_update_are_told_by_what_they_read_at_a_time():
+    scoring = explain_scoring((16, 20), replace(SAMPLING, rows_per_pass=2, stacks_passes=True))
+    assert "2 of 16 sequences of up to 20 tokens at a time; set rollout.rows_per_pass below 2, set" in scoring
+    assert "roles.stack_passes=false" in scoring
+    assert "roles.stack_passes" not in explain_scoring((16, 20), SAMPLING)
+    update = UpdateConfig("sequence", n_minibatches=2, n_micro_batches=2)
+    roles = make_roles()
+    said = explain_update(roles, (16, 20), SAMPLING, update)
+    n = sum(p.numel() for p in roles.parameters() if p.requires_grad)
+    assert f"4 sequences of up to 20 tokens in a micro-batch and {n:,} parameters that train" in said
+    assert "raise algorithm.n_micro_batches=2, set roles.gradient_checkpointing=true" in said
+    said = explain_update(make_roles(checkpoints_layers=True), (16, 20), SAMPLING, update)
+    assert "gradient_checkpointing" not in said
+
+
+def test_it_fails_where_it_is_made_to_in_a_rollout_and_another_error_is_left_alone():
+    roles = make_roles()
+    data = make_datamodule(roles)
+    embedding = roles.backbone("policy").get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda *call: use_up_memory())
+    with pytest.raises(MemoryExhaustedError, match="out of memory in the rollout"):
+        data.collect()
+    handle.remove()
+    other = RuntimeError("the size of tensor a must match the size of tensor b")
+
+    def fail(*call):
+        raise other
+
+    handle = embedding.register_forward_hook(fail)
+    with pytest.raises(RuntimeError) as caught:
+        data.collect()
+    assert caught.value is other
+    handle.remove()
+    with counted_forwards(roles) as forwards:
+        data.collect()
+    assert forwards

@@ -1,0 +1,183 @@
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from lit_rlkv.experience.reward import RewardConfig, RewardRule, RewardsFailedError, imputed
+from lit_rlkv.rewards import ExactMatch
+
+EXACT, LEARNED = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([3.0, 5.0, -1.0, 1.0])
+ALL_END = torch.ones(4, dtype=torch.bool)
+CUT_LAST = torch.tensor([True, True, True, False])
+
+
+def total_of(config: RewardConfig, has_eos: torch.Tensor = ALL_END) -> list[float]:
+    return RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, has_eos).total.tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({}, [1.0, 0.0, 1.0, 0.0]),
+        ({"verifier": 2.0}, [2.0, 0.0, 2.0, 0.0]),
+        ({"verifier": 0.0, "learned": 1.0}, [3.0, 5.0, -1.0, 1.0]),
+        ({"verifier": 0.5, "learned": 0.25}, [1.25, 1.25, 0.25, 0.25]),
+    ],
+)
+def test_the_total_is_the_weighed_sum_of_the_components(weights: dict[str, float], expected: list[float]):
+    assert total_of(RewardConfig(**weights)) == expected
+
+
+def test_components_are_kept_as_they_are_whatever_they_weigh():
+    config = RewardConfig(verifier=0.0, learned=2.0, normalize="batch", clip=0.1, missing_eos_penalty=1.0)
+    rewards = RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, CUT_LAST)
+    assert rewards.components.keys() == {"exact_match", "learned"}
+    assert torch.equal(rewards.components["exact_match"], EXACT)
+    assert torch.equal(rewards.components["learned"], LEARNED)
+
+
+@pytest.mark.parametrize("normalize", ["none", "batch", "running"])
+def test_what_people_look_at_stays_in_the_units_of_the_components(normalize: str):
+    config = RewardConfig(verifier=2.0, learned=1.0, normalize=normalize, clip=0.1, missing_eos_penalty=1.0)
+    rewards = RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, CUT_LAST)
+    assert torch.equal(rewards.scores, 2.0 * EXACT + LEARNED)
+    assert not torch.equal(rewards.scores, rewards.total)
+
+
+def test_normalised_rewards_have_mean_zero_and_one_deviation():
+    # 3, 5, −1, 1: mean 2, deviations 1, 3, −3, −1, unbiased variance 20/3
+    std = math.sqrt(20 / 3) + 1e-4
+    found = total_of(RewardConfig(verifier=0.0, learned=1.0, normalize="batch"))
+    assert found == pytest.approx([1 / std, 3 / std, -3 / std, -1 / std])
+
+
+def test_running_normalisation_takes_in_all_rewards_so_far():
+    rule = RewardRule(RewardConfig(normalize="running"))
+    rule({"exact_match": torch.tensor([0.0, 2.0])}, ALL_END[:2])
+    # 0, 2, 4 and 6 by now: mean 3, unbiased variance (9 + 1 + 1 + 9) / 3
+    std = math.sqrt(20 / 3) + 1e-4
+    second = rule({"exact_match": torch.tensor([4.0, 6.0])}, ALL_END[:2]).total
+    assert second.tolist() == pytest.approx([1 / std, 3 / std])
+    alone = RewardRule(RewardConfig(normalize="running"))(
+        {"exact_match": torch.tensor([4.0, 6.0])}, ALL_END[:2]
+    )
+    assert alone.total.tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-3)
+
+
+def test_the_moments_come_back_with_the_state():
+    config = RewardConfig(normalize="running")
+    rule = RewardRule(config)
+    rule({"exact_match": torch.tensor([0.1, 0.7, 0.4, 2.0])}, ALL_END)
+    restored = RewardRule(config)
+    restored.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    totals = [each({"exact_match": EXACT}, ALL_END).total for each in (rule, restored, RewardRule(config))]
+    assert torch.equal(totals[0], totals[1])
+    assert (totals[0] - totals[2]).abs().max() > 0.1
+
+
+def test_rewards_are_normalised_then_clipped_and_pay_for_a_missing_end_last():
+    # 3, 5, −1, 1 normalised: ±0.387 and ±1.162, clipped at 0.5; only then does the cut one pay 2.
+    config = RewardConfig(verifier=0.0, learned=1.0, normalize="batch", clip=0.5, missing_eos_penalty=2.0)
+    std = math.sqrt(20 / 3) + 1e-4
+    assert total_of(config, CUT_LAST) == pytest.approx([1 / std, 0.5, -0.5, -1 / std - 2.0])
+    # paid first, it would have moved the mean of all and been clipped itself
+    paid_first = LEARNED - torch.tensor([0.0, 0.0, 0.0, 2.0])
+    other = (paid_first - paid_first.mean()) / (paid_first.std() + 1e-4)
+    assert other.clamp(-0.5, 0.5).tolist() != pytest.approx(total_of(config, CUT_LAST), abs=0.1)
+
+
+def test_the_penalty_does_not_enter_the_running_moments():
+    rule = RewardRule(RewardConfig(normalize="running", missing_eos_penalty=100.0))
+    rule({"exact_match": EXACT}, CUT_LAST)
+    assert rule.state_dict()["mean"] == pytest.approx(0.5)
+
+
+def test_a_weight_without_its_component_is_refused():
+    rule = RewardRule(RewardConfig(verifier=0.5, learned=0.5))
+    with pytest.raises(ValueError, match=r"learned=0\.5 weighs a score that this run does not have"):
+        rule({"exact_match": EXACT}, ALL_END)
+    with pytest.raises(ValueError, match=r"verifier=1\.0 weighs a score"):
+        RewardRule(RewardConfig())({"learned": LEARNED}, ALL_END)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"verifier": 0.0}, "verifier=0 and learned=0 leave no reward"),
+        ({"normalize": "group"}, "normalize='group' is unknown; choose one of none, batch, running"),
+        ({"clip": 0.0}, "clip=0.0 leaves no reward; give more than 0, or null for none"),
+        ({"clip": -1.0}, "clip=-1.0 leaves no reward"),
+        ({"verifier": 0.0, "functions": {"a": ExactMatch(weight=0)}}, "leave no reward; give one of them"),
+        ({"functions": {"learned": ExactMatch()}}, "functions: 'learned' cannot be names"),
+        ({"functions": {"a/b": ExactMatch()}}, "functions: 'a/b' cannot be names"),
+        ({"accuracy": "a"}, "accuracy='a' is not among the functions (none)"),
+        ({"functions": {"b": ExactMatch()}, "accuracy": "a"}, "is not among the functions (b)"),
+        ({"max_failed": 1.5}, "max_failed=1.5 is no share"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict, says: str):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        RewardConfig(**options)
+
+
+NAN = float("nan")
+FUNCTIONS = {"a": ExactMatch(weight=2.0), "b": ExactMatch(weight=-0.5), "seen": ExactMatch(weight=0)}
+
+
+def rewards_of(a: list[float], b: list[float], seen: list[float] | None = None, group_size=4, **options):
+    config = RewardConfig(verifier=0.0, functions=FUNCTIONS, **{"max_failed": 1.0} | options)
+    scores = {"a": a, "b": b, "seen": seen or [0.0] * len(a)}
+    components = {name: torch.tensor(values) for name, values in scores.items()}
+    return RewardRule(config)(components, torch.ones(len(a), dtype=torch.bool), group_size, {"a": "boom"})
+
+
+def test_functions_are_weighed_like_any_component():
+    rewards = rewards_of([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0])
+    assert rewards.total.tolist() == [1.5, -0.5, 2.0, 0.0]
+    assert rewards.is_failed.tolist() == [False] * 4
+    assert RewardRule(RewardConfig())({"exact_match": EXACT}, ALL_END).is_failed is None
+
+
+def test_a_response_without_a_reward_gets_the_mean_of_its_groups_others():
+    # groups of two: 2·1 and failed; failed and −0.5·1; both failed: the mean of all others, 0.75
+    rewards = rewards_of([1.0, NAN, 0.0, 0.0, NAN, 1.0], [0.0, 0.0, NAN, 1.0, 0.0, NAN], group_size=2)
+    assert rewards.total.tolist() == [2.0, 2.0, -0.5, -0.5, 0.75, 0.75]
+    assert rewards.is_failed.tolist() == [False, True, True, False, True, True]
+    assert torch.equal(rewards.scores, rewards.total)
+    assert rewards.components["a"].isnan().tolist() == [False, True, False, False, True, False]
+
+
+def test_a_function_without_weight_may_fail():
+    rewards = rewards_of([1.0, 0.0], [0.0, 0.0], [NAN, NAN], group_size=2)
+    assert rewards.total.tolist() == [2.0, 0.0]
+    assert not rewards.is_failed.any()
+
+
+def test_failed_rewards_do_not_enter_a_normalisation():
+    a = [3.0, 5.0, NAN, -1.0, 1.0]
+    std = math.sqrt(4 * 20 / 3) + 1e-4  # twice 3, 5, −1, 1: mean 4, unbiased variance 4 · 20/3
+    expected = [2 / std, 6 / std, 0.0, -6 / std, -2 / std]
+    for normalize in ("batch", "running"):
+        total = rewards_of(a, [0.0] * 5, group_size=5, normalize=normalize).total
+        assert total.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_group_that_agrees_agrees_still_whatever_its_mean_rounds_to():
+    for value in torch.rand(200):
+        total = imputed(value.repeat(7), torch.arange(7) == 3, 7)
+        assert torch.equal(total, value.repeat(7))
+
+
+def test_too_many_failures_stop_the_run_and_say_why():
+    assert rewards_of([NAN, NAN, 1.0, 1.0], [0.0] * 4, max_failed=0.5).is_failed.sum() == 2
+    with pytest.raises(
+        RewardsFailedError, match=r"3 of 4 responses .* reward\.max_failed=0\.5 .*\(a: boom\)"
+    ):
+        rewards_of([NAN, NAN, NAN, 1.0], [0.0] * 4, max_failed=0.5)
+
+
+def test_nothing_is_left_where_all_fail_and_that_is_allowed():
+    for normalize in ("none", "batch", "running"):
+        assert rewards_of([NAN, NAN], [0.0, 0.0], group_size=2, normalize=normalize).total.tolist() == [0, 0]

@@ -1,0 +1,138 @@
+"""What the roles say of a rollout does not depend on how their forwards are arranged."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.experience.score import score_rollout
+from lit_rlkv.models.backbone import hidden_states, token_positions
+from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.layouts import LAYOUTS, ROLES
+from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, replay_logps, response_hidden
+from lit_rlkv.types import Rollout
+from tests.training import counted_forwards, make_datamodule, make_roles, shift
+
+TEMPERATURE = 0.7
+VIEWS = {
+    "shadow": dict.fromkeys(ROLES, True),
+    "dense": dict.fromkeys(ROLES, False),
+    "as a replaying learner asks": {"reference": True, "reward": False, "value": True},
+    "as a dense learner asks": {"policy": False, "reference": False, "reward": False, "value": True},
+}
+
+
+@cache
+def roles_of(layout: str) -> Roles:
+    """Every role says something else: adapters or backbones have moved, and so has the value head."""
+    roles = shift(make_roles(layout, ROLES))
+    roles.head("value").linear.weight.data.mul_(0.5)
+    return roles
+
+
+@cache
+def rollout() -> Rollout:
+    """Five responses, one of which ended early."""
+    whole = make_datamodule(make_roles()).collect().rollout
+    return whole.rows(slice(3, 8))
+
+
+def alone(roles: Roles, role: str, shadow: bool) -> Tensor:
+    """What one role says, by itself."""
+    read, evicted_at = (
+        rollout(),
+        replay_evicted_at(rollout()) if shadow else dense_evicted_at(rollout().attention_mask),
+    )
+    with torch.no_grad(), acting_as(roles, role) as backbone:
+        if role in ("policy", "reference"):
+            return replay_logps(backbone, read, shadow=shadow, temperature=TEMPERATURE)
+        if role == "value":
+            values = roles.head("value")(response_hidden(backbone, read, shadow=shadow))
+            return torch.zeros(read.input_ids.shape).masked_scatter(read.response_mask, values)
+        hidden = hidden_states(
+            backbone, read.input_ids, token_positions(read.attention_mask), evicted_at=evicted_at
+        )
+    rewards = []
+    for row, attention_mask in enumerate(read.attention_mask):
+        last = int(attention_mask.nonzero().max())
+        rewards.append(roles.head("reward")(hidden[row, last]).detach())
+    return torch.stack(rewards)
+
+
+def scores(layout: str, views: dict[str, bool], **options) -> dict[str, Tensor]:
+    return score_rollout(roles_of(layout), rollout(), views, temperature=TEMPERATURE, **options)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("stacks_passes", [False, True])
+@pytest.mark.parametrize("rows_per_pass", [1, 3, None])
+@pytest.mark.parametrize("views", VIEWS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_those_of_one_role_at_a_time(layout, views, rows_per_pass, stacks_passes):
+    found = scores(layout, VIEWS[views], rows_per_pass=rows_per_pass, stacks_passes=stacks_passes)
+    assert found.keys() == VIEWS[views].keys()
+    for role, shadow in VIEWS[views].items():
+        assert difference(found[role], alone(roles_of(layout), role, shadow)) < 1e-5, role
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_comparison_catches_a_wrong_view_a_wrong_role_and_a_wrong_temperature(layout: str):
+    found, dense = scores(layout, VIEWS["shadow"]), scores(layout, VIEWS["dense"])
+    for role in ROLES:
+        assert difference(found[role], alone(roles_of(layout), role, False)) > 1e-2
+        assert difference(dense[role], alone(roles_of(layout), role, True)) > 1e-2
+    assert difference(found["policy"], found["reference"]) > 1e-2
+    hot = score_rollout(roles_of(layout), rollout(), VIEWS["shadow"], temperature=1.0)
+    assert difference(hot["policy"], found["policy"]) > 1e-2
+    assert torch.equal(hot["value"], found["value"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "views", "n_forwards", "n_stacked"),
+    [
+        # reference and reward under one view are one forward, and the critic's adapter another
+        ("hydra", {"reference": True, "reward": True}, 1, 1),
+        ("hydra", {"reference": True, "reward": True, "value": True}, 2, 1),
+        ("j_hydra", {"reference": True, "reward": True, "value": True}, 2, 1),
+        # two views of the same role are two forwards
+        ("hydra", VIEWS["as a replaying learner asks"], 3, 1),
+        # policy and critic are one where they share their adapter
+        ("hydra", VIEWS["dense"], 3, 1),
+        ("j_hydra", VIEWS["dense"], 2, 1),
+        # only passes of the same backbone can be shared or stacked
+        ("dynamic_lora", VIEWS["dense"], 4, 2),
+        ("dynamic_lora", {"reference": True, "reward": True, "value": True}, 3, 2),
+        ("lora_ppo", VIEWS["dense"], 4, 4),
+        ("ppo", VIEWS["dense"], 4, 4),
+        ("hydra", {}, 0, 0),
+    ],
+)
+def test_forwards_are_as_few_as_give_the_same_numbers(layout, views, n_forwards, n_stacked):
+    for stacks_passes, expected in ((False, n_forwards), (True, n_stacked)):
+        with counted_forwards(roles_of(layout)) as forwards:
+            scores(layout, views, stacks_passes=stacks_passes)
+        assert len(forwards) == expected
+        # five responses, three at a time
+        with counted_forwards(roles_of(layout)) as forwards:
+            scores(layout, views, rows_per_pass=3, stacks_passes=stacks_passes)
+        assert len(forwards) == 2 * expected
+
+
+def test_nothing_is_said_of_what_was_not_sampled_and_nothing_carries_a_gradient():
+    found = scores("hydra", VIEWS["shadow"])
+    for role in ("policy", "reference", "value"):
+        assert (found[role][~rollout().response_mask] == 0).all()
+        assert (found[role][rollout().response_mask] != 0).all()
+    assert not any(value.requires_grad for value in found.values())
+    assert all(value.dtype == torch.float32 for value in found.values())
+
+
+@pytest.mark.parametrize("rows_per_pass", [0, -1])
+def test_passes_of_no_rows_are_refused(rows_per_pass: int):
+    with pytest.raises(ValueError, match=f"rows_per_pass={rows_per_pass} scores nothing"):
+        scores("hydra", VIEWS["dense"], rows_per_pass=rows_per_pass)

@@ -1,0 +1,78 @@
+"""Reads what wandb has written of a run that is kept offline, as `wandb sync` would."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+from lit_rlkv.reporting.loggers.wandb_files import records
+
+PATIENCE_S = 120.0
+
+
+@dataclass
+class OfflineRun:
+    """The contents of one `.wandb` file."""
+
+    folder: Path
+    id: str = ""
+    project: str = ""
+    name: str = ""
+    resumes: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """Keys of nested values are joined by a slash."""
+    step_metric: dict[str, str] = field(default_factory=dict)
+    """The x-axis of each metric or glob that was defined."""
+    artifacts: dict[str, list[str]] = field(default_factory=dict)
+    """Type of artifact to the paths in it."""
+    exit_code: int | None = None
+
+    def table(self, name: str) -> list[list[list[Any]]]:
+        """The rows behind a table, each time that it was logged."""
+        logged = [row[f"{name}/path"] for row in self.history if f"{name}/path" in row]
+        return [json.loads((self.folder / "files" / path).read_text())["data"] for path in logged]
+
+
+def read_runs(run_dir: Path) -> list[OfflineRun]:
+    """All segments of a run folder, in the order in which they began."""
+    return [read(path) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def finished_runs(run_dir: Path) -> list[OfflineRun]:
+    """The same once wandb's own process has written the last to its end, which it does in its own time."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while read_runs(run_dir)[-1].exit_code is None:
+        assert time.monotonic() < give_up_at, "wandb did not end its files"
+        time.sleep(0.05)
+    return read_runs(run_dir)
+
+
+def read(path: Path) -> OfflineRun:
+    found = OfflineRun(path.parent)
+    for _, data in records(path.read_bytes()):
+        record = Record.FromString(data)
+        match record.WhichOneof("record_type"):
+            case "run":
+                run = record.run
+                found.id, found.project, found.name = run.run_id, run.project, run.display_name
+                found.resumes = run.resume
+            case "config":
+                found.config |= {item.key: json.loads(item.value_json) for item in record.config.update}
+            case "history":
+                items = record.history.item
+                found.history.append(
+                    {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                )
+            case "metric":
+                name = record.metric.name or record.metric.glob_name
+                found.step_metric[name] = record.metric.step_metric
+            case "artifact":
+                paths = [entry.path for entry in record.artifact.manifest.contents]
+                found.artifacts.setdefault(record.artifact.type, []).extend(paths)
+            case "exit":
+                found.exit_code = record.exit.exit_code
+    return found

@@ -1,0 +1,91 @@
+"""With an account: against a service of our own, on this machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import wandb
+
+from lit_rlkv.reporting.loggers.wandb_run import WandbRun, end_service
+from tests.reporting.loggers.offline_run import finished_runs
+from tests.reporting.loggers.recorded import place, start_in
+from tests.reporting.loggers.service import running
+from tests.reporting.loggers.test_wandb_run import killed_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def service(wandb_home, monkeypatch):
+    end_service(wandb.teardown)  # it reads its settings once a process
+    with running() as found:
+        monkeypatch.setenv("WANDB_BASE_URL", found.url)
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        yield found
+        end_service(wandb.teardown)
+
+
+def record(run_dir, iterations, resumed_at=0, **settings):
+    """A part of a run, that is sent what its logger does not have; returns the logger."""
+    run_dir.mkdir(exist_ok=True)
+    logger = WandbRun("tests", **settings)
+    logger.open(start_in(run_dir, resumed_at, seed=3))
+    for iteration in (*range(1, resumed_at + 1), *iterations):
+        if iteration > logger.last_iteration:
+            logger.scalars({"reward": 0.5}, place(iteration))
+    logger.close(is_complete=True)
+    return logger
+
+
+def sync(run_dir):
+    """What a user does who has kept a run offline."""
+    subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", str(run_dir / "wandb")],
+        timeout=300,
+        cwd=run_dir,
+        env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
+        check=True,
+        capture_output=True,
+    )
+
+
+def test_sync_makes_one_run_of_parts_that_a_kill_has_torn_apart(service, tmp_path):
+    killed_run(tmp_path / "run")  # after 15 iterations
+    record(tmp_path / "run", range(13, 19), resumed_at=12, offline=True)
+    last = finished_runs(tmp_path / "run")[-1]
+    sync(tmp_path / "run")
+    history = service.history(last.id)
+    assert [row["iteration"] for row in history] == list(range(1, 19))
+    assert [row["_step"] for row in history] == list(range(18))
+
+
+def test_a_run_with_an_account_goes_on_in_the_service(service, tmp_path):
+    first = record(tmp_path / "run", range(1, 4))
+    again = record(tmp_path / "run", range(3, 6), resumed_at=2)
+    assert again.run.id == first.run.id
+    assert again.keeps_tables
+    assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5]
+
+
+def test_what_the_service_lost_is_sent_again(service, tmp_path):
+    first = record(tmp_path / "run", range(1, 6))
+    service.lines[first.run.id] = {n: line for n, line in service.lines[first.run.id].items() if n < 2}
+    service.summary[first.run.id] = '{"iteration": 2, "_step": 1}'
+    record(tmp_path / "run", range(5, 7), resumed_at=4)
+    assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("syncs_first", [False, True])
+def test_a_run_that_was_offline_goes_on_in_the_service_with_all_its_iterations_once(
+    service, tmp_path, syncs_first
+):
+    first = record(tmp_path / "run", range(1, 5), offline=True)
+    finished_runs(tmp_path / "run")
+    if syncs_first:
+        sync(tmp_path / "run")
+    again = record(tmp_path / "run", range(4, 7), resumed_at=3)
+    assert again.run.id == first.run.id
+    assert again.keeps_tables == syncs_first
+    sync(tmp_path / "run")
+    assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5, 6]

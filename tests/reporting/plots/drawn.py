@@ -1,0 +1,49 @@
+"""What tests of pictures share: small rollouts and histories, and how to find what was drawn."""
+
+import torch
+
+from lit_rlkv.types import NEVER, EvalRow, Rollout
+
+
+def make_rollout(evicted_at, n_pad=1, n_prompt=2):
+    """One row of `n_pad` padding and `n_prompt` prompt columns; the rest are actions."""
+    evicted_at = torch.as_tensor(evicted_at, dtype=torch.int32)[None]
+    seq = evicted_at.shape[-1]
+    attention_mask = torch.arange(seq)[None] >= n_pad
+    response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
+    evicted_at = evicted_at.masked_fill(~attention_mask[:, None, None], 0)
+    return Rollout(
+        torch.zeros(1, seq, dtype=torch.long),
+        attention_mask,
+        response_mask,
+        torch.zeros(1, seq),
+        evicted_at,
+        0,
+    )
+
+
+N = NEVER
+
+
+TWO_HEADS = make_rollout([[[0, N, 4, N, N, N], [0, 4, 4, N, N, N]]])
+
+
+NOTHING = make_rollout(torch.zeros(1, 1, 3), n_pad=3)
+
+
+def eval_row(cache, budget, accuracy):
+    return EvalRow(cache, budget, accuracy, 100, 10.0, 1024, 0.1, 1e-6)
+
+
+def rewards(values, **others):
+    return [
+        {"iteration": float(index), "reward": value, **others} for index, value in enumerate(values, start=1)
+    ]
+
+
+def line(figure, label):
+    return next(found for found in figure.axes[0].lines if found.get_label() == label)
+
+
+def labels(figure):
+    return [found.get_label() for found in figure.axes[0].lines if not found.get_label().startswith("_")]

@@ -1,0 +1,38 @@
+"""What holds for every picture."""
+
+import pytest
+from matplotlib.figure import Figure
+
+from lit_rlkv.reporting import plots
+from tests.reporting.plots.drawn import NOTHING, TWO_HEADS, rewards
+
+
+@pytest.mark.parametrize(
+    ("draw", "reason"),
+    [
+        (lambda: plots.reward_curve([]), "no reward was logged"),
+        (lambda: plots.mismatch([{"iteration": 1, "reward": 0.5}]), "no mismatch was logged"),
+        (lambda: plots.accuracy_against_budget([], []), "no evaluation was run"),
+        (lambda: plots.time_per_stage({}), "no stage was timed"),
+        (lambda: plots.proxy_and_gold(rewards([0.5])), "no reward model was asked"),
+        (lambda: plots.reliability([], [], []), "no pairs were scored"),
+        (lambda: plots.cache_fill(NOTHING), "the rollout is empty"),
+        (lambda: plots.mismatch_by_position(None), "no mismatch was measured"),
+        (lambda: plots.overlap_by_position(None), "no overlap was measured"),
+        (lambda: plots.weights_by_position(None), "no weights were measured"),
+        (lambda: plots.layer_mismatch(None, None), "no layer was measured"),
+        (lambda: plots.effective_samples([]), "no arm was measured"),
+    ],
+)
+def test_a_figure_without_data_says_so(draw, reason):
+    figure = draw()
+    assert isinstance(figure, Figure)
+    assert [text.get_text() for text in figure.axes[0].texts] == [reason]
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: plots.cache_fill(TWO_HEADS), lambda: plots.key_lifetimes(NOTHING, 0)]
+)
+def test_figures_render(draw, tmp_path):
+    draw().savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000

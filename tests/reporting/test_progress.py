@@ -1,0 +1,131 @@
+"""The bar on a terminal, and the lines where there is none."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from lit_rlkv.callbacks.hooks import check_hooks
+from lit_rlkv.reporting import progress
+from lit_rlkv.reporting.progress import ProgressBar, format_fields, stderr_console, track
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+def plain():
+    return Console(file=io.StringIO(), force_terminal=False, width=100)
+
+
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    return Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+
+
+def lines(console):
+    return console.file.getvalue().splitlines()
+
+
+def run(bar, iterations, n_iterations, **metrics):
+    bar.on_fit_start(None, None)
+    for iteration in iterations:
+        bar.on_iteration_end(iteration, n_iterations, metrics)
+    bar.on_fit_end(None, None)
+
+
+def test_its_hooks_are_ones_that_are_called():
+    check_hooks([ProgressBar(console=plain())])
+
+
+def test_without_a_terminal_there_is_a_line_for_every_tenth():
+    console = plain()
+    run(ProgressBar(console=console), range(1, 41), 40, reward=0.5, tokens_per_second=4100.4)
+    assert [line.split("  ")[0] for line in lines(console)] == [f"iteration {n}/40" for n in range(4, 41, 4)]
+    assert "reward 0.500  tokens/s 4,100" in lines(console)[0]
+    assert "\x1b" not in console.file.getvalue()
+
+
+def test_a_short_run_has_a_line_for_each_iteration():
+    console = plain()
+    run(ProgressBar("warm-up", console), (1, 2, 3), 3, loss=0.12345)
+    assert [line[:11] for line in lines(console)] == ["warm-up 1/3", "warm-up 2/3", "warm-up 3/3"]
+    assert "loss 0.123" in lines(console)[0]
+
+
+def test_time_left_after_a_resume_counts_only_what_was_done_here(monkeypatch):
+    console = plain()
+    now = iter([100.0, 110.0])
+    bar = ProgressBar(console=console)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    bar.on_fit_start(None, None)
+    bar.on_iteration_end(9, 10, {})
+    monkeypatch.undo()
+    # one iteration took 10 s, one is left; to divide by nine would promise 1.1 s
+    assert lines(console) == ["iteration 9/10  10.0 s elapsed, 10.0 s left"]
+
+
+def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
+    console = terminal(monkeypatch)
+    run(ProgressBar(console=console), (1, 2), 2, reward=0.25, tokens_per_second=10.0)
+    text = console.file.getvalue()
+    assert "2/2" in text
+    assert "reward 0.250" in text
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+
+
+def test_an_exception_gives_the_terminal_back(monkeypatch):
+    console = terminal(monkeypatch)
+    bar = ProgressBar(console=console)
+    bar.on_fit_start(None, None)
+    bar.on_iteration_end(1, 2, {})
+    assert SHOW_CURSOR not in console.file.getvalue()
+    bar.on_exception(None, None, KeyboardInterrupt())
+    assert SHOW_CURSOR in console.file.getvalue()
+    bar.on_fit_end(None, None)
+
+
+def test_other_work_is_tracked_with_the_same_lines():
+    console = plain()
+    with track("evaluate [dense]", 20, console) as advance:
+        for _ in range(10):
+            advance(2, accuracy=0.51234)
+    assert len(lines(console)) == 10
+    assert lines(console)[0].startswith("evaluate [dense] 2/20  accuracy 0.512  ")
+
+
+def test_a_failure_inside_tracked_work_gives_the_terminal_back(monkeypatch):
+    console = terminal(monkeypatch)
+
+    def fail():
+        with track("warm-up", 5, console) as advance:
+            advance(1)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
+    assert console.file.getvalue().endswith(SHOW_CURSOR)
+
+
+@pytest.mark.parametrize("steps", [(0,), (-1,), (3, 3)])
+def test_an_advance_backwards_or_beyond_the_end_is_refused(steps):
+    with track("work", 5, plain()) as advance:
+        for step in steps[:-1]:
+            advance(step)
+        with pytest.raises(ValueError, match="cannot advance 'work' by"):
+            advance(steps[-1])
+
+
+def test_tracking_nothing_is_refused():
+    with pytest.raises(ValueError, match="total=0 leaves nothing to track"), track("work", 0, plain()):
+        pass
+
+
+def test_numbers_beside_the_bar_are_short():
+    assert (
+        format_fields({"loss": 0.123456, "tokens": 12345, "arm": "smd"})
+        == "loss 0.123  tokens 12,345  arm smd"
+    )
+
+
+def test_everything_shares_one_console_on_stderr():
+    assert stderr_console() is stderr_console()
+    assert stderr_console().stderr

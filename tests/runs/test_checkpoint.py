@@ -1,0 +1,281 @@
+"""What is saved is what is loaded, and what is broken is never taken for it."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from lit_rlkv import files
+from lit_rlkv.files import atomic_dir
+from lit_rlkv.runs import checkpoint
+from lit_rlkv.runs.checkpoint import (
+    LEARNER,
+    STATE,
+    WEIGHTS,
+    BrokenCheckpointError,
+    Checkpoint,
+    CheckpointDir,
+    RetentionPolicy,
+    digest,
+    load_checkpoint,
+    load_trainable,
+)
+
+
+def save(folder, iteration, reward=0.0, **options):
+    weights = {"w": torch.full((3,), float(iteration))}
+    learner = {"optimizer": {"step": torch.tensor(iteration)}}
+    return CheckpointDir(folder, RetentionPolicy(**options)).save(
+        iteration, weights, learner, {"cursor": 8 * iteration}, {"reward": reward}, n_ranks=2
+    )
+
+
+def iterations(folder):
+    return [int(path.name.removeprefix("iteration-")) for path in CheckpointDir(folder).all()]
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    path = save(tmp_path, 7, reward=0.1 + 0.2)
+    found = CheckpointDir(tmp_path).latest()
+    assert found.path == path
+    assert (found.iteration, found.data_state, found.n_ranks) == (7, {"cursor": 56}, 2)
+    assert found.metrics == {"reward": 0.1 + 0.2}
+    assert torch.equal(found.weights()["w"], torch.full((3,), 7.0))
+    assert found.learner_state()["optimizer"]["step"] == 7
+    assert CheckpointDir(tmp_path / "none").latest() is None
+
+
+def test_the_newest_stay(tmp_path):
+    for iteration in (1, 2, 10, 11):
+        save(tmp_path, iteration, n_last=2)
+    assert iterations(tmp_path) == [10, 11]
+    assert not (tmp_path / "best").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "best"),
+    # rewards 0.1, 0.9, 0.5, 0.9, 0.3 of iterations 1 to 5; the newer of equals comes first
+    [("max", [2, 4, 5], 4), ("min", [1, 5], 1)],
+)
+def test_the_best_stay_too_and_one_name_leads_to_the_first(tmp_path, mode, kept, best):
+    for iteration, reward in enumerate((0.1, 0.9, 0.5, 0.9, 0.3), start=1):
+        save(tmp_path, iteration, reward, n_last=1, n_best=2, mode=mode)
+    assert iterations(tmp_path) == kept
+    assert load_checkpoint(tmp_path / "best").iteration == best
+
+
+def test_a_metric_that_is_nan_or_missing_is_never_the_best(tmp_path):
+    for iteration, reward in enumerate((0.5, torch.nan, 0.1), start=1):
+        save(tmp_path, iteration, reward, n_last=1, n_best=1)
+    assert iterations(tmp_path) == [1, 3]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit(path):
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"iteration": 99}))
+
+
+def without(*names):
+    """What a checkpoint says of itself, less these keys."""
+
+    def strip(path):
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in state.items() if key not in names}))
+
+    return strip
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *[(name, damage) for name in (WEIGHTS, LEARNER, STATE) for damage in (truncate, flip, os.remove)],
+        (STATE, edit),
+        *[(STATE, without(*names)) for names in (["digest"], ["files"], ["digest", "files"])],
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, name, damage):
+    save(tmp_path, 1)
+    damage(save(tmp_path, 2) / name)
+    with caplog.at_level(logging.WARNING):
+        found = CheckpointDir(tmp_path).latest()
+    assert found.iteration == 1
+    assert "iteration-000002" in caplog.text
+    with pytest.raises(BrokenCheckpointError, match=rf"iteration-000002/{name} is .*; another checkpoint"):
+        load_checkpoint(tmp_path / "iteration-000002")
+
+
+def test_where_none_is_whole_training_does_not_begin_anew_by_itself(tmp_path):
+    truncate(save(tmp_path, 1) / WEIGHTS)
+    with pytest.raises(BrokenCheckpointError, match=r"none of the 1 checkpoints .* remove the folder"):
+        CheckpointDir(tmp_path).latest()
+
+
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_a_newest_that_is_discarded_while_it_is_looked_at_is_not_taken_for_a_broken_one(
+    tmp_path, monkeypatch, caplog, is_read_first
+):
+    save(tmp_path, 1, n_last=1)
+
+    def overtaken(path):
+        monkeypatch.undo()
+        found = digest(path) if is_read_first else None
+        save(tmp_path, 2, n_last=1)
+        return found or digest(path)
+
+    monkeypatch.setattr(checkpoint, "digest", overtaken)
+    assert CheckpointDir(tmp_path).latest().iteration == 2
+    assert caplog.text == ""
+
+
+def test_the_best_is_one_checkpoint_also_where_another_becomes_it_meanwhile(tmp_path, monkeypatch):
+    save(tmp_path, 1, 0.1, n_last=2, n_best=1)
+
+    def overtaken(path):
+        monkeypatch.undo()
+        save(tmp_path, 2, 0.2, n_last=2, n_best=1)
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "digest", overtaken)
+    found = load_checkpoint(tmp_path / "best")
+    assert found.path.name == "iteration-000001"
+    assert float(found.weights()["w"][0]) == found.iteration == 1
+
+
+@contextmanager
+def files_of_at_most(n_bytes):
+    """A block in which no file can grow further, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("large", ["weights", "learner", "data"])
+def test_what_cannot_be_written_leaves_the_older_ones(tmp_path, large):
+    save(tmp_path, 1)
+    many = torch.zeros(10_000)
+    weights = {"w": many if large == "weights" else many[:3]}
+    learner = {"step": many if large == "learner" else 1}
+    data = {"cursors": [0] * 10_000 if large == "data" else []}
+    with files_of_at_most(20_000), pytest.raises(OSError, match=r"File too large|torch\.save"):
+        CheckpointDir(tmp_path).save(2, weights, learner, data)
+    assert iterations(tmp_path) == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-000001"]
+    CheckpointDir(tmp_path).save(2, weights, learner, data)  # there is room again
+    assert iterations(tmp_path) == [1, 2]
+
+
+def save_until_killed(folder, module, name, n_calls):
+    """Save iteration 3; killed right after so many calls of a function, if there are as many."""
+    function, calls = getattr(module, name), []
+
+    def counted(*args, **options):
+        found = function(*args, **options)
+        calls.append(name)
+        if len(calls) == n_calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(module, name, counted)
+    save(folder, 3, n_last=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (checkpoint, "save_file"),
+        (torch, "save"),
+        (checkpoint, "digest"),
+        (files, "sync"),
+        (os, "replace"),
+        (shutil, "rmtree"),
+    ],
+)
+def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, module, name):
+    places = 0
+    while is_killed(tmp_path / str(places), module, name, places + 1):
+        places += 1
+    assert places >= {"sync": 5, "digest": 2, "replace": 2}.get(name, 1)
+
+
+def is_killed(folder, module, name, n_calls):
+    """Whether a save had so many calls of a function; what a kill after the last of them leaves is whole."""
+    for iteration in (1, 2):
+        save(folder, iteration)
+    child = os.fork()
+    if child == 0:
+        try:
+            save_until_killed(folder, module, name, n_calls)
+        finally:
+            os._exit(0)
+    killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    found = CheckpointDir(folder).latest()
+    assert found.iteration in (2, 3)
+    assert float(found.weights()["w"][0]) == found.iteration
+    save(folder, 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["iteration-000002", "iteration-000003"]
+    return killed
+
+
+def test_another_error_is_not_taken_for_a_full_disk(tmp_path):
+    with pytest.raises(RuntimeError, match="no disk"), atomic_dir(tmp_path / "folder"):
+        raise RuntimeError("no disk")
+    (tmp_path / "weights").write_text("nothing of the kind")
+    with pytest.raises(SafetensorError), atomic_dir(tmp_path / "folder"):
+        safe_open(tmp_path / "weights", framework="pt")
+
+
+def test_who_may_read_the_folder_may_read_what_is_in_it(tmp_path):
+    path = save(tmp_path, 1)
+    for file in path.iterdir():
+        assert file.stat().st_mode & 0o777 == path.stat().st_mode & 0o666
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"state\.json is missing"):
+        load_checkpoint(tmp_path)
+
+
+def test_pickled_objects_are_not_read(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return shutil.rmtree, (str(tmp_path),)
+
+    torch.save({"optimizer": Evil()}, tmp_path / LEARNER)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        Checkpoint(tmp_path, 1, {}).learner_state()
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("options", [{"n_last": 0}, {"n_best": -1}, {"mode": "most"}])
+def test_keeping_that_cannot_be_meant_is_refused(options):
+    with pytest.raises(ValueError, match="="):
+        RetentionPolicy(**options)
+
+
+def test_parameters_of_another_model_are_refused():
+    module = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="1 differ, such as bias; give the roles"):
+        load_trainable(module, {"weight": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"weight has shape \(3, 2\) .* give the model and the roles\.rank"):
+        load_trainable(module, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})

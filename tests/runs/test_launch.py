@@ -1,0 +1,118 @@
+"""How many processes a run has, by the config and by what a launcher says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT, FORWARD_COORDINATOR
+from lit_rlkv.runs.launch import launch, make_fabric, started_processes, starts_others
+from tests.tiny import as_rank, free_port
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
+    "GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+}  # fmt: skip
+SLURM = {
+    "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost",
+    "SLURM_JOB_ID": "1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_NUM_TASKS": "8",
+}  # fmt: skip
+
+
+def config(**settings):
+    defaults = {"accelerator": "cpu", "devices": "auto", "num_nodes": 1, "strategy": "auto"}
+    return OmegaConf.create({"fabric": {**defaults, "precision": "32-true", **settings}})
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in (*TORCHRUN, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_alone_there_is_one_process_or_as_many_as_asked_for():
+    assert make_fabric(config()).world_size == 1
+    assert make_fabric(config(devices=2)).world_size == 2
+
+
+IN_SALLOC = SLURM | {"SLURM_JOB_NAME": "interactive"}
+
+
+@pytest.mark.parametrize(("variables", "n_ranks"), [(TORCHRUN, 4), (SLURM, 8), (IN_SALLOC, 8)])
+def test_a_launcher_decides(monkeypatch, variables, n_ranks):
+    set_all(monkeypatch, variables)
+    assert make_fabric(config()).world_size == n_ranks
+    assert not starts_others(make_fabric(config()))
+    with pytest.raises(ConfigError, match=r"fabric\.devices=3, but the launcher has started") as error:
+        make_fabric(config(devices=3))
+    assert "srun --ntasks-per-node" in str(error.value)
+
+
+ONE_TASK = {
+    **SLURM,
+    "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_one_task_of_slurm_starts_the_other_processes_itself(monkeypatch, precision):
+    set_all(monkeypatch, ONE_TASK)
+    fabric = make_fabric(config(devices=2, precision=precision))
+    assert fabric.world_size == 2
+    assert starts_others(fabric)
+    assert fabric.strategy.precision.precision == precision
+    for devices in ("auto", 1):
+        assert make_fabric(config(devices=devices)).world_size == 1
+    with pytest.raises(ConfigError, match="by srun or torchrun"):
+        make_fabric(config(devices=2, num_nodes=2))
+
+
+def test_the_shell_of_salloc_is_one_process_however_many_the_job_may_start(monkeypatch):
+    set_all(monkeypatch, {**IN_SALLOC, "SLURM_STEP_NUM_TASKS": "1"})
+    assert started_processes() is None
+    assert make_fabric(config()).world_size == 1
+
+
+def test_one_process_of_torchrun_starts_no_others(monkeypatch):
+    set_all(monkeypatch, {**ONE_TASK, **TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    with pytest.raises(ConfigError, match=r"fabric\.devices=2, but the launcher has started 1"):
+        make_fabric(config(devices=2))
+
+
+def wait_as_long_as_any_rollout(rank, port):
+    as_rank(rank, 2, port)
+    launch(make_fabric(config()))
+    FORWARD_COORDINATOR.add(FORWARD_COORDINATOR.wait)
+    for group in (dist.group.WORLD, FORWARD_COORDINATOR.group):
+        assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
+    dist.destroy_process_group()
+
+
+def test_ranks_wait_for_one_that_samples_for_hours():
+    args = (free_port(),)
+    torch.multiprocessing.start_processes(wait_as_long_as_any_rollout, args, 2, start_method="fork")
+    assert COLLECTIVE_TIMEOUT.total_seconds() > 2 * 3600
+
+
+def test_what_would_wait_for_ever_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="by srun or torchrun"):
+        make_fabric(config(num_nodes=2))
+    set_all(monkeypatch, {**SLURM, "SLURM_NTASKS": "7"})
+    with pytest.raises(ConfigError, match="7 tasks on 2 nodes; give --ntasks-per-node"):
+        started_processes()
+    set_all(monkeypatch, SLURM)
+    monkeypatch.delenv("SLURM_STEP_ID")
+    with pytest.raises(ConfigError, match="start the run by srun"):
+        started_processes()
+
+
+def test_a_device_that_is_not_there_is_one_clear_error():
+    with pytest.raises(ConfigError, match="fabric: "):
+        make_fabric(config(accelerator="tpu"))

@@ -1,0 +1,169 @@
+"""Whole runs with reward functions of every kind of behaviour, through the config."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.experience.reward import RewardsFailedError
+from lit_rlkv.fit import fit
+from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.preflight import check_reward_functions
+from tests.tiny import MODEL, config, run
+
+FLAKY = '''
+import time
+import zlib
+
+def flaky(completion, solution):
+    """What a worked solution gets is known before the run."""
+    if completion == solution:
+        return 1.0
+    fate = zlib.crc32(completion.encode()) % 12
+    if fate == 0:
+        raise OSError("the judge is out")
+    if fate == 1:
+        time.sleep(60)
+    return {2: float("nan"), 3: float("inf")}.get(fate, fate / 12)
+
+def never(completion, solution):
+    if completion != solution:
+        raise OSError("the judge is out")
+    return 1.0
+
+def always_fails(completion):
+    return 1 / 0
+'''
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "rewards.py").write_text(FLAKY)
+    return tmp_path / "rewards.py"
+
+
+def python(path, name, **options):
+    given = {"_target_": "lit_rlkv.rewards.PythonFunction", "path": f"{path}:{name}"} | options
+    inside = ", ".join(
+        f"{key}: '{value}'" if isinstance(value, str) else f"{key}: {value}" for key, value in given.items()
+    )
+    return f"+reward.functions.{name}={{{inside}}}"
+
+
+def test_a_run_survives_a_function_that_raises_hangs_and_answers_nan(tmp_path, file, caplog):
+    numeric = "+reward.functions.number={_target_: lit_rlkv.rewards.Numeric, weight: 0.25}"
+    results = run(
+        tmp_path,
+        "run",
+        python(file, "flaky", timeout_s=0.3, weight=0.5),
+        numeric,
+        "reward.accuracy=number",
+        "reward.max_failed=0.9",
+        "algorithm.group_size=4",
+        "diagnostics=none",
+    )
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as lines:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+    assert len(rows) == 2
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all(0 < row["reward/failed_fraction"] < 0.9 for row in rows)
+    assert {"rewards/flaky/mean", "rewards/flaky/std", "rewards/number/mean", "rewards/exact_match"} <= rows[
+        0
+    ].keys()
+    assert "reward.functions.flaky failed: " in caplog.text
+    assert caplog.text.count("this is said once") == 1
+    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert saved["after"][0]["accuracy"] == results.after[0].accuracy
+
+
+def test_a_run_stops_where_too_many_fail_and_says_what_the_function_said(tmp_path, file):
+    with pytest.raises(
+        RewardsFailedError, match=r"16 of 16 .* \(never: OSError: the judge is out \(rewards\.py"
+    ):
+        run(tmp_path, "run", python(file, "never"), "stages=[sft,rl]", "diagnostics=none")
+
+
+def test_a_function_that_cannot_score_a_worked_solution_is_refused_before_any_work(tmp_path, file):
+    parts = build_context(config(tmp_path, python(file, "always_fails")))
+    with pytest.raises(ConfigError, match=r"always_fails has no score for a worked .* ZeroDivisionError"):
+        check_reward_functions(parts)
+    evaluates = build_context(config(tmp_path, python(file, "always_fails"), "stages=[sft,eval]"))
+    check_reward_functions(evaluates)  # nothing will ask it
+
+
+def of_rows(tmp_path, rows, *overrides):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = ["task=dataset", f"task.dataset={tmp_path / 'a.jsonl'}", "cache.policy=dense", "distillation=none"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=[*MODEL, *task, *overrides])
+    check_config(cfg)
+    return cfg
+
+
+def test_worked_solutions_that_do_not_fit_are_named_by_row_and_so_are_prompts_alone(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "answer": "2" * 30 if n == 70 else "2"} for n in range(80)]
+    with pytest.raises(ConfigError, match=r"max_new_tokens=24 cuts .* 1 of 80 .*a\.jsonl:71 \(31 tokens\)"):
+        build_context(of_rows(tmp_path, rows))
+    length = "+reward.functions.a={_target_: lit_rlkv.rewards.Regex, pattern: a}"
+    alone = ["task.answer_column=null", "reward.verifier=0", length]
+    with pytest.raises(
+        ConfigError, match=r"sft imitates worked solutions, and Problems\(.* has prompts alone"
+    ):
+        build_context(of_rows(tmp_path, rows, *alone))
+    build_context(of_rows(tmp_path, rows, *alone, "stages=[rl,eval]"))
+
+
+def test_answers_that_no_completion_could_be_compared_with_are_refused_by_row(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "answer": "x" if n == 70 else "2"} for n in range(80)]
+    parts = build_context(of_rows(tmp_path, rows, "reward=numeric"))
+    with pytest.raises(ConfigError, match=r"task: .*a\.jsonl:71: the answer 'x' is not one number"):
+        check_reward_functions(parts)
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+def save_byte_model(folder):
+    """A random model that reads and writes bytes, with a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: n for n, token in enumerate(["<eos>", "<pad>", *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    shape = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 1024}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**shape, eos_token_id=0, pad_token_id=1))
+    model.save_pretrained(folder)
+
+
+def test_the_word_problems_train_a_checkpoint_by_their_preset(tmp_path):
+    save_byte_model(tmp_path / "model")
+    sizes = [
+        "rollout.n_prompts=2",
+        "rollout.max_new_tokens=12",
+        "algorithm.n_iterations=1",
+        "evaluation.n_prompts=3",
+    ]
+    room = ["cache.policy=snapkv", "cache.budget=128", "cache.interval=8", "cache.window=8"]
+    options = ["task=word_problems", "reward=numeric", "stages=[rl,eval]", f"model.path={tmp_path / 'model'}"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        overrides = [*MODEL[:1], f"runs_dir={tmp_path}", *options, *room, *sizes, "evaluation.budgets=[64]"]
+        cfg = compose("config", overrides=[*overrides, "diagnostics=none"])
+    check_config(cfg)
+    fit(cfg, tmp_path / "run", Console(quiet=True))
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as lines:
+        (row,) = csv.DictReader(lines)
+    assert {"rewards/correct/mean", "rewards/format/mean", "rewards/exact_match"} <= row.keys()
+    assert float(row["reward/failed_fraction"]) == 0
+    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].startswith("system: Solve the problem step by step.")

@@ -1,0 +1,160 @@
+"""Which run is gone on with, and that only the same run is."""
+
+import os
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import ConfigError, check_config, composed
+from lit_rlkv.runs.checkpoint import Checkpoint
+from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
+from lit_rlkv.runs.lock import BusyError, FolderLock
+from lit_rlkv.runs.resume import config_to_save, differences, is_done, resumed, warn_of_other_ranks
+from lit_rlkv.runs.resume import found as found_by
+from tests.tiny import TINY
+
+
+def asked(folder, *overrides):
+    cfg = composed("config", [*TINY, f"runs_dir={folder}", *overrides])
+    del cfg.hydra
+    return cfg
+
+
+def found(cfg, run_dir):
+    with FolderLock() as lock:
+        return found_by(cfg, run_dir, lock)
+
+
+def leave_run(folder, name, *overrides, finished=False, at=0):
+    run = folder / name
+    run.mkdir()
+    OmegaConf.save(asked(folder, *overrides), run / CONFIG, resolve=True)
+    os.utime(run / CONFIG, (at, at))
+    if finished:
+        (run / REPORT).touch()
+        n_iterations = OmegaConf.load(run / CONFIG).algorithm.n_iterations
+        (run / CHECKPOINTS / f"iteration-{n_iterations:06d}").mkdir(parents=True)
+    return run
+
+
+def test_what_a_run_does_not_compute_with_makes_no_difference(tmp_path):
+    saved = asked(tmp_path)
+    changes = ["logger=tensorboard", "diagnostics=none", "callbacks.keep_best=1", "fabric.devices=2"]
+    assert differences(saved, asked(tmp_path, *changes)) == {}
+    assert differences(saved, asked(tmp_path, "fabric.precision=bf16-mixed", "cache.budget=6")) == {
+        "cache.budget": (7, 6),
+        "fabric.precision": ("32-true", "bf16-mixed"),
+    }
+    assert differences(saved, asked(tmp_path, "distillation=none", "experiment=none"))["distillation"] == (
+        "nothing",
+        None,
+    )
+
+
+def test_more_iterations_are_another_run_where_the_learning_rate_falls_towards_the_last(tmp_path):
+    more = "algorithm.n_iterations=9"
+    assert "algorithm.n_iterations" in differences(asked(tmp_path), asked(tmp_path, more))
+    constant = "algorithm.lr_schedule=constant"
+    assert differences(asked(tmp_path, constant), asked(tmp_path, constant, more)) == {}
+
+
+def test_auto_finds_the_newest_unfinished_run_with_this_config(tmp_path):
+    cfg, new = asked(tmp_path), tmp_path / "new"
+    assert found(cfg, new) is None
+    leave_run(tmp_path, "old", at=1)
+    wanted = leave_run(tmp_path, "wanted", at=2)
+    leave_run(tmp_path, "other", "seed=3", at=3)
+    leave_run(tmp_path, "done", finished=True, at=4)
+    assert found(cfg, new) == wanted
+    assert found(asked(tmp_path, "seed=4"), new) is None
+
+
+def test_a_run_with_iterations_left_is_not_done_by_an_earlier_report(tmp_path):
+    constant = "algorithm.lr_schedule=constant"
+    run = leave_run(tmp_path, "run", constant, finished=True)
+    assert is_done(run)
+    longer = asked(tmp_path, constant, "algorithm.n_iterations=9")
+    OmegaConf.save(longer, run / CONFIG, resolve=True)
+    assert not is_done(run)
+    assert found(longer, tmp_path / "new") == run
+    looked_at = leave_run(tmp_path, "looked-at")
+    (looked_at / REPORT).touch()
+    assert not is_done(looked_at)
+
+
+def test_a_look_at_a_run_takes_no_stage_from_it(tmp_path):
+    run = leave_run(tmp_path, "run", "stages=[sft,rl]")
+    assert config_to_save(asked(tmp_path, "stages=[eval]"), run).stages == ["sft", "rl", "eval"]
+    assert config_to_save(asked(tmp_path, "stages=[eval]"), tmp_path / "new").stages == ["eval"]
+
+
+def test_auto_leaves_a_run_to_the_process_that_is_at_work_on_it_and_begins_no_other(tmp_path):
+    cfg, new = asked(tmp_path), tmp_path / "new"
+    older, newer = leave_run(tmp_path, "older", at=1), leave_run(tmp_path, "newer", at=2)
+    with FolderLock() as first, FolderLock() as second, FolderLock() as third:
+        assert found_by(cfg, new, first) == newer
+        assert found_by(cfg, new, second) == older
+        with pytest.raises(BusyError, match=f"older: process {os.getpid()} on"):
+            found_by(cfg, new, third)
+        with pytest.raises(BusyError, match="new: process"), FolderLock() as fourth:
+            found_by(cfg, new, fourth)
+    assert found(cfg, new) == newer
+    assert list(new.iterdir()) == []
+
+
+def test_auto_goes_on_in_the_folder_it_is_given_and_refuses_another_run_there(tmp_path):
+    run = leave_run(tmp_path, "mine")
+    assert found(asked(tmp_path), run) == run
+    with pytest.raises(ConfigError, match=r"another config(.|\n)*cache\.budget: 7 -> 6"):
+        found(asked(tmp_path, "cache.budget=6"), run)
+
+
+def test_a_run_goes_on_with_what_may_change_and_nothing_else(tmp_path):
+    run = leave_run(tmp_path, "mine", "seed=5")
+    cfg = asked(tmp_path, f"resume={run}", "callbacks.keep_best=2")
+    folder, gone_on = resumed(cfg, [f"resume={run}", "callbacks.keep_best=2"])
+    assert folder == run
+    assert (gone_on.seed, gone_on.callbacks.keep_best) == (5, 2)
+    with pytest.raises(ConfigError, match="seed: 5 -> 6"):
+        resumed(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
+    with pytest.raises(ConfigError, match="a preset cannot be put on a run"):
+        resumed(cfg, [f"resume={run}", "experiment=tis"])
+
+
+def gone_on(folder, run, *overrides):
+    """The config of a run that is gone on with."""
+    overrides = [f"resume={run}", *overrides]
+    return resumed(asked(folder, *overrides), overrides)[1]
+
+
+def test_a_group_that_is_chosen_takes_the_place_of_the_runs_own(tmp_path):
+    run = leave_run(tmp_path, "mine", "logger=wandb", "logger.project=mine")
+    cfg = gone_on(tmp_path, run, "diagnostics=none", "logger=tensorboard", "logger.figures_every=3")
+    assert cfg.diagnostics == {}
+    assert cfg.logger == asked(tmp_path, "logger=tensorboard", "logger.figures_every=3").logger
+    check_config(cfg)
+    assert gone_on(tmp_path, run, "logger=csv").logger is None
+    assert gone_on(tmp_path, run, "~diagnostics.gradient").diagnostics.gradient is None
+    assert gone_on(tmp_path, run, "seed=0").logger.project == "mine"
+
+
+@pytest.mark.parametrize("without", ["diagnostics.gradient=null", "diagnostics=none"])
+def test_a_setting_of_what_the_run_left_out_brings_it_whole(tmp_path, without):
+    run = leave_run(tmp_path, "mine", without, "rollout.rows_per_pass=3")
+    cfg = gone_on(tmp_path, run, "diagnostics.gradient.every=5", "diagnostics.layers.every=7")
+    assert cfg.diagnostics.gradient == asked(tmp_path, "diagnostics.gradient.every=5").diagnostics.gradient
+    assert (cfg.diagnostics.layers.every, cfg.diagnostics.layers.rows_per_pass) == (7, 3)
+    check_config(cfg)
+
+
+@pytest.mark.parametrize(("n_ranks", "says"), [(2, ""), (4, "had 2 processes and goes on with 4: prompts")])
+def test_it_is_said_what_another_number_of_processes_changes(caplog, n_ranks, says):
+    warn_of_other_ranks(Checkpoint(Path("iteration-000001"), 1, {}, n_ranks=2), n_ranks)
+    assert says in caplog.text
+    assert bool(caplog.text) == bool(says)
+
+
+def test_many_differences_are_counted(tmp_path):
+    with pytest.raises(ConfigError, match=r"and \d+ more"):
+        found(asked(tmp_path, "experiment=rlhf"), leave_run(tmp_path, "mine"))

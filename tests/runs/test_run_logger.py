@@ -1,0 +1,209 @@
+"""A whole run and its logger: W&B without an account, TensorBoard, and one that fails."""
+
+import csv
+import json
+
+import pytest
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.fit import fit
+from lit_rlkv.reporting.loggers import tensorboard
+from lit_rlkv.reporting.loggers.base import RunLogger
+from lit_rlkv.runs import run_logger as recording
+from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.resume import resumed
+from tests.reporting.loggers.offline_run import finished_runs
+from tests.reporting.loggers.recorded import KeepingLogger
+from tests.tiny import TINY, config, run
+
+QUICK = ("diagnostics=none", "evaluation.budgets=[]", "stages=[rl,eval]")
+
+
+def rows_of(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A folder with a warm model."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "first", "diagnostics=none", "stages=[sft]")
+    return folder
+
+
+@pytest.fixture
+def _no_account(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+def keeping(monkeypatch, **settings):
+    """Puts a logger that keeps everything in the place of the config's."""
+    logger = KeepingLogger(**settings)
+    monkeypatch.setattr(recording, "build", lambda node: logger)
+    return logger
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_account")
+def test_everything_of_a_run_is_in_its_wandb_run(warm):
+    run(warm, "wandb", "logger=wandb", "logger.log_model=true", *QUICK)
+    (found,) = finished_runs(warm / "wandb")
+    assert found.config["seed"] == 0
+    assert found.config["cache"]["budget"] == 7
+    assert found.config["environment"]["packages"]["torch"]
+    assert found.step_metric["*"] == "rollout/tokens"
+    logged = [row for row in found.history if "reward" in row]
+    for row, written in zip(logged, rows_of(warm / "wandb"), strict=True):
+        assert {name: row[name] for name in written} == pytest.approx(
+            {name: float(value) for name, value in written.items()}, nan_ok=True
+        )
+    assert [row[0] for draw in found.table("samples") for row in draw] == [1] * 4 + [2] * 4
+    assert {row[0] for row in found.table("evaluation")[0]} == {"before", "after"}
+    final = json.loads((warm / "wandb" / "evaluation.json").read_text())["final"]
+    assert any(row.get("eval/accuracy") == final["eval/accuracy"] for row in found.history)
+    shown = {key.split("/")[1] for row in found.history for key in row if key.startswith("figures/")}
+    assert {"reward", "accuracy_against_budget", "key_lifetimes_in_one_sequence"} <= shown
+    assert found.artifacts["report"] == ["report.html"]
+    assert "trainable.safetensors" in found.artifacts["model"]
+    assert found.exit_code == 0
+
+
+def killed(cfg, run_dir):
+    """A run that stops with an error in its second iteration, with a checkpoint of the first."""
+
+    save = CheckpointDir.save
+
+    def save_once(self, iteration, *state):
+        if iteration > 1:
+            raise RuntimeError("out of memory")
+        return save(self, iteration, *state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointDir, "save", save_once)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fit(cfg, run_dir, Console(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_account")
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(warm):
+    folder = warm / "killed"
+    killed(config(warm, "logger=wandb", *QUICK), folder)
+    (cut_short,) = finished_runs(folder)
+    assert cut_short.exit_code == 1
+    again, cfg = resumed(compose_resume(folder))
+    fit(cfg, again, Console(quiet=True), resumes=True)
+    first, second = finished_runs(folder)
+    assert first.id == second.id
+    iterations = [row["iteration"] for part in (first, second) for row in part.history if "reward" in row]
+    assert iterations == [1, 2]
+    # The table of the second part has what the first one drew.
+    assert [row[0] for draw in second.table("samples") for row in draw] == [1] * 4 + [2] * 4
+    assert len(json.loads((folder / "environment.json").read_text())) == 2
+
+
+@pytest.mark.slow
+def test_the_axes_of_a_resumed_run_go_on(warm):
+    folder = warm / "axes"
+    killed(config(warm, *QUICK), folder)
+    before = rows_of(folder)[0]
+    again, cfg = resumed(compose_resume(folder))
+    fit(cfg, again, Console(quiet=True), resumes=True)
+    first, second = rows_of(folder)
+    assert first == before
+    assert float(second["rollout/tokens"]) == float(first["num_tokens"]) + float(second["num_tokens"])
+    assert float(second["time/wall_clock_s"]) > float(first["time/wall_clock_s"]) > 0
+
+
+@pytest.mark.slow
+def test_lightnings_logger_writes_into_the_folder_of_the_run_that_goes_on_also_where_it_was_moved(warm):
+    killed(config(warm, "logger=lightning_csv", *QUICK), warm / "there")
+    assert [path.name for path in (warm / "there" / "lightning_csv").iterdir()] == ["version_0"]
+    folder = (warm / "there").rename(warm / "here")
+    again, cfg = resumed(compose_resume(folder))
+    fit(cfg, again, Console(quiet=True), resumes=True)
+    assert {path.name for path in (folder / "lightning_csv").iterdir()} == {"version_0", "version_1"}
+    assert not (warm / "there").exists()
+    run(warm, "elsewhere", "logger=lightning_csv", f"+logger.save_dir={warm / 'given'}", *QUICK)
+    assert (warm / "given" / "lightning_csv" / "version_0").is_dir()
+
+
+def compose_resume(folder):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        return compose("config", overrides=[f"resume={folder}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails_at", ["open", "scalars", "table", "figures", "file", "close"])
+def test_a_logger_that_fails_anywhere_stops_no_run(warm, monkeypatch, caplog, fails_at):
+    logger = keeping(monkeypatch, fails_at={fails_at})
+    results = run(warm, f"fails-{fails_at}", "logger=wandb", *QUICK)
+    assert logger.named(fails_at)
+    assert len(results.after) == 2
+    assert len(rows_of(warm / f"fails-{fails_at}")) == 2
+    assert (warm / f"fails-{fails_at}" / "report.html").is_file()
+    assert sum("no space left" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_figures_during_training_show_the_rollout_of_the_iteration(warm, monkeypatch):
+    logger = keeping(monkeypatch, figures_every=2)
+    run(warm, "figures", "logger=wandb", *QUICK)
+    during, at_end = logger.named("figures")
+    assert during[1]["iteration"] == at_end[1]["iteration"] == 2
+    assert "Cache fill" in [picture.name for picture in during[0]]
+
+
+@pytest.mark.slow
+def test_a_run_can_be_watched_in_tensorboard(warm):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(warm, "tb", "logger=tensorboard", *QUICK)
+    events = EventAccumulator(str(warm / "tb" / tensorboard.FOLDER))
+    events.Reload()
+    written = [float(row["reward"]) for row in rows_of(warm / "tb")]
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx(written)
+    assert "figures/reward" in events.Tags()["images"]
+    assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.slow
+def test_a_run_without_a_logger_still_notes_its_environment(warm):
+    (start,) = json.loads((warm / "first" / "environment.json").read_text())
+    assert start["seeds"] == {"seed": 0, "sft.seed": 0}
+    assert not (warm / "first" / "wandb").exists()
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["logger=wandb", "+logger.projct=x"], "unexpected 'projct'; it takes project, entity, name"),
+        (["logger=wandb", "logger.project=a/b"], "project='a/b' is no name for W&B"),
+        (["logger=wandb", "logger.log_model=1"], "log_model=1 is neither true nor false"),
+        (["logger=wandb", "logger.figures_every=0"], "figures_every=0 is no interval"),
+        (["logger=tensorboard", "logger.figures_every=-1"], "figures_every=-1 is no interval"),
+    ],
+)
+def test_a_mistake_in_a_loggers_settings_is_refused_before_work(tmp_path, overrides, says):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=[*TINY, f"runs_dir={tmp_path}", *overrides])
+    with pytest.raises(ConfigError, match=says):
+        check_config(cfg)
+
+
+def test_tensorboard_without_its_package_is_refused_before_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'logger=tensorboard needs the package .*\[tensorboard\]"'):
+        config(tmp_path, "logger=tensorboard")
+
+
+def test_every_call_of_a_logger_can_fail_in_the_test_above():
+    public = {name for name, value in vars(RunLogger).items() if callable(value) and name[0] != "_"}
+    assert public == {"open", "scalars", "table", "figures", "file", "close"}

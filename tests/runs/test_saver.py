@@ -1,0 +1,57 @@
+"""By which files the weights that a checkpoint stands on are known."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.files import fingerprint
+from lit_rlkv.runs.checkpoint import Checkpoint
+from lit_rlkv.runs.saver import REWARD_MODEL, backbone_id, check_backbone
+from lit_rlkv.runs.starting_model import REWARD_HEAD
+
+MODEL = "model.safetensors"
+LOADED = [MODEL, REWARD_HEAD, f"{REWARD_MODEL}/{MODEL}", f"{REWARD_MODEL}/{REWARD_HEAD}"]
+OTHERS = ["checkpoint-500/model.safetensors", "runs/a/checkpoints/iteration-000001/trainable.safetensors"]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+@pytest.fixture
+def start(tmp_path):
+    for name in LOADED:
+        write(tmp_path / name, "weights")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_each_file_that_is_loaded_counts(start, name):
+    saved = Checkpoint(Path("iteration-000001"), 1, {}, backbone=backbone_id(start))
+    check_backbone(saved, start, backbone_id(start))
+    write(start / name, "others!")
+    with pytest.raises(ConfigError, match="was trained on other weights than those in"):
+        check_backbone(saved, start, backbone_id(start))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_and_runs_below_the_folder_do_not_count(start, name):
+    known = backbone_id(start)
+    write(start / name, "others")
+    assert backbone_id(start) == known
+
+
+def test_a_checkpoint_that_knows_its_weights_by_all_files_below_them_is_accepted(start):
+    assert backbone_id(start) == fingerprint(start, "**/*.safetensors")
+    write(start / OTHERS[0], "others")
+    known = fingerprint(start, "**/*.safetensors")
+    assert known != backbone_id(start)
+    check_backbone(Checkpoint(Path("iteration-000001"), 1, {}, backbone=known), start, backbone_id(start))
+
+
+def test_a_folder_without_weights_of_its_own_is_refused(tmp_path):
+    write(tmp_path / OTHERS[0], "others")
+    with pytest.raises(ConfigError, match="has no safetensors to know it by"):
+        backbone_id(tmp_path)

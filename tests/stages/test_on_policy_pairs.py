@@ -1,0 +1,138 @@
+"""Pairs against a model's own wrong answers."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.data.prompts import split_of
+from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.rewards import RewardManager
+from lit_rlkv.runs.context import build_context, load_backbone
+from lit_rlkv.runs.saver import REWARD_MODEL
+from lit_rlkv.runs.starting_model import REWARD_HEAD, sft_model_dir
+from lit_rlkv.stages.on_policy_pairs import on_policy_preference_pairs
+from lit_rlkv.stages.sft import run_sft, training_passes
+from lit_rlkv.tasks import ChainSum
+from tests.rewards.threaded import InThreads
+
+TINY = [
+    "debug=fast",
+    "experiment=none",
+    "model.preset.hidden_size=32",
+    "model.preset.num_hidden_layers=2",
+    "model.preset.head_dim=8",
+    "model.preset.intermediate_size=32",
+    "rollout.max_new_tokens=16",
+]
+
+
+class Generous(ChainSum):
+    """Nothing is wrong."""
+
+    def score(self, problem, completion):
+        return 1.0
+
+
+def config(folder, *overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
+    check_config(cfg)
+    return cfg
+
+
+def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path):
+    parts = build_context(config(tmp_path))
+    backbone = load_backbone(parts, None)
+    found = on_policy_preference_pairs(parts, backbone, 40, seed=0)
+    assert 20 < len(found) <= 40
+    for index in range(len(found)):
+        problem = found.at(index)
+        assert split_of(problem.prompt) == "train"
+        judged = replace(problem, answer=problem.solution.rpartition(",")[2])
+        assert parts.task.score(judged, problem.solution) == 1.0
+        rejected = found.corrupt(problem, Random(0))
+        assert parts.task.score(judged, rejected) == 0.0
+        assert "<pad>" not in rejected
+    again = on_policy_preference_pairs(parts, backbone, 40, seed=0)
+    assert [again.at(i) for i in range(len(again))] == [found.at(i) for i in range(len(found))]
+    other = on_policy_preference_pairs(parts, backbone, 40, seed=1)
+    assert other.at(0) != found.at(0)
+    parts.cfg.evaluation.batch_size = 8
+    in_batches = on_policy_preference_pairs(parts, backbone, 40, seed=0)
+    assert [in_batches.at(i) for i in range(len(in_batches))] != [found.at(i) for i in range(len(found))]
+
+
+def judge(question):
+    """Right if it begins with a plus, failed if with a two."""
+    return {"+": 1.0, "2": float("nan")}.get(question["completion"][:1], 0.0)
+
+
+def test_what_evaluations_call_right_is_no_mistake_and_neither_is_what_they_could_not_judge(tmp_path):
+    parts = build_context(config(tmp_path))
+    backbone = load_backbone(parts, None)
+
+    def beginnings():
+        found = on_policy_preference_pairs(parts, backbone, 80, seed=0)
+        return [found.corrupt(found.at(index), Random(0))[:1] for index in range(len(found))]
+
+    every = beginnings()
+    assert {"+", "2"} < set(every)
+    parts.cfg.reward.accuracy = "judge"
+    with RewardManager({"judge": InThreads(ask=judge)}) as panel:
+        object.__setattr__(parts, "panel", panel)
+        assert beginnings() == [first for first in every if first not in ("+", "2")]
+
+
+def test_another_cache_or_batch_makes_other_mistakes_and_so_another_warm_model(tmp_path):
+    def folder(*overrides):
+        return sft_model_dir(config(tmp_path, *overrides))
+
+    asked = "sft.on_policy_pairs.n_prompts=32"
+    assert folder(asked) != folder(asked, "cache.budget=12") != folder(asked, "rollout.temperature=0.5")
+    assert folder(asked) != folder(asked, "evaluation.batch_size=8")
+    assert folder(asked) != folder(asked, "reward=numeric")  # another judge
+    assert (
+        folder() == folder("cache.budget=12") == folder("evaluation.batch_size=8") == folder("reward=numeric")
+    )
+    assert folder() != folder(asked)
+
+
+def test_a_model_without_mistakes_is_refused(tmp_path):
+    parts = build_context(config(tmp_path))
+    object.__setattr__(parts, "task", Generous())
+    with pytest.raises(ConfigError, match="answered all of them right"):
+        on_policy_preference_pairs(parts, load_backbone(parts, None), 8, seed=0)
+
+
+def test_answers_that_find_too_little_memory_say_what_to_lower(tmp_path):
+    parts = build_context(config(tmp_path, f"cache.budget={2**38}"))
+    says = r"the warm model answers, 8 prompts at a time; lower evaluation\.batch_size=\d+ or rollout"
+    with pytest.raises(MemoryExhaustedError, match=says):
+        on_policy_preference_pairs(parts, load_backbone(parts, None), 8, seed=0)
+
+
+def test_the_last_pass_moves_the_head_of_the_first(tmp_path):
+    without = run_sft(build_context(config(tmp_path)), [])
+    cfg = config(tmp_path, "sft.on_policy_pairs.n_prompts=32")
+    first, last = training_passes(cfg.sft)
+    assert (last.lm_weight, last.reward_weight, last.n_pairs) == (1.0, 1.0, cfg.sft.batch_size)
+    folder = run_sft(build_context(cfg), [])
+    before, after = (load_file(path / REWARD_HEAD)["linear.weight"] for path in (without, folder))
+    assert not torch.equal(before, after)
+    assert first.n_mistakes_of == 0
+
+
+def test_apart_the_reward_model_alone_learns_from_them(tmp_path):
+    plain = run_sft(build_context(config(tmp_path, "sft.joint=false")), [])
+    folder = run_sft(
+        build_context(config(tmp_path, "sft.joint=false", "sft.on_policy_pairs.n_prompts=32")), []
+    )
+    policy, critic = (load_file(folder / name / "model.safetensors") for name in (".", REWARD_MODEL))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(policy[name], load_file(plain / "model.safetensors")[name])
+    assert not torch.equal(critic[name], load_file(plain / REWARD_MODEL / "model.safetensors")[name])

@@ -1,0 +1,177 @@
+"""From a config and a warm model to the RL module, or to an error that says what they lack."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file, save_file
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.runs import policy as training
+from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
+from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.policy import make_policy, needed_roles
+from lit_rlkv.runs.saver import REWARD_MODEL
+from lit_rlkv.runs.starting_model import REWARD_HEAD
+from lit_rlkv.stages import evaluation as reward
+from lit_rlkv.stages.rl import train_policy
+from lit_rlkv.stages.sft import run_sft
+from tests.tiny import MODEL
+
+TINY = [*MODEL, "experiment=none"]
+
+
+def config(folder, *overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
+    check_config(cfg)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def joint(runs):
+    return run_sft(build_context(config(runs, "sft.n_steps=10")), [])
+
+
+@pytest.fixture(scope="module")
+def apart(runs):
+    return run_sft(build_context(config(runs, "sft.n_steps=10", "sft.joint=false", "roles=dynamic_lora")), [])
+
+
+def policy(runs, start, *overrides):
+    """Of a run that takes its model as it is."""
+    return make_policy(build_context(config(runs, "stages=[rl]", f"model.path={start}", *overrides)), start)
+
+
+def test_only_the_roles_that_something_reads_are_needed(runs):
+    def needed(*overrides):
+        return needed_roles(config(runs, *overrides))
+
+    assert needed() == set()
+    assert needed("algorithm.kl.weight=0.1") == {"reference"}
+    assert needed("distillation=sparse_student") == {"reference"}
+    assert needed("distillation=dense_student") == set()
+    assert needed("algorithm=ppo", "algorithm.kl.weight=0") == {"value"}
+    assert needed("algorithm=online_dpo", "reward=mixed") == {"reference", "reward"}
+
+
+def test_a_reward_model_of_its_own_is_the_critics_backbone(runs, apart):
+    module = policy(
+        runs, apart, "algorithm=ppo", "reward=learned", "roles=dynamic_lora", "roles.value_init=reward"
+    )
+    actor, critic = (module.roles.backbone(role).state_dict() for role in ("policy", "value"))
+    name = "model.layers.0.self_attn.q_proj.base_layer.weight"
+    saved = load_file(apart / REWARD_MODEL / "model.safetensors")[name.replace(".base_layer", "")]
+    assert torch.equal(critic[name], saved)
+    assert not torch.equal(critic[name], actor[name])
+    head = load_file(apart / REWARD_MODEL / REWARD_HEAD)
+    assert torch.equal(module.roles.head("value").linear.weight, head["linear.weight"])
+
+
+def test_the_value_head_starts_where_it_is_told(runs, joint):
+    zero = policy(runs, joint, "algorithm=ppo")
+    assert zero.roles.head("value").linear.weight.abs().max() == 0
+    warm = policy(runs, joint, "algorithm=ppo", "roles.value_init=reward")
+    assert torch.equal(
+        warm.roles.head("value").linear.weight, load_file(joint / REWARD_HEAD)["linear.weight"]
+    )
+
+
+def test_the_critic_may_learn_at_a_rate_of_its_own(runs, joint):
+    module = policy(
+        runs, joint, "algorithm=ppo", "algorithm.loss.value_lr_scale=20", "algorithm.n_warmup_steps=1"
+    )
+    optimizer = module.configure_optimizers()["optimizer"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5e-3, 0.01]  # the first of two steps up
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert grouped == {id(p) for p in module.parameters() if p.requires_grad}
+
+
+def test_the_critic_sees_what_the_config_says(runs, joint):
+    def sees_shadow(*overrides):
+        return policy(runs, joint, "algorithm=ppo", *overrides).value_shadow
+
+    assert sees_shadow()
+    assert not sees_shadow("roles.value_view=dense")
+    assert sees_shadow("roles.value_view=shadow", "correction=naive")
+    # where nothing is evicted both views are one, and the critic takes the policy's to share its forward
+    assert sees_shadow("roles.value_view=dense", "correction=dense")
+
+
+@pytest.mark.parametrize("layout", ["hydra", "j_hydra"])
+def test_one_backbone_contradicts_a_reward_model_with_its_own_weights(runs, apart, layout):
+    with pytest.raises(ConfigError, match=f"roles={layout} has one backbone for policy and critics, but"):
+        policy(runs, apart, "algorithm=ppo", f"roles={layout}")
+
+
+def test_a_warm_model_without_a_reward_head_is_refused(runs, joint, tmp_path):
+    shutil.copytree(joint, tmp_path / "bare")
+    (tmp_path / "bare" / REWARD_HEAD).unlink()
+    with pytest.raises(ConfigError, match="the reward role needs a trained reward head"):
+        policy(runs, tmp_path / "bare", "reward=learned")
+    with pytest.raises(ConfigError, match=re.escape("roles.value_init=reward starts the critic from the")):
+        policy(runs, tmp_path / "bare", "algorithm=ppo", "roles.value_init=reward")
+
+
+def test_a_reward_head_of_another_size_is_refused(runs, joint, tmp_path):
+    shutil.copytree(joint, tmp_path / "odd")
+    save_file(
+        {"linear.weight": torch.zeros(1, 7), "linear.bias": torch.zeros(1)}, tmp_path / "odd" / REWARD_HEAD
+    )
+    with pytest.raises(
+        ConfigError, match="the reward head does not fit a Qwen3ForCausalLM with hidden size 32"
+    ):
+        policy(runs, tmp_path / "odd", "reward=learned")
+
+
+def test_an_adapter_of_another_rank_or_layout_is_refused(runs, joint):
+    trained = trainable_weights(policy(runs, joint))
+    with pytest.raises(ValueError, match=r"give the model and the roles\.rank"):
+        load_trainable(policy(runs, joint, "roles.rank=4"), trained)
+    with pytest.raises(ValueError, match="the checkpoint's parameters are not this model's"):
+        load_trainable(policy(runs, joint, "roles=j_hydra"), trained)
+
+
+def test_a_run_holds_one_backbone_also_while_its_reward_head_is_judged(runs, joint, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(training, "load_backbone", counting(loaded, training.load_backbone))
+    monkeypatch.setattr(reward, "load_backbone", counting(loaded, reward.load_backbone))
+    cfg = config(runs, "stages=[eval]", f"model.path={joint}", "algorithm=ppo")
+    parts = build_context(cfg)
+    module = make_policy(parts, joint)
+    assert reward.report_on_reward(parts, module.roles, joint).n_pairs == 16
+    assert len(loaded) == 1
+
+
+def counting(calls, function):
+    def counted(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return counted
+
+
+def test_training_does_not_go_on_with_other_rows(joint, tmp_path):
+    path = tmp_path / "sums.jsonl"
+
+    def train(n_rows, n_iterations):
+        rows = [{"prompt": f"{n}+0=", "answer": f"{n}"} for n in range(n_rows)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+        asked = ["task=jsonl", f"task.path={path}", "stages=[rl]", f"model.path={joint}"]
+        parts = build_context(config(tmp_path, *asked, f"algorithm.n_iterations={n_iterations}"))
+        checkpoints = CheckpointDir(tmp_path / "checkpoints")
+        train_policy(parts, make_policy(parts, joint), [], checkpoints, checkpoints.latest())
+        return checkpoints.latest().iteration
+
+    assert train(40, 1) == 1
+    with pytest.raises(ConfigError, match=r"iteration-000001: .* other rows .* start a new run"):
+        train(41, 2)
+    assert train(40, 2) == 2

@@ -1,0 +1,327 @@
+"""Warm-up and the evaluation of its reward head, from the config to the folder."""
+
+import csv
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.data.prompts import PromptSource, split_of
+from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.reporting.metrics_file import MetricsFile
+from lit_rlkv.runs.context import build_context, load_backbone
+from lit_rlkv.runs.saver import REWARD_MODEL
+from lit_rlkv.runs.sft_progress import SFTProgress
+from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, sft_model_dir
+from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
+from lit_rlkv.stages.sft import run_sft
+from lit_rlkv.tasks import Sorting
+
+TINY = [
+    "debug=fast",
+    "model.preset.hidden_size=32",
+    "model.preset.num_hidden_layers=2",
+    "model.preset.head_dim=8",
+    "model.preset.intermediate_size=64",
+    "sft.n_steps=120",
+    "sft.n_warmup_steps=5",
+    "sft.optimizer.lr=5e-3",
+    "evaluation.n_prompts=100",
+]
+SORTING = ["task=sorting", "task.n_items=3"]
+APART, PLAIN, UNWEIGHTED = ["sft.joint=false"], ["sft.n_pairs=0"], ["sft.reward_weight=0"]
+
+
+class Forgiving(Sorting):
+    """A task whose verifier is broken: everything is right."""
+
+    def score(self, problem, completion):
+        return 1.0
+
+
+class LongWinded(Sorting):
+    """Wrong completions have no end."""
+
+    def corrupt(self, problem, rng):
+        return ",".join(["0"] * 1000)
+
+
+class Fails(RLCallback):
+    """Breaks off at an iteration."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_iteration_end(self, iteration, n_iterations, metrics):
+        if iteration == self.at:
+            raise KeyboardInterrupt
+
+
+def composed(folder, *overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        return compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
+
+
+def config(folder, *overrides):
+    cfg = composed(folder, *SORTING, *overrides)
+    check_config(cfg)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """From overrides to a run's parts, its warm folder, and the rows of its metrics; each is made once."""
+    runs, made = tmp_path_factory.mktemp("runs"), {}
+
+    def get(*overrides):
+        if overrides not in made:
+            parts, metrics = build_context(config(runs, *overrides)), runs / f"{len(made)}.csv"
+            folder = run_sft(parts, [MetricsFile(metrics)])
+            with metrics.open(newline="") as file:
+                made[overrides] = parts, folder, list(csv.DictReader(file))
+        return made[overrides]
+
+    return get
+
+
+def report_of(parts, folder):
+    backbone, head = load_backbone(parts, folder), ScalarHead(32)
+    head.load_state_dict(load_file(folder / REWARD_HEAD))
+    return evaluate_reward(parts, backbone, head)
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def largest_change(one, other):
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def has_heads(folder):
+    return [(path / REWARD_HEAD).is_file() for path in (folder, folder / REWARD_MODEL)]
+
+
+def test_both_heads_learn_in_one_pass(warm):
+    parts, folder, rows = warm()
+    assert folder == sft_model_dir(parts.cfg)
+    assert has_heads(folder) == [True, False]
+    assert not (folder / REWARD_MODEL).exists()
+    assert float(rows[-1]["lm_loss"]) < 0.5 * float(rows[0]["lm_loss"])
+    assert report_of(parts, folder).pair_accuracy > 0.9
+
+
+def test_a_reward_model_of_its_own_learns_after_the_lm(warm):
+    parts, folder, rows = warm(*APART)
+    assert has_heads(folder) == [False, True]
+    assert (folder / REWARD_MODEL / "config.json").is_file()
+    assert report_of(parts, folder / REWARD_MODEL).pair_accuracy > 0.9
+    # an iteration is 10 steps: 12 of the LM, then 12 of the reward model
+    assert [float(row["iteration"]) for row in rows] == list(range(1, 25))
+    assert [bool(row["lm_loss"]) for row in rows] == [True] * 12 + [False] * 12
+    assert [bool(row["reward_loss"]) for row in rows] == [False] * 12 + [True] * 12
+
+
+def test_a_reward_model_of_its_own_leaves_the_lm_bit_for_bit(warm):
+    lm_only = weights(warm(*PLAIN)[1])
+    assert weights(warm(*APART)[1]) == lm_only
+    assert weights(warm(*APART)[1] / REWARD_MODEL) != lm_only
+    assert weights(warm()[1]) != lm_only
+
+
+def test_a_reward_model_of_its_own_starts_from_the_finished_lm(warm):
+    _, folder, _ = warm(*APART, "sft.reward_steps=1", "sft.n_warmup_steps=100")
+    _, untrained, _ = warm(*PLAIN, "sft.n_steps=1", "sft.n_warmup_steps=100")
+    # Adam's first step moves no weight by more than the learning rate, here 5e-3 / 100, but for weight decay.
+    assert 0 < largest_change(folder / REWARD_MODEL, folder) < 6e-5
+    assert largest_change(folder / REWARD_MODEL, untrained) > 1e-2
+
+
+def test_without_pairs_there_is_no_reward_head(warm):
+    _, folder, rows = warm(*PLAIN)
+    assert has_heads(folder) == [False, False]
+    assert float(rows[-1]["lm_loss"]) < 0.5 * float(rows[0]["lm_loss"])
+    assert "reward_loss" not in rows[0]
+
+
+def test_a_ranking_loss_of_no_weight_is_plain_fine_tuning(warm):
+    _, folder, _ = warm(*UNWEIGHTED)
+    assert has_heads(folder) == [False, False]
+    assert weights(folder) == weights(warm(*PLAIN)[1])
+
+
+def test_without_pairs_the_weight_of_their_loss_is_irrelevant(warm):
+    assert weights(warm(*PLAIN, "sft.reward_weight=7")[1]) == weights(warm(*PLAIN)[1])
+    assert weights(warm("sft.reward_weight=7")[1]) != weights(warm()[1])
+
+
+def test_every_way_to_warm_up_has_a_folder_of_its_own(warm):
+    made = [warm(*way) for way in ([], APART, PLAIN, UNWEIGHTED)]
+    assert len({folder for _, folder, _ in made}) == 4
+    for parts, folder, _ in made:
+        saved = json.loads((folder / SFT_DONE).read_text())["config"]
+        assert saved["joint"] == parts.cfg.sft.joint
+        assert (folder / "tokenizer.json").is_file()
+    assert not list(made[0][1].parent.glob(".*"))
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_warm_up_that_is_broken_off_leaves_nothing(tmp_path, at):
+    # 2 iterations of the LM and 2 of the reward model
+    parts = build_context(config(tmp_path, *APART, "sft.n_steps=20"))
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(parts, [Fails(at)])
+    assert not list(tmp_path.rglob("*"))[1:]
+
+
+@pytest.mark.parametrize(
+    "way", [[], APART, ["sft.on_policy_pairs.n_prompts=32", "sft.on_policy_pairs.n_steps=20"]]
+)
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_warm_up_that_was_broken_off_goes_on_bit_for_bit(tmp_path, way, at):
+    # Two iterations of each pass; the joint one alone has four.
+    options = [*way, "sft.n_steps=20" if way else "sft.n_steps=40", "sft.steps_per_iteration=10"]
+    straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
+    parts = build_context(config(tmp_path / "cut", *options))
+
+    def progress():
+        return SFTProgress(parts.fabric, tmp_path / "work", every=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(parts, [Fails(at)], progress())
+    assert progress().resumed_at == {2: 1, 4: 3}[at]
+    cut = run_sft(parts, [], progress())
+    assert weights_of(cut) == weights_of(straight)
+    assert not (tmp_path / "work").exists()
+
+
+def weights_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [(Forgiving(), "task: Forgiving scores the two sides"), (LongWinded(), "has positions for 1024")],
+)
+@pytest.mark.parametrize("way", [[], APART])
+def test_pairs_that_cannot_be_learned_from_are_refused_before_training(tmp_path, task, says, way):
+    parts = replace(build_context(config(tmp_path, *way)), task=task)
+    with pytest.raises(ConfigError, match=says):
+        run_sft(parts, [Fails(at=1)])
+
+
+def test_plain_fine_tuning_asks_nothing_of_the_rejected_side(tmp_path):
+    parts = replace(build_context(config(tmp_path, *PLAIN, "sft.n_steps=10")), task=Forgiving())
+    assert (run_sft(parts, []) / SFT_DONE).is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["sft.n_pairs=0", "sft.joint=false"], "but sft.n_pairs=0 gives it nothing to learn from"),
+        (["sft.n_pairs=-1"], "sft.n_pairs=-1 is not a count; give a whole number of at least 0"),
+        (["sft.n_warmup_steps=x"], "sft.n_warmup_steps=x is not a count"),
+        (["sft.reward_steps=0"], "sft.reward_steps=0 is not a count; give a whole number of at least 1"),
+        (["sft.joint=1"], "sft.joint=1 is neither true nor false"),
+        (["sft.joint=false", "sft.reward_steps=15"], "sft.reward_steps=15 is no multiple of"),
+        (["sft.reward_weight=-1"], "sft.reward_weight=-1 is not a number of at least 0"),
+    ],
+)
+def test_a_mistake_in_the_config_is_refused(tmp_path, overrides, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        config(tmp_path, *overrides)
+
+
+def test_steps_of_a_reward_model_that_is_not_trained_are_not_asked_about(tmp_path):
+    assert config(tmp_path, "sft.reward_steps=15").sft.joint
+
+
+def test_a_reward_head_is_judged_on_the_pairs_of_held_out_problems(warm):
+    parts, folder, _ = warm()
+    problems = PromptSource(parts.task, split="eval", seed=parts.cfg.seed).take(100)
+    pairs = held_out_pairs(parts)
+    assert pairs == held_out_pairs(parts)
+    assert [pair.prompt for pair in pairs] == [problem.prompt for problem in problems]
+    assert {split_of(pair.prompt) for pair in pairs} == {"eval"}
+    for side, score in (("chosen", 1.0), ("rejected", 0.0)):
+        completions = [getattr(pair, side) for pair in pairs]
+        assert {parts.task.score(*both) for both in zip(problems, completions, strict=True)} == {score}
+    assert report_of(parts, folder).n_pairs == 100
+
+
+def test_an_untrained_reward_head_ranks_nothing(warm):
+    parts, folder, _ = warm()
+    report = evaluate_reward(parts, load_backbone(parts, folder), ScalarHead(32))
+    assert (report.pair_accuracy, report.margin_mean, report.calibration_error) == (0.0, 0.0, 0.0)
+
+
+def test_a_finite_task_is_not_asked_for_more_pairs_than_it_has(tmp_path):
+    problems = [{"prompt": f"{n}+0=", "answer": f"{n}"} for n in range(40)]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\n".join(map(json.dumps, problems)))
+    parts = build_context(composed(tmp_path, "task=jsonl", f"task.path={path}"))
+    n_held_out = sum(split_of(problem["prompt"]) == "eval" for problem in problems)
+    assert 0 < n_held_out < parts.cfg.evaluation.n_prompts
+    assert len(held_out_pairs(parts)) == n_held_out
+
+
+def test_preferences_without_a_verifier_train_a_reward_head_too(tmp_path):
+    # any two digits: the one with more straight lines, 1 4 7, was preferred
+    rows = [{"prompt": f"{n}?", "chosen": "147"[n % 3], "rejected": "03689"[n % 5]} for n in range(100)]
+    path = tmp_path / "preferences.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    parts = build_context(composed(tmp_path, "task=preferences", f"task.path={path}"))
+    assert report_of(parts, run_sft(parts, [])).pair_accuracy == 1.0
+
+
+def preferences(folder, n=100, **last):
+    """A file of pairs and a last one, and the parts of a run on it."""
+    rows = [{"prompt": f"{index}?", "chosen": "1", "rejected": "0"} for index in range(n)]
+    path = folder / "preferences.jsonl"
+    path.write_text(
+        "\n".join(map(json.dumps, [*rows, {"prompt": "?", "chosen": "1", "rejected": "0"} | last]))
+    )
+
+    def parts(*overrides):
+        return build_context(composed(folder, "task=preferences", f"task.path={path}", *overrides))
+
+    return parts
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_too_long_for_the_model_is_named_however_far_down(tmp_path, side):
+    parts = preferences(tmp_path, n=2000, **{side: "1" * 1024})(
+        "sft.n_steps=20", "sft.steps_per_iteration=10"
+    )
+    with pytest.raises(ConfigError, match=r"has positions for 1024.*preferences\.jsonl:2001 \(1026 tokens\)"):
+        run_sft(parts, [Fails(at=1)])
+
+
+def test_plain_fine_tuning_asks_nothing_of_a_long_rejected_side(tmp_path):
+    parts = preferences(tmp_path, rejected="1" * 1024)(*PLAIN, "sft.n_steps=10")
+    assert (run_sft(parts, []) / SFT_DONE).is_file()
+
+
+def test_a_warm_up_does_not_go_on_with_other_rows(tmp_path):
+    def go_on(parts, *callbacks):
+        return run_sft(
+            parts("sft.n_steps=20"), callbacks, SFTProgress(parts().fabric, tmp_path / "work", every=1)
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(preferences(tmp_path), Fails(at=2))
+    with pytest.raises(ConfigError, match=r"other rows than .*; bring them back, or start a new run"):
+        go_on(preferences(tmp_path, n=101))
+    assert (go_on(preferences(tmp_path)) / SFT_DONE).is_file()
+
+
+def test_progress_of_the_judgement_is_shown(warm, capfd):
+    parts, folder, _ = warm()
+    report_of(parts, folder)
+    assert "reward 100/100" in capfd.readouterr().err

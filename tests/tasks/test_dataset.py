@@ -1,0 +1,193 @@
+"""Problems from files and datasets with columns of any name."""
+
+import json
+import logging
+import random
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import CONF_DIR
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.tasks import UserTask, load_problems
+from lit_rlkv.types import Message, Problem
+
+ROWS = [{"question": f"{n}+{n}?", "answer": f"{n} and {n}.\n#### {2 * n}", "level": n} for n in range(1, 5)]
+GSM8K = {
+    "prompt_column": "question",
+    "answer_column": None,
+    "solution_column": "answer",
+    "answer_after": "####",
+}
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def problems(task):
+    return [task.at(index) for index in range(len(task))]
+
+
+def expected(rows):
+    return [Problem(row["question"], row["answer"], row["answer"].split()[-1]) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])
+def test_rows_become_problems_wherever_they_lie(datasets, tmp_path, kind):
+    rows, path = datasets.Dataset.from_list(ROWS), tmp_path / f"data.{kind}"
+    if kind in ("jsonl", "json"):
+        write_lines(path, ROWS)
+    elif kind == "parquet":
+        rows.to_parquet(str(path))
+    elif kind == "folder":
+        path.mkdir()
+        rows.to_parquet(str(path / "train.parquet"))
+        rows.select([0]).to_parquet(str(path / "test.parquet"))
+    elif kind == "saved":
+        rows.save_to_disk(str(path))
+    else:
+        datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(path))
+    task = load_problems(str(path), **GSM8K)
+    assert isinstance(task, UserTask)
+    assert problems(task) == expected(ROWS)
+    assert task.score(task.at(0), "#### 2") == 1.0
+    assert task.score(task.at(0), "#### 3") == 0.0
+    if kind in ("folder", "saved splits"):
+        assert problems(load_problems(str(path), split="test", **GSM8K)) == expected(ROWS[:1])
+
+
+def test_a_split_of_its_own_is_evaluated_and_never_trained_on(datasets, tmp_path, caplog):
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(str(tmp_path / "data"))
+    with caplog.at_level(logging.WARNING):
+        task = load_problems(str(tmp_path / "data"), eval_split="test", **GSM8K)
+    assert "1 rows of " in caplog.text
+    assert "are also held out; they are not trained on" in caplog.text
+    by_split = {
+        split: {problem.prompt for problem in PromptSource(task, split=split, seed=0).take(12)}
+        for split in ("train", "eval")
+    }
+    assert by_split == {"train": {"1+1?", "3+3?", "4+4?"}, "eval": {"2+2?"}}
+    assert [task.place(index).split("/")[-1] for index in (1, 3)] == ["data row 2", "data test row 0"]
+    drawn = {task.sample(random.Random(seed)).prompt for seed in range(50)}
+    assert drawn == by_split["train"]
+
+
+def test_without_one_about_one_in_ten_is_held_out_by_its_prompt(tmp_path):
+    rows = [{"prompt": f"{n}?", "answer": n} for n in range(300)]
+    task = load_problems(write_lines(tmp_path / "a.jsonl", rows))
+    sizes = [PromptSource(task, split=split, seed=0).size for split in ("train", "eval")]
+    assert sum(sizes) == 300
+    assert 10 < sizes[1] < 60
+
+
+def test_json_lines_need_no_package(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", ROWS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert problems(load_problems(path, **GSM8K)) == expected(ROWS)
+    with pytest.raises(ImportError, match=r"'owner/name' needs the package datasets.*\[data\]"):
+        load_problems("owner/name")
+
+
+def test_chats_stay_chats_and_a_system_prompt_comes_first_unless_there_is_one(tmp_path):
+    ask, own = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
+    prompts = ["hi", [ask], [own, ask]]
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "x"} for prompt in prompts])
+    user = Message("user", "hi")
+    found = [problem.prompt for problem in problems(load_problems(path, system_prompt="ours"))]
+    ours = (Message("system", "ours"), user)
+    assert found == [ours, ours, (Message("system", "own"), user)]
+    assert [problem.prompt for problem in problems(load_problems(path))] == ["hi", (user,), found[2]]
+
+
+def test_extra_columns_are_kept_for_reward_functions(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", ROWS)
+    assert load_problems(path, **GSM8K, extra_columns=["level"]).at(2).extra == {"level": 3}
+    with pytest.raises(ValueError, match="completion would hide what is there"):
+        load_problems(path, extra_columns=["completion"])
+
+
+def test_solutions_that_say_more_than_the_answer_leave_no_own_score(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"q": "?", "a": "4", "s": "it is 4, I think"}])
+    columns = {"prompt_column": "q", "answer_column": "a", "solution_column": "s"}
+    task = load_problems(path, **columns)
+    assert not task.is_verifiable
+    assert task.at(0) == Problem("?", "it is 4, I think", "4")
+    rejected = task.corrupt(task.at(0), random.Random(0))
+    assert rejected != "it is 4, I think"
+    assert rejected.startswith("it is ")
+    assert rejected.endswith(", I think")
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: the solution .* must end in '####' and the answer '4'"
+    ):
+        load_problems(path, **columns, answer_after="####")
+
+
+def test_prompts_alone_have_nothing_to_imitate(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "?"}])
+    task = load_problems(path, answer_column=None)
+    assert task.at(0) == Problem("?", "", "")
+    assert not task.is_verifiable
+    assert task.score(task.at(0), "") == 0.0
+    with pytest.raises(ValueError, match="has prompts alone, so there is no solution to corrupt"):
+        task.corrupt(task.at(0), random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "", "answer": "#### 1"}, "the prompt is empty"),
+        ({"question": "?", "answer": "1"}, "has no '####', so it states no answer"),
+        ({"question": "?", "answer": "so ####"}, "the answer is empty"),
+        ({"question": "?", "answer": None}, "solution must be text; it is None"),
+        ({"question": "?"}, "no column 'answer', it has question; set prompt_column"),
+        ([], "got a list"),
+        ("{oops", "not JSON"),
+    ],
+)
+def test_every_bad_row_is_named_by_its_line(tmp_path, row, says):
+    lines = [json.dumps(ROWS[0]), "", row if isinstance(row, str) else json.dumps(row), json.dumps(ROWS[1])]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, lines[2]]))
+    with pytest.raises(ValueError, match="2 of 4 rows cannot be used") as caught:
+        load_problems(str(tmp_path / "a.jsonl"), **GSM8K)
+    _, first, second = str(caught.value).split("\n  ")
+    assert f"{tmp_path / 'a.jsonl'}:3: " in first
+    assert says in first
+    assert f"{tmp_path / 'a.jsonl'}:5: " in second
+
+
+def test_bad_rows_of_a_dataset_are_named_by_their_index(datasets, tmp_path):
+    rows = [*ROWS, {"question": "?", "answer": "none", "level": 0}]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    with pytest.raises(ValueError, match=r"a\.parquet row 4: the solution 'none' has no '####'"):
+        load_problems(str(tmp_path / "a.parquet"), **GSM8K)
+    with pytest.raises(
+        ValueError, match="no column 'prompt', it has question, answer, level; set prompt_col"
+    ):
+        load_problems(str(tmp_path / "a.parquet"))
+
+
+def test_a_solution_without_a_way_to_its_answer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="solution_column='answer' holds no answer that could be found"):
+        load_problems("a.jsonl", answer_column=None, solution_column="answer")
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "word_problems"])
+def test_the_system_prompt_names_the_marker_that_answers_follow(name):
+    cfg = OmegaConf.load(CONF_DIR / "task" / f"{name}.yaml")
+    assert cfg.system_prompt.endswith(f"{cfg.answer_after}.")
+
+
+def test_the_package_brings_word_problems_whose_answers_are_right():
+    task = load_problems("example:word_problems.jsonl", **GSM8K)
+    assert len(task) == len({problem.prompt for problem in problems(task)}) == 48
+    for problem in problems(task):
+        *steps, last = problem.solution.split("\n")
+        assert last == f"#### {problem.answer}"
+        assert problem.answer.replace(",", "").isdigit()
+        assert problem.answer.replace(",", "") in " ".join(steps).replace(".", "").split()
+    with pytest.raises(ValueError, match="there is no 'example:other'; the package brings example:word_prob"):
+        load_problems("example:other", **GSM8K)

@@ -1,0 +1,172 @@
+"""Preferences from a file of JSON lines."""
+
+import json
+import random
+
+import pytest
+
+from lit_rlkv.data.pairs import preference_pair
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.tasks import FiniteTask, Preferences, Recall, read_preferences
+from lit_rlkv.tasks.preferences import parse_pair
+from lit_rlkv.tasks.rows import Table
+from lit_rlkv.types import Message, PreferencePair, Problem
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASK = {"role": "user", "content": "Sky?"}
+BLUE, GREEN = ({"role": "assistant", "content": color} for color in ("Blue.", "Green."))
+SKY = (Message("user", "Sky?"),)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(*lines):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
+        return path
+
+    return to_file
+
+
+def line(prompt="1+1=", chosen="2", rejected="3"):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_lines_become_problems_whose_solution_is_the_chosen_side(write):
+    task = read_preferences(write(line(), "", line("2+2=", " 4", "5\n") | {"score": 7}))
+    assert isinstance(task, FiniteTask)
+    assert [task.at(index) for index in range(len(task))] == [
+        Problem("1+1=", "2", "2"),
+        Problem("2+2=", " 4", " 4"),
+    ]
+    assert task.sample(random.Random(0)) in (task.at(0), task.at(1))
+    assert "pairs.jsonl" in repr(task)
+
+
+def test_preferences_do_not_say_what_is_right_and_other_tasks_do(write):
+    assert not read_preferences(write(line())).is_verifiable
+    assert Recall().is_verifiable
+
+
+def test_only_the_chosen_text_scores(write):
+    task = read_preferences(write(line("Sky?", " It is blue.", "It is green.")))
+    assert task.score(task.at(0), "It is blue.\n") == 1.0
+    assert task.score(task.at(0), "It is blue") == 0.0
+    assert task.score(task.at(0), "It is green.") == 0.0
+
+
+def test_a_corruption_is_the_rejected_side_of_that_very_pair(write):
+    # One prompt three times; the second pair is the first one turned around.
+    task = read_preferences(write(line("?", "a", "b"), line("?", "b", "a"), line("?", "c", "a")))
+    for seed in range(20):
+        corruptions = [task.corrupt(task.at(index), random.Random(seed)) for index in range(3)]
+        assert corruptions == ["b", "a", "a"]
+
+
+def test_a_side_preferred_to_several_is_set_against_each_of_them(write):
+    task = read_preferences(write(line("?", "a", "b"), line("?", "a", "c")))
+    assert {task.corrupt(task.at(0), random.Random(seed)) for seed in range(20)} == {"b", "c"}
+
+
+@pytest.mark.parametrize("prompt", ["Sky?", [ASK]])
+def test_every_pair_passes_the_check_of_pairs(write, prompt):
+    task = read_preferences(write(line(prompt, "Blue.", "Green.")))
+    pair = preference_pair(task, task.at(0), random.Random(0))
+    assert (pair.chosen, pair.rejected) == ("Blue.", "Green.")
+
+
+def test_a_stream_of_problems_visits_every_pair_of_its_split(write):
+    chats = [line([{"role": "user", "content": f"{n}?"}], [BLUE], [GREEN]) for n in range(40)]
+    task = read_preferences(write(*chats))
+    train, held_out = (PromptSource(task, split=split, seed=0) for split in ("train", "eval"))
+    assert train.size + held_out.size == 40
+    seen = [problem.prompt for problem in train.take(train.size) + held_out.take(held_out.size)]
+    assert sorted(prompt[0].content for prompt in seen) == sorted(f"{n}?" for n in range(40))
+
+
+@pytest.mark.parametrize(
+    ("entry", "prompt"),
+    [
+        (line("Sky?", "Blue.", "Green."), "Sky?"),
+        (line([ASK], [BLUE], [GREEN]), SKY),
+        (line("Sky?", [BLUE], [GREEN]), "Sky?"),
+        (line([ASK], "Blue.", [GREEN]), SKY),
+        (line([SYSTEM, ASK], [BLUE], [GREEN]), (Message("system", "Be brief."), *SKY)),
+        ({"chosen": [ASK, BLUE], "rejected": [ASK, GREEN]}, SKY),
+        (line(None, [ASK, BLUE], [ASK, GREEN]), SKY),
+        (line("Sky? ", [ASK, BLUE], [ASK, GREEN]), SKY),
+        (line([ASK], [ASK, BLUE], [ASK, GREEN]), SKY),
+        (
+            {"chosen": [ASK, GREEN, ASK, BLUE], "rejected": [ASK, GREEN, ASK, GREEN]},
+            (*SKY, Message("assistant", "Green."), *SKY),
+        ),
+    ],
+)
+def test_a_pair_is_text_or_chat_with_its_prompt_apart_or_inside(entry, prompt):
+    assert parse_pair(entry) == PreferencePair(prompt, "Blue.", "Green.")
+
+
+def role(name):
+    return {"role": name, "content": "..."}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{oops", "not JSON"),
+        ([1, 2], "got a list; write one JSON object per line"),
+        ({"prompt": "?"}, "missing chosen and rejected; a preference needs both sides"),
+        ({"prompt": "?", "chosen": "a"}, "missing rejected"),
+        ({"chosen": "a b", "rejected": "a c"}, "missing prompt; only whole conversations do without"),
+        ({"chosen": [BLUE], "rejected": [GREEN]}, "missing prompt"),
+        (line(chosen=2), "chosen is 2, which is neither a text nor chat messages"),
+        (line(rejected=[]), r"rejected is \[\], which is neither"),
+        (line(prompt={"role": "user", "content": "?"}), "prompt is {.*, which is neither"),
+        (line([{"role": "user"}]), "prompt is .*, which is neither"),
+        (line([{"role": "user", "content": ["?"]}]), "prompt is .*, which is neither"),
+        (line([role("tool"), ASK]), "prompt has messages of role 'tool'; a chat has system, user, assistant"),
+        (line([ASK, BLUE]), "the prompt ends in a message of role 'assistant'; end it in one of the user"),
+        (line([ASK], [ASK], [GREEN]), "chosen ends in a message of role 'user'"),
+        (line([ASK], [BLUE], [role("system")]), "rejected ends in a message of role 'system'"),
+        (line([ASK], [BLUE, BLUE], [GREEN]), "differ before their last message"),
+        ({"chosen": [ASK, BLUE], "rejected": [SYSTEM, ASK, GREEN]}, "differ before their last message"),
+        (line("?", [ASK, BLUE], "Green."), "differ before their last message"),
+        (line("Sea?", [ASK, BLUE], [ASK, GREEN]), "prompt is not what chosen and rejected have before"),
+        (line([SYSTEM, ASK], [ASK, BLUE], [ASK, GREEN]), "prompt is not what chosen and rejected have"),
+        (line(prompt=" "), "the prompt is empty"),
+        (line([{"role": "user", "content": ""}]), "the prompt is empty"),
+        (line(chosen=""), "chosen is empty"),
+        (line(rejected=[{"role": "assistant", "content": "\n"}]), "rejected is empty"),
+        (line(rejected="2"), "both sides are equal, so there is nothing to prefer; drop the line or mend it"),
+        (line(rejected=" 2\n"), "both sides are equal"),
+        ({"chosen": [ASK, BLUE], "rejected": [ASK, BLUE]}, "both sides are equal"),
+    ],
+)
+def test_a_bad_line_is_named(write, bad, message):
+    with pytest.raises(ValueError, match=f"pairs.jsonl:3: .*{message}"):
+        read_preferences(write(line(), "", bad, line()))
+
+
+def test_all_bad_lines_are_counted_before_any_work(write):
+    lines = [line(), *(line(rejected="2") for _ in range(6)), "{", line()]
+    with pytest.raises(ValueError, match="7 of 9 rows cannot be used, the first 5 are") as caught:
+        read_preferences(write(*lines))
+    assert "jsonl:6:" in str(caught.value)
+    assert "jsonl:7:" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        read_preferences(tmp_path / "nowhere.jsonl")
+
+
+def test_an_empty_file_is_refused(write):
+    with pytest.raises(ValueError, match="has no lines"):
+        read_preferences(write("", " "))
+
+
+def test_no_pairs_are_refused():
+    with pytest.raises(ValueError, match="'nothing' holds no rows, so there is nothing to train on"):
+        Preferences(Table("nothing", [], []))

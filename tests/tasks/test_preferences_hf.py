@@ -1,0 +1,148 @@
+"""Preferences from datasets of the optional package, all on this machine."""
+
+import json
+import random
+import sys
+
+import pytest
+
+from lit_rlkv.tasks import load_preferences
+from lit_rlkv.types import Message, Problem
+
+ROWS = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"} for n in range(4)]
+ASK = {"role": "user", "content": "Sky?"}
+CHATS = [
+    {"chosen": [ASK, {"role": "assistant", "content": "Blue."}]}
+    | {"rejected": [ASK, {"role": "assistant", "content": color}]}
+    for color in ("Green.", "Red.")
+]
+
+
+def problems(task):
+    return [task.at(index) for index in range(len(task))]
+
+
+def expected(rows):
+    return [Problem(row["prompt"], row["chosen"], row["chosen"]) for row in rows]
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[data\]"'):
+        load_preferences("owner/name")
+    assert problems(load_preferences(write_lines(tmp_path / "a.jsonl", ROWS))) == expected(ROWS)
+
+
+def test_pairs_of_another_split_may_be_held_out(datasets, tmp_path):
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=rows.select([0, 1, 2]), test=rows.select([3])).save_to_disk(tmp_path / "a")
+    task = load_preferences(str(tmp_path / "a"), eval_split="test")
+    assert problems(task) == expected(ROWS)
+    assert task.n_held_out == 1
+    assert task.place(3) == f"{tmp_path / 'a'} test row 0"
+
+
+def test_pairs_whose_prompt_is_held_out_are_neither_trained_on_nor_rejected_from(datasets, tmp_path, caplog):
+    train = [*ROWS[:2], ROWS[3] | {"rejected": "9"}, ROWS[2]]
+    both = {"train": train, "test": [ROWS[3], ROWS[3] | {"rejected": "8"}]}
+    datasets.DatasetDict(
+        {split: datasets.Dataset.from_list(rows) for split, rows in both.items()}
+    ).save_to_disk(tmp_path / "a")
+    task = load_preferences(str(tmp_path / "a"), eval_split="test")
+    assert problems(task) == expected([*ROWS[:3], ROWS[3], ROWS[3]])
+    assert [task.place(index).rpartition(" ")[2] for index in range(5)] == ["0", "1", "3", "0", "1"]
+    assert {task.corrupt(task.at(3), random.Random(seed)) for seed in range(20)} == {"7", "8"}
+    assert "1 rows of" in caplog.text
+    with pytest.raises(ValueError, match="is also held out; give another eval_split"):
+        load_preferences(str(tmp_path / "a"), eval_split="train")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])
+def test_rows_become_problems_wherever_they_lie(datasets, tmp_path, kind):
+    rows, path = datasets.Dataset.from_list(ROWS), str(tmp_path / f"data.{kind}")
+    if kind in ("jsonl", "json"):
+        write_lines(tmp_path / f"data.{kind}", ROWS)
+    elif kind == "parquet":
+        rows.to_parquet(path)
+    elif kind == "folder":
+        write_lines(tmp_path / "data.folder" / "train.jsonl", ROWS)
+        write_lines(tmp_path / "data.folder" / "test.jsonl", ROWS[:1])
+    elif kind == "saved":
+        rows.save_to_disk(path)
+    else:
+        datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(path)
+    task = load_preferences(path)
+    assert problems(task) == expected(ROWS)
+    assert not task.is_verifiable
+    if kind in ("folder", "saved splits"):
+        assert problems(load_preferences(path, split="test")) == expected(ROWS[:1])
+
+
+def test_a_split_may_be_a_slice(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", ROWS)
+    assert problems(load_preferences(path, split="train[1:3]")) == expected(ROWS[1:3])
+
+
+def test_columns_may_have_other_names(datasets, tmp_path):
+    renamed = [{"q": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in ROWS]
+    path = write_lines(tmp_path / "data.jsonl", [row | {"prompt": 7} for row in renamed])
+    columns = {"prompt_column": "q", "chosen_column": "good", "rejected_column": "bad"}
+    assert problems(load_preferences(path, **columns)) == expected(ROWS)
+
+
+def test_conversations_hold_their_prompt(datasets, tmp_path):
+    datasets.Dataset.from_list(CHATS).save_to_disk(tmp_path / "chats")
+    task = load_preferences(str(tmp_path / "chats"), prompt_column=None)
+    assert problems(task) == [Problem((Message("user", "Sky?"),), "Blue.", "Blue.")] * 2
+
+
+def test_a_text_column_beside_conversations_does_not_get_in_the_way(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", [row | {"prompt": "Sky?"} for row in CHATS])
+    assert load_preferences(path).at(0).prompt == (Message("user", "Sky?"),)
+
+
+def test_a_missing_column_is_named_with_those_that_exist(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", CHATS)
+    message = "no column 'prompt', it has chosen, rejected; set prompt_column, .* with prompt_column=null"
+    with pytest.raises(ValueError, match=message):
+        load_preferences(path)
+
+
+def test_bad_rows_are_named_by_their_index(datasets, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", [*ROWS, ROWS[0] | {"rejected": "0"}])
+    with pytest.raises(ValueError, match=r"data.jsonl:5: both sides are equal"):
+        load_preferences(path)
+
+
+def test_a_dataset_without_rows_is_refused(datasets, tmp_path):
+    datasets.Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"cannot load split 'train' of .*none.parquet"):
+        load_preferences(str(tmp_path / "none.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "test"}, "cannot load split 'test' of .*data.jsonl'"),
+        ({"dataset": "saved", "split": "test"}, "cannot load split 'test' of .*it was saved with train;"),
+        ({"dataset": "folder", "name": "other"}, "cannot load split 'train' of .*other"),
+        ({"dataset": "broken.jsonl"}, "broken.jsonl:1: not JSON"),
+        ({"dataset": "data.txt"}, "is no file that can be read; convert it to .parquet or .json or .jsonl"),
+        ({"dataset": "nowhere"}, "cannot load split 'train' of .*nowhere.*give a name on the hub, a folder"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_one_error(datasets, tmp_path, options, message):
+    write_lines(tmp_path / "data.jsonl", ROWS)
+    write_lines(tmp_path / "folder" / "train.jsonl", ROWS)
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "data.txt").write_text("?")
+    options = {"dataset": "data.jsonl"} | options
+    with pytest.raises(ValueError, match=message):
+        load_preferences(**options | {"dataset": str(tmp_path / options["dataset"])})
