@@ -31,10 +31,9 @@ from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, build_context
 from lit_rlkv.runs.launch import make_fabric
 from lit_rlkv.runs.policy import make_policy
-from lit_rlkv.runs.run_logger import start_logger
 from lit_rlkv.runs.starting_model import find_starting_model
+from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
 from lit_rlkv.stages.rl import train_policy
-from lit_rlkv.stages.run import Run, make_diagnostics
 from lit_rlkv.stages.sft import run_sft
 
 PHASES = ("rollout", "score", "reward", "update")
@@ -143,17 +142,17 @@ class TimedCheckpoints(CheckpointDir):
 
 def measure(cfg: DictConfig, run_dir: Path) -> tuple[dict[str, float], int]:
     """Seconds by part of the iterations of a run but the first, and how many these were."""
-    parts = build_context(cfg, make_fabric(cfg))
-    start = find_starting_model(cfg, run_dir) or run_sft(parts, [])
-    clock, console = Clock(), Console(quiet=True)
+    context = build_context(cfg, make_fabric(cfg))
+    start = find_starting_model(cfg, run_dir) or run_sft(context, [])
+    clock = Clock()
     marks = Marks(clock)
     run_dir.mkdir(parents=True, exist_ok=True)
+    run = TrainingRun(context, run_dir, Console(quiet=True), Interruption())
     checkpoints = TimedCheckpoints(run_dir / CHECKPOINTS, clock)
-    with parts.panel, start_logger(parts, run_dir, 0, console) as logger:
-        run = Run(parts, run_dir, checkpoints, None, logger, console, Interruption())
-        module = make_policy(parts, start)
+    with run.open():
+        module = make_policy(context, start)
         callbacks = [Timed(one, clock) for one in run.callbacks(make_diagnostics(cfg, module))]
-        train_policy(parts, module, [marks, *callbacks], checkpoints, None)
+        train_policy(context, module, [marks, *callbacks], checkpoints, None)
     return marks.found, marks.n_iterations
 
 

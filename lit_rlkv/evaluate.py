@@ -7,11 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_command_line
+from lit_rlkv.cli import compose_arguments, exit_in_one_line
+from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.commands import check_draws, check_evaluation
 from lit_rlkv.evaluation.estimates import Estimates, estimate
 from lit_rlkv.evaluation.evaluator import Sample
@@ -112,21 +112,10 @@ def _check_writable(run_dir: Path) -> None:
 
 
 def main() -> None:
-    """The command line: mistakes end in one line, before any work."""
-    try:
-        check_command_line("evaluate", sys.argv[1:])
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    run_command_line()
-
-
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="evaluate")
-def run_command_line(asked: DictConfig) -> None:
-    """What a command line that composes asks for."""
-    try:
+    """Run the command line. A mistake of the user ends it in one line, before any work."""
+    with exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
+        asked, _ = compose_arguments("evaluate", sys.argv[1:])
         found = evaluate(asked)
-    except (ConfigError, MemoryExhaustedError, RewardsFailedError) as error:
-        sys.exit(f"error: {error}")
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH

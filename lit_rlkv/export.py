@@ -5,12 +5,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.config import CONF_DIR, ConfigError, as_config_errors, check_command_line
+from lit_rlkv.cli import compose_arguments, exit_in_one_line
+from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.commands import check_export
 from lit_rlkv.files import atomic_dir
 from lit_rlkv.models.layouts import CRITICS
@@ -70,21 +70,10 @@ def _manifest(run: SavedRun) -> dict[str, str | int]:
 
 
 def main() -> None:
-    """The command line: mistakes end in one line, before any work."""
-    try:
-        check_command_line("export", sys.argv[1:])
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    run_command_line()
-
-
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="export")
-def run_command_line(asked: DictConfig) -> None:
-    """What a command line that composes asks for."""
-    try:
+    """Run the command line. A mistake of the user ends it in one line, before any work."""
+    with exit_in_one_line(ConfigError):
+        asked, _ = compose_arguments("export", sys.argv[1:])
         folder, exported = export(asked)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
     console = Console()
     console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")
     if not exported.has_adapter:

@@ -83,7 +83,7 @@ def test_without_a_warm_model_rl_is_refused_before_any_work(tmp_path):
 def test_lengths_that_cannot_work_are_refused_before_training(tmp_path, option, says):
     with pytest.raises(ConfigError, match=says):
         run(tmp_path, "run", option)
-    assert not (tmp_path / "warm").exists()
+    assert not (tmp_path / "sft_models").exists()
 
 
 def test_a_diagnostic_that_cannot_measure_the_policy_is_refused_before_it_is_evaluated(warm):
@@ -156,7 +156,7 @@ def test_what_the_device_cannot_do_is_refused_before_any_work(tmp_path, options,
     with pytest.raises(ConfigError, match=says):
         run(tmp_path, "run", *options)
     set_kernels("auto")
-    assert not (tmp_path / "warm").exists()
+    assert not (tmp_path / "sft_models").exists()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -230,7 +230,7 @@ def test_a_run_that_fails_before_it_writes_leaves_no_folder(tmp_path, monkeypatc
         assert (tmp_path / "run").is_dir()  # Hydra has made it
         raise failure
 
-    monkeypatch.setattr("lit_rlkv.fit.check_config", fail)
+    monkeypatch.setattr("lit_rlkv.runs.session.check_config", fail)
     monkeypatch.setattr("sys.argv", ["fit", *TINY, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run"])
     with pytest.raises(SystemExit):
         main()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.faults import EXIT_CODE
-from lit_rlkv.fit import ASKED
+from lit_rlkv.runs.session import INTERRUPTED
 from tests.tiny import TINY, run, said_by
 
 ROOT = Path(__file__).parent.parent
@@ -96,12 +96,12 @@ def test_a_signal_ends_all_ranks_between_the_caches_of_an_evaluation(warm):
     process.send_signal(signal.SIGTERM)
     said = said_by(process)
     assert process.returncode == EXIT_CODE, said
-    assert (folder / ASKED).exists()
+    assert (folder / INTERRUPTED).exists()
     assert json.loads((folder / "evaluation.json").read_text())["before"] == []  # it was still at that
     process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
     said = said_by(process)
     assert process.returncode == 0, said
-    assert not (folder / ASKED).exists()
+    assert not (folder / INTERRUPTED).exists()
     assert n_rows(folder) == 2
 
 
@@ -119,7 +119,7 @@ def test_a_signal_ends_all_ranks_between_the_caches_of_an_evaluation(warm):
 def test_a_job_goes_on_if_the_run_says_that_it_was_asked_to_end(
     tmp_path, code, leaves_note, ends_with, is_requeued
 ):
-    note = tmp_path / "runs" / "mine" / ASKED
+    note = tmp_path / "runs" / "mine" / INTERRUPTED
     note.parent.mkdir(parents=True)
     note.touch()  # of the time before: a job that cannot start would else be requeued for ever
     activate = tmp_path / ".venv" / "bin" / "activate"

@@ -103,7 +103,7 @@ def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
     process = start(*arguments)
     said = said_by(process)
     assert process.returncode == 0, said
-    assert f"go on after iteration {n_done}" in said
+    assert f"resume after iteration {n_done}" in said
     assert seconds_of(folder, "rl") > stopped_after_s
     assert_same_run(folder, warm / "straight")
 
@@ -125,7 +125,7 @@ def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(w
     said_by(works)
     command = [sys.executable, "-m", "lit_rlkv.fit", f"resume={folder}", "stages=[eval]"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
-    assert "go on after iteration" in said
+    assert "resume after iteration" in said
     assert (folder / "report.html").is_file()
     assert load_config(folder).stages == [
         "rl",

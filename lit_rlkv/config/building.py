@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
+from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -154,7 +154,8 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
     plain = [choice for choice in groups if choice.split("=")[0] not in PRESETS]
     _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
-    declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
     known = set(_paths(OmegaConf.to_container(declared)))
     # A diagnostic that is left out has no keys.
     known |= {f"diagnostics.{name}" for name in declared.diagnostics if cfg.diagnostics.get(name, 0) is None}

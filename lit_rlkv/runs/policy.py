@@ -12,6 +12,7 @@ from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.rng import derive_seed
+from lit_rlkv.runs.checkpoint import Checkpoint, load_trainable
 from lit_rlkv.runs.context import RunContext, load_backbone
 from lit_rlkv.runs.shard_backbone import shard
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
@@ -109,3 +110,13 @@ def value_shadow(parts: RunContext) -> bool:
     if correction.samples_dense or parts.cache.is_dense:
         return bool(correction.replays)
     return bool(parts.cfg.roles.value_view == "shadow")
+
+
+def load_policy_weights(module: PolicyModule, checkpoint: Checkpoint) -> None:
+    """Load the trained parameters of a checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint holds other parameters than the module trains.
+    """
+    with as_config_errors(str(checkpoint.path)):
+        load_trainable(module, checkpoint.weights())

@@ -17,8 +17,8 @@ from lit_rlkv.runs.saver import REWARD_MODEL
 REWARD_HEAD = "reward_head.safetensors"
 SFT_FORMAT = 1
 """Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
-SFT_MODELS, SFT_DONE = "warm", "warm.json"
-"""The folder of all warm models, and the file that each of them has."""
+SFT_MODELS, SFT_DONE = "sft_models", "sft.json"
+"""The shared folder of all SFT models, and the file that marks a finished one."""
 
 
 def critic_dir(start: str | Path) -> str | Path:

@@ -1,10 +1,11 @@
-"""Score a policy on held-out prompts, dense and at each budget of each policy."""
+"""The evaluation stage: accuracy on held-out prompts by cache, and the quality of the reward model."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.building import as_config_errors
@@ -18,12 +19,47 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, switched
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles, acting_as, make_head
+from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.reporting.final import final_metrics
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import RunContext, load_backbone
 from lit_rlkv.runs.shard_backbone import shard
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
+from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.types import EvalRow, PreferencePair, Rollout
+
+
+def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str | Path) -> None:
+    """Score the reward model and the policy that training starts from, unless an earlier process did.
+
+    The policy is scored again where the evaluation's settings have changed since.
+    """
+    context, results = run.context, run.results
+    if results.reward_model is None:
+        with run.timed("eval"):
+            results.reward_model = report_on_reward(context, module.roles, start)
+    if "rl" not in context.cfg.stages and run.resume_from is None:
+        return  # evaluate_after_training scores the same policy
+    settings = cast(dict[str, Any], OmegaConf.to_container(context.cfg.evaluation, resolve=True))
+    settings.pop("batch_size")  # changes no result
+    if results.before and results.settings in ({}, settings):
+        return
+    run.console.print("[bold]eval[/] before training")
+    with run.timed("eval"):
+        results.before, results.rollout = evaluate_policy(context, module.roles, run.interruption)
+        results.settings = settings
+
+
+def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
+    """Score the policy as it is now and save all results of the run."""
+    context, results = run.context, run.results
+    run.console.print("[bold]eval[/]" + (" after training" if "rl" in context.cfg.stages else ""))
+    with run.timed("eval"):
+        results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
+    budget = None if context.cache.is_dense else context.cache.budget
+    results.final = final_metrics(results.before, results.after, budget)
+    run.save_results(must_succeed=True)
 
 
 def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) -> list[CacheSpec]:

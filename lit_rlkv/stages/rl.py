@@ -13,9 +13,9 @@ from lit_rlkv.faults import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_trainable
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import RunContext
-from lit_rlkv.runs.policy import value_shadow
+from lit_rlkv.runs.policy import load_policy_weights, value_shadow
 from lit_rlkv.runs.saver import Saver
 from lit_rlkv.trainer import train
 
@@ -89,8 +89,8 @@ def train_policy(
     )
     module.loss_terms = loss_terms_of(callbacks)
     if resume_from is not None:
+        load_policy_weights(module, resume_from)
         with as_config_errors(str(resume_from.path)):
-            load_trainable(module, resume_from.weights())
             datamodule.load_state_dict(resume_from.data_state)
 
     train(

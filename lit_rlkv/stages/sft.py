@@ -23,6 +23,8 @@ from lit_rlkv.models.backbone import check_length, text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.reporting.metrics_file import MetricsFile
+from lit_rlkv.reporting.progress import ProgressBar
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import load_trainable
 from lit_rlkv.runs.context import RunContext, load_backbone
@@ -30,9 +32,31 @@ from lit_rlkv.runs.saver import REWARD_MODEL
 from lit_rlkv.runs.sft_progress import SFTProgress
 from lit_rlkv.runs.shard_backbone import shard
 from lit_rlkv.runs.starting_model import SFT_DONE, load_reward_head, sft_model_dir
+from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.stages.on_policy_pairs import on_policy_preference_pairs
 from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import train
+
+SFT_WORK = "sft"
+"""Folder in a run for the checkpoints of its SFT stage."""
+
+
+def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Path:
+    """Return the model that RL and evaluation start from; train it by SFT where there is none yet."""
+    if start is None:
+        run.console.print("[bold]sft[/] supervised fine-tuning (its model is kept for later runs)")
+        with run.timed("sft"):
+            every = run.context.cfg.callbacks.checkpoint_every
+            progress = SFTProgress(run.context.fabric, run.run_dir / SFT_WORK, every)
+            callbacks = [
+                ProgressBar("sft", run.console),
+                MetricsFile(run.own_dir / "sft_metrics.csv", progress.resumed_at),
+            ]
+            start = run_sft(run.context, callbacks, progress, run.interruption)
+    else:
+        run.console.print(f"start from {start}")
+    run.keep_backbone(Path(start))
+    return start
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def test_ranks_warm_up_together_and_leave_the_model_of_one(tmp_path):
     run_on_ranks(tmp_path / "two", "run", 2, *options)
     run(tmp_path / "other", "run", *options, "sft.seed=1")
     one, two, other = (
-        load_file(next((tmp_path / name / "warm").iterdir()) / "model.safetensors")
+        load_file(next((tmp_path / name / "sft_models").iterdir()) / "model.safetensors")
         for name in ("one", "two", "other")
     )
     for name, value in one.items():

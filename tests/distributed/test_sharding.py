@@ -90,7 +90,8 @@ def test_a_warm_up_and_an_evaluation_are_those_of_one_process(tmp_path):
     run(tmp_path / "one", "run", *options)
     run_on_ranks(tmp_path / "two", "run", 2, *options, *SHARDED)
     one, two = (
-        load_file(next((tmp_path / name / "warm").iterdir()) / "model.safetensors") for name in ("one", "two")
+        load_file(next((tmp_path / name / "sft_models").iterdir()) / "model.safetensors")
+        for name in ("one", "two")
     )
     for name, value in one.items():
         torch.testing.assert_close(value, two[name], rtol=1e-6, atol=1e-8)

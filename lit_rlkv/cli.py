@@ -1,0 +1,42 @@
+"""What all command lines share: compose the config, and end a user's mistake in one line."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import hydra
+from omegaconf import DictConfig, open_dict, read_write
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line
+
+
+def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:
+    """Return the composed config and Hydra's own node; --help and --cfg print and exit instead.
+
+    Args:
+        name: of the config in conf/.
+
+    Raises:
+        ConfigError: the arguments do not compose.
+    """
+    composed = check_command_line(name, arguments)
+    if composed is None:
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(_refuse)()
+        sys.exit()
+    hydra_cfg = composed.hydra
+    with read_write(composed), open_dict(composed):
+        del composed["hydra"]
+    return composed, hydra_cfg
+
+
+def _refuse(cfg: DictConfig) -> None:
+    raise ConfigError(f"{' '.join(sys.argv[1:])}: only --help, --info and --cfg are options; see --help")
+
+
+@contextmanager
+def exit_in_one_line(*kinds: type[BaseException]) -> Iterator[None]:
+    """End the process with `error: ...` and exit code 1 on errors of these kinds."""
+    try:
+        yield
+    except kinds as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,213 @@
+"""A training run in progress: its folder, what it has found so far, its callbacks and its report."""
+
+import logging
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
+from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.faults import Interruption
+from lit_rlkv.files import atomic_dir, link_tree, write_atomically
+from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.reporting.axes import SECONDS, RunAxes, place_of
+from lit_rlkv.reporting.logging_callback import LoggingCallback
+from lit_rlkv.reporting.metrics_file import MetricsFile
+from lit_rlkv.reporting.progress import ProgressBar
+from lit_rlkv.reporting.report import Picture, RunReport, figures, write_report
+from lit_rlkv.reporting.samples import Samples
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
+from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
+from lit_rlkv.runs.environment import installed
+from lit_rlkv.runs.launch import broadcast_from_rank_zero
+from lit_rlkv.runs.results import Results
+from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
+from lit_rlkv.runs.run_logger import log_outcome, start_logger
+from lit_rlkv.runs.saver import newest
+from lit_rlkv.runs.starting_model import SFT_DONE
+from lit_rlkv.types import Rollout
+
+log = logging.getLogger(__name__)
+RANKS = "ranks"
+"""Folder in a run for the metrics of each rank but the first."""
+
+
+class TrainingRun:
+    """The folder of a run on every rank, from its last checkpoint on.
+
+    Making one opens the folder: it reads the newest checkpoint and earlier results, and rank 0 writes the
+    config. Use it as a context manager, which opens and closes the logger and the reward workers.
+
+    Args:
+        run_dir: the same on all ranks.
+        console: where rank 0 prints.
+
+    Raises:
+        ConfigError: no checkpoint of the folder is whole, or the logger's settings are wrong.
+    """
+
+    def __init__(
+        self, context: RunContext, run_dir: Path, console: Console, interruption: Interruption
+    ) -> None:
+        cfg, fabric = context.cfg, context.fabric
+        self.context = context
+        self.run_dir = run_dir
+        self.console = console
+        self.interruption = interruption
+        self.is_rank_zero = fabric.is_global_zero
+        keep = cfg.callbacks
+        retention = RetentionPolicy(keep.keep_last, keep.keep_best, keep.best_metric, keep.best_mode)
+        self.checkpoints = CheckpointDir(run_dir / CHECKPOINTS, retention)
+        self.resume_from = broadcast_from_rank_zero(fabric, lambda: newest(self.checkpoints))
+        if self.resume_from is not None:
+            console.print(f"resume after iteration {self.resume_from.iteration} of {run_dir}")
+            warn_of_other_ranks(self.resume_from, fabric.world_size)
+        self.resumed_at = 0 if self.resume_from is None else self.resume_from.iteration
+        fabric.barrier()  # every rank has read the folder before rank 0 writes to it
+        if self.is_rank_zero:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            saved = config_to_save(cfg, run_dir)
+            write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(saved, resolve=True))
+        self.logger = start_logger(context, run_dir, self.resumed_at, console)
+        self.own_dir = run_dir if self.is_rank_zero else run_dir / RANKS / str(fabric.global_rank)
+        self.own_dir.mkdir(parents=True, exist_ok=True)
+        self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir))
+        self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at)
+        self.samples = Samples(
+            self.own_dir, n=keep.n_samples, every_n_iterations=keep.samples_every, console=console
+        )
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Open the logger and the reward workers; on several ranks, delay signals until all ranks agree."""
+        is_distributed = self.context.fabric.world_size > 1
+        with self.context.panel, self.logger, self.interruption.held(is_distributed):
+            yield
+
+    def raise_if_interrupted(self) -> None:
+        """End the run here if any rank received a signal; every rank must call it.
+
+        Raises:
+            InterruptedRunError: a signal was received.
+        """
+        self.interruption.end_if_asked(self.context.fabric)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the seconds of the block to a stage and save the results, also if the block fails."""
+        seconds, started_at = self.results.stage_seconds, time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started_at
+            self.save_results()
+
+    def save_results(self, *, must_succeed: bool = False) -> None:
+        """Write the results so far. A full disk costs a warning; the last save tries again."""
+        if not self.is_rank_zero:
+            return
+        try:
+            self.results.save(self.run_dir)
+        except OSError as error:
+            if must_succeed:
+                raise
+            log.warning("%s in %s cannot be written: %s", EVALUATION, self.run_dir, error)
+
+    def keep_trained_seconds(self) -> None:
+        """Count the training time that the metrics file knows of: a killed process saved no stage time."""
+        trained_s = place_of(self.metrics.history)[SECONDS]
+        seconds = self.results.stage_seconds
+        seconds["rl"] = max(seconds["rl"], trained_s)
+        self.save_results()
+
+    def keep_backbone(self, start: Path) -> None:
+        """Link the SFT model into the run, so that its checkpoints outlive the shared folder of SFT models."""
+        is_sft_model = (start / SFT_DONE).is_file()
+        if self.is_rank_zero and is_sft_model and not (self.run_dir / BACKBONE / SFT_DONE).is_file():
+            with atomic_dir(self.run_dir / BACKBONE) as partial:
+                link_tree(start, partial)
+        self.context.fabric.barrier()
+
+    def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
+        """All callbacks of training in calling order: first those that add metrics, last those that show them."""
+        distillation = self.context.cfg.distillation
+        return [
+            RolloutStatistics(),
+            RunAxes(self.metrics.history),
+            *diagnostics,
+            DiagnosticsFile(self.own_dir, diagnostics, self.resumed_at),
+            *([] if distillation is None else [build(distillation)]),
+            self.metrics,
+            LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw),
+            self.samples,
+            ProgressBar(console=self.console),
+        ]
+
+    def write_report(self) -> None:
+        """Write report.html and send the outcome to the logger; only rank 0 does."""
+        if self.is_rank_zero:
+            report = make_report(self.context, self.results, self.metrics, self.samples, self.run_dir)
+            pictures = figures(report)
+            write_report(self.run_dir / REPORT, report, pictures)
+            log_outcome(
+                self.logger,
+                {"before": self.results.before, "after": self.results.after},
+                self.results.final,
+                pictures,
+                place_of(self.metrics.history),
+                self.run_dir / REPORT,
+                self.checkpoints.latest(),
+            )
+        self.context.fabric.barrier()
+
+    def _draw(self, rollout: Rollout) -> list[Picture]:
+        results = replace(self.results, rollout=rollout)
+        return figures(make_report(self.context, results, self.metrics, self.samples, self.run_dir))
+
+
+def make_diagnostics(cfg: DictConfig, module: PolicyModule) -> list[Diagnostic]:
+    """Build the diagnostics of the config and try each on the policy.
+
+    Raises:
+        ConfigError: a diagnostic cannot measure this policy; without the trial, training would fail later.
+    """
+    diagnostics: list[Diagnostic] = [build(node) for node in cfg.diagnostics.values() if node is not None]
+    with as_config_errors("diagnostics"):
+        for diagnostic in diagnostics:
+            diagnostic.on_fit_start(None, module)
+    return diagnostics
+
+
+def make_report(
+    context: RunContext, results: Results, metrics: MetricsFile, samples: Samples, run_dir: Path
+) -> RunReport:
+    """Collect what the report shows of a run so far, finished or not."""
+    cfg, rollout = context.cfg, results.rollout
+    seen = [] if rollout is None else sorted(set(rollout.input_ids.flatten().tolist()))
+    packages = ("torch", "transformers", "peft", "lightning")
+    return RunReport(
+        title=run_dir.name,
+        config_yaml=OmegaConf.to_yaml(cfg, resolve=True),
+        history=metrics.history,
+        before=results.before,
+        after=results.after,
+        rollout=rollout,
+        token_labels={token: cast(str, context.tokenizer.decode([token])) for token in seen},
+        budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
+        interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
+        reward_model=results.reward_model,
+        stage_seconds=results.stage_seconds,
+        samples=samples.samples,
+        diagnostics=read_rows(run_dir / DIAGNOSTICS),
+        versions={"python": platform.python_version(), **installed(packages)},
+    )
