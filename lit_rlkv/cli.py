@@ -9,6 +9,9 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line
 
+VIEWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
+"""Hydra's options that print something and run nothing."""
+
 
 def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     """Return the composed config and Hydra's own node; --help and --cfg print and exit instead.
@@ -20,7 +23,7 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
         ConfigError: the arguments do not compose.
     """
     composed = check_command_line(name, arguments)
-    if composed is None:
+    if composed is None or {argument.partition("=")[0] for argument in arguments} & VIEWS:
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(_refuse)()
         sys.exit()
     hydra_cfg = composed.hydra

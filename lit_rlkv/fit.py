@@ -59,7 +59,7 @@ def main() -> None:
         log.error("the allocation that failed:", exc_info=error)
         sys.exit(f"error: {error}")
     except InterruptedRunError as error:
-        console.print(f"{error}: saved; exit code {EXIT_CODE}; resume with resume={run_dir}")
+        console.print(f"{error}: saved, exit code {EXIT_CODE}; resume=... resumes the run")
         # A launcher takes any other rank's code for a failure, and may end rank 0 before it is done.
         sys.exit(EXIT_CODE if not console.quiet else 0)
     finally:

@@ -143,7 +143,7 @@ class TrainBatch(TensorBatch):
     """Detached off-policy weight of each action."""
     loss_weight: Float[Tensor, "batch seq"]
     """Share of each action in the policy's loss of its optimizer step; 0 where it does not count."""
-    kl_weight: float | int
+    kl_coef: float | int
     """Of the KL to the reference in the loss, as it is in this iteration."""
     n_response_tokens: int
     """Actions in the whole optimizer step, the denominator of per-token metrics and of the value loss."""

@@ -9,8 +9,8 @@ from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.diagnostics.gradient import PartGradients, block_of
 from lit_rlkv.diagnostics.sketch import CountSketch
-from lit_rlkv.experience.advantages import Experience
-from lit_rlkv.experience.minibatches import Split
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.minibatches import RolloutSplit
 
 SIZES = (256, 1024, 4096, 16384)
 
@@ -31,7 +31,7 @@ class Sketches(RLCallback):
         self.n_seeds = n_seeds
         self.found: dict[str, Any] = {}
 
-    def on_update_start(self, experience: Experience, split: Split) -> None:
+    def on_update_start(self, experience: Experience, split: RolloutSplit) -> None:
         parts: list[Sized] = []
         for part in split(experience, self.exact.parts_of(experience)):
             gradients = [self.exact.of_batch(batch)[0]["loss"]["all"] for batch in part.batches]

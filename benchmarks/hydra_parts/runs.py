@@ -18,7 +18,6 @@ from lit_rlkv.data.demonstrations import WarmupBatch
 from lit_rlkv.data.pairs import DemonstrationBatch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.phases import Phases
 from lit_rlkv.experience.reward import RewardConfig
 from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.models.adapters import LoraSpec
@@ -88,7 +87,7 @@ def ppo_run(layout: str, setting: Setting) -> Run:
             PromptSource(task, split="train", seed=0),
             setting.cache,
             build(CORRECTION),
-            build(PPO.credit),
+            build(PPO.advantage),
             SamplingConfig(
                 n_prompts=batch, group_size=1, max_new_tokens=setting.response_len, temperature=1.0
             ),
@@ -97,7 +96,7 @@ def ppo_run(layout: str, setting: Setting) -> Run:
             kl=KLConfig(**PPO.kl),
             reward=RewardConfig(verifier=0.0, learned=1.0),
             on_rollout_end=[callback.on_rollout_end],
-            phases=Phases([], [callback.on_phase_end]),
+            on_phase_end=[callback.on_phase_end],
         )
 
     return Run(module, setting, make_data)

@@ -16,7 +16,7 @@ from lit_rlkv.diagnostics.cache import (
 from lit_rlkv.diagnostics.dead_attention import DeadAttention
 from lit_rlkv.diagnostics.positions import bin_starts
 from lit_rlkv.diagnostics.views import check_rows, rows_in_pass, spread_rows
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import dense_evicted_at

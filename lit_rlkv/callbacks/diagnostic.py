@@ -12,8 +12,8 @@ import torch
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import is_count
 from lit_rlkv.diagnostics.views import check_rows
-from lit_rlkv.experience.advantages import Experience
-from lit_rlkv.experience.minibatches import Split
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 
@@ -55,7 +55,7 @@ class Diagnostic(RLCallback):
             with self._timed(), torch.no_grad():
                 self.measure(experience)
 
-    def on_update_start(self, experience: Experience, split: Split) -> None:
+    def on_update_start(self, experience: Experience, split: RolloutSplit) -> None:
         if experience.iteration % self.every == 0:
             with self._timed():
                 self.measure_updates(experience, split)
@@ -63,7 +63,7 @@ class Diagnostic(RLCallback):
     def measure(self, experience: Experience) -> None:
         """Look at a rollout, without gradients; fill `scalars` and `arrays`."""
 
-    def measure_updates(self, experience: Experience, split: Split) -> None:
+    def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
         """Look at what is about to be learned from it; gradients may be taken, none left behind."""
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:

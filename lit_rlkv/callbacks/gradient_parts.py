@@ -12,7 +12,7 @@ from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.diagnostics.gradient import BLOCKS, block_of, chosen
 from lit_rlkv.diagnostics.sketch import CountSketch
 from lit_rlkv.distributed.ranks import over_ranks
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
 from lit_rlkv.modules.base import PolicyModule, StepOutputs

@@ -19,8 +19,8 @@ from lit_rlkv.callbacks.gradient_parts import (
 )
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.distributed.ranks import over_ranks
-from lit_rlkv.experience.advantages import Experience
-from lit_rlkv.experience.minibatches import Part, Split
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.minibatches import RolloutPart, RolloutSplit
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.modules.base import StepOutputs
 from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn, global_is_weights, unweighted
@@ -56,7 +56,7 @@ class GradientSources(GradientDiagnostic):
             )
         self.counterfactual = counterfactual
 
-    def measure_updates(self, experience: Experience, split: Split) -> None:
+    def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
         if not self.has_parts(experience):
             return
         module = self.policy
@@ -66,7 +66,7 @@ class GradientSources(GradientDiagnostic):
             self._decompose("gradient/counterfactual", experience, split, shadow=False)
         torch.clear_autocast_cache()
 
-    def _decompose(self, prefix: str, experience: Experience, split: Split, *, shadow: bool) -> None:
+    def _decompose(self, prefix: str, experience: Experience, split: RolloutSplit, *, shadow: bool) -> None:
         n_parts, response_mask = self.parts_of(experience), experience.rollout.response_mask
         log_ratio = experience.old_logps - experience.rollout.rollout_logps
         alike = replace(experience, weights=unweighted(log_ratio, response_mask))
@@ -82,7 +82,7 @@ class GradientSources(GradientDiagnostic):
             self.scalars[f"{prefix}/reweighting"] = total - rewarded
             self.scalars[f"{prefix}/total"] = total
 
-    def _variances(self, variants: Iterable[Sequence[Part]], n: int, *, shadow: bool) -> list[float]:
+    def _variances(self, variants: Iterable[Sequence[RolloutPart]], n: int, *, shadow: bool) -> list[float]:
         """Of the rollout's gradient in each of its n variants; none where too few parts count in one."""
         found = [PartGradients() for _ in range(n)]
         for parts in variants:
@@ -101,7 +101,7 @@ class GradientSources(GradientDiagnostic):
         losses = {str(i): own_term(self.policy, batch, outputs) for i, batch in enumerate(batches)}
         return outputs, losses
 
-    def _seen_densely(self, experience: Experience, split: Split, weigh: WeightFn) -> Experience:
+    def _seen_densely(self, experience: Experience, split: RolloutSplit, weigh: WeightFn) -> Experience:
         """The rollout as a dense learner would have taken it."""
         module, rollout, ref_logps = self.policy, experience.rollout, experience.ref_logps
         first = next(iter(split(experience, self.parts_of(experience))))
@@ -123,9 +123,7 @@ class GradientSources(GradientDiagnostic):
         if dense.kl_estimator is None or dense.ref_logps is None:
             return dense
         logps, response_mask = (dense.old_logps, dense.ref_logps), rollout.response_mask
-        return replace(
-            dense, kl_penalty=kl_penalty(dense.kl_estimator, *logps, response_mask, dense.kl_weight)
-        )
+        return replace(dense, kl_penalty=kl_penalty(dense.kl_estimator, *logps, response_mask, dense.kl_coef))
 
 
 def is_weighted(experience: Experience) -> bool:
@@ -135,7 +133,7 @@ def is_weighted(experience: Experience) -> bool:
     return bool(over_ranks(is_changed.any().long()) > 0)
 
 
-def rms_advantage(parts: Iterable[Part]) -> Float[Tensor, ""]:
+def rms_advantage(parts: Iterable[RolloutPart]) -> Float[Tensor, ""]:
     """√(Σ share·A² / Σ share) over the actions, by their shares in the loss of the rollout."""
     sums: Tensor | float = 0.0
     for part in parts:
@@ -147,7 +145,7 @@ def rms_advantage(parts: Iterable[Part]) -> Float[Tensor, ""]:
     return (square / weight.clamp(min=torch.finfo(weight.dtype).tiny)).sqrt()
 
 
-def with_advantage(value: Float[Tensor, ""], parts: Iterable[Part]) -> Iterator[Part]:
+def with_advantage(value: Float[Tensor, ""], parts: Iterable[RolloutPart]) -> Iterator[RolloutPart]:
     """The same parts, each action of which has this advantage."""
     for part in parts:
         batches = [

@@ -17,8 +17,9 @@ from lit_rlkv.callbacks.gradient_parts import (
 )
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
-from lit_rlkv.experience.advantages import Experience, PairAdvantage
-from lit_rlkv.experience.minibatches import Part, Split
+from lit_rlkv.experience.advantages import PairAdvantage
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.minibatches import RolloutPart, RolloutSplit
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import scatter_to_response
@@ -53,7 +54,7 @@ class GradientVariance(GradientDiagnostic):
                 f"choose from {', '.join(TERMS)}"
             )
 
-    def measure_updates(self, experience: Experience, split: Split) -> None:
+    def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
         if not self.has_parts(experience):
             return
         found = {term: PartGradients() for term in self.terms}
@@ -69,7 +70,7 @@ class GradientVariance(GradientDiagnostic):
         torch.clear_autocast_cache()
         self._report(found, sums)
 
-    def size_of(self, part: Part, term: str) -> tuple[int, float]:
+    def size_of(self, part: RolloutPart, term: str) -> tuple[int, float]:
         """How many prompts of the part count in this term, and its share of the term's denominator.
 
         What callbacks add to the loss is averaged over all actions, whatever the algorithm's own leaves out.

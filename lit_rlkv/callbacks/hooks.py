@@ -5,8 +5,8 @@ from difflib import get_close_matches
 
 from lightning import Callback
 
-from lit_rlkv.experience.advantages import Experience
-from lit_rlkv.experience.minibatches import Split
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.modules.base import LossTerm, PolicyModule, StepOutputs, Terms
 from lit_rlkv.types import TrainBatch
 
@@ -23,7 +23,7 @@ class RLCallback(Callback):
     def on_rollout_end(self, experience: Experience) -> None:
         """After sampling and scoring; before the first update."""
 
-    def on_update_start(self, experience: Experience, split: Split) -> None:
+    def on_update_start(self, experience: Experience, split: RolloutSplit) -> None:
         """Before the first update on a rollout. `split(experience, n)` cuts it into n parts of whole groups,
         all with the denominators of one optimizer step on the whole rollout, so that their gradients add up
         to that step's."""

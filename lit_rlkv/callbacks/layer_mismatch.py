@@ -4,7 +4,7 @@ import torch
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.diagnostics.views import in_passes, layer_kls, nothing_died, spread_rows
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.hydra import acting_as
 
 

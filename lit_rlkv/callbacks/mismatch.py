@@ -21,7 +21,7 @@ from lit_rlkv.diagnostics.views import (
     spread_rows,
     view_overlap,
 )
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
 
@@ -40,7 +40,7 @@ class Mismatch(RowsDiagnostic):
     def measure(self, experience: Experience) -> None:
         dense_logps = experience.ranks.gather(self._dense_logps(experience))
         overlap = experience.ranks.gather(self._overlap(experience))
-        rollout = experience.everyone().rollout
+        rollout = experience.all_gather().rollout
         response_mask = rollout.response_mask
         log_ratio = dense_logps - rollout.rollout_logps
         at_actions = overlap[response_mask & ~overlap.isnan()]

@@ -10,7 +10,7 @@ from lit_rlkv.callbacks.flop_counter import PassCounter
 from lit_rlkv.callbacks.memory import Meter
 from lit_rlkv.diagnostics.flops import costs_of, sampler_work
 from lit_rlkv.diagnostics.peak import peak_flops
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.hydra import acting_as
 
 
@@ -77,7 +77,7 @@ class Performance(Diagnostic):
         if "rollout" not in self._seconds:
             raise ValueError(
                 "Performance was told of no rollout, so it cannot time one; give RolloutDataModule "
-                "phases=Phases([diagnostic.on_phase_start], [diagnostic.on_phase_end])"
+                "on_phase_start=[diagnostic.on_phase_start], on_phase_end=[diagnostic.on_phase_end]"
             )
         n_sampled = int(experience.rollout.response_mask.sum())
         with acting_as(self.policy.roles, "policy") as backbone:

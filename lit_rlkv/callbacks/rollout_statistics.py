@@ -8,7 +8,7 @@ from torch import Tensor
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.diagnostics.mismatch import rollout_correction
 from lit_rlkv.diagnostics.scalars import as_floats
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.experience.group_baselines import is_informative
 from lit_rlkv.experience.reward import OWN
@@ -89,7 +89,7 @@ def reference_statistics(experience: Experience) -> dict[str, Tensor]:
     response_mask = experience.rollout.response_mask
     return {
         "objective/kl": masked_sum(log_ratio, response_mask) / len(log_ratio),
-        "objective/kl_weight": log_ratio.new_tensor(experience.kl_weight),
+        "objective/kl_weight": log_ratio.new_tensor(experience.kl_coef),
     }
 
 
@@ -106,7 +106,7 @@ class RolloutStatistics(RLCallback):
         self._behind_s = 0.0
 
     def on_rollout_end(self, experience: Experience) -> None:
-        self._latest = rollout_statistics(experience.everyone())
+        self._latest = rollout_statistics(experience.all_gather())
         self._collected_at = time.perf_counter()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:

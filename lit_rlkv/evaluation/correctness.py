@@ -13,15 +13,15 @@ Accuracy = Callable[[Sequence[Problem], Sequence[str]], Float[Tensor, " batch"]]
 """Of each completion 1.0 if it is right, or its share where a function knows of degrees; NaN if it failed."""
 
 
-def accuracy_of(task: Task, panel: RewardManager | None = None, function: str | None = None) -> Accuracy:
+def accuracy_of(task: Task, rewards: RewardManager | None = None, function: str | None = None) -> Accuracy:
     """The task's own score, or that of a function."""
 
     def own(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
         return score(task.score, problems, completions).total
 
     def asked(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
-        assert panel is not None
+        assert rewards is not None
         assert function is not None
-        return panel.ask(problems, completions, [function]).collect().scores[function]
+        return rewards.ask(problems, completions, [function]).collect().scores[function]
 
     return own if function is None else asked

@@ -1,84 +1,22 @@
-"""From rewards to what each action is worth: group baselines, a critic, or preference pairs."""
+"""From rewards to the advantage of each response token: group baselines, a critic, or preference pairs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.experience import group_baselines as group
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import gae, returns, token_rewards, whiten
-from lit_rlkv.experience.shards import of_all_ranks
-from lit_rlkv.objectives.corrections import Weights
 from lit_rlkv.objectives.preference import best_and_worst
 from lit_rlkv.rewards.judges import tournament
 from lit_rlkv.tasks import Task
-from lit_rlkv.types import Problem, Rewards, Rollout
-
-
-@dataclass(frozen=True)
-class Experience:
-    """One iteration's rollout with everything that was found out about it, for callbacks to look at."""
-
-    iteration: int
-    problems: Sequence[Problem]
-    completions: Sequence[str]
-    rollout: Rollout
-    rewards: Rewards
-    has_eos: Bool[Tensor, " batch"]
-    """False where the response was cut off at the longest length allowed."""
-    old_logps: Float[Tensor, "batch seq"]
-    ref_logps: Float[Tensor, "batch seq"] | None
-    """None where no reference is wanted."""
-    kl_weight: float | int
-    """β of this iteration."""
-    kl_penalty: Float[Tensor, "batch seq"]
-    """β·KL of each action, where the reward pays for it; else 0."""
-    values: Float[Tensor, "batch seq"] | None
-    """None without a critic."""
-    weights: Weights
-    group_size: int
-    kl_estimator: str | None = None
-    """Of the KL that the reward pays for; None where it pays for none."""
-    verdicts: Float[Tensor, " batch"] | None = None
-    """What the credit rule's judge makes of the responses; None where none is asked."""
-    gamma: float | int = 1.0
-    """Discount of a reward for each action that it is away, which a critic learns returns with."""
-    ranks: Ranks = SINGLE_PROCESS
-    """Each of which has rows of its own."""
-
-    def everyone(self) -> "Experience":
-        """The rows of all ranks, without texts and eviction tables; all ranks must ask for it together."""
-        return self if self.ranks.size == 1 else self._gathered
-
-    @cached_property
-    def _gathered(self) -> "Experience":
-        gather = self.ranks.gather
-        weights = self.weights
-        return replace(
-            self,
-            problems=(),
-            completions=(),
-            rollout=of_all_ranks(self.rollout, self.ranks),
-            rewards=self.rewards.map_tensors(gather),
-            has_eos=gather(self.has_eos),
-            old_logps=gather(self.old_logps),
-            ref_logps=_each(gather, self.ref_logps),
-            kl_penalty=gather(self.kl_penalty),
-            values=_each(gather, self.values),
-            weights=Weights(gather(weights.weight), gather(weights.is_counted)),
-            verdicts=_each(gather, self.verdicts),
-            ranks=SINGLE_PROCESS,
-        )
-
-
-def _each(change: Callable[[Tensor], Tensor], values: Tensor | None) -> Tensor | None:
-    return None if values is None else change(values)
+from lit_rlkv.types import Problem, Rollout
 
 
 @dataclass(frozen=True)
@@ -112,7 +50,7 @@ class AdvantageEstimator(ABC):
         return None
 
     @abstractmethod
-    def assign(self, experience: Experience) -> Advantages:
+    def compute(self, experience: Experience) -> Advantages:
         """Advantages for every action of the rollout."""
 
 
@@ -141,7 +79,7 @@ class GroupAdvantage(AdvantageEstimator):
         self.estimate = group.ESTIMATORS[estimator]
         self.filter_zero_std_groups = filter_zero_std_groups
 
-    def assign(self, experience: Experience) -> Advantages:
+    def compute(self, experience: Experience) -> Advantages:
         """The estimator's advantage of each response, the same at all of its actions; see `ESTIMATORS`.
 
         It is that of R − Σ_t β·KL_t, the total reward less what the reward pays for the KL; `filter_zero_std_groups`
@@ -192,7 +130,7 @@ class GAEAdvantage(AdvantageEstimator):
         self.lam = lam
         self.whiten_advantages = whiten_advantages
 
-    def assign(self, experience: Experience) -> Advantages:
+    def compute(self, experience: Experience) -> Advantages:
         """Advantage and return of each action, from r_t = −β·KL_t, and the total reward at the last action.
 
         Rewards are placed as in arXiv:1909.08593, advantages and returns are those of `gae` and `returns`.
@@ -260,7 +198,7 @@ class PairAdvantage(AdvantageEstimator):
             return None
         return tournament(self.judge, problems, completions, group_size)
 
-    def assign(self, experience: Experience) -> Advantages:
+    def compute(self, experience: Experience) -> Advantages:
         """1 at the actions of each group's best response and −1 at those of its worst; 0 elsewhere.
 
         Chosen by `best_and_worst` from the judge's verdicts, as in online DPO (arXiv:2402.04792), or where

@@ -1,59 +1,61 @@
 """RolloutDataModule: each epoch of its loader is one iteration of RL, sampled by the policy as it is now."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, is_end, padded
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids, is_end, padded
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
-from lit_rlkv.experience.advantages import AdvantageEstimator, Experience
-from lit_rlkv.experience.memory import explain_rollout, explain_scoring, explain_update
-from lit_rlkv.experience.minibatches import Split, Steps
-from lit_rlkv.experience.phases import Phases
+from lit_rlkv.experience.advantages import AdvantageEstimator
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.kl_control import KLController
+from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
+from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutSplit
 from lit_rlkv.experience.reward import RewardConfig, RewardRule
-from lit_rlkv.experience.sample import sample_responses
+from lit_rlkv.experience.sample import joined
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
-from lit_rlkv.experience.shards import joined
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.objectives.corrections import Correction, global_is_weights
-from lit_rlkv.objectives.kl import adapted_weight, k1, kl_penalty
-from lit_rlkv.objectives.masking import masked_sum
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.rewards import RewardManager, score
-from lit_rlkv.rewards.manager import PendingRewards
+from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rng import stream
+from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import Task
-from lit_rlkv.types import Problem, PromptBatch, Rewards, Rollout, TrainBatch
+from lit_rlkv.types import Problem, PromptBatch, Rollout, TrainBatch
+
+PhaseListener = Callable[[str, int], None]
+"""Called with the phase (rollout, score or reward) and the iteration, which counts from 0."""
 
 
 class RolloutDataModule(L.LightningDataModule):
-    """Prompts, rollout, reward and credit, done once each time a loader is asked for.
+    """Sample, score, reward, advantages, minibatches: done once each time a loader is requested.
 
-    Every draw comes from a stream named by seed and iteration, and the prompts from the source's cursor.
-    These, the parameters, the KL's weight and the moments of the rewards are the whole state of training.
+    Every random draw comes from a stream named by seed and iteration, and the prompts from the source's
+    cursor. These, the parameters, the KL coefficient and the reward's running moments are the whole state
+    of training.
 
     Args:
-        roles: those that the run needs; the policy of them samples.
-        source: of prompts; on several ranks it gives each its own.
-        cache: that the policy samples with, unless `correction` samples densely.
-        correction: the arm: what the sampler keeps, what the learner sees, how the mismatch weighs.
-        credit: from rewards to advantages; the module's `advantage_estimator`.
-        kl: to the reference; None: none of it.
-        reward: what makes up the reward; None: the verifier's score alone.
-        panel: of reward functions, asked while the roles score; None makes one of those in `reward`.
-        on_rollout_end: called with each experience before it is cut into steps.
-        on_update_start: called next, with what cuts it into parts.
-        phases: told when rollout, score and reward begin and end.
-        ranks: that share the responses of a batch.
+        roles: those that the run needs; the policy among them samples.
+        source: of prompts; on several ranks each rank gets its own.
+        cache: of the rollouts, unless `correction` samples with a dense cache.
+        correction: what the sampler keeps, what the learner sees, and the importance weights.
+        advantage: from rewards to advantages; of the kind that the module's objective needs.
+        kl: to the reference; None: none.
+        reward: components and weights; None: the verifier's score alone.
+        rewards: runs the reward functions while the roles score; None makes one for those in `reward`.
+        on_rollout_end: called with each experience before it is cut into minibatches.
+        on_update_start: called next, with the function that cuts it into parts.
+        on_phase_start, on_phase_end: called around rollout, score and reward.
+        ranks: the processes that share the responses of an iteration.
     """
 
     def __init__(
@@ -64,16 +66,17 @@ class RolloutDataModule(L.LightningDataModule):
         source: PromptSource,
         cache: CacheSpec,
         correction: Correction,
-        credit: AdvantageEstimator,
+        advantage: AdvantageEstimator,
         sampling: SamplingConfig,
         update: UpdateConfig,
         seed: int,
         kl: KLConfig | None = None,
         reward: RewardConfig | None = None,
-        panel: RewardManager | None = None,
+        rewards: RewardManager | None = None,
         on_rollout_end: Sequence[Callable[[Experience], None]] = (),
-        on_update_start: Sequence[Callable[[Experience, Split], None]] = (),
-        phases: Phases | None = None,
+        on_update_start: Sequence[Callable[[Experience, RolloutSplit], None]] = (),
+        on_phase_start: Sequence[PhaseListener] = (),
+        on_phase_end: Sequence[PhaseListener] = (),
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         super().__init__()
@@ -83,21 +86,20 @@ class RolloutDataModule(L.LightningDataModule):
         self.source = source
         self.cache = CacheSpec.dense() if correction.samples_dense else cache
         self.correction = correction
-        self.credit = credit.for_task(task)
+        self.advantage = advantage.for_task(task)
         self.sampling = sampling
         self.update = update
         self.seed = seed
         self.ranks = ranks
         self.n_shards = sampling.n_shards or ranks.size
-        self.kl = kl or KLConfig()
-        self.kl_weight = self.kl.weight
+        self.kl = KLController(kl or KLConfig())
         self.reward = RewardRule(reward or RewardConfig())
-        self.panel = panel or RewardManager(self.reward.config.functions)
-        self.steps = Steps(
-            self.credit,
+        self.rewards = rewards or RewardManager(self.reward.config.functions)
+        self.splitter = MinibatchSplitter(
+            self.advantage,
             update,
             max_new_tokens=sampling.max_new_tokens,
-            has_kl_loss=self.kl.place == "loss",
+            has_kl_loss=self.kl.config.place == "loss",
             seed=seed,
             n_shards=self.n_shards,
         )
@@ -106,39 +108,56 @@ class RolloutDataModule(L.LightningDataModule):
         """Rows and columns of the latest rollout."""
         self.on_rollout_end = list(on_rollout_end)
         self.on_update_start = list(on_update_start)
-        self.phases = phases or Phases()
+        self.on_phase_start = list(on_phase_start)
+        self.on_phase_end = list(on_phase_end)
 
     def train_dataloader(self) -> DataLoader[TrainBatch]:
-        """The minibatches of the next iteration, in the order of their updates."""
+        """Return the minibatches of the next iteration, in the order of their updates."""
         experience = self.collect()
         for listener in self.on_rollout_end:
             listener(experience)
         for watcher in self.on_update_start:
-            watcher(experience, self.steps.parts)
+            watcher(experience, self.splitter.parts)
         self.iteration += 1
-        return DataLoader(_Stream(self, experience), batch_size=None)
+        return DataLoader(_Minibatches(self.splitter, experience), batch_size=None)
 
     @torch.no_grad()
     def collect(self) -> Experience:
-        """Sample, score and judge this rank's share of one batch of responses."""
+        """Sample, score and reward this rank's share of the responses of one iteration."""
         group_size = self.sampling.group_size
-        shards = self._shards()
-        problems = [problem for shard in shards.values() for problem in shard for _ in range(group_size)]
-        with self.phases("rollout", self.iteration):
-            rollout = self._sample(shards)
+        # 1. sample
+        prompts = self._next_prompts()
+        problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
+        with self._phase("rollout"):
+            rollout = self._sample(prompts)
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
         completions = decode_completions(self.tokenizer, rollout.input_ids, response_mask)
-        asked = self.panel.ask(problems, completions)  # they think while the roles score
-        with self.phases("score", self.iteration):
-            scores = self._scores(rollout)
+        has_eos = (is_end(self.tokenizer, rollout.input_ids) & response_mask).any(dim=1)
+        # 2. score; reward functions run concurrently
+        pending = self.rewards.ask(problems, completions)
+        with self._phase("score"):
+            scores = self._score(rollout)
         old_logps = scores.get("policy", rollout.rollout_logps)
         ref_logps = scores.get("reference")
-        has_eos = (is_end(self.tokenizer, rollout.input_ids) & response_mask).any(dim=1)
-        with self.phases("reward", self.iteration):
-            rewards = self._rewards(problems, completions, asked, scores.get("reward"), has_eos)
-        kl_weight = self.kl_weight
-        self._steer_kl(old_logps, ref_logps, response_mask)
+        # 3. reward
+        with self._phase("reward"):
+            rewards = self.reward.from_completions(
+                self.task,
+                problems,
+                completions,
+                pending,
+                scores.get("reward"),
+                has_eos,
+                group_size,
+                self.ranks,
+            )
+        # 4. importance weights and KL
+        log_ratio = old_logps - rollout.rollout_logps
+        kl_coef, kl_penalty = self.kl.coef, self.kl.penalty(old_logps, ref_logps, response_mask)
+        if self.iteration >= self.update.critic_warmup:  # before that the policy does not learn
+            self.kl.update(old_logps, ref_logps, response_mask, self.ranks)
+        verdicts = self.advantage.judge_all(problems, completions, group_size)
         return Experience(
             iteration=self.iteration,
             problems=problems,
@@ -148,25 +167,23 @@ class RolloutDataModule(L.LightningDataModule):
             has_eos=has_eos,
             old_logps=old_logps,
             ref_logps=ref_logps,
-            kl_weight=kl_weight,
-            kl_penalty=self._kl_penalty(old_logps, ref_logps, response_mask, kl_weight),
+            kl_coef=kl_coef,
+            kl_penalty=kl_penalty,
             values=scores.get("value"),
-            weights=global_is_weights(
-                self.correction.weigh, old_logps - rollout.rollout_logps, response_mask, self.ranks
-            ),
+            weights=global_is_weights(self.correction.weigh, log_ratio, response_mask, self.ranks),
             group_size=group_size,
-            kl_estimator=self.kl.estimator if self.kl.place == "reward" else None,
-            verdicts=_on(response_mask.device, self.credit.judge_all(problems, completions, group_size)),
-            gamma=self.credit.gamma,
+            kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
+            verdicts=None if verdicts is None else verdicts.to(response_mask.device),
+            gamma=self.advantage.gamma,
             ranks=self.ranks,
         )
 
     def explain_update(self) -> str:
-        """What is said where the updates on the latest rollout find too little memory."""
+        """Return what to lower when the updates on the latest rollout run out of memory."""
         return explain_update(self.roles, self._shape, self.sampling, self.update)
 
-    def _shards(self) -> dict[int, list[Problem]]:
-        """This rank's next problems by the shard that they belong to, of which every rank has as many."""
+    def _next_prompts(self) -> dict[int, list[Problem]]:
+        """Return this rank's next problems by shard; every rank gets equally many."""
         n_ranks = self.ranks.size
         problems = self.source.take(self.sampling.n_prompts // n_ranks)
         # The ranks take turns in one stream of problems, and so do the shards.
@@ -174,10 +191,10 @@ class RolloutDataModule(L.LightningDataModule):
         return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
 
     def _sample(self, shards: Mapping[int, Sequence[Problem]]) -> Rollout:
-        """A group of responses to each problem, side by side, one shard after the other."""
+        """Sample a group of responses to each problem: groups side by side, shard after shard."""
         texts = {number: [p.prompt for p in problems] for number, problems in shards.items()}
         encoded = {number: encode_prompts(self.tokenizer, prompts) for number, prompts in texts.items()}
-        # Columns are common to all ranks, and so is what eviction draws.
+        # All ranks use the same columns, on which the random numbers of an eviction depend.
         width = self.ranks.largest(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
         rollouts = [self._sample_shard(number, padded(part, width, pad)) for number, part in encoded.items()]
@@ -189,12 +206,15 @@ class RolloutDataModule(L.LightningDataModule):
         shape = (len(prompts.input_ids), prompts.input_ids.shape[1])
         explained = explain_out_of_memory(lambda: explain_rollout(backbone, self.cache, shape, config))
         with acting_as(self.roles, "policy") as backbone, explained:
-            return sample_responses(
+            prompts = prompts.to(backbone.device)
+            return generate(
                 backbone,
-                self.tokenizer,
-                prompts,
+                prompts.input_ids,
+                prompts.attention_mask,
                 cache=self.cache,
                 max_new_tokens=config.max_new_tokens,
+                eos_token_id=end_token_ids(self.tokenizer),
+                pad_token_id=self.tokenizer.pad_token_id,
                 temperature=config.temperature,
                 generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
                 n_samples=config.group_size,
@@ -202,18 +222,20 @@ class RolloutDataModule(L.LightningDataModule):
                 cuda_graph=config.cuda_graph,
             )
 
-    def _scores(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What the roles say of the rollout. π_old is the sampler where their views are the same."""
-        sees_same = self.correction.replays or self.cache.is_dense
-        # Where nothing dies both views are one, and roles that ask for either may share a forward.
-        dense_view = self.correction.replays and self.cache.is_dense
+    def _score(self, rollout: Rollout) -> dict[str, Tensor]:
+        """Return each role's log-probs, values or rewards; without "policy" where π_old is the sampler."""
+        replay = self.correction.replays
+        # Without evictions both views are the same, and roles with the same view share a forward.
+        dense_view = replay and self.cache.is_dense
         views = {
             "policy": False,
-            "reference": self.correction.replays,
+            "reference": replay,
             "reward": dense_view,
             "value": self.sampling.value_shadow,
         }
-        wanted = {role for role in self.roles.needed if role != "policy" or not sees_same}
+        wanted = set(self.roles.needed)
+        if replay or self.cache.is_dense:
+            wanted.remove("policy")  # π_old is the sampler
         with explain_out_of_memory(lambda: explain_scoring(self._shape, self.sampling)):
             return score_rollout(
                 self.roles,
@@ -224,71 +246,35 @@ class RolloutDataModule(L.LightningDataModule):
                 stacks_passes=self.sampling.stacks_passes,
             )
 
-    def _rewards(
-        self,
-        problems: Sequence[Problem],
-        completions: Sequence[str],
-        asked: PendingRewards,
-        learned: Float[Tensor, " batch"] | None,
-        has_eos: Bool[Tensor, " batch"],
-    ) -> Rewards:
-        """What the verifier, the reward role and the functions make of the completions."""
-        components = {}
-        if self.task.is_verifiable:
-            verified = score(self.task.score, problems, completions)
-            components = {name: value.to(has_eos.device) for name, value in verified.components.items()}
-        if learned is not None:
-            components["learned"] = learned
-        answers = asked.collect()
-        components |= {name: value.to(has_eos.device) for name, value in answers.scores.items()}
-        errors = dict(self.ranks.gather_list([*answers.errors.items()]))
-        gathered = {name: self.ranks.gather(value) for name, value in components.items()}
-        rewards = self.reward(gathered, self.ranks.gather(has_eos), self.sampling.group_size, errors)
-        return rewards.rows(self.ranks.mine(len(problems)))
-
-    def _kl_penalty(
-        self, old_logps: Tensor, ref_logps: Tensor | None, response_mask: Tensor, weight: float | int
-    ) -> Float[Tensor, "batch seq"]:
-        """β·KL of each action where the reward pays for it."""
-        if ref_logps is None or self.kl.place != "reward":
-            return torch.zeros_like(old_logps)
-        return kl_penalty(self.kl.estimator, old_logps, ref_logps, response_mask, weight)
-
-    def _steer_kl(self, old_logps: Tensor, ref_logps: Tensor | None, response_mask: Tensor) -> None:
-        """Set the weight of the next iteration."""
-        is_still = self.iteration < self.update.critic_warmup  # the policy cannot answer yet
-        if self.kl.target is None or ref_logps is None or is_still:
-            return
-        sums = self.ranks.gather(masked_sum(k1(old_logps, ref_logps), response_mask)[None])
-        n = len(old_logps) * self.ranks.size
-        kl = float(sums.sum()) / n
-        self.kl_weight = adapted_weight(self.kl_weight, kl, n, target=self.kl.target, horizon=self.kl.horizon)
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        for listener in self.on_phase_start:
+            listener(name, self.iteration)
+        yield
+        for listener in self.on_phase_end:
+            listener(name, self.iteration)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "iteration": self.iteration,
             "source": self.source.state_dict(),
-            "kl_weight": self.kl_weight,
+            "kl": self.kl.state_dict(),
             "reward": self.reward.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.iteration = state_dict["iteration"]
         self.source.load_state_dict(state_dict["source"])
-        self.kl_weight = state_dict["kl_weight"]
+        self.kl.load_state_dict(state_dict["kl"])
         self.reward.load_state_dict(state_dict["reward"])
 
 
-class _Stream(IterableDataset[TrainBatch]):
-    """Cuts each micro-batch when it is asked for, so that one of them is held beside the rollout."""
+class _Minibatches(IterableDataset[TrainBatch]):
+    """Cuts each micro-batch when it is requested, so that only one is held beside the rollout."""
 
-    def __init__(self, module: RolloutDataModule, experience: Experience) -> None:
-        self.module = module
+    def __init__(self, splitter: MinibatchSplitter, experience: Experience) -> None:
+        self.splitter = splitter
         self.experience = experience
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        return self.module.steps.minibatches(self.experience)
-
-
-def _on(device: torch.device, values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.to(device)
+        return self.splitter.minibatches(self.experience)

@@ -17,14 +17,14 @@ def token_rewards(
     total: Float[Tensor, " batch"],
     response_mask: Bool[Tensor, "batch seq"],
     kl: Float[Tensor, "batch seq"],
-    kl_weight: float,
+    kl_coef: float,
 ) -> Float[Tensor, "batch seq"]:
-    """r_t = −kl_weight·KL_t, and at the last action of a response its total reward on top (arXiv:1909.08593).
+    """r_t = −kl_coef·KL_t, and at the last action of a response its total reward on top (arXiv:1909.08593).
 
     `kl` is an estimate of KL(π ‖ reference) in nats at each action. 0 outside the actions.
     """
     is_last = response_mask & ~F.pad(response_mask[:, 1:], (0, 1))
-    return torch.where(is_last, total[:, None], 0.0) - kl_weight * kl.masked_fill(~response_mask, 0.0)
+    return torch.where(is_last, total[:, None], 0.0) - kl_coef * kl.masked_fill(~response_mask, 0.0)
 
 
 def gae(

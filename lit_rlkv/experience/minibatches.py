@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages, Experience
+from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.settings import UpdateConfig
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.rng import stream
@@ -16,7 +17,7 @@ from lit_rlkv.types import TrainBatch
 
 
 @dataclass(frozen=True)
-class Part:
+class RolloutPart:
     """Whole groups of a rollout, with the denominators of one optimizer step on all of it.
 
     Gradients of parts add up to that of the step.
@@ -34,11 +35,11 @@ class Part:
     """Of all actions that are learned from, the denominator of what callbacks add to the loss."""
 
 
-Split = Callable[[Experience, int], Iterator[Part]]
+RolloutSplit = Callable[[Experience, int], Iterator[RolloutPart]]
 """Cuts a rollout, or a changed copy of its experience, into so many parts."""
 
 
-class Steps:
+class MinibatchSplitter:
     """Cuts experience into optimizer steps and these into micro-batches.
 
     Advantages and denominators are those of all ranks together, worked out by each of them alike.
@@ -60,7 +61,7 @@ class Steps:
         seed: int,
         n_shards: int,
     ) -> None:
-        self.credit = credit
+        self.advantage = credit
         self.update = update
         self.max_new_tokens = max_new_tokens
         self.has_kl_loss = has_kl_loss
@@ -89,7 +90,7 @@ class Steps:
                     self.update.n_micro_batches,
                 )
 
-    def parts(self, experience: Experience, n_parts: int) -> Iterator[Part]:
+    def parts(self, experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
         """This rank's rollout in parts of whole groups, as near to equal as can be.
 
         Advantages and denominators are those of the whole. What an advantage takes from it, such as the mean and
@@ -118,7 +119,7 @@ class Steps:
         for groups, is_counted, share, actions in zip(*pieces, strict=True):
             units = groups.flatten(0, 1)
             batches = self._micro_batches(step, units, (("policy",),), ceil(len(units) / n_at_once))
-            yield Part(
+            yield RolloutPart(
                 batches=list(batches),
                 n_groups=int(is_counted.sum()),
                 share=float(share.sum()),
@@ -128,7 +129,7 @@ class Steps:
 
     def _credited(self, experience: Experience) -> tuple[TrainBatch, Advantages]:
         """The rollout of all ranks as one batch without denominators, and what its actions are worth."""
-        experience = experience.everyone()
+        experience = experience.all_gather()
         rollout, update = experience.rollout, self.update
         is_left_out = torch.zeros_like(experience.has_eos)
         if update.mask_truncated:
@@ -137,7 +138,7 @@ class Steps:
             is_left_out |= experience.rewards.is_failed
         is_counted = experience.weights.is_counted & ~is_left_out[:, None]
         experience = replace(experience, weights=replace(experience.weights, is_counted=is_counted))
-        credit = self.credit.assign(experience)
+        credit = self.advantage.compute(experience)
         ref_logps = experience.ref_logps
         whole = TrainBatch(
             rollout=rollout,
@@ -146,7 +147,7 @@ class Steps:
             ref_logps=torch.zeros_like(experience.old_logps) if ref_logps is None else ref_logps,
             correction=experience.weights.weight,
             loss_weight=torch.zeros_like(rollout.rollout_logps),
-            kl_weight=experience.kl_weight if self.has_kl_loss else 0.0,
+            kl_coef=experience.kl_coef if self.has_kl_loss else 0.0,
             n_response_tokens=0,
             is_first_update=True,
             ends_step=True,

@@ -1,6 +1,6 @@
 """One reward for each response: what it is scored by weighed, normalised, clipped; cut responses pay."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.rewards import RewardFunction
+from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rewards.shaping import (
     STD_FLOOR,
     RunningMoments,
@@ -16,7 +18,9 @@ from lit_rlkv.rewards.shaping import (
     missing_eos_penalty,
     normalise_batch,
 )
-from lit_rlkv.types import Rewards
+from lit_rlkv.rewards.verifier import score
+from lit_rlkv.tasks.base import Task
+from lit_rlkv.types import Problem, Rewards
 
 NORMALISATIONS = ("none", "batch", "running")
 OWN = ("exact_match", "learned")
@@ -82,6 +86,35 @@ class RewardRule:
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.moments = RunningMoments()
+
+    def from_completions(
+        self,
+        task: Task,
+        problems: Sequence[Problem],
+        completions: Sequence[str],
+        pending: PendingRewards,
+        learned: Float[Tensor, " batch"] | None,
+        has_eos: Bool[Tensor, " batch"],
+        group_size: int,
+        ranks: Ranks,
+    ) -> Rewards:
+        """Return the rewards of this rank's responses, normalised over those of all ranks.
+
+        Args:
+            pending: of the reward functions; waits for them.
+            learned: scores of the reward role; None without one.
+        """
+        components: dict[str, Tensor] = {}
+        if task.is_verifiable:
+            components |= score(task.score, problems, completions).components
+        if learned is not None:
+            components["learned"] = learned
+        answers = pending.collect()
+        components |= answers.scores
+        errors = dict(ranks.gather_list([*answers.errors.items()]))
+        gathered = {name: ranks.gather(value.to(has_eos.device)) for name, value in components.items()}
+        rewards = self(gathered, ranks.gather(has_eos), group_size, errors)
+        return rewards.rows(ranks.mine(len(problems)))
 
     def __call__(
         self,

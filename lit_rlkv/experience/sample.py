@@ -1,7 +1,12 @@
-"""Responses to encoded prompts, which end and are padded as the tokenizer says."""
+"""Sample responses to encoded prompts, and put rollouts that were sampled apart side by side."""
 
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.data.tokenizers import end_token_ids
@@ -21,4 +26,29 @@ def sample_responses(
         eos_token_id=end_token_ids(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         **options,
+    )
+
+
+def joined(rollouts: Sequence[Rollout], n_columns: int, pad_token_id: int) -> Rollout:
+    """The rows of all, in a common number of columns; the cache's bytes are the most of any."""
+    wide = [widened(rollout, n_columns, pad_token_id) for rollout in rollouts]
+    if len(wide) == 1:
+        return wide[0]
+    names = [field.name for field in fields(Rollout) if isinstance(getattr(wide[0], field.name), Tensor)]
+    rows = {name: torch.cat([getattr(rollout, name) for rollout in wide]) for name in names}
+    return replace(wide[0], **rows, kv_bytes=max(rollout.kv_bytes for rollout in wide))
+
+
+def widened(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
+    """The rollout with padding on its right, up to `n_columns`."""
+    n_more = n_columns - rollout.input_ids.shape[1]
+    if n_more == 0:
+        return rollout
+    return replace(
+        rollout,
+        input_ids=F.pad(rollout.input_ids, (0, n_more), value=pad_token_id),
+        attention_mask=F.pad(rollout.attention_mask, (0, n_more)),
+        response_mask=F.pad(rollout.response_mask, (0, n_more)),
+        rollout_logps=F.pad(rollout.rollout_logps, (0, n_more)),
+        evicted_at=F.pad(rollout.evicted_at, (0, n_more)),
     )

@@ -146,11 +146,11 @@ class PolicyModule(L.LightningModule, ABC):
         return outputs, losses, metrics
 
     def _reference_kl(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
-        if batch.kl_weight == 0:
+        if batch.kl_coef == 0:
             return {}, {}
         token_kl = self.estimate_kl(outputs.logps, batch.ref_logps)
         mean_kl = masked_sum(token_kl, batch.rollout.response_mask) / batch.n_response_tokens
-        return {"kl_loss": batch.kl_weight * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
+        return {"kl_loss": batch.kl_coef * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
         """Those that train, but not in a step of these learners; on one rank they get no gradient at all."""

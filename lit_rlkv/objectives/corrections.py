@@ -16,14 +16,14 @@ from lit_rlkv.objectives.masking import masked_mean
 
 
 @dataclass(frozen=True)
-class Weights:
+class ISWeights:
     """Detached weight of each action, and the actions that count."""
 
     weight: Float[Tensor, "batch seq"]
     is_counted: Bool[Tensor, "batch seq"]
 
 
-WeightFn = Callable[[Tensor, Tensor], Weights]
+WeightFn = Callable[[Tensor, Tensor], ISWeights]
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ def global_is_weights(
     log_ratio: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
     ranks: Ranks,
-) -> Weights:
+) -> ISWeights:
     """Of this rank's actions; what a weight is normalised by is that of all ranks."""
     found = weigh(ranks.gather(log_ratio), ranks.gather(response_mask))
     mine = ranks.mine(len(log_ratio))
-    return Weights(found.weight[mine], found.is_counted[mine])
+    return ISWeights(found.weight[mine], found.is_counted[mine])
 
 
-def unweighted(log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]) -> Weights:
+def unweighted(log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]) -> ISWeights:
     """Weight 1: right for dense rollouts and for replay, and the naive mistake for a dense learner."""
-    return Weights(torch.ones_like(log_ratio), response_mask)
+    return ISWeights(torch.ones_like(log_ratio), response_mask)
 
 
 def truncated(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"], cap: float = 2.0
-) -> Weights:
+) -> ISWeights:
     """TIS: min(ρ_t, C)."""
-    return Weights(_ratio(log_ratio, response_mask).clamp(max=cap), response_mask)
+    return ISWeights(_ratio(log_ratio, response_mask).clamp(max=cap), response_mask)
 
 
 def masked(
@@ -66,10 +66,10 @@ def masked(
     response_mask: Bool[Tensor, "batch seq"],
     low: float = 0.5,
     high: float = 2.0,
-) -> Weights:
+) -> ISWeights:
     """MIS (IcePop): ρ_t inside [low, high], else 0; a zeroed token still counts in the denominators."""
     ratio = _ratio(log_ratio, response_mask)
-    return Weights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), response_mask)
+    return ISWeights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), response_mask)
 
 
 def sparse_rl(
@@ -78,7 +78,7 @@ def sparse_rl(
     veto: float = 1e-4,
     low: float = 0.5,
     high: float = 1.5,
-) -> Weights:
+) -> ISWeights:
     """Sparse-RL as released (arXiv:2601.10079): tokens and sequences far from the sampler are dropped.
 
     A sequence with any ρ_t < veto is dropped whole, tokens outside [low, high] are dropped, the rest weigh
@@ -90,7 +90,7 @@ def sparse_rl(
     weight = ratio.clamp(max=high)
     # Every counted weight is at least `low`, so where anything counts the mean is positive.
     weight = weight / masked_mean(weight, is_counted).clamp(min=low)
-    return Weights(torch.where(is_counted, weight, 0.0), is_counted)
+    return ISWeights(torch.where(is_counted, weight, 0.0), is_counted)
 
 
 CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl": sparse_rl}

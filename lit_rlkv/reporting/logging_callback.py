@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.reporting.axes import ITERATION, SECONDS, TOKENS, History, Place, place_of
 from lit_rlkv.reporting.loggers import GuardedLogger
 from lit_rlkv.reporting.loggers.base import Cell, RunLogger

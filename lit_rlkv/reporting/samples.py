@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.experience.advantages import Experience
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
 from lit_rlkv.reporting.progress import stderr_console
 from lit_rlkv.types import prompt_text

@@ -43,7 +43,7 @@ class RunContext:
     task: Task
     sizes: Sizes
     """Of the task's texts, all or the first ones."""
-    panel: RewardManager
+    rewards: RewardManager
     """The reward functions, which start when they are first asked."""
 
     @property
@@ -60,7 +60,7 @@ class RunContext:
     def accuracy(self) -> Accuracy:
         """What evaluations call right."""
         reward = self.cfg.reward
-        return accuracy_of(self.task, self.panel, reward.accuracy)
+        return accuracy_of(self.task, self.rewards, reward.accuracy)
 
 
 def load_config(run_dir: Path) -> DictConfig:
@@ -82,8 +82,8 @@ def build_context(cfg: DictConfig, fabric: Fabric | None = None) -> RunContext:
     with as_config_errors("model"):
         tokenizer = load_tokenizer(expanded(cfg.model.path))
     task = build(cfg.task)
-    panel = RewardManager(build_reward(cfg.reward).functions)
-    return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), panel)
+    rewards = RewardManager(build_reward(cfg.reward).functions)
+    return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards)
 
 
 def _check_device(cfg: DictConfig, device: torch.device) -> None:

@@ -12,15 +12,17 @@ def check_reward_functions(parts: RunContext) -> None:
     Raises:
         ConfigError: rows that it could not score any completion of, or it does not answer with a number.
     """
-    cfg, panel = parts.cfg, parts.panel
+    cfg, rewards = parts.cfg, parts.rewards
     with as_config_errors("task"):
-        check_answers(parts.task, panel.functions, cfg.seed)
+        check_answers(parts.task, rewards.functions, cfg.seed)
         problems = PromptSource(parts.task, split="train", seed=cfg.seed).take(1)
-    names = [name for name in panel.functions if "rl" in cfg.stages or name == cfg.reward.accuracy]
+    names = [name for name in rewards.functions if "rl" in cfg.stages or name == cfg.reward.accuracy]
     with as_config_errors("reward.functions"):
-        answers = panel.ask(problems, [problem.solution for problem in problems], names).collect(warns=False)
+        answers = rewards.ask(problems, [problem.solution for problem in problems], names).collect(
+            warns=False
+        )
     for name, error in answers.errors.items():
-        panel.close()
+        rewards.close()
         raise ConfigError(
             f"reward.functions.{name} has no score for a worked solution of {parts.task}: {error}"
         )

@@ -91,7 +91,7 @@ class TrainingRun:
     def open(self) -> Iterator[None]:
         """Open the logger and the reward workers; on several ranks, delay signals until all ranks agree."""
         is_distributed = self.context.fabric.world_size > 1
-        with self.context.panel, self.logger, self.interruption.held(is_distributed):
+        with self.context.rewards, self.logger, self.interruption.held(is_distributed):
             yield
 
     def raise_if_interrupted(self) -> None:

@@ -7,7 +7,6 @@ from lit_rlkv.config import as_config_errors, build, build_reward
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.phases import Phases
 from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.faults import Interruption
 from lit_rlkv.modules.base import PolicyModule
@@ -78,13 +77,11 @@ def train_policy(
         seed=cfg.seed,
         kl=KLConfig(**algorithm.kl),
         reward=build_reward(cfg.reward),
-        panel=parts.panel,
+        rewards=parts.rewards,
         on_rollout_end=[callback.on_rollout_end for callback in callbacks],
         on_update_start=[callback.on_update_start for callback in callbacks],
-        phases=Phases(
-            [callback.on_phase_start for callback in callbacks],
-            [callback.on_phase_end for callback in callbacks],
-        ),
+        on_phase_start=[callback.on_phase_start for callback in callbacks],
+        on_phase_end=[callback.on_phase_end for callback in callbacks],
         ranks=ranks,
     )
     module.loss_terms = loss_terms_of(callbacks)

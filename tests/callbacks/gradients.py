@@ -6,7 +6,8 @@ import torch
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.callbacks.distillation import ShadowDistillation
-from lit_rlkv.experience.advantages import Experience, GAEAdvantage, GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.advantages import GAEAdvantage, GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.modules.base import PolicyModule
@@ -57,7 +58,7 @@ def make_run(
 
 def measured(diagnostic: Diagnostic, run: Run, experience: Experience | None = None) -> dict[str, float]:
     diagnostic.on_fit_start(None, run.module)
-    diagnostic.on_update_start(experience or run.experience, run.data.steps.parts)
+    diagnostic.on_update_start(experience or run.experience, run.data.splitter.parts)
     metrics: dict[str, float] = {}
     diagnostic.on_iteration_end(1, 1, metrics)
     assert metrics.pop(f"time/diagnostics/{diagnostic.name}") > 0
@@ -67,7 +68,7 @@ def measured(diagnostic: Diagnostic, run: Run, experience: Experience | None = N
 def trained_square(run: Run) -> float:
     """‖gradient‖² of one optimizer step on the whole rollout, as training leaves it in the policy."""
     run.module.zero_grad()
-    for batch in run.data.steps.minibatches(run.experience):
+    for batch in run.data.splitter.minibatches(run.experience):
         if "policy" in batch.learners:
             _, losses, _ = run.module.policy_terms(batch)
             torch.stack(list(losses.values())).sum().backward()

@@ -4,7 +4,6 @@ import torch
 from lightning.fabric import Fabric
 
 from lit_rlkv.experience.advantages import GAEAdvantage, PairAdvantage
-from lit_rlkv.experience.phases import Phases
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.trainer import train
 from tests.training import (
@@ -43,9 +42,8 @@ def trained(
     log = MetricLog()
     callbacks = [*diagnostics, log]
     datamodule.on_rollout_end = [callback.on_rollout_end for callback in callbacks]
-    datamodule.phases = Phases(
-        [callback.on_phase_start for callback in callbacks], [callback.on_phase_end for callback in callbacks]
-    )
+    datamodule.on_phase_start = [callback.on_phase_start for callback in callbacks]
+    datamodule.on_phase_end = [callback.on_phase_end for callback in callbacks]
     train(fabric, module, datamodule, callbacks=callbacks, n_iterations=2, max_grad_norm=1.0)
     return log.rows, {name: p.detach().clone() for name, p in module.named_parameters()}
 

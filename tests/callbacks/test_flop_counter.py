@@ -12,7 +12,7 @@ from tests.training import make_datamodule, make_module, make_ppo, make_roles, s
 
 def counted(module, datamodule):
     """Flops and learned tokens of one iteration's updates, and its batches."""
-    batches = list(datamodule.steps.minibatches(datamodule.collect()))
+    batches = list(datamodule.splitter.minibatches(datamodule.collect()))
     counter = PassCounter(module.roles)
     counter.start()
     for batch in batches:
@@ -66,7 +66,7 @@ def test_micro_batches_cost_what_the_whole_costs():
 def test_a_critic_learns_from_every_token_again():
     roles = shift(make_roles(needed=ROLES))
     module = make_ppo(roles)
-    data = make_datamodule(roles, credit=GAEAdvantage(1.0, 0.95), learner_parts=module.learner_parts)
+    data = make_datamodule(roles, advantage=GAEAdvantage(1.0, 0.95), learner_parts=module.learner_parts)
     counter, (policy, value) = counted(module, data)
     of_policy = expected(roles, policy)
     of_value = expected(roles, value, "value", has_head=False)
@@ -95,7 +95,7 @@ def test_what_no_loss_depends_on_has_no_backward_pass():
     roles = shift(make_roles("j_hydra", needed=ROLES))
     module = make_ppo(roles, value_shadow=False)
     data = make_datamodule(
-        roles, credit=GAEAdvantage(1.0, 0.95), critic_warmup=1, warmup_part=module.warmup_part
+        roles, advantage=GAEAdvantage(1.0, 0.95), critic_warmup=1, warmup_part=module.warmup_part
     )
     assert module.warmup_part == ("value_head",)  # the critic's head alone: its states are detached
     counter, (batch,) = counted(module, data)

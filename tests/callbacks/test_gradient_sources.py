@@ -15,8 +15,8 @@ from tests.training import (
 
 
 def test_the_constant_advantage_is_the_root_mean_square_over_all_parts_by_their_shares():
-    run = make_run(credit=GroupAdvantage("dr_grpo"))
-    parts = list(run.data.steps.parts(run.experience, 3))  # of 3, 3 and 2 prompts
+    run = make_run(advantage=GroupAdvantage("dr_grpo"))
+    parts = list(run.data.splitter.parts(run.experience, 3))  # of 3, 3 and 2 prompts
     rewards = run.experience.rewards.total.view(8, 4)
     squares = (rewards - rewards.mean(dim=1, keepdim=True)).square()
     assert float(rms_advantage(parts)) == pytest.approx(float(squares.mean().sqrt()), rel=1e-5)
@@ -83,18 +83,18 @@ def test_the_counterfactual_of_replay_is_the_arm_that_corrects_on_the_same_rollo
 
 
 def test_sampling_is_what_constant_advantages_give():
-    run = make_run(credit=GroupAdvantage("dr_grpo"))
+    run = make_run(advantage=GroupAdvantage("dr_grpo"))
     found = measured(GradientSources(every=1), run)["gradient/sources/sampling"]
     rewards = run.experience.rewards.total.view(8, 4)
     constant = (rewards - rewards.mean(dim=1, keepdim=True)).square().mean().sqrt()
 
     class Constant(GroupAdvantage):
-        def assign(self, experience):
-            credit = super().assign(experience)
+        def compute(self, experience):
+            credit = super().compute(experience)
             value = torch.where(experience.rollout.response_mask, constant, 0.0)
             return replace(credit, advantages=value)
 
-    run.data.steps.credit = Constant("dr_grpo")
+    run.data.splitter.advantage = Constant("dr_grpo")
     expected = measured(GradientVariance(every=1, terms=["policy"]), run)["gradient/policy/variance"]
     assert found == pytest.approx(expected, rel=1e-4)
 

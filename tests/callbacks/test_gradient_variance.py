@@ -11,7 +11,8 @@ from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import ConfigError
 from lit_rlkv.diagnostics.gradient import PartGradients
-from lit_rlkv.experience.advantages import Experience, GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.trainer import train
@@ -63,7 +64,7 @@ def test_the_sum_over_the_parts_is_the_gradient_that_training_takes(algorithm, o
 
 
 def test_distillation_counts_the_prompts_that_the_policys_loss_drops():
-    run = make_run(credit=GroupAdvantage("dapo", filter_zero_std_groups=True), distils=True)
+    run = make_run(advantage=GroupAdvantage("dapo", filter_zero_std_groups=True), distils=True)
     total = torch.cat([torch.ones(12), torch.arange(20.0) % 4])  # three groups of eight agree
     rewards = replace(run.experience.rewards, total=total)
     run = replace(run, experience=replace(run.experience, rewards=rewards))
@@ -104,7 +105,7 @@ def test_gradients_are_taken_as_training_takes_them_in_every_precision(precision
     if precision == "bf16-true":
         run.module.bfloat16()
     model, _ = fabric.setup(run.module, run.module.configure_optimizers()["optimizer"])
-    (batch,) = run.data.steps.minibatches(run.experience)
+    (batch,) = run.data.splitter.minibatches(run.experience)
     with fabric.autocast():
         loss = model.training_step(batch, 0)["loss"]
     fabric.backward(loss)
@@ -123,7 +124,7 @@ def test_gradients_are_taken_as_training_takes_them_in_every_precision(precision
 
 def test_float16_activations_give_the_gradient_of_float32_nearly():
     run = make_run()
-    (batch,) = run.data.steps.minibatches(run.experience)
+    (batch,) = run.data.splitter.minibatches(run.experience)
     tiny = replace(batch, loss_weight=batch.loss_weight * 2.0**-18)
     diagnostic = GradientVariance(every=1, terms=["policy"], blocks="all")
     diagnostic.on_fit_start(None, run.module)
@@ -145,7 +146,7 @@ def test_no_forward_is_larger_than_those_of_training_and_none_changes_the_result
     sizes: list[int] = []
     embedding = run.module.roles.backbone("policy").get_input_embeddings()
     handle = embedding.register_forward_hook(lambda module, args, output: sizes.append(len(args[0])))
-    for batch in split.data.steps.minibatches(run.experience):
+    for batch in split.data.splitter.minibatches(run.experience):
         run.module.policy_terms(batch)
     largest = max(sizes)
     sizes.clear()
@@ -210,7 +211,7 @@ def test_it_measures_at_its_interval_alone():
     diagnostic.on_fit_start(None, run.module)
     seen = []
     for iteration in range(5):
-        diagnostic.on_update_start(replace(run.experience, iteration=iteration), run.data.steps.parts)
+        diagnostic.on_update_start(replace(run.experience, iteration=iteration), run.data.splitter.parts)
         metrics: dict[str, float] = {}
         diagnostic.on_iteration_end(iteration + 1, 5, metrics)
         seen.append("gradient/loss/variance" in metrics)
@@ -269,7 +270,7 @@ def test_a_sketch_is_as_exact_as_it_says():
 
 
 def test_a_part_in_which_nothing_counts_is_no_part():
-    run = make_run(credit=GroupAdvantage("dapo", filter_zero_std_groups=True))
+    run = make_run(advantage=GroupAdvantage("dapo", filter_zero_std_groups=True))
     group = run.experience.rewards.total.view(8, 4)
     informative = torch.tensor([False] * 4 + [True] * 4)
     total = torch.where(informative[:, None], torch.arange(4.0), group[:, :1].expand(-1, 4)).flatten()
@@ -293,7 +294,7 @@ def test_a_critic_and_pairs_have_no_proxies_that_they_should_not():
 def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
     run = make_run(arm="tis", mask_truncated=True)
     run.module.temperature = 1.7
-    (batch,) = (b for part in run.data.steps.parts(run.experience, 1) for b in part.batches)
+    (batch,) = (b for part in run.data.splitter.parts(run.experience, 1) for b in part.batches)
     is_counted = batch.loss_weight != 0
     assert (is_counted != batch.rollout.response_mask).any()
     assert (batch.correction[is_counted] != 1).any()
@@ -341,7 +342,7 @@ def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
     """What each rank reports when the parts are dealt out to them."""
 
     def dealt(experience: Experience, n_parts: int):
-        yield from list(run.data.steps.parts(experience, n_parts))[fabric.global_rank :: fabric.world_size]
+        yield from list(run.data.splitter.parts(experience, n_parts))[fabric.global_rank :: fabric.world_size]
 
     alone = replace(run, data=_Dealing(dealt))
     found = measured(GradientVariance(every=1, n_parts=4), alone)
@@ -385,7 +386,7 @@ def test_it_agrees_with_brute_force_over_fresh_rollouts():
         experience = run.data.collect()
         found = measured(diagnostic, run, replace(experience, iteration=0))
         estimates.append(found["gradient/policy/variance"])
-        (part,) = run.data.steps.parts(experience, 1)
+        (part,) = run.data.splitter.parts(experience, 1)
         fresh.add(diagnostic.of_batch(part.batches[0])[0]["policy"], 1)
     brute = fresh.spread()
     mean, error = torch.tensor(estimates).mean(), torch.tensor(estimates).std() / len(estimates) ** 0.5

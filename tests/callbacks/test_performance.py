@@ -57,7 +57,7 @@ def test_times_and_speeds_match_hand_arithmetic(monkeypatch):
 def test_an_update_is_measured_by_the_passes_that_were_run(monkeypatch):
     roles, diagnostic = started(peak_flops=1e9)
     module, data = make_module(roles), make_datamodule(roles)
-    (batch,) = data.steps.minibatches(data.collect())
+    (batch,) = data.splitter.minibatches(data.collect())
     clock = Clock(monkeypatch)
     diagnostic.on_phase_start("update", 0)
     module.training_step(batch, 0)["loss"].backward()

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.experience.advantages import Advantages, Experience, GAEAdvantage, GroupAdvantage, PairAdvantage
-from lit_rlkv.objectives.corrections import Weights
+from lit_rlkv.experience.advantages import Advantages, GAEAdvantage, GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.rewards.judges import right_then_short
 from lit_rlkv.types import NEVER, Problem, Rewards, Rollout
 from tests.training import DigitsAreGood
@@ -39,16 +40,16 @@ def make_experience(rewards: list[float], **given: Tensor) -> Experience:
         has_eos=torch.ones(4, dtype=torch.bool),
         old_logps=zeros,
         ref_logps=zeros,
-        kl_weight=0.0,
+        kl_coef=0.0,
         kl_penalty=given.get("kl_penalty", zeros),
         values=given.get("values"),
-        weights=Weights(torch.ones(4, 4), IS_ACTION),
+        weights=ISWeights(torch.ones(4, 4), IS_ACTION),
         group_size=2,
     )
 
 
 def counting(experience: Experience, is_counted: Tensor) -> Experience:
-    return replace(experience, weights=Weights(torch.ones(4, 4), is_counted))
+    return replace(experience, weights=ISWeights(torch.ones(4, 4), is_counted))
 
 
 PENALTY = torch.tensor(
@@ -59,10 +60,10 @@ PENALTY = PENALTY.masked_fill(~IS_ACTION, 0.0)
 
 def test_a_group_is_judged_by_reward_less_the_kl_of_the_response():
     # 1 − 0.6 and 2 − 0.4: mean 1; 0 + 0.2 and 0: mean 0.1
-    credit = GroupAdvantage("dr_grpo").assign(make_experience([1.0, 2.0, 0.0, 0.0], kl_penalty=PENALTY))
+    credit = GroupAdvantage("dr_grpo").compute(make_experience([1.0, 2.0, 0.0, 0.0], kl_penalty=PENALTY))
     expected = torch.tensor([-0.6, 0.6, 0.1, -0.1])[:, None] * IS_ACTION
     torch.testing.assert_close(credit.advantages, expected)
-    without = GroupAdvantage("dr_grpo").assign(make_experience([1.0, 2.0, 0.0, 0.0]))
+    without = GroupAdvantage("dr_grpo").compute(make_experience([1.0, 2.0, 0.0, 0.0]))
     torch.testing.assert_close(without.advantages, torch.tensor([-0.5, 0.5, 0.0, 0.0])[:, None] * IS_ACTION)
     assert credit.units.tolist() == [[0], [1], [2], [3]]
     assert credit.returns is None
@@ -70,24 +71,24 @@ def test_a_group_is_judged_by_reward_less_the_kl_of_the_response():
 
 def test_groups_that_agree_are_left_out_where_that_is_asked_for():
     experience = make_experience([1.0, 2.0, 0.5, 0.5])
-    kept = GroupAdvantage("dapo", filter_zero_std_groups=True).assign(experience).is_counted
+    kept = GroupAdvantage("dapo", filter_zero_std_groups=True).compute(experience).is_counted
     assert kept.tolist() == (IS_ACTION & torch.tensor([True, True, False, False])[:, None]).tolist()
-    assert torch.equal(GroupAdvantage("dapo").assign(experience).is_counted, IS_ACTION)
+    assert torch.equal(GroupAdvantage("dapo").compute(experience).is_counted, IS_ACTION)
 
 
 def test_a_kl_in_the_reward_does_not_make_a_group_disagree():
     experience = make_experience([1.0, 2.0, 0.5, 0.5], kl_penalty=PENALTY)
-    kept = GroupAdvantage("dapo", filter_zero_std_groups=True).assign(experience).is_counted
+    kept = GroupAdvantage("dapo", filter_zero_std_groups=True).compute(experience).is_counted
     assert kept.any(dim=1).tolist() == [True, True, False, False]
 
 
 def test_what_a_correction_does_not_count_stays_out():
     is_counted = IS_ACTION & (COLUMNS != 2)
     experience = counting(make_experience([1.0, 2.0, 0.5, 0.5], values=torch.zeros(4, 4)), is_counted)
-    assert torch.equal(GroupAdvantage("grpo").assign(experience).is_counted, is_counted)
-    assert torch.equal(GAEAdvantage(1.0, 1.0).assign(experience).is_counted, is_counted)
+    assert torch.equal(GroupAdvantage("grpo").compute(experience).is_counted, is_counted)
+    assert torch.equal(GAEAdvantage(1.0, 1.0).compute(experience).is_counted, is_counted)
     expected = is_counted & torch.tensor([True, True, False, False])[:, None]
-    assert torch.equal(PairAdvantage().assign(experience).is_counted, expected)
+    assert torch.equal(PairAdvantage().compute(experience).is_counted, expected)
 
 
 VALUES = torch.tensor(
@@ -102,7 +103,7 @@ def test_a_critic_gives_the_advantages_and_returns_of_hand_arithmetic():
     # row 1: δ = 0 + 1/2 − 1, 1 − 0.4 − 1 = −0.5, −0.4; A = −0.6, −0.4
     # row 2: δ = 0 + 0.2 − 3; row 3: δ = 0 + 2/2 − 0, 4 − 2 = 1, 2; A = 1.5, 2
     experience = make_experience([8.0, 1.0, 0.0, 4.0], kl_penalty=PENALTY, values=VALUES)
-    credit = GAEAdvantage(0.5, 0.5, whiten_advantages=False).assign(experience)
+    credit = GAEAdvantage(0.5, 0.5, whiten_advantages=False).compute(experience)
     expected = torch.tensor(
         [[0, -0.29375, -0.775, 1.7], [0, -0.6, -0.4, 0], [0, -2.8, 0, 0], [0, 1.5, 2.0, 0]]
     )
@@ -111,7 +112,7 @@ def test_a_critic_gives_the_advantages_and_returns_of_hand_arithmetic():
     assert credit.units.tolist() == [[0], [1], [2], [3]]
 
     # The eight advantages sum to 0.33125; whitening leaves the returns as they are.
-    whitened = GAEAdvantage(0.5, 0.5).assign(experience)
+    whitened = GAEAdvantage(0.5, 0.5).compute(experience)
     eight = [-0.29375, -0.775, 1.7, -0.6, -0.4, -2.8, 1.5, 2.0]
     mean = 0.33125 / 8
     std = math.sqrt(sum((a - mean) ** 2 for a in eight) / 7)
@@ -125,18 +126,18 @@ def test_a_critic_gives_the_advantages_and_returns_of_hand_arithmetic():
 def test_advantages_are_whitened_over_what_counts():
     is_counted = IS_ACTION & torch.tensor([True, True, False, True])[:, None]
     experience = make_experience([8.0, 1.0, 0.0, 4.0], kl_penalty=PENALTY, values=VALUES)
-    found = GAEAdvantage(0.5, 0.5).assign(counting(experience, is_counted))
+    found = GAEAdvantage(0.5, 0.5).compute(counting(experience, is_counted))
     counted = found.advantages[is_counted]
     assert counted.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert counted.std().item() == pytest.approx(1.0, abs=1e-3)
     assert (found.advantages[~is_counted] == 0).all()
-    everything = GAEAdvantage(0.5, 0.5).assign(experience)
+    everything = GAEAdvantage(0.5, 0.5).compute(experience)
     assert abs(everything.advantages[is_counted].mean().item()) > 0.1
     assert torch.equal(found.returns, everything.returns)  # the critic learns from every action
 
 
 def test_the_better_response_of_a_pair_has_advantage_one_and_the_worse_minus_one():
-    credit = PairAdvantage().assign(make_experience([1.0, 2.0, 0.5, 0.25]))
+    credit = PairAdvantage().compute(make_experience([1.0, 2.0, 0.5, 0.25]))
     assert credit.units.tolist() == [[1, 0], [2, 3]]
     assert torch.equal(credit.advantages, torch.tensor([-1.0, 1.0, 1.0, -1.0])[:, None] * IS_ACTION)
     assert torch.equal(credit.is_counted, IS_ACTION)
@@ -145,7 +146,7 @@ def test_the_better_response_of_a_pair_has_advantage_one_and_the_worse_minus_one
 
 @pytest.mark.parametrize(("drop_ties", "side"), [(True, 0.0), (False, 1.0)])
 def test_a_tie_counts_nothing_unless_ties_are_kept(drop_ties: bool, side: float):
-    credit = PairAdvantage(drop_ties=drop_ties).assign(make_experience([1.0, 2.0, 0.5, 0.5]))
+    credit = PairAdvantage(drop_ties=drop_ties).compute(make_experience([1.0, 2.0, 0.5, 0.5]))
     assert credit.units.tolist() == [[1, 0], [2, 3]]
     assert torch.equal(credit.advantages, torch.tensor([-1.0, 1.0, side, -side])[:, None] * IS_ACTION)
     assert credit.is_counted.any(dim=1).tolist() == [True, True, not drop_ties, not drop_ties]
@@ -155,7 +156,7 @@ def judged(rule: PairAdvantage, experience: Experience) -> Advantages:
     """As collect does it: the judge is asked once, and credit may be assigned often."""
     task_rule = rule.for_task(DigitsAreGood(n_terms=3))
     verdicts = task_rule.judge_all(experience.problems, experience.completions, experience.group_size)
-    return task_rule.assign(replace(experience, verdicts=verdicts))
+    return task_rule.compute(replace(experience, verdicts=verdicts))
 
 
 def test_a_judge_decides_instead_of_the_reward_and_asks_the_verifier_of_the_task():
@@ -163,7 +164,7 @@ def test_a_judge_decides_instead_of_the_reward_and_asks_the_verifier_of_the_task
     experience = make_experience([5.0, 0.0, 5.0, 0.0])
     rule = PairAdvantage(right_then_short)
     assert judged(rule, experience).units.tolist() == [[1, 0], [3, 2]]
-    assert PairAdvantage().assign(experience).units.tolist() == [[0, 1], [2, 3]]
+    assert PairAdvantage().compute(experience).units.tolist() == [[0, 1], [2, 3]]
     right_first = replace(experience, completions=["1 and more", "two", "three", "4444444"])
     assert judged(rule, right_first).units.tolist() == [[0, 1], [3, 2]]
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
-from lit_rlkv.experience.phases import Phases
 from lit_rlkv.experience.reward import RewardConfig
 from tests.rewards.threaded import InThreads
 from tests.training import make_datamodule, make_roles
@@ -60,7 +59,7 @@ def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
         make_roles(), n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=n_epochs
     )
     experience = data.collect()
-    batches = list(data.steps.minibatches(experience))
+    batches = list(data.splitter.minibatches(experience))
     assert sum(batch.ends_step for batch in batches) == n_minibatches * n_epochs
     assert sum(len(batch.advantages) for batch in batches) == 16 * n_epochs
     weight, n_response_tokens, n_fresh = 0.0, 0, 0
@@ -78,8 +77,8 @@ def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
 def test_advantages_of_a_group_sum_to_zero_and_stand_on_actions_only():
     data = make_datamodule(make_roles())
     experience = data.collect()
-    first = data.credit.assign(experience).advantages
-    (batch,) = data.steps.minibatches(experience)
+    first = data.advantage.compute(experience).advantages
+    (batch,) = data.splitter.minibatches(experience)
     of_response = first.gather(1, experience.rollout.response_mask.float().argmax(dim=1, keepdim=True))
     assert of_response.abs().max() > 0
     torch.testing.assert_close(of_response.view(4, 4).sum(dim=1), torch.zeros(4), rtol=0, atol=1e-5)
@@ -100,7 +99,7 @@ def test_rows_and_devices_keep_every_field():
 def test_parts_are_whole_groups_under_the_denominators_of_one_step(n_parts, sizes):
     data = make_datamodule(make_roles(), n_minibatches=2, n_micro_batches=3)
     experience = data.collect()
-    parts = list(data.steps.parts(experience, n_parts))
+    parts = list(data.splitter.parts(experience, n_parts))
     assert [part.n_groups for part in parts] == sizes
     rows = [torch.cat([batch.rollout.input_ids for batch in part.batches]) for part in parts]
     assert [len(one) for one in rows] == [4 * size for size in sizes]
@@ -126,7 +125,7 @@ def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str)
     has_eos = torch.tensor([True] * 5 + [False] * 3 + [True] * 8)
     n_response_tokens = experience.rollout.response_mask.sum(dim=1)
     counts = (n_response_tokens if aggregation == "token" else torch.ones(16)) * has_eos
-    first, second = data.steps.parts(replace(experience, has_eos=has_eos), 2)
+    first, second = data.splitter.parts(replace(experience, has_eos=has_eos), 2)
     expected = float(counts[:8].sum() / counts.sum())  # of responses 5 / 13
     assert [first.share, second.share] == pytest.approx([expected, 1 - expected])
     assert first.n_groups == second.n_groups == 2
@@ -135,11 +134,11 @@ def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str)
 
 
 def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():
-    data = make_datamodule(make_roles(), credit=PairAdvantage(), n_micro_batches=4)
+    data = make_datamodule(make_roles(), advantage=PairAdvantage(), n_micro_batches=4)
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0, 0] * 3 + [1.0] * 4)
     experience = replace(experience, rewards=replace(experience.rewards, total=total))
-    parts = list(data.steps.parts(experience, 2))
+    parts = list(data.splitter.parts(experience, 2))
     assert [part.n_groups for part in parts] == [2, 1]
     assert [part.share for part in parts] == pytest.approx([2 / 3, 1 / 3])
     for part in parts:
@@ -148,13 +147,13 @@ def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_n
 
 
 def test_a_part_without_any_whole_pair_counts_no_prompts():
-    data = make_datamodule(make_roles(), credit=PairAdvantage(drop_ties=False), mask_truncated=True)
+    data = make_datamodule(make_roles(), advantage=PairAdvantage(drop_ties=False), mask_truncated=True)
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0.5, 0.5] * 4)
     # of the last two pairs one side alone has ended, and the first two are whole
     has_eos = torch.tensor([True] * 8 + [True, False, True, True] * 2)
     experience = replace(experience, rewards=replace(experience.rewards, total=total), has_eos=has_eos)
-    parts = list(data.steps.parts(experience, 2))
+    parts = list(data.splitter.parts(experience, 2))
     assert [part.n_groups for part in parts] == [2, 0]
     assert [part.share for part in parts] == [1.0, 0.0]
     assert any(bool(batch.loss_weight.any()) for batch in parts[1].batches)
@@ -167,39 +166,39 @@ def test_a_judge_is_asked_once_about_a_rollout_however_often_it_is_cut():
         asked.append(first)
         return float(torch.randn(()))
 
-    data = make_datamodule(make_roles(), credit=PairAdvantage(whimsical, drop_ties=False))
+    data = make_datamodule(make_roles(), advantage=PairAdvantage(whimsical, drop_ties=False))
     experience = data.collect()
-    parts = list(data.steps.parts(experience, 2))
+    parts = list(data.splitter.parts(experience, 2))
     assert len(asked) == 4 * 6  # six pairs in each group of four
     changed = replace(experience, old_logps=experience.old_logps - 1)
-    again = list(data.steps.parts(changed, 2))
-    (batch,) = data.steps.minibatches(experience)
+    again = list(data.splitter.parts(changed, 2))
+    (batch,) = data.splitter.minibatches(experience)
     assert len(asked) == 4 * 6
     rows = [torch.cat([b.rollout.input_ids for one in cut for b in one.batches]) for cut in (parts, again)]
     assert torch.equal(*rows)
     ways = [sorted(map(tuple, ids.tolist())) for ids in (rows[0], batch.rollout.input_ids)]
     assert ways[0] == ways[1]
     data.iteration += 1
-    list(data.steps.minibatches(data.collect()))
+    list(data.splitter.minibatches(data.collect()))
     assert len(asked) == 2 * 4 * 6
 
 
 def test_groups_that_count_nothing_are_not_counted_in_a_part():
-    data = make_datamodule(make_roles(), credit=GroupAdvantage("dapo", filter_zero_std_groups=True))
+    data = make_datamodule(make_roles(), advantage=GroupAdvantage("dapo", filter_zero_std_groups=True))
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0, 0] + [1.0] * 8 + [0, 1.0, 1.0, 1.0])
     experience = replace(experience, rewards=replace(experience.rewards, total=total))
-    assert [part.n_groups for part in data.steps.parts(experience, 2)] == [1, 1]
-    assert [part.n_groups for part in data.steps.parts(experience, 4)] == [1, 0, 0, 1]
-    assert [part.share for part in data.steps.parts(experience, 4)] == [0.5, 0, 0, 0.5]
-    assert [part.n_prompts for part in data.steps.parts(experience, 4)] == [1, 1, 1, 1]
+    assert [part.n_groups for part in data.splitter.parts(experience, 2)] == [1, 1]
+    assert [part.n_groups for part in data.splitter.parts(experience, 4)] == [1, 0, 0, 1]
+    assert [part.share for part in data.splitter.parts(experience, 4)] == [0.5, 0, 0, 0.5]
+    assert [part.n_prompts for part in data.splitter.parts(experience, 4)] == [1, 1, 1, 1]
 
 
 def test_more_parts_than_groups_are_refused():
     data = make_datamodule(make_roles())
     experience = data.collect()
     with pytest.raises(ValueError, match="4 groups cannot be cut into 5 parts; give at most 4"):
-        list(data.steps.parts(experience, 5))
+        list(data.splitter.parts(experience, 5))
 
 
 def test_watchers_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
@@ -229,7 +228,7 @@ def test_rewards_are_under_way_while_the_roles_score():
 
     reward = of_functions(slow=InThreads(ask=slow))
     data = make_datamodule(make_roles(), reward=reward)
-    data.phases = Phases(on_end=[on_end])
+    data.on_phase_end = [on_end]
     experience = data.collect()
     assert is_scored.is_set()
     assert experience.rewards.total.tolist() == [len(text) for text in experience.completions]
@@ -256,12 +255,12 @@ def flaky(question):
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce++"])
 def test_a_response_without_a_reward_has_no_advantage_and_no_loss(estimator):
     data = make_datamodule(
-        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), credit=GroupAdvantage(estimator)
+        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), advantage=GroupAdvantage(estimator)
     )
     experience = data.collect()
     is_failed = experience.rewards.is_failed
     assert 0 < is_failed.sum() < 16
-    (part,) = data.steps.parts(experience, 1)  # rows in order
+    (part,) = data.splitter.parts(experience, 1)  # rows in order
     (batch,) = part.batches
     assert (batch.loss_weight[is_failed] == 0).all()
     assert batch.advantages[is_failed].abs().max() < 1e-5
@@ -273,10 +272,36 @@ def test_a_response_without_a_reward_has_no_advantage_and_no_loss(estimator):
 
 def test_a_pair_with_a_side_without_a_reward_does_not_count():
     data = make_datamodule(
-        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), credit=PairAdvantage()
+        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), advantage=PairAdvantage()
     )
     experience = data.collect()
     is_failed = experience.rewards.is_failed
-    credit = data.credit.assign(experience)
+    credit = data.advantage.compute(experience)
     is_tie = (credit.advantages[credit.units] == 0).all(dim=2).all(dim=1)
     assert not (is_failed[credit.units].any(dim=1) & ~is_tie).any()
+
+
+def test_listeners_are_called_around_rollout_score_and_reward_in_their_order():
+    data, heard = make_datamodule(make_roles()), []
+    data.on_phase_start = [
+        lambda *what: heard.append(("start", *what)),
+        lambda *what: heard.append(("second", *what)),
+    ]
+    data.on_phase_end = [lambda *what: heard.append(("end", *what))]
+    data.train_dataloader()
+    data.train_dataloader()
+    assert heard == [
+        (moment, phase, iteration)
+        for iteration in (0, 1)
+        for phase in ("rollout", "score", "reward")
+        for moment in ("start", "second", "end")
+    ]
+
+
+def test_a_phase_that_fails_has_no_end(monkeypatch):
+    data, ended = make_datamodule(make_roles()), []
+    data.on_phase_end = [lambda *what: ended.append(what)]
+    monkeypatch.setattr(data, "_score", lambda rollout: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        data.train_dataloader()
+    assert ended == [("rollout", 0)]

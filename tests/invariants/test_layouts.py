@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.experience.advantages import Experience, GAEAdvantage
+from lit_rlkv.experience.advantages import GAEAdvantage
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.reward import RewardConfig
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
@@ -31,7 +32,7 @@ def run(layout: str, seed: int = 0) -> Run:
     module = make_ppo(make_roles(layout, ROLES, seed=seed))
     data = make_datamodule(
         module.roles,
-        credit=GAEAdvantage(1.0, 0.95),
+        advantage=GAEAdvantage(1.0, 0.95),
         kl=KLConfig(weight=0.1, place="reward", estimator="k1"),
         reward=RewardConfig(verifier=0.5, learned=0.5),
         aggregation="token",

@@ -22,8 +22,8 @@ def make_run(layout: str, *, separate: bool, checkpoints: bool) -> tuple[PPO, li
         roles, make_optimizer, replays=True, temperature=1.0, clip_low=0.2, clip_high=0.2, value_clip=0.2,
         value_weight=0.5, value_shadow=False, separate_passes=separate,
     )  # fmt: skip
-    data = make_datamodule(roles, credit=GAEAdvantage(1.0, 0.95), learner_parts=module.learner_parts)
-    return module, list(data.steps.minibatches(data.collect()))
+    data = make_datamodule(roles, advantage=GAEAdvantage(1.0, 0.95), learner_parts=module.learner_parts)
+    return module, list(data.splitter.minibatches(data.collect()))
 
 
 def gradients(module: PPO) -> dict[str, Tensor]:

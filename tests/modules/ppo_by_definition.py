@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lit_rlkv.experience.advantages import Experience, GAEAdvantage
+from lit_rlkv.experience.advantages import GAEAdvantage
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import Roles, acting_as
@@ -54,7 +55,7 @@ def actions_of(rollout: Rollout) -> list[list[int]]:
 
 
 def credit_by_definition(
-    experience: Experience, is_counted: Tensor, kl_weight: float = PAID.weight, mistake: str = ""
+    experience: Experience, is_counted: Tensor, kl_coef: float = PAID.weight, mistake: str = ""
 ) -> tuple[Tensor, Tensor]:
     """r_t = −β·k1 + 1[t = T]·R, δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}; whitened A, and A + V."""
     old, ref = experience.old_logps.double(), experience.ref_logps.double()
@@ -63,7 +64,7 @@ def credit_by_definition(
     for row, columns in enumerate(actions_of(experience.rollout)):
         after, next_value = 0.0, float(values[row, columns[-1]]) if mistake == "bootstrap" else 0.0
         for column in reversed(columns):
-            reward = -kl_weight * float(old[row, column] - ref[row, column])
+            reward = -kl_coef * float(old[row, column] - ref[row, column])
             if column == columns[-1] or mistake == "reward at every token":
                 reward += float(experience.rewards.total[row])
             delta = reward + GAMMA * next_value - float(values[row, column])

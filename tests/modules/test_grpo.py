@@ -41,7 +41,7 @@ def test_loss_equals_its_definition(arm, aggregation):
     module = make_module(roles, replays=correction.replays)
     data = make_datamodule(roles, correction=correction, aggregation=aggregation)
     experience = data.collect()
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     # a policy that has moved since the rollout: some ratios leave the clip range
     for name, parameter in roles.named_parameters():
         if "lora_B" in name:
@@ -108,11 +108,11 @@ def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
 
 def test_dapo_learns_from_disagreeing_groups_only():
     roles = make_roles()
-    data = make_datamodule(roles, credit=GroupAdvantage("dapo", filter_zero_std_groups=True))
+    data = make_datamodule(roles, advantage=GroupAdvantage("dapo", filter_zero_std_groups=True))
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
     experience = replace(experience, rewards=Rewards(total=total, components={}))
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     # the first and the last group disagree; the others stay in the batch, but weigh nothing in the loss
     counted = {tuple(row) for row in batch.rollout.input_ids[(batch.loss_weight > 0).any(dim=1)].tolist()}
     rows = experience.rollout.input_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()

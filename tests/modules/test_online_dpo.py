@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.experience.advantages import Experience, PairAdvantage
+from lit_rlkv.experience.advantages import PairAdvantage
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.experience.reward import RewardConfig
 from lit_rlkv.models.hydra import Roles, acting_as
@@ -34,7 +35,7 @@ PAIRS = [(0 + 1, 0 + 3), (8 + 1, 8 + 2), (12 + 1, 12 + 3)]
 def make_data(
     roles: Roles, arm: str = "shadow", judge=None, drop_ties: bool = True, **options
 ) -> RolloutDataModule:
-    return make_datamodule(roles, correction=ARMS[arm], credit=PairAdvantage(judge, drop_ties), **options)
+    return make_datamodule(roles, correction=ARMS[arm], advantage=PairAdvantage(judge, drop_ties), **options)
 
 
 def roll_out(arm: str = "shadow", **options) -> tuple[Roles, RolloutDataModule, Experience]:
@@ -104,7 +105,7 @@ def loss_of(module: OnlineDPO, batch: TrainBatch) -> float:
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_the_loss_equals_its_definition(options: dict):
     roles, data, experience = roll_out()
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     found = loss_of(make_dpo(roles, **options), batch)
     assert found == pytest.approx(loss_by_definition(roles, experience, **options), rel=1e-6, abs=1e-6)
     # the control: log-probs of the whole text, which the sampler did not see
@@ -115,7 +116,7 @@ def test_the_loss_equals_its_definition(options: dict):
 @pytest.mark.parametrize("mistake", ["sum of sides", "ties count"])
 def test_the_comparison_catches(mistake: str):
     roles, data, experience = roll_out()
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     wrong = loss_by_definition(roles, experience, mistake=mistake)
     assert abs(loss_of(make_dpo(roles), batch) - wrong) > 1e-3
 
@@ -123,7 +124,7 @@ def test_the_comparison_catches(mistake: str):
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_weighs_the_log_ratio_of_an_action(arm: str):
     roles, data, experience = roll_out(arm)
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     found = loss_of(make_dpo(roles, ARMS[arm].replays), batch)
     assert found == pytest.approx(loss_by_definition(roles, experience, arm), rel=1e-6, abs=1e-6)
     unweighted = loss_by_definition(roles, experience, arm, mistake="unweighted")
@@ -133,7 +134,7 @@ def test_every_arm_weighs_the_log_ratio_of_an_action(arm: str):
 @pytest.mark.parametrize("averages", [False, True])
 def test_the_logged_rewards_are_those_of_the_pairs_whatever_the_loss_averages(averages):
     roles, data, experience = roll_out()
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     found = {
         name: float(value)
         for name, value in make_dpo(roles, averages=averages).training_step(batch, 0).items()
@@ -166,7 +167,7 @@ def rows_of(experience: Experience, batch: TrainBatch) -> list[int]:
 
 def test_a_group_of_four_sends_its_first_best_and_last_worst():
     _, data, experience = roll_out(drop_ties=False)
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     rows = rows_of(experience, batch)
     pairs = {(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)}
     assert pairs == {*PAIRS, (4, 7)}  # the tie takes the first and the last
@@ -175,16 +176,16 @@ def test_a_group_of_four_sends_its_first_best_and_last_worst():
 
 def test_pairs_whose_sides_are_tied_count_nothing():
     roles, data, experience = roll_out()
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     assert batch.n_pairs == 3
     tied = with_rewards(experience, [0.5] * 16)
-    (batch,) = data.steps.minibatches(tied)
+    (batch,) = data.splitter.minibatches(tied)
     module = make_dpo(roles)
     assert loss_of(module, batch) == 0.0
     assert all((gradient == 0).all() for gradient in gradients_of(module, [batch]).values())
 
-    data.steps.credit = PairAdvantage(drop_ties=False)
-    (batch,) = data.steps.minibatches(tied)
+    data.splitter.advantage = PairAdvantage(drop_ties=False)
+    (batch,) = data.splitter.minibatches(tied)
     assert loss_of(module, batch) > 0.1
     assert max(float(g.abs().max()) for g in gradients_of(module, [batch]).values()) > 1e-2
 
@@ -192,7 +193,7 @@ def test_pairs_whose_sides_are_tied_count_nothing():
 @pytest.mark.parametrize(("n_minibatches", "n_micro_batches"), [(1, 4), (2, 2), (3, 1), (1, 3)])
 def test_no_split_parts_a_pair(n_minibatches: int, n_micro_batches: int):
     _, data, experience = roll_out(n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=2)
-    batches = list(data.steps.minibatches(experience))
+    batches = list(data.splitter.minibatches(experience))
     assert len(batches) >= 2 * 3
     seen = []
     for batch in batches:
@@ -214,9 +215,9 @@ def steps_of(batches: list[TrainBatch]) -> list[list[TrainBatch]]:
 def test_micro_batches_do_not_change_the_gradient(kind: str):
     roles, data, experience = roll_out(n_minibatches=2)
     module = make_dpo(roles, kind=kind)
-    whole = steps_of(list(data.steps.minibatches(experience)))
-    data.steps.update = replace(data.steps.update, n_micro_batches=2)
-    split = steps_of(list(data.steps.minibatches(experience)))
+    whole = steps_of(list(data.splitter.minibatches(experience)))
+    data.splitter.update = replace(data.splitter.update, n_micro_batches=2)
+    split = steps_of(list(data.splitter.minibatches(experience)))
     for one, parts in zip(whole, split, strict=True):
         assert (len(one), len(parts)) == (1, 2)
         expected, found = gradients_of(module, one), gradients_of(module, parts)
@@ -249,7 +250,7 @@ def pairs_by(keys: list) -> list[tuple[int, int]]:
 
 
 def pairs_of(data: RolloutDataModule, experience: Experience) -> list[tuple[int, int]]:
-    return [tuple(pair) for pair in data.credit.assign(experience).units.tolist()]
+    return [tuple(pair) for pair in data.advantage.compute(experience).units.tolist()]
 
 
 def test_a_judge_ranks_where_the_reward_ties():
@@ -293,11 +294,11 @@ def test_pairs_with_a_response_that_was_cut_count_nothing_where_that_is_asked_fo
     # of the three pairs that do not tie, only the last has two sides that ended
     has_eos = torch.ones(16, dtype=torch.bool)
     has_eos[PAIRS[0][0]] = has_eos[PAIRS[1][1]] = False
-    (batch,) = data.steps.minibatches(replace(experience, has_eos=has_eos))
+    (batch,) = data.splitter.minibatches(replace(experience, has_eos=has_eos))
     assert batch.n_pairs == 1
     found = gradients_of(make_dpo(roles), [batch])
     only = with_rewards(experience, [*[0] * 12, *REWARDS[12:]])
-    data.steps.update = replace(data.steps.update, mask_truncated=False)
-    (alone,) = data.steps.minibatches(only)
+    data.splitter.update = replace(data.splitter.update, mask_truncated=False)
+    (alone,) = data.splitter.minibatches(only)
     assert loss_of(make_dpo(roles), batch) == pytest.approx(loss_of(make_dpo(roles), alone), rel=1e-6)
     assert difference(found, gradients_of(make_dpo(roles), [alone])) < 1e-5

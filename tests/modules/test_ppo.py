@@ -36,7 +36,7 @@ from tests.training import (
 @pytest.mark.parametrize("arm", ARMS)
 def test_advantages_returns_and_losses_equal_their_definition(arm: str):
     roles, data, experience = roll_out(arm=arm)
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     assert torch.equal(
         batch.rollout.input_ids.sort(dim=0).values, experience.rollout.input_ids.sort(dim=0).values
     )
@@ -46,7 +46,7 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
     assert found["clip_ratio/region_mean"] > 0.02
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
-    credit = data.credit.assign(experience)
+    credit = data.advantage.compute(experience)
     weights = weights_by_definition(
         arm, (experience.old_logps - experience.rollout.rollout_logps).exp(), experience.rollout.response_mask
     )
@@ -67,7 +67,7 @@ def test_advantages_returns_and_losses_equal_their_definition(arm: str):
 )
 def test_the_comparison_catches(mistake: str, name: str):
     roles, data, experience = roll_out()
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     found = step(make_ppo(roles), batch)
     wrong = losses_by_definition(roles, experience, mistake=mistake)
     assert abs(found[name] - wrong[name]) > 1e-3
@@ -84,7 +84,7 @@ def test_a_kl_in_the_loss_is_weighed_like_the_policy_loss(estimator, of_log_rati
     kl = KLConfig(weight=0.7, place="loss", estimator=estimator)
     roles, data, experience = roll_out(kl=kl)
     assert (experience.kl_penalty == 0).all()
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     found = step(make_ppo(roles, kl_estimator=estimator), batch)
     log_ratio = seen_by(roles, "policy", experience.rollout) - seen_by(roles, "reference", experience.rollout)
     each = [of_log_ratio(float(d)) for d in log_ratio[experience.rollout.response_mask]]
@@ -93,10 +93,10 @@ def test_a_kl_in_the_loss_is_weighed_like_the_policy_loss(estimator, of_log_rati
     rest = found["policy_loss"] + 0.5 * found["value_loss"]
     assert found["loss"] == pytest.approx(rest + 0.7 * sum(each) / len(each), rel=1e-6)
     # no KL in the reward then: the returns are those of β = 0
-    credit = data.credit.assign(experience)
-    _, returns = credit_by_definition(experience, experience.rollout.response_mask, kl_weight=0.0)
+    credit = data.advantage.compute(experience)
+    _, returns = credit_by_definition(experience, experience.rollout.response_mask, kl_coef=0.0)
     torch.testing.assert_close(credit.returns.double(), returns, rtol=0, atol=1e-6)
-    _, paid = credit_by_definition(experience, experience.rollout.response_mask, kl_weight=0.7)
+    _, paid = credit_by_definition(experience, experience.rollout.response_mask, kl_coef=0.7)
     assert (credit.returns - paid).abs().max() > 0.01
 
 
@@ -110,12 +110,12 @@ def worst_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> flo
 @pytest.mark.parametrize("layout", ["hydra", "j_hydra"])
 def test_micro_batches_and_separate_passes_do_not_change_the_gradient(layout: str, arm: str):
     roles, data, experience = roll_out(layout, arm)
-    whole = list(data.steps.minibatches(experience))
+    whole = list(data.splitter.minibatches(experience))
     module = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=True)
     expected = gradients_of(module, whole)
     for parts in (BOTH, (("policy",), ("value",))):
-        data.steps.update = replace(data.steps.update, n_micro_batches=3, learner_parts=parts)
-        batches = list(data.steps.minibatches(experience))
+        data.splitter.update = replace(data.splitter.update, n_micro_batches=3, learner_parts=parts)
+        batches = list(data.splitter.minibatches(experience))
         assert [batch.ends_step for batch in batches] == [False] * (3 * len(parts) - 1) + [True]
         assert worst_difference(gradients_of(module, batches), expected) < 1e-5
         losses = [step(module, batch)["loss"] for batch in batches]
@@ -140,7 +140,7 @@ def test_policy_and_critic_share_a_forward_where_it_is_the_same(layout, arm, val
     roles, data, experience = roll_out(layout, arm, sampling={"value_shadow": value_shadow})
     module = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=value_shadow)
     assert len(module.learner_parts) == n_forwards
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     with counted_forwards(roles) as forwards:
         found = step(module, batch)
     assert len(forwards) == n_forwards
@@ -160,7 +160,7 @@ def test_one_part_learns_at_a_time_unless_that_is_turned_off():
 def trained_by(layout: str, *learners: str) -> set[str]:
     """Adapters, heads and backbones that a micro-batch of these learners gives a gradient."""
     roles, data, experience = roll_out(layout)
-    (batch,) = data.steps.minibatches(experience)
+    (batch,) = data.splitter.minibatches(experience)
     gradients = gradients_of(make_ppo(roles), [replace(batch, learners=learners, ends_step=False)])
     found = set()
     for name in (name for name, gradient in gradients.items() if gradient.abs().max() > 0):
@@ -204,9 +204,9 @@ def test_an_iteration_ends_early_once_the_policy_has_moved_too_far():
 
 def test_responses_that_were_cut_count_nothing_in_the_policy_loss():
     roles, data, experience = roll_out()
-    (plain,) = data.steps.minibatches(experience)
-    data.steps.update = replace(data.steps.update, mask_truncated=True)
-    (masked,) = data.steps.minibatches(experience)
+    (plain,) = data.splitter.minibatches(experience)
+    data.splitter.update = replace(data.splitter.update, mask_truncated=True)
+    (masked,) = data.splitter.minibatches(experience)
     is_cut = ~((masked.rollout.input_ids == data.tokenizer.eos_token_id) & masked.rollout.response_mask).any(
         dim=1
     )
@@ -233,29 +233,29 @@ def test_the_weight_of_the_kl_is_steered_to_its_target_and_comes_back_with_the_s
     data = steered(roles, target=1e-3)
     first = data.collect()
     # 16 responses over a horizon of 160, error kept within 0.2: 0.3 · (1 + 0.2 · 0.1)
-    assert first.kl_weight == 0.3
-    assert data.kl_weight == pytest.approx(0.306)
+    assert first.kl_coef == 0.3
+    assert data.kl_coef == pytest.approx(0.306)
     raised = next(iter(data.train_dataloader()))
     second = data.collect()
-    assert second.kl_weight == pytest.approx(0.306 * 1.02)
+    assert second.kl_coef == pytest.approx(0.306 * 1.02)
     log_ratio = (second.old_logps - second.ref_logps).masked_fill(~second.rollout.response_mask, 0.0)
-    torch.testing.assert_close(second.kl_penalty, second.kl_weight * log_ratio)
-    assert raised.kl_weight == 0.0  # of a term in the loss, which there is not
+    torch.testing.assert_close(second.kl_penalty, second.kl_coef * log_ratio)
+    assert raised.kl_coef == 0.0  # of a term in the loss, which there is not
 
     restored = steered(roles, target=1e-3)
     restored.load_state_dict(data.state_dict())
-    assert restored.kl_weight == data.kl_weight != steered(roles, target=1e-3).kl_weight
+    assert restored.kl_coef == data.kl_coef != steered(roles, target=1e-3).kl_coef
 
     lowered = steered(roles, target=1e3)
     lowered.collect()
-    assert lowered.kl_weight == pytest.approx(0.3 * 0.98)
+    assert lowered.kl_coef == pytest.approx(0.3 * 0.98)
 
 
 def test_a_kl_in_the_loss_is_steered_too():
     roles = shift(make_roles("hydra", ROLES))
     kl = KLConfig(weight=0.3, place="loss", estimator="k3", target=1e-3, horizon=160.0)
     data = make_data(roles, kl=kl)
-    weights = [next(iter(data.train_dataloader())).kl_weight for _ in range(3)]
+    weights = [next(iter(data.train_dataloader())).kl_coef for _ in range(3)]
     assert weights == pytest.approx([0.3, 0.306, 0.306 * 1.02])
 
 

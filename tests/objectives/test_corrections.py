@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.objectives.corrections import WeightFn, Weights, masked, sparse_rl, truncated, unweighted
+from lit_rlkv.objectives.corrections import ISWeights, WeightFn, masked, sparse_rl, truncated, unweighted
 
 # π_old/μ of two sequences; the second one ends with a column of padding.
 RATIOS = torch.tensor([[0.4, 0.5, 1.0, 3.0], [1.0, 1.5, 2.0, 1.0]])
@@ -12,11 +12,11 @@ IS_ACTION = torch.tensor([[True, True, True, True], [True, True, True, False]])
 ALL = [unweighted, truncated, masked, sparse_rl]
 
 
-def weigh(function: WeightFn, ratios: Tensor = RATIOS) -> Weights:
+def weigh(function: WeightFn, ratios: Tensor = RATIOS) -> ISWeights:
     return function(ratios.log(), IS_ACTION)
 
 
-def at_actions(weights: Weights) -> list[float]:
+def at_actions(weights: ISWeights) -> list[float]:
     return weights.weight[IS_ACTION].tolist()
 
 
@@ -31,7 +31,7 @@ def test_truncated_importance_sampling_caps_the_ratio():
     assert at_actions(truncated_at_one_and_a_half()) == pytest.approx([0.4, 0.5, 1.0, 1.5, 1.0, 1.5, 1.5])
 
 
-def truncated_at_one_and_a_half() -> Weights:
+def truncated_at_one_and_a_half() -> ISWeights:
     return truncated(RATIOS.log(), IS_ACTION, cap=1.5)
 
 

@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.experience.advantages import Experience
-from lit_rlkv.objectives.corrections import Weights
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.reporting.samples import MAX_SHOWN_CHARACTERS, Sample, Samples, draw, render, thinned
 from lit_rlkv.types import Problem, Rewards, Rollout
 
@@ -26,10 +26,10 @@ def make_experience(iteration=0, n_prompts=3, group_size=2, completion="answer {
         has_eos=false.any(dim=1),
         old_logps=zeros,
         ref_logps=None,
-        kl_weight=0.0,
+        kl_coef=0.0,
         kl_penalty=zeros,
         values=None,
-        weights=Weights(zeros, false),
+        weights=ISWeights(zeros, false),
         group_size=group_size,
     )
 

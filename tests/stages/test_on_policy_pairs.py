@@ -84,7 +84,7 @@ def test_what_evaluations_call_right_is_no_mistake_and_neither_is_what_they_coul
     assert {"+", "2"} < set(every)
     parts.cfg.reward.accuracy = "judge"
     with RewardManager({"judge": InThreads(ask=judge)}) as panel:
-        object.__setattr__(parts, "panel", panel)
+        object.__setattr__(parts, "rewards", panel)
         assert beginnings() == [first for first in every if first not in ("+", "2")]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rlkv.experience.memory import explain_rollout, explain_scoring, explain_update, rollout_needs
+from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update, rollout_needs
 from lit_rlkv.experience.settings import SamplingConfig, UpdateConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.out_of_memory import MemoryExhaustedError
