@@ -78,10 +78,10 @@ def evaluate(asked: DictConfig) -> Evaluation:
             f"budgets={asked.budgets} need an evicting policy, and there is only dense; add policies=[snapkv]"
         )
     _check_writable(run.run_dir)
-    parts, module = open_run(run)
+    context, module = open_run(run)
     spread = {"level": asked.level, "n_resamples": asked.n_resamples}
     scored, samples = [], []
-    for found in score_caches(parts, module.roles, caches, asked.n_samples):
+    for found in score_caches(context, module.roles, caches, asked.n_samples):
         scored.append((found.row, estimate(found.samples, list(asked.pass_at_k), **spread, seed=cfg.seed)))
         samples += found.samples
     settings = {
@@ -94,7 +94,7 @@ def evaluate(asked: DictConfig) -> Evaluation:
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,
         **spread,
-        "environment": environment.describe(cfg, parts.fabric.device),
+        "environment": environment.describe(cfg, context.fabric.device),
     }
     return Evaluation(run.run_dir, settings, scored, samples)
 

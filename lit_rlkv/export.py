@@ -39,11 +39,11 @@ def export(asked: DictConfig) -> tuple[Path, Exported]:
         )
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # an adapter is merged into weights that have not been rounded
-    parts, module = open_run(run)
+    context, module = open_run(run)
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:
         exported = export_policy(
-            module.roles, parts.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
+            module.roles, context.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
         )
         write_card(run, exported, partial)
         (partial / MANIFEST).write_text(json.dumps(_manifest(run) | asdict(exported), indent=1))

@@ -1,4 +1,4 @@
-"""The one training loop: Hydra-SFT and every RL algorithm run through it."""
+"""The training loop and the optimizer step of SFT and of every RL algorithm."""
 
 import math
 import time
@@ -38,24 +38,24 @@ def train(
     first_iteration: int = 0,
     learner_state: dict[str, Any] | None = None,
     max_grad_norm: float | None,
-    save: Callable[[TrainState], None] = lambda moment: None,
-    learning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    save: Callable[[TrainState], None] = lambda state: None,
+    update_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     interruption: Interruption | None = None,
 ) -> None:
-    """Run iterations `first_iteration` to `n_iterations`, each one loader of the datamodule.
+    """Run iterations `first_iteration` to `n_iterations`; each takes one dataloader of the datamodule.
 
-    A loader may sample from the policy as it is now; that happens when it is asked for. What it does may be
-    thrown away: nothing that is saved changes before the first update.
+    For RL, `train_dataloader()` samples from the current policy. An interrupted iteration can be thrown away,
+    because nothing that is saved changes before its first update.
 
     Args:
-        learner_state: of a checkpoint to go on from.
+        learner_state: optimizer state of the checkpoint to resume from.
         save: called between iterations.
-        learning: a block around the updates of an iteration, which may explain their failures.
-        interruption: of a run that may be asked to end, which it does before or after the updates.
+        update_context: entered around the updates of an iteration, for example to explain their errors.
+        interruption: delivers signals before or after the updates, never in between.
 
     Raises:
-        NonFiniteError: several optimizer steps in a row had no finite gradient.
-        InterruptedRunError: the run was asked to end; `save` has had its last whole moment.
+        NonFiniteError: too many consecutive non-finite gradients.
+        InterruptedRunError: a signal ended the run; `save` was called with its last complete state.
     """
     # 1. set up
     interruption = interruption or Interruption()
@@ -66,9 +66,9 @@ def train(
         for iteration in range(first_iteration, n_iterations):
             started_at = time.perf_counter()
             data_state = datamodule.state_dict()
-            # 2. data: for RL this is rollout, reward and credit
+            # 2. data: for RL this samples, scores and rewards
             try:
-                # One rank that ends would leave the others waiting for it.
+                # On several ranks a signal waits, or the other ranks would wait for this one.
                 with fabric.autocast(), interruption.granted(fabric.world_size == 1):
                     loader = fabric.setup_dataloaders(datamodule.train_dataloader())
                 interruption.end_if_asked(fabric)
@@ -78,12 +78,12 @@ def train(
             # 3. updates
             loaded_at = time.perf_counter()
             call(callbacks, "on_phase_start", "update", iteration)
-            with learning():
+            with update_context():
                 for index, batch in enumerate(loader):
                     if module.on_train_batch_start(batch, index) == -1:
-                        break  # Lightning's way to leave out the rest of a loader
+                        break  # Lightning's protocol to skip the rest of a dataloader
                     learner.learn(batch, index)
-            # Let go of this rollout before the next one is sampled.
+            # Free this rollout before the next one is sampled.
             batch = None
             del loader
             call(callbacks, "on_phase_end", "update", iteration)
@@ -94,14 +94,14 @@ def train(
             call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
             is_last = interruption.is_asked(fabric) or iteration + 1 == n_iterations
             save(TrainState(iteration + 1, metrics, datamodule.state_dict(), learner.state_dict, is_last))
-            # A signal since then waits for the next time that all ranks ask.
+            # A signal that arrived since then is handled when all ranks ask again.
             interruption.end_if_agreed()
     call(callbacks, "on_fit_end", None, module)
 
 
 @contextmanager
 def report_exception(callbacks: Sequence[Callback], module: L.LightningModule) -> Iterator[None]:
-    """Let callbacks clean up before an exception goes on, Ctrl-C included."""
+    """Call `on_exception` of every callback before an exception propagates, Ctrl-C included."""
     try:
         yield
     except BaseException as error:
@@ -110,39 +110,39 @@ def report_exception(callbacks: Sequence[Callback], module: L.LightningModule) -
 
 
 MAXIMA = ("kv/replay_gap",)
-"""Metrics of which the largest counts; all others add up over micro-batches and are averaged over steps."""
+"""Metrics whose maximum is logged; all others are summed over micro-batches and averaged over steps."""
 
 
-class _Held:
-    """A batch that goes through Fabric as it is: Fabric looks for tensors to convert, and refuses ours."""
+class _Unconverted:
+    """Wraps a batch so that Fabric passes it on unchanged; it refuses to convert frozen dataclasses."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 
 
 class _Step(nn.Module):
-    """A training step as the forward of a module, which is what Fabric and DDP wrap."""
+    """Makes `training_step` the forward of a module, because Fabric and DDP wrap forward."""
 
     def __init__(self, module: L.LightningModule) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, held: _Held, index: int) -> dict[str, Tensor]:
-        return cast("dict[str, Tensor]", self.module.training_step(held.batch, index))
+    def forward(self, wrapped: _Unconverted, index: int) -> dict[str, Tensor]:
+        return cast("dict[str, Tensor]", self.module.training_step(wrapped.batch, index))
 
 
 class Learner:
-    """A module with its optimizer on the devices of a run.
+    """A module with its optimizer: backward passes, gradient clipping, optimizer steps, their metrics.
 
-    A step whose gradient is not finite is left out and counted (`skipped_steps`).
+    A step with a non-finite gradient is skipped and counted in the metric `skipped_steps`.
 
     Args:
-        module: on several ranks one with `idle_parameters`, as all of `lit_rlkv.modules` have.
-        max_grad_norm: that gradients are clipped to; None clips none.
-        state: of an earlier one, to go on from.
+        module: with more than one rank it must have `idle_parameters`, as all of `lit_rlkv.modules` have.
+        max_grad_norm: gradients are clipped to this norm; None: not clipped.
+        state: to resume from.
 
     Raises:
-        ValueError: a Fabric that would change the precision of the module's parameters to 16 bit.
+        ValueError: Fabric's precision would cast the module's parameters to 16 bits.
     """
 
     def __init__(
@@ -159,35 +159,32 @@ class Learner:
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         if isinstance(fabric.strategy.precision, HalfPrecision):
             raise ValueError(
-                f"Fabric(precision={fabric.strategy.precision.precision!r}) would round adapters, heads and "
-                "buffers, too; load the backbone in that precision, and leave Fabric's at 32-true"
+                f"Fabric(precision={fabric.strategy.precision.precision!r}) would cast adapters, heads and "
+                "buffers too; load the backbone in that precision and keep Fabric at 32-true"
             )
-        FORWARD_COORDINATOR.wait()  # no layer may be whole while an optimizer takes its parameters
+        FORWARD_COORDINATOR.wait()  # an optimizer must not take parameters of a gathered layer
         self.is_sharded = is_sharded(module)
         configured, self.scheduler = _unpack(module.configure_optimizers())
         disable_foreach_for_mixed_tensors(configured)
-        # One after the other, as sharded modules must be.
+        # Sharded modules must be set up before their optimizer.
         self.model = fabric.setup_module(_Step(module))
         self.optimizer = cast("torch.optim.Optimizer", fabric.setup_optimizers(configured))
         self.precision = fabric.strategy.precision
         self.guard = NonFiniteGuard()
         self._learners: set[str] = set()
-        """Roles that learn in the step under way."""
+        """Roles that learn in the current step."""
         self.sums = MetricSums()
         if state is not None:
             self.load_state_dict(state)
 
     def learn(self, batch: Any, index: int) -> None:
-        """One micro-batch, and an optimizer step where it ends one.
-
-        `batch` says so by `ends_step`, and names by `learners` the roles that learn from it.
-        """
+        """Run one micro-batch forward and backward, and the optimizer step if `batch.ends_step`."""
         fabric = self.fabric
-        # Sharded layers exchange the gradients of each micro-batch, so that no rank holds whole ones.
+        # Sharded layers reduce gradients after each micro-batch, so that no rank holds full gradients.
         with fabric.no_backward_sync(self.model, enabled=not batch.ends_step and not self.is_sharded):
-            outputs = self.model(_Held(batch), index)
-            FORWARD_COORDINATOR.wait()  # a backward pass is an exchange too
-            # Denominators are those of all ranks, and gradients are averaged over the ranks.
+            outputs = self.model(_Unconverted(batch), index)
+            FORWARD_COORDINATOR.wait()  # the backward pass communicates too
+            # Losses are divided by global counts, but DDP averages gradients over ranks.
             fabric.backward(outputs["loss"] * fabric.world_size)
         self.sums.add(outputs)
         self._learners |= {*batch.learners}
@@ -196,7 +193,7 @@ class Learner:
 
     def _step(self) -> None:
         if self.fabric.world_size > 1:
-            # Ranks exchange zeros for them, which an optimizer would count, and decay the weights by.
+            # Their reduced gradients are zeros, and an optimizer would still apply momentum and decay.
             idle = cast("Callable[[set[str]], list[nn.Parameter]]", self.module.idle_parameters)
             for parameter in idle(self._learners):
                 parameter.grad = None
@@ -205,7 +202,7 @@ class Learner:
         scaler = getattr(self.precision, "scaler", None)
         loss_scale = 1.0 if scaler is None else scaler.get_scale()
         is_finite = self.guard.is_step_allowed(norm, self.sums.step, loss_scale)
-        # A scaler of float16 leaves out the step by itself, and learns from it that it must scale less.
+        # A float16 grad scaler skips the step itself and lowers its scale.
         if is_finite or scaler is not None:
             call(self.callbacks, "on_before_optimizer_step", None, self.module, self.optimizer)
             self.optimizer.step()
@@ -215,23 +212,23 @@ class Learner:
         self.sums.end_step(norm, is_finite)
 
     def _clip(self) -> Tensor:
-        """The norm of the gradients of all ranks before it was clipped."""
+        """Clip the gradients and return their global norm before clipping."""
         if self.is_sharded:
             average_whole_gradients(self.module)
             return clip_gradients(self.module, self.max_grad_norm)
         norm = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False
         )
-        assert norm is not None  # None is for clipping by value
+        assert norm is not None  # it is None only when clipping by value
         return norm
 
     def metrics(self) -> dict[str, float]:
-        """Of all steps since this was last asked."""
+        """Return the metrics of all steps since the last call."""
         means, self.sums = self.sums.means(self.fabric), MetricSums()
         return {**means, "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def state_dict(self) -> dict[str, Any]:
-        """As one rank alone would have it; where layers are sharded, all ranks must ask."""
+        """Return the unsharded state; with sharded layers every rank must call this."""
         scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
         return {
             "optimizer": whole_state(self.optimizer.state_dict()),
@@ -247,7 +244,7 @@ class Learner:
 
 
 def call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Call one hook of every callback, in their order; a plain Lightning callback lacks those of RL."""
+    """Call one hook of every callback in order; a plain Lightning callback lacks the RL hooks."""
     for callback in callbacks:
         method = getattr(callback, hook, None)
         if method is not None:
@@ -255,28 +252,28 @@ def call(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
 
 
 def _unpack(configured: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """Lightning's two ways to return an optimizer: alone, or in a dict with its scheduler."""
+    """Return optimizer and scheduler from either form that `configure_optimizers` may return."""
     if isinstance(configured, dict):
         return configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     return configured, None
 
 
 class MetricSums:
-    """Metrics of one iteration, summed on the device so that no micro-batch waits for the host."""
+    """Metrics of one iteration, summed on the device so that no micro-batch synchronises with the host."""
 
     def __init__(self) -> None:
         self.step: dict[str, Tensor] = {}
         self.done: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, outputs: dict[str, Tensor]) -> None:
-        """One micro-batch."""
+        """Add the outputs of one micro-batch."""
         for name, value in outputs.items():
             value = value.detach()
             before = self.step.get(name, torch.zeros_like(value))
             self.step[name] = torch.maximum(before, value) if name in MAXIMA else before + value
 
     def end_step(self, grad_norm: Tensor, is_finite: bool) -> None:
-        """One optimizer step is complete; of one that was left out, the numbers would spoil the means."""
+        """Complete an optimizer step; the metrics of a skipped step are dropped."""
         self.done["skipped_steps"].append(torch.tensor(float(not is_finite)))
         if is_finite:
             for name, value in {**self.step, "grad_norm": grad_norm}.items():
@@ -284,11 +281,11 @@ class MetricSums:
         self.step = {}
 
     def means(self, fabric: Fabric) -> dict[str, float]:
-        """Per step mean, over the steps that reported the metric; the number of steps that were left out."""
+        """Return each metric's mean over the steps that reported it, and the number of skipped steps."""
         n_skipped = float(sum(self.done.pop("skipped_steps", [])))
         found = {name: torch.stack(values).float().mean() for name, values in self.done.items()}
         if fabric.world_size > 1:
-            # Each rank holds its part of a sum; the norm is that of the averaged gradients on each.
+            # Each rank holds part of a sum; the gradient norm is global already.
             kinds = {"max": MAXIMA, "sum": found.keys() - {*MAXIMA, "grad_norm"}}
             for kind, names in kinds.items():
                 chosen = sorted(found.keys() & set(names))

@@ -33,16 +33,16 @@ class BrokenCheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TrainState:
-    """Training between two iterations: with the parameters, all that a checkpoint needs."""
+    """The state of training between two iterations: with the parameters, all that a checkpoint needs."""
 
     iteration: int
     """Iterations done."""
     metrics: Mapping[str, float]
-    """Of the last one; empty before the first."""
+    """Of the last iteration; empty before the first."""
     data_state: dict[str, Any]
     learner_state: Callable[[], dict[str, Any]]
     is_last: bool
-    """Nothing comes after it in this process."""
+    """True if this process trains no further."""
 
 
 @dataclass(frozen=True)

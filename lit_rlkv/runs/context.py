@@ -1,78 +1,70 @@
-"""What all stages share: tokenizer, task, device, and how a backbone is loaded."""
+"""RunContext: the objects that all stages of a run share."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, as_config_errors, build, build_reward, expanded
-from lit_rlkv.data.tokenizers import check_vocabulary, load_tokenizer
-from lit_rlkv.data.validation import Sizes, check_prompts_fit, measure
+from lit_rlkv.data.tokenizers import load_tokenizer
+from lit_rlkv.data.validation import Sizes, measure
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.evaluation.correctness import Accuracy, accuracy_of
-from lit_rlkv.kernels.backend import set_kernels, uses_triton, using
+from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.adapters import check_target_modules
-from lit_rlkv.models.backbone import n_embedded
-from lit_rlkv.models.layouts import LAYOUTS
-from lit_rlkv.models.loading import load_causal_lm
-from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager
-from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.launch import fabric_precision
 from lit_rlkv.tasks import Task
 
 CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
-"""Where a run folder keeps them; the report is the last that a run writes."""
+"""Names in a run folder; the report is written last."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all stages of a run share."""
+    """Config, processes, tokenizer, task and reward functions of a run."""
 
     cfg: DictConfig
     fabric: Fabric
     tokenizer: PreTrainedTokenizerBase
     task: Task
     sizes: Sizes
-    """Of the task's texts, all or the first ones."""
+    """Token counts of the task's texts, of all or of the first ones."""
     rewards: RewardManager
-    """The reward functions, which start when they are first asked."""
+    """Runs the reward functions; its workers start at the first call."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the layers of backbones lie in shards on the ranks."""
+        """True if the layers of backbones are sharded over the ranks."""
         return isinstance(self.fabric.strategy, ShardedStrategy)
 
     @property
     def cache(self) -> CacheSpec:
-        """The config's; training samples from a dense one where the correction says so."""
+        """The cache of the config; a correction may sample training rollouts with a dense one instead."""
         return CacheSpec(**self.cfg.cache)
 
     @property
     def accuracy(self) -> Accuracy:
-        """What evaluations call right."""
+        """The function that evaluations judge responses by."""
         reward = self.cfg.reward
         return accuracy_of(self.task, self.rewards, reward.accuracy)
 
 
 def load_config(run_dir: Path) -> DictConfig:
-    """The config of an earlier run."""
+    """Load the config of a run folder."""
     saved = OmegaConf.load(run_dir / CONFIG)
     assert isinstance(saved, DictConfig)
     return saved
 
 
 def build_context(cfg: DictConfig, fabric: Fabric | None = None) -> RunContext:
-    """Tokenizer, task and device of a run, alone on its device where no fabric is given."""
-    disable_progress_bar()  # transformers' own, of which every load shows one
+    """Build what all stages share; without `fabric` in one process on one device."""
+    disable_progress_bar()  # transformers shows one for every load
     if cfg.fabric.n_threads is not None:
         torch.set_num_threads(cfg.fabric.n_threads)
     set_kernels(cfg.kernels)
@@ -87,7 +79,7 @@ def build_context(cfg: DictConfig, fabric: Fabric | None = None) -> RunContext:
 
 
 def _check_device(cfg: DictConfig, device: torch.device) -> None:
-    """Refuse what this device cannot do, before there is a model to try it on."""
+    """Refuse settings that the device does not support, before a model is loaded."""
     with as_config_errors("kernels"):
         uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
     if cfg.rollout.cuda_graph and device.type != "cuda":
@@ -98,7 +90,7 @@ def _check_device(cfg: DictConfig, device: torch.device) -> None:
 
 
 def _measured(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> Sizes:
-    """Tokens of prompts and worked solutions; refuses a limit that solutions to learn from exceed."""
+    """Count tokens of prompts and solutions; refuse a max_new_tokens that would cut solutions for SFT."""
     limit = cfg.rollout.max_new_tokens
     with as_config_errors("task"):
         sizes = measure(task, tokenizer, cfg.seed, holds_out="eval" in cfg.stages)
@@ -115,44 +107,3 @@ def _measured(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -
             + sizes.named(sizes.solutions, lambda n_tokens: n_tokens > limit)
         )
     return sizes
-
-
-def load_backbone(parts: RunContext, path: str | Path | None) -> PreTrainedModel:
-    """The backbone of a path or hub name, or the fresh preset, proven replayable: on the run's device, or on
-    the CPU where it is still to be sharded.
-
-    Weights are in the run's precision, not in that of the checkpoint; in float32 under mixed precision.
-    """
-    with as_config_errors("model"):
-        backbone = _load_backbone(parts, path, WEIGHT_DTYPES[parts.cfg.fabric.precision])
-    roles = parts.cfg.roles
-    if not LAYOUTS[roles.layout].trains_backbones:
-        with as_config_errors("roles"):
-            check_target_modules(backbone, roles.target_modules)
-    return backbone
-
-
-def _load_backbone(parts: RunContext, path: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:
-    quantization = None if path is None else parts.cfg.fabric.quantization
-    if path is not None:
-        model = load_causal_lm(path, dtype, quantization=quantization, device=parts.fabric.device)
-    else:
-        torch.manual_seed(derive_seed(parts.cfg.sft.seed, "init"))
-        tokenizer = parts.tokenizer
-        model = build(parts.cfg.model.preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-        for parameter in model.parameters():  # buffers, such as rotary frequencies, are as they are
-            parameter.data = parameter.data.to(dtype)
-    # What is quantized is where it was loaded to, and what will be sharded need not fit there.
-    if quantization is None and not parts.is_sharded:
-        with explain_out_of_memory(
-            lambda: (
-                f"out of memory while {path or 'the model'} moves to {parts.fabric.device}; shard it over "
-                "several devices (fabric.strategy=fsdp2, of lit_rlkv.fit), or store less of it "
-                "(fabric.precision=bf16-true, fabric.quantization=4bit)"
-            )
-        ):
-            parts.fabric.to_device(model)
-    check_vocabulary(parts.tokenizer, n_embedded(model))
-    check_prompts_fit(model, parts.sizes, parts.cfg.rollout.max_new_tokens)
-    with using("reference") if parts.is_sharded else nullcontext():
-        return prepare_backbone(model.eval())

@@ -87,7 +87,7 @@ def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
 
 
 def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
-    """The parts of a run and its policy with the weights of the checkpoint.
+    """The context of a run and its policy with the weights of the checkpoint.
 
     Raises:
         ConfigError: the config breaks a rule, or the weights are of another layout.
@@ -101,11 +101,11 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
     check_config(run.cfg)
     run.cfg.distillation = None  # of no meaning after training; what it alone needs is not loaded
     start = run.start
-    parts = build_context(run.cfg)
-    module = make_policy(parts, start)
+    context = build_context(run.cfg)
+    module = make_policy(context, start)
     check_backbone(run.checkpoint, start, backbone_id(start))
     if run.checkpoint is not None:
         with as_config_errors(str(run.checkpoint.path)):
             load_trainable(module, run.weights)
         run.weights.clear()
-    return parts, module
+    return context, module

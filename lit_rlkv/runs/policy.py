@@ -12,14 +12,14 @@ from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.rng import derive_seed
+from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.checkpoint import Checkpoint, load_trainable
-from lit_rlkv.runs.context import RunContext, load_backbone
-from lit_rlkv.runs.shard_backbone import shard
+from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 
 
 def needed_roles(cfg: DictConfig) -> set[str]:
-    """The roles that the algorithm, its KL, the reward and the distillation ask for, beside the policy."""
+    """Return the roles that advantage, KL, reward and distillation need beside the policy."""
     needed = set(build(cfg.algorithm.advantage).needs)
     if cfg.reward.learned != 0:
         needed.add("reward")
@@ -30,29 +30,29 @@ def needed_roles(cfg: DictConfig) -> set[str]:
     return needed
 
 
-def make_roles(parts: RunContext, start: str | Path) -> Roles:
-    """The backbones, adapters and heads of the layout, all from one warm model.
+def make_roles(context: RunContext, start: str | Path) -> Roles:
+    """Build the backbones, adapters and heads of the layout from one starting model.
 
     Raises:
-        ConfigError: the warm model lacks what the layout and the algorithm need.
+        ConfigError: the starting model lacks what the layout and the algorithm need.
     """
-    cfg, settings = parts.cfg, parts.cfg.roles
+    cfg, settings = context.cfg, context.cfg.roles
     needed = needed_roles(cfg)
     critic = critic_dir(start)
     reward_head = load_reward_head(critic)
     if critic != start and LAYOUTS[settings.layout].shares_critic and needed & set(CRITICS):
         raise ConfigError(
             f"roles={settings.layout} has one backbone for policy and critics, but {start} holds a reward "
-            f"model with weights of its own; use roles=dynamic_lora, or warm up with sft.joint=true"
+            f"model with weights of its own; use roles=dynamic_lora, or train with sft.joint=true"
         )
     if "value" in needed and settings.value_init == "reward" and reward_head is None:
         raise ConfigError(
             f"roles.value_init=reward starts the critic from the reward head, and {start} has none; use "
-            "roles.value_init=zero, or warm up with preference pairs (stages=[sft,...], sft.n_pairs)"
+            "roles.value_init=zero, or train on preference pairs (stages=[sft,...], sft.n_pairs)"
         )
 
     def load(role: str) -> PreTrainedModel:
-        backbone = load_backbone(parts, critic if role in CRITICS else start)
+        backbone = load_backbone(context, critic if role in CRITICS else start)
         torch.manual_seed(derive_seed(cfg.seed, "lora"))  # the adapters come next, whatever loading drew
         return backbone
 
@@ -70,19 +70,19 @@ def make_roles(parts: RunContext, start: str | Path) -> Roles:
             checkpoints_layers=settings.gradient_checkpointing,
         )
     for name in roles.backbones:
-        shard(parts, roles.named_backbone(name))
-    roles.heads.to(parts.fabric.device)
+        shard(context, roles.named_backbone(name))
+    roles.heads.to(context.fabric.device)
     return roles
 
 
-def make_policy(parts: RunContext, start: str | Path) -> PolicyModule:
-    """The RL module of the algorithm."""
-    cfg, algorithm = parts.cfg, parts.cfg.algorithm
+def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
+    """Build the RL module of the algorithm with its roles."""
+    cfg, algorithm = context.cfg, context.cfg.algorithm
     n_steps = algorithm.n_iterations * algorithm.n_epochs * algorithm.n_minibatches
     # Only a KL in the loss has an estimator there; one in the reward may be k1, which has no gradient.
     in_loss = {"kl_estimator": algorithm.kl.estimator} if algorithm.kl.place == "loss" else {}
-    critic = {"value_shadow": value_shadow(parts)} if has_critic(cfg) else {}
-    roles = make_roles(parts, start)
+    critic = {"value_shadow": value_shadow(context)} if has_critic(cfg) else {}
+    roles = make_roles(context, start)
     make_module = build(algorithm.loss)
     with as_config_errors("algorithm.loss"):
         module: PolicyModule = make_module(
@@ -100,16 +100,16 @@ def make_policy(parts: RunContext, start: str | Path) -> PolicyModule:
 
 
 def has_critic(cfg: DictConfig) -> bool:
-    """Whether the algorithm's credit needs values."""
+    """True if the advantage estimator needs values."""
     return "value" in build(cfg.algorithm.advantage).needs
 
 
-def value_shadow(parts: RunContext) -> bool:
-    """Whether the critic sees what the sampler saw; where nothing is evicted, it takes the policy's view."""
-    correction = parts.cfg.correction
-    if correction.samples_dense or parts.cache.is_dense:
+def value_shadow(context: RunContext) -> bool:
+    """True if the critic uses the shadow view; without evictions it uses the policy's view."""
+    correction = context.cfg.correction
+    if correction.samples_dense or context.cache.is_dense:
         return bool(correction.replays)
-    return bool(parts.cfg.roles.value_view == "shadow")
+    return bool(context.cfg.roles.value_view == "shadow")
 
 
 def load_policy_weights(module: PolicyModule, checkpoint: Checkpoint) -> None:

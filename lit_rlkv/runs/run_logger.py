@@ -22,15 +22,15 @@ from lit_rlkv.types import EvalRow
 EVALUATION_HEADINGS = ("when", *(column.name for column in fields(EvalRow)))
 
 
-def start_logger(parts: RunContext, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
+def start_logger(context: RunContext, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
     """Write down what the run runs on, and make its logger, which a `with` block opens; the first rank does.
 
     Raises:
         ConfigError: the logger's settings cannot be meant.
     """
-    cfg = parts.cfg
-    found = environment.describe(cfg, parts.fabric.device)
-    is_first = parts.fabric.is_global_zero
+    cfg = context.cfg
+    found = environment.describe(cfg, context.fabric.device)
+    is_first = context.fabric.is_global_zero
     if is_first:
         environment.record(run_dir, found)
     with as_config_errors("logger"):

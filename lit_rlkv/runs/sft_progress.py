@@ -2,10 +2,11 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.fabric import Fabric
+from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,10 +15,59 @@ from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import whole
 from lit_rlkv.files import atomic_dir
 from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, TrainState
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.saver import Saver, newest
+from lit_rlkv.runs.saver import REWARD_MODEL, Saver, newest
 from lit_rlkv.runs.starting_model import REWARD_HEAD
+
+
+@dataclass(frozen=True)
+class SFTPass:
+    """One training pass over all weights of the backbone."""
+
+    lm_weight: float | int
+    reward_weight: float | int
+    n_steps: int
+    batch_size: int
+    n_pairs: int
+    seed: int
+    """Of the problems and of the errors in rejected completions."""
+    folder: str = "."
+    """Folder below the SFT model's in which its weights are saved."""
+    n_answered: int = 0
+    """Prompts that the model answers first; its wrong answers are the rejected sides. 0: the task's pairs."""
+
+
+def training_passes(cfg: DictConfig) -> list[SFTPass]:
+    """Return the passes of a config: the LM head with or without the reward head, then a reward model."""
+    is_shared = cfg.joint and cfg.n_pairs > 0 and cfg.reward_weight > 0
+    first = SFTPass(
+        lm_weight=1.0,
+        reward_weight=cfg.reward_weight if is_shared else 0.0,
+        n_steps=cfg.n_steps,
+        batch_size=cfg.batch_size,
+        n_pairs=cfg.n_pairs if is_shared else 0,
+        seed=cfg.seed,
+    )
+    passes = [first]
+    if not cfg.joint:
+        seed = derive_seed(cfg.seed, "prompts", "reward")
+        passes.append(SFTPass(0.0, 1.0, cfg.reward_steps, cfg.n_pairs, cfg.n_pairs, seed, REWARD_MODEL))
+    pairs = cfg.on_policy_pairs
+    if pairs.n_prompts > 0:
+        last = SFTPass(
+            lm_weight=1.0 if cfg.joint else 0.0,
+            reward_weight=pairs.reward_weight,
+            n_steps=pairs.n_steps,
+            batch_size=cfg.batch_size,
+            n_pairs=cfg.batch_size,
+            seed=derive_seed(cfg.seed, "prompts", "mistakes"),
+            folder="." if cfg.joint else REWARD_MODEL,
+            n_answered=pairs.n_prompts,
+        )
+        passes.append(last)
+    return passes
 
 
 class SFTProgress:

@@ -131,7 +131,7 @@ class TrainingRun:
         self.save_results()
 
     def keep_backbone(self, start: Path) -> None:
-        """Link the SFT model into the run, so that its checkpoints outlive the shared folder of SFT models."""
+        """Link the SFT model into the run, so that it survives a clean-up of the shared folder."""
         is_sft_model = (start / SFT_DONE).is_file()
         if self.is_rank_zero and is_sft_model and not (self.run_dir / BACKBONE / SFT_DONE).is_file():
             with atomic_dir(self.run_dir / BACKBONE) as partial:
@@ -139,7 +139,7 @@ class TrainingRun:
         self.context.fabric.barrier()
 
     def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
-        """All callbacks of training in calling order: first those that add metrics, last those that show them."""
+        """Return all callbacks in calling order: those that add metrics first, those that show them last."""
         distillation = self.context.cfg.distillation
         return [
             RolloutStatistics(),

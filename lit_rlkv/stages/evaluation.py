@@ -23,8 +23,8 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.final import final_metrics
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.context import RunContext, load_backbone
-from lit_rlkv.runs.shard_backbone import shard
+from lit_rlkv.runs.backbone import load_backbone, shard
+from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.types import EvalRow, PreferencePair, Rollout
@@ -63,13 +63,13 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
 
 
 def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) -> list[CacheSpec]:
-    """Dense, then each policy at each budget asked for, the one of the rollouts among them.
+    """Return the caches to evaluate: dense, then each policy at each budget, the rollouts' among them.
 
     Args:
-        policies: of eviction; None takes the run's own.
+        policies: eviction policies; None: the run's.
 
     Raises:
-        ValueError: a budget that the cache's sink and window leave no slot of.
+        ValueError: a budget is too small for the cache's sink and window.
     """
     chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
     budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
@@ -82,74 +82,74 @@ def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) ->
 
 
 def score_caches(
-    parts: RunContext,
+    context: RunContext,
     roles: Roles,
     caches: Sequence[CacheSpec],
     n_samples: int = 1,
     interruption: Interruption | None = None,
 ) -> Iterator[CacheScore]:
-    """What the policy scores with each cache on the same held-out prompts, one after the other.
+    """Evaluate the policy with each cache on the same held-out prompts; yield one score at a time.
 
     Args:
-        interruption: of a run that may be asked to end, which several processes do before a cache.
+        interruption: signals are handled before each cache.
     """
     interruption = interruption or Interruption()
-    cfg = parts.cfg.evaluation
-    source = PromptSource(parts.task, split="eval", seed=parts.cfg.seed)
+    cfg = context.cfg.evaluation
+    source = PromptSource(context.task, split="eval", seed=context.cfg.seed)
     problems = source.take(min(cfg.n_prompts, source.size or cfg.n_prompts))
     config = EvalConfig(
-        max_new_tokens=parts.cfg.rollout.max_new_tokens,
+        max_new_tokens=context.cfg.rollout.max_new_tokens,
         temperature=cfg.temperature,
-        sampling_temperature=parts.cfg.rollout.temperature,
+        sampling_temperature=context.cfg.rollout.temperature,
         n_mismatch=cfg.n_mismatch,
         batch_size=cfg.batch_size,
-        seed=parts.cfg.seed,
+        seed=context.cfg.seed,
         n_samples=n_samples,
-        rows_per_pass=parts.cfg.rollout.rows_per_pass,
-        cuda_graph=parts.cfg.rollout.cuda_graph,
-        max_failed=parts.cfg.reward.max_failed,
+        rows_per_pass=context.cfg.rollout.rows_per_pass,
+        cuda_graph=context.cfg.rollout.cuda_graph,
+        max_failed=context.cfg.reward.max_failed,
     )
     evaluator = Evaluator(
-        roles, parts.tokenizer, parts.task, problems, config, parts.accuracy, ranks_of(parts.fabric)
+        roles, context.tokenizer, context.task, problems, config, context.accuracy, ranks_of(context.fabric)
     )
-    with track("eval", len(caches)) as advance, parts.fabric.autocast():
+    with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
-            interruption.end_if_asked(parts.fabric)
+            interruption.end_if_asked(context.fabric)
             found = evaluator.score_cache(cache)
             advance(accuracy=found.row.accuracy)
             yield found
 
 
 def evaluate_policy(
-    parts: RunContext, roles: Roles, interruption: Interruption | None = None
+    context: RunContext, roles: Roles, interruption: Interruption | None = None
 ) -> tuple[list[EvalRow], Rollout | None]:
-    """Accuracy on held-out prompts with each cache, and the first rank's rollout under the run's own budget.
+    """Return the scores of every cache, and rank 0's rollout under the run's own budget.
 
     Raises:
-        InterruptedRunError: the run was asked to end; what was scored is lost.
+        InterruptedRunError: a signal ended the run; the scores so far are lost.
     """
-    caches = evaluation_caches(parts.cfg)
+    caches = evaluation_caches(context.cfg)
     rows, pictured = [], None
-    scores = score_caches(parts, roles, caches, interruption=interruption)
+    scores = score_caches(context, roles, caches, interruption=interruption)
     for cache, found in zip(caches, scores, strict=True):
         rows.append(found.row)
-        if cache == parts.cache or pictured is None:
+        if cache == context.cache or pictured is None:
             pictured = found.rollout
     return rows, pictured
 
 
-def held_out_pairs(parts: RunContext) -> list[PreferencePair]:
-    """Pairs of the eval split, `evaluation.n_prompts` of them or as many as it has."""
-    cfg = parts.cfg
+def held_out_pairs(context: RunContext) -> list[PreferencePair]:
+    """Return at most `evaluation.n_prompts` preference pairs of the eval split."""
+    cfg = context.cfg
     rng = Random(derive_seed(cfg.seed, "corrupt", "eval"))
     with as_config_errors("task"):
-        source = PromptSource(parts.task, split="eval", seed=cfg.seed)
+        source = PromptSource(context.task, split="eval", seed=cfg.seed)
         n_pairs = min(cfg.evaluation.n_prompts, source.size or cfg.evaluation.n_prompts)
-        return [preference_pair(parts.task, problem, rng) for problem in source.take(n_pairs)]
+        return [preference_pair(context.task, problem, rng) for problem in source.take(n_pairs)]
 
 
-def report_on_reward(parts: RunContext, roles: Roles, start: str | Path) -> RewardReport | None:
-    """What the reward head of a warm model is worth, whether or not this run asks for its opinion.
+def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> RewardReport | None:
+    """Return the quality of the starting model's reward head, whether or not this run rewards by it.
 
     None where there is no such head. To be asked before training.
     """
@@ -159,20 +159,20 @@ def report_on_reward(parts: RunContext, roles: Roles, start: str | Path) -> Rewa
         return None
     if "reward" in roles.needed:
         with acting_as(roles, "reward") as backbone:
-            return evaluate_reward(parts, backbone, roles.head("reward"))
+            return evaluate_reward(context, backbone, roles.head("reward"))
     # Before training the policy's backbone holds the warm weights, so that no copy of them is needed.
     if folder == start:
         backbone = roles.backbone("policy")
     else:
-        backbone = load_backbone(parts, folder)
-        shard(parts, backbone)
+        backbone = load_backbone(context, folder)
+        shard(context, backbone)
     with switched(lora_layers(backbone), None):
-        return evaluate_reward(parts, backbone, make_head(backbone, weights))
+        return evaluate_reward(context, backbone, make_head(backbone, weights))
 
 
-def evaluate_reward(parts: RunContext, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:
-    """What the head makes of held-out pairs, on the backbone in whatever role it has now."""
-    pairs = held_out_pairs(parts)
-    batch_size = parts.cfg.evaluation.batch_size
-    with track("reward", len(pairs)) as advance, parts.fabric.autocast():
-        return score_pairs(backbone, head, parts.tokenizer, pairs, batch_size, on_scored=advance)
+def evaluate_reward(context: RunContext, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:
+    """Score held-out pairs with a head on the backbone in its current role."""
+    pairs = held_out_pairs(context)
+    batch_size = context.cfg.evaluation.batch_size
+    with track("reward", len(pairs)) as advance, context.fabric.autocast():
+        return score_pairs(backbone, head, context.tokenizer, pairs, batch_size, on_scored=advance)

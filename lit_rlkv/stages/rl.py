@@ -1,4 +1,4 @@
-"""RL: the policy's module, its data, and the loop."""
+"""The RL stage: the rollout data, the policy, the training loop."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from lit_rlkv.trainer import train
 
 
 def train_policy(
-    parts: RunContext,
+    context: RunContext,
     module: PolicyModule,
     callbacks: Sequence[RLCallback],
     checkpoints: CheckpointDir,
@@ -28,28 +28,31 @@ def train_policy(
     interruption: Interruption | None = None,
     backbone: str | None = None,
 ) -> None:
-    """RL from the first iteration, or from a checkpoint; `backbone` is the fingerprint of what is frozen.
+    """Train the policy by RL, from the first iteration or from a checkpoint.
+
+    Args:
+        backbone: fingerprint of the frozen weights, kept in each checkpoint.
 
     Raises:
-        TypeError: a callback that the loop cannot call.
-        ConfigError: the checkpoint is of other parameters, or of other rows than the data has now.
+        TypeError: a callback has a hook that the loop never calls.
+        ConfigError: the checkpoint holds other parameters, or the data has changed since it was written.
     """
     check_hooks(callbacks, RLCallback)
-    cfg = parts.cfg
+    cfg = context.cfg
     algorithm = cfg.algorithm
-    ranks = ranks_of(parts.fabric)
+    ranks = ranks_of(context.fabric)
     datamodule = RolloutDataModule(
         module.roles,
-        parts.tokenizer,
-        parts.task,
+        context.tokenizer,
+        context.task,
         PromptSource(
-            parts.task,
+            context.task,
             split="train",
             seed=derive_seed(cfg.seed, "prompts", "rl"),
             rank=ranks.rank,
             world_size=ranks.size,
         ),
-        parts.cache,
+        context.cache,
         build(cfg.correction),
         build(algorithm.advantage),
         SamplingConfig(
@@ -61,7 +64,7 @@ def train_policy(
             cuda_graph=cfg.rollout.cuda_graph,
             rows_per_pass=cfg.rollout.rows_per_pass,
             stacks_passes=cfg.roles.stack_passes,
-            value_shadow=value_shadow(parts),
+            value_shadow=value_shadow(context),
             n_shards=cfg.rollout.n_shards,
         ),
         UpdateConfig(
@@ -77,7 +80,7 @@ def train_policy(
         seed=cfg.seed,
         kl=KLConfig(**algorithm.kl),
         reward=build_reward(cfg.reward),
-        rewards=parts.rewards,
+        rewards=context.rewards,
         on_rollout_end=[callback.on_rollout_end for callback in callbacks],
         on_update_start=[callback.on_update_start for callback in callbacks],
         on_phase_start=[callback.on_phase_start for callback in callbacks],
@@ -91,7 +94,7 @@ def train_policy(
             datamodule.load_state_dict(resume_from.data_state)
 
     train(
-        parts.fabric,
+        context.fabric,
         module,
         datamodule,
         callbacks=callbacks,
@@ -100,13 +103,13 @@ def train_policy(
         learner_state=None if resume_from is None else resume_from.learner_state(),
         max_grad_norm=algorithm.max_grad_norm,
         save=Saver(
-            parts.fabric,
+            context.fabric,
             module,
             checkpoints,
             cfg.callbacks.checkpoint_every,
             saved_at=None if resume_from is None else resume_from.iteration,
             backbone=backbone,
         ),
-        learning=lambda: explain_out_of_memory(datamodule.explain_update),
+        update_context=lambda: explain_out_of_memory(datamodule.explain_update),
         interruption=interruption,
     )

@@ -1,22 +1,25 @@
-"""The warm model that RL starts from, made by supervised fine-tuning once and kept for every later run."""
+"""The SFT stage (Hydra-SFT): train LM head and reward head, and keep the model for every later run."""
 
 import gc
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from lightning import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import as_config_errors, build, expanded
+from lit_rlkv.config.building import ConfigError
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts
 from lit_rlkv.data.validation import check_completions_fit
 from lit_rlkv.distributed.ranks import ranks_of
+from lit_rlkv.experience.sample import sample_responses
 from lit_rlkv.faults import Interruption
 from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.models.backbone import check_length, text_config
@@ -24,18 +27,19 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
-from lit_rlkv.reporting.progress import ProgressBar
-from lit_rlkv.rng import derive_seed
+from lit_rlkv.reporting.progress import ProgressBar, track
+from lit_rlkv.rng import derive_seed, stream
+from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.checkpoint import load_trainable
-from lit_rlkv.runs.context import RunContext, load_backbone
-from lit_rlkv.runs.saver import REWARD_MODEL
-from lit_rlkv.runs.sft_progress import SFTProgress
-from lit_rlkv.runs.shard_backbone import shard
+from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.sft_progress import SFTPass, SFTProgress, training_passes
 from lit_rlkv.runs.starting_model import SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
-from lit_rlkv.stages.on_policy_pairs import on_policy_preference_pairs
 from lit_rlkv.tasks import Task
+from lit_rlkv.tasks.preferences import Preferences
+from lit_rlkv.tasks.rows import Table
 from lit_rlkv.trainer import train
+from lit_rlkv.types import PreferencePair, Problem
 
 SFT_WORK = "sft"
 """Folder in a run for the checkpoints of its SFT stage."""
@@ -59,129 +63,80 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
     return start
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One pass of training over all weights of the backbone."""
-
-    lm_weight: float | int
-    reward_weight: float | int
-    n_steps: int
-    batch_size: int
-    n_pairs: int
-    seed: int
-    """Of the problems and of what is wrong in rejected completions."""
-    folder: str = "."
-    """Of the warm model, which what it trained is saved in."""
-    n_mistakes_of: int = 0
-    """Prompts that the model answers first; its wrong answers are the rejected sides. 0 takes the task's."""
-
-
-def training_passes(cfg: DictConfig) -> list[Pass]:
-    """What `sft` asks for: the LM head with or without the reward head; then perhaps a reward model alone."""
-    is_shared = cfg.joint and cfg.n_pairs > 0 and cfg.reward_weight > 0
-    first = Pass(
-        lm_weight=1.0,
-        reward_weight=cfg.reward_weight if is_shared else 0.0,
-        n_steps=cfg.n_steps,
-        batch_size=cfg.batch_size,
-        n_pairs=cfg.n_pairs if is_shared else 0,
-        seed=cfg.seed,
-    )
-    passes = [first]
-    if not cfg.joint:
-        seed = derive_seed(cfg.seed, "prompts", "reward")
-        passes.append(Pass(0.0, 1.0, cfg.reward_steps, cfg.n_pairs, cfg.n_pairs, seed, REWARD_MODEL))
-    mistakes = cfg.on_policy_pairs
-    if mistakes.n_prompts > 0:
-        last = Pass(
-            lm_weight=1.0 if cfg.joint else 0.0,
-            reward_weight=mistakes.reward_weight,
-            n_steps=mistakes.n_steps,
-            batch_size=cfg.batch_size,
-            n_pairs=cfg.batch_size,
-            seed=derive_seed(cfg.seed, "prompts", "mistakes"),
-            folder="." if cfg.joint else REWARD_MODEL,
-            n_mistakes_of=mistakes.n_prompts,
-        )
-        passes.append(last)
-    return passes
-
-
 def run_sft(
-    parts: RunContext,
+    context: RunContext,
     callbacks: Sequence[Callback],
     progress: SFTProgress | None = None,
     interruption: Interruption | None = None,
 ) -> Path:
-    """Hydra-SFT on worked solutions; the result is kept for the next run with this config to start from.
+    """Train on worked solutions and preference pairs, and return the folder of the SFT model.
 
-    The folder holds backbone and tokenizer, and `REWARD_HEAD` if that head was trained with the LM head. A
-    reward model trained apart, which starts as the finished LM, has backbone and head in `REWARD_MODEL`.
+    The folder holds backbone and tokenizer, and `REWARD_HEAD` if the reward head was trained with the LM
+    head. A separate reward model, which starts from the finished LM, has its own folder `REWARD_MODEL`.
 
     Args:
-        progress: goes on where an earlier process was cut short; None begins, and keeps nothing if it fails.
-        interruption: of a run that may be asked to end.
+        progress: to resume from; None starts anew and keeps nothing if training fails.
 
     Raises:
-        ConfigError: the task's solutions or pairs cannot be learned from, or are others than those that an
-            earlier process has trained on; said before any training.
-        InterruptedRunError: it was asked to end; its state is saved.
+        ConfigError: the model cannot learn from the task's solutions or pairs, or they have changed since an
+            earlier process trained on them; raised before any training.
+        InterruptedRunError: a signal ended the run; its state is saved.
     """
     check_hooks(callbacks)
-    folder = sft_model_dir(parts.cfg)
+    folder = sft_model_dir(context.cfg)
     if progress is not None:
-        SFTStage(parts, callbacks, progress, interruption).go(folder)
-        gc.collect()  # sharded modules are cycles, and their device is needed next
+        SFTStage(context, callbacks, progress, interruption).go(folder)
+        gc.collect()  # sharded modules form cycles, and RL needs their memory next
         return folder
-    own = SFTProgress(parts.fabric, folder.with_name(f".{folder.name}.{os.getpid()}.work"), every=None)
+    own = SFTProgress(context.fabric, folder.with_name(f".{folder.name}.{os.getpid()}.work"), every=None)
     try:
-        SFTStage(parts, callbacks, own, interruption).go(folder)
+        SFTStage(context, callbacks, own, interruption).go(folder)
     finally:
         own.clear()
     return folder
 
 
 class SFTStage:
-    """The passes of a warm-up, from where its progress is."""
+    """The passes of an SFT stage, from the point that `progress` has reached."""
 
     def __init__(
         self,
-        parts: RunContext,
+        context: RunContext,
         callbacks: Sequence[Callback],
         progress: SFTProgress,
         interruption: Interruption | None,
     ) -> None:
-        self.parts = parts
+        self.context = context
         self.callbacks = callbacks
         self.progress = progress
         self.interruption = interruption
-        self.passes = training_passes(parts.cfg.sft)
+        self.passes = training_passes(context.cfg.sft)
 
     def go(self, folder: Path) -> None:
-        """All passes; their models are put together in a folder, which appears whole."""
+        """Run the remaining passes and publish the SFT model in `folder`."""
         progress = self.progress
         first = progress.number
         is_begun = first > 0
-        source = progress.output(first - 1) if is_begun else expanded(self.parts.cfg.model.path)
-        backbone = load_backbone(self.parts, source)
-        _check_data(self.parts, backbone, self.passes)
-        shard(self.parts, backbone)
-        head = _head_of(progress.output(first - 1), backbone) if is_begun else None
-        # A reward model of its own goes on training in place, once the LM's weights are on the disk.
+        source = progress.output(first - 1) if is_begun else expanded(self.context.cfg.model.path)
+        backbone = load_backbone(self.context, source)
+        _check_data(self.context, backbone, self.passes)
+        shard(self.context, backbone)
+        head = _load_head(progress.output(first - 1), backbone) if is_begun else None
+        # A separate reward model trains on in place, once the LM's weights are on the disk.
         for number in range(first, len(self.passes)):
             head = self._train(number, backbone, head)
             progress.finish(number, backbone, head)
-        if self.parts.fabric.is_global_zero:
+        if self.context.fabric.is_global_zero:
             self._publish(folder)
-        self.parts.fabric.barrier()
+        self.context.fabric.barrier()
         progress.clear()
 
     def _train(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> ScalarHead | None:
-        """The reward head that a pass has trained, beside the backbone."""
-        parts, stage, cfg = self.parts, self.passes[number], self.parts.cfg.sft
-        task = parts.task
-        if stage.n_mistakes_of > 0:
-            task = on_policy_preference_pairs(parts, backbone, stage.n_mistakes_of, stage.seed)
+        """Run one pass and return its reward head; the backbone is trained in place."""
+        context, stage, cfg = self.context, self.passes[number], self.context.cfg.sft
+        task = context.task
+        if stage.n_answered > 0:
+            task = on_policy_preference_pairs(context, backbone, stage.n_answered, stage.seed)
         module = HydraSFT(
             backbone,
             build(cfg.optimizer),
@@ -191,7 +146,7 @@ class SFTStage:
             n_warmup_steps=cfg.n_warmup_steps,
             reward_head=head,
         )
-        datamodule = _data(parts, stage, task)
+        datamodule = _data(context, stage, task)
         lengths = [one.n_steps // min(cfg.steps_per_iteration, one.n_steps) for one in self.passes]
         begin, end = sum(lengths[:number]), sum(lengths[: number + 1])
         resumed = self.progress.resumed if number == self.progress.number else None
@@ -200,7 +155,7 @@ class SFTStage:
             with as_config_errors(str(resumed.path)):
                 datamodule.load_state_dict(resumed.data_state["data"])
         train(
-            parts.fabric,
+            context.fabric,
             module,
             datamodule,
             callbacks=self.callbacks,
@@ -209,9 +164,9 @@ class SFTStage:
             learner_state=None if resumed is None else resumed.learner_state(),
             max_grad_norm=cfg.max_grad_norm,
             save=self.progress.saver(module, number, end),
-            learning=lambda: explain_out_of_memory(
+            update_context=lambda: explain_out_of_memory(
                 lambda: (
-                    f"out of memory in warm-up; lower sft.batch_size={cfg.batch_size} or "
+                    f"out of memory in the SFT stage; lower sft.batch_size={cfg.batch_size} or "
                     f"sft.n_pairs={cfg.n_pairs}, which make up its batches"
                 )
             ),
@@ -220,16 +175,16 @@ class SFTStage:
         return module.reward_head
 
     def _publish(self, folder: Path) -> None:
-        """Put the warm model where runs look for it, unless another run has been faster."""
+        """Move the SFT model to the shared folder, unless another run was faster."""
         with atomic_dir(folder, replaces=False) as partial:
             for number, stage in enumerate(self.passes):
                 link_tree(self.progress.output(number), partial / stage.folder)
-            self.parts.tokenizer.save_pretrained(partial)
-            config = OmegaConf.to_container(self.parts.cfg.sft, resolve=True)
+            self.context.tokenizer.save_pretrained(partial)
+            config = OmegaConf.to_container(self.context.cfg.sft, resolve=True)
             (partial / SFT_DONE).write_text(json.dumps({"config": config}))
 
 
-def _head_of(folder: Path, backbone: PreTrainedModel) -> ScalarHead | None:
+def _load_head(folder: Path, backbone: PreTrainedModel) -> ScalarHead | None:
     weights = load_reward_head(folder)
     if weights is None:
         return None
@@ -238,25 +193,94 @@ def _head_of(folder: Path, backbone: PreTrainedModel) -> ScalarHead | None:
     return head
 
 
-def _check_data(parts: RunContext, backbone: PreTrainedModel, passes: Sequence[Pass]) -> None:
-    """Measure all rows and make a batch of each pass: what is wrong with the data is said before any work."""
+def _check_data(context: RunContext, backbone: PreTrainedModel, passes: Sequence[SFTPass]) -> None:
+    """Measure all rows and build one batch of each pass, so that bad data is refused before any work."""
     with as_config_errors("task"):
-        check_completions_fit(backbone, parts.sizes, has_pairs=any(stage.n_pairs > 0 for stage in passes))
+        check_completions_fit(backbone, context.sizes, has_pairs=any(stage.n_pairs > 0 for stage in passes))
         for stage in passes:
-            batch = _data(parts, stage, parts.task).next_batch()
+            batch = _data(context, stage, context.task).next_batch()
             sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
             check_length(backbone, max(side.n_tokens for side in sides))
 
 
-def _data(parts: RunContext, stage: Pass, task: Task) -> PreferenceDataModule:
-    ranks = ranks_of(parts.fabric)
+def _data(context: RunContext, stage: SFTPass, task: Task) -> PreferenceDataModule:
+    ranks = ranks_of(context.fabric)
     return PreferenceDataModule(
         task,
         PromptSource(task, split="train", seed=stage.seed, rank=ranks.rank, world_size=ranks.size),
-        parts.tokenizer,
+        context.tokenizer,
         batch_size=stage.batch_size,
         n_pairs=stage.n_pairs,
-        steps_per_loader=min(parts.cfg.sft.steps_per_iteration, stage.n_steps),
+        steps_per_loader=min(context.cfg.sft.steps_per_iteration, stage.n_steps),
         seed=stage.seed,
         ranks=ranks,
     )
+
+
+def on_policy_preference_pairs(
+    context: RunContext, backbone: PreTrainedModel, n_prompts: int, seed: int
+) -> Preferences:
+    """Return pairs of worked solutions and wrong answers that the model samples under the run's cache.
+
+    Raises:
+        ConfigError: the model answered every prompt correctly.
+        MemoryExhaustedError: sampling ran out of memory.
+    """
+    source = PromptSource(context.task, split="train", seed=derive_seed(seed, "answered"))
+    problems = source.take(n_prompts)
+    batch_size = context.cfg.evaluation.batch_size
+    pairs: list[PreferencePair] = []
+    with track("mistakes", n_prompts) as advance:
+        for start in range(0, n_prompts, batch_size):
+            batch = problems[start : start + batch_size]
+            pairs += _wrong_answers(
+                context, backbone, batch, stream(seed, "answer", start, device=backbone.device)
+            )
+            advance(len(batch))
+    if not pairs:
+        raise ConfigError(
+            f"sft.on_policy_pairs.n_prompts={n_prompts}: the SFT model answered all of "
+            "them correctly, so there are no rejected sides; use 0"
+        )
+    places = [f"wrong answer {number}" for number in range(len(pairs))]
+    return Preferences(Table("the model's wrong answers", pairs, places))
+
+
+@torch.no_grad()
+def _wrong_answers(
+    context: RunContext, backbone: PreTrainedModel, problems: list[Problem], generator: torch.Generator
+) -> list[PreferencePair]:
+    rollout_cfg, batch_size = context.cfg.rollout, context.cfg.evaluation.batch_size
+    explained = explain_out_of_memory(
+        lambda: (
+            f"out of memory while the SFT model answers {len(problems)} prompts at a time; lower "
+            f"evaluation.batch_size={batch_size} or rollout.max_new_tokens={rollout_cfg.max_new_tokens}"
+        )
+    )
+    with explained, context.fabric.autocast():
+        rollout = sample_responses(
+            backbone,
+            context.tokenizer,
+            encode_prompts(context.tokenizer, [p.prompt for p in problems]),
+            cache=context.cache,
+            max_new_tokens=rollout_cfg.max_new_tokens,
+            temperature=rollout_cfg.temperature,
+            generator=generator,
+            cuda_graph=rollout_cfg.cuda_graph,
+        )
+    answers = decode_completions(context.tokenizer, rollout.input_ids, rollout.response_mask)
+    scores = context.accuracy(problems, answers).tolist()
+    return [
+        PreferencePair(problem.prompt, problem.solution, answer)
+        for problem, answer, score in zip(problems, answers, scores, strict=True)
+        if score == 0 and _is_text(context, answer)
+    ]
+
+
+def _is_text(context: RunContext, answer: str) -> bool:
+    """True if the answer can be encoded again; an answer with special tokens cannot."""
+    try:
+        check_encodable(context.tokenizer, answer)
+    except ValueError:
+        return False
+    return True

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_rlkv.runs.shard_backbone import layers_in_order
+from lit_rlkv.runs.backbone import layers_in_order
 from tests.training import make_model
 
 
