@@ -78,7 +78,7 @@ class GradientVariance(GradientDiagnostic):
         mostly signal, which a wrong share would count as noise, and that of rewards mostly noise.
         """
         if term == "loss" and self.policy.loss_terms:
-            return part.n_prompts, part.action_share
+            return part.n_prompts, part.token_share
         return part.n_groups, part.share
 
     def of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:

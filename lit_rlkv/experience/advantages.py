@@ -1,4 +1,4 @@
-"""From rewards to the advantage of each response token: group baselines, a critic, or preference pairs."""
+"""Advantage estimators: from rewards to advantages by group baselines, a critic, or preference pairs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,37 +21,37 @@ from lit_rlkv.types import Problem, Rollout
 
 @dataclass(frozen=True)
 class Advantages:
-    """What each action of a rollout is worth, and which rows must be learned from together."""
+    """The advantage of each response token, and the rows that one minibatch must keep together."""
 
     advantages: Float[Tensor, "batch seq"]
     is_counted: Bool[Tensor, "batch seq"]
-    """Actions that the policy's loss counts. Rows in `units` without any stay in, for distillation."""
+    """Response tokens in the policy's loss. Rows of `units` without any stay, for distillation."""
     units: Int[Tensor, "unit member"]
-    """Rows that no minibatch may part: single ones, or a better and a worse response."""
+    """Rows of one unit stay in one minibatch: a single row, or a chosen and a rejected response."""
     returns: Float[Tensor, "batch seq"] | None = None
 
 
 class AdvantageEstimator(ABC):
-    """How an algorithm assigns credit."""
+    """Base of the advantage estimators; subclass it for an algorithm of your own."""
 
     needs: tuple[str, ...] = ()
-    """Roles without which it cannot."""
+    """Roles that must score each rollout, for example `("value",)`."""
     min_group_size = 1
     gamma: float | int = 1.0
 
     def for_task(self, task: Task) -> "AdvantageEstimator":
-        """The same rule where it may ask the task's verifier."""
+        """Return the estimator bound to a task; one that needs the task's verifier overrides this."""
         return self
 
     def judge_all(
         self, problems: Sequence[Problem], completions: Sequence[str], group_size: int
     ) -> Float[Tensor, " batch"] | None:
-        """What a judge makes of the responses, who is asked once, by the rank that has them; None without."""
+        """Return a judge's scores of this rank's responses; None without a judge."""
         return None
 
     @abstractmethod
     def compute(self, experience: Experience) -> Advantages:
-        """Advantages for every action of the rollout."""
+        """Return the advantages of all response tokens."""
 
 
 def _single_rows(rollout: Rollout) -> Int[Tensor, "batch 1"]:
@@ -59,11 +59,11 @@ def _single_rows(rollout: Rollout) -> Int[Tensor, "batch 1"]:
 
 
 class GroupAdvantage(AdvantageEstimator):
-    """Every action shares the advantage of its response over the others of its group.
+    """Every response token gets the advantage of its response within its group.
 
     Args:
         estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`.
-        filter_zero_std_groups: leave out groups that agree, as DAPO does (arXiv:2503.14476).
+        filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
 
     Raises:
         ValueError: an unknown estimator.
@@ -80,23 +80,23 @@ class GroupAdvantage(AdvantageEstimator):
         self.filter_zero_std_groups = filter_zero_std_groups
 
     def compute(self, experience: Experience) -> Advantages:
-        """The estimator's advantage of each response, the same at all of its actions; see `ESTIMATORS`.
+        """Return the group advantage of R − Σ_t β·KL_t at every token of a response; see `ESTIMATORS`.
 
-        It is that of R − Σ_t β·KL_t, the total reward less what the reward pays for the KL; `filter_zero_std_groups`
-        looks at R alone. A response without a reward has advantage 0, and no part in its group's baseline.
+        `filter_zero_std_groups` compares R alone. A response whose reward failed gets advantage 0 and does
+        not enter its group's baseline.
 
         Args:
-            experience: rows of whole groups, `group_size` of them side by side.
+            experience: whole groups, the `group_size` rows of a group side by side.
 
         Returns:
-            Advantages [batch, seq], 0 outside the actions: in standard deviations, or in the reward's unit
-            where the estimator divides by none. Units [batch, 1], every row by itself; no returns.
+            Advantages [batch, seq], 0 outside `response_mask`, in standard deviations or the reward's unit;
+            units [batch, 1], one row each; no returns.
         """
         rollout, group_size = experience.rollout, experience.group_size
         total = experience.rewards.total
         rewards = (total - experience.kl_penalty.sum(dim=1)).view(-1, group_size)
         is_counted = experience.weights.is_counted
-        if self.filter_zero_std_groups:  # by what was earned: after a KL in the reward no group would agree
+        if self.filter_zero_std_groups:  # by R: with a KL in the reward no group would have equal rewards
             is_kept = group.is_informative(total.view(-1, group_size)).repeat_interleave(group_size)
             is_counted = is_counted & is_kept[:, None]
         is_failed = experience.rewards.is_failed
@@ -112,9 +112,9 @@ class GAEAdvantage(AdvantageEstimator):
     """Generalised advantage estimation from the critic's values (arXiv:1506.02438).
 
     Args:
-        gamma: discount of a reward for each action that it is away.
-        lam: the λ of the estimator; 1 trusts the rewards alone, 0 the next value.
-        whiten_advantages: advantages get mean 0 and standard deviation 1 over the actions counted; returns do not.
+        gamma: discount per response token.
+        lam: the λ of GAE; 1 uses the rewards alone, 0 only the next value.
+        whiten_advantages: scale advantages, not returns, to mean 0 and standard deviation 1.
 
     Raises:
         ValueError: `gamma` or `lam` is not between 0 and 1.
@@ -131,16 +131,16 @@ class GAEAdvantage(AdvantageEstimator):
         self.whiten_advantages = whiten_advantages
 
     def compute(self, experience: Experience) -> Advantages:
-        """Advantage and return of each action, from r_t = −β·KL_t, and the total reward at the last action.
+        """Return advantages and returns from r_t = −β·KL_t, plus the total reward at the last response token.
 
-        Rewards are placed as in arXiv:1909.08593, advantages and returns are those of `gae` and `returns`.
+        Rewards are placed as in arXiv:1909.08593; see `gae` and `returns`.
 
         Args:
-            experience: with the critic's values before its first update, in the unit of the reward.
+            experience: with the critic's values before its first update, in the reward's unit.
 
         Returns:
-            Advantages and returns [batch, seq], 0 outside the actions, in the unit of the reward; whitened
-            advantages in standard deviations. Units [batch, 1], every row by itself.
+            Advantages and returns [batch, seq], 0 outside `response_mask`, in the reward's unit (whitened
+            advantages in standard deviations); units [batch, 1], one row each.
         """
         rollout, values = experience.rollout, experience.values
         assert values is not None
@@ -157,15 +157,14 @@ class GAEAdvantage(AdvantageEstimator):
 
 
 class PairAdvantage(AdvantageEstimator):
-    """The best and the worst response to each prompt, as a preference pair: advantage 1 and −1.
+    """The best and the worst response to each prompt form a preference pair: advantage 1 and −1.
 
     Args:
-        judge: compares two completions of a problem, and may ask for the task's `verifier`; None ranks by
-            the reward.
-        drop_ties: a pair whose sides score the same counts nothing; else its first one is preferred.
+        judge: compares two completions of a problem; it may take the task's `verifier`. None: rank by reward.
+        drop_ties: a pair with equal scores does not count; if False, its first response is chosen.
 
     Raises:
-        ValueError: `judge` cannot be called.
+        ValueError: `judge` is not callable.
     """
 
     needs = ("reference",)
@@ -173,21 +172,23 @@ class PairAdvantage(AdvantageEstimator):
 
     def __init__(self, judge: Callable[..., float] | None = None, drop_ties: bool = True) -> None:
         if judge is not None and not callable(judge):
-            raise ValueError(f"judge={judge!r} is no function; give it as _target_ with _partial_: true")
+            raise ValueError(
+                f"judge must be a function, got {judge!r}; give it as _target_ with _partial_: true"
+            )
         self.judge = judge
         self.drop_ties = drop_ties
 
     def for_task(self, task: Task) -> "PairAdvantage":
-        """The same rule, with the task's verifier for a judge that asks for one.
+        """Return the estimator with the task's verifier bound to a judge that takes one.
 
         Raises:
-            ValueError: it asks, and the task has none.
+            ValueError: the judge takes a verifier and the task has none.
         """
         if self.judge is None or "verifier" not in signature(self.judge).parameters:
             return self
         if not task.is_verifiable:
             raise ValueError(
-                f"the judge asks a verifier, and {type(task).__name__} has none; rank by reward=learned"
+                f"the judge needs a verifier, and {type(task).__name__} has none; rank by reward=learned"
             )
         return PairAdvantage(partial(self.judge, verifier=task.score), self.drop_ties)
 
@@ -199,17 +200,17 @@ class PairAdvantage(AdvantageEstimator):
         return tournament(self.judge, problems, completions, group_size)
 
     def compute(self, experience: Experience) -> Advantages:
-        """1 at the actions of each group's best response and −1 at those of its worst; 0 elsewhere.
+        """Return 1 at the tokens of each group's best response, −1 at those of its worst, 0 elsewhere.
 
-        Chosen by `best_and_worst` from the judge's verdicts, as in online DPO (arXiv:2402.04792), or where
-        there are none from the total reward. A penalty on the KL is not taken off.
+        `best_and_worst` ranks by the judge's verdicts, as in online DPO (arXiv:2402.04792), else by the total
+        reward without the KL penalty.
 
         Args:
-            experience: rows of whole groups, `group_size` of them side by side.
+            experience: whole groups, the `group_size` rows of a group side by side.
 
         Returns:
-            Advantages [batch, seq], without unit; units [prompt, 2], the better row before the worse; no
-            returns. Rows in no unit are not learned from; a tie that is dropped is in one, uncounted.
+            Advantages [batch, seq]; units [prompt, 2], the chosen row before the rejected one; no returns.
+            Rows in no unit are not trained on; a dropped tie has a unit and does not count.
         """
         rollout, group_size = experience.rollout, experience.group_size
         verdicts = experience.rewards.total if experience.verdicts is None else experience.verdicts

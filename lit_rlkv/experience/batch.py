@@ -14,7 +14,7 @@ from lit_rlkv.types import Problem, Rewards, Rollout
 
 @dataclass(frozen=True)
 class Experience:
-    """One iteration's rollout with everything that was found out about it, for callbacks to look at."""
+    """One iteration's rollout with its scores and rewards; callbacks read it, nothing writes to it."""
 
     iteration: int
     problems: Sequence[Problem]
@@ -22,29 +22,29 @@ class Experience:
     rollout: Rollout
     rewards: Rewards
     has_eos: Bool[Tensor, " batch"]
-    """False where the response was cut off at the longest length allowed."""
+    """False where the response was truncated at max_new_tokens."""
     old_logps: Float[Tensor, "batch seq"]
     ref_logps: Float[Tensor, "batch seq"] | None
-    """None where no reference is wanted."""
+    """None without a reference."""
     kl_coef: float | int
     """β of this iteration."""
     kl_penalty: Float[Tensor, "batch seq"]
-    """β·KL of each action, where the reward pays for it; else 0."""
+    """β·KL of each response token if the KL is part of the reward; else 0."""
     values: Float[Tensor, "batch seq"] | None
     """None without a critic."""
     weights: ISWeights
     group_size: int
     kl_estimator: str | None = None
-    """Of the KL that the reward pays for; None where it pays for none."""
+    """Estimator of the KL in the reward; None if the reward contains none."""
     verdicts: Float[Tensor, " batch"] | None = None
-    """What the credit rule's judge makes of the responses; None where none is asked."""
+    """Scores of the responses by a pairwise judge; None without one."""
     gamma: float | int = 1.0
-    """Discount of a reward for each action that it is away, which a critic learns returns with."""
+    """Discount per response token, used for the returns that a critic learns."""
     ranks: Ranks = SINGLE_PROCESS
-    """Each of which has rows of its own."""
+    """The processes that share an iteration; each has its own rows."""
 
     def all_gather(self) -> "Experience":
-        """The rows of all ranks, without texts and eviction tables; all ranks must ask for it together."""
+        """Return the rows of all ranks, without texts and eviction tables; every rank must call it."""
         return self if self.ranks.size == 1 else self._gathered
 
     @cached_property
@@ -55,7 +55,7 @@ class Experience:
             self,
             problems=(),
             completions=(),
-            rollout=of_all_ranks(self.rollout, self.ranks),
+            rollout=gather_rollout(self.rollout, self.ranks),
             rewards=self.rewards.map_tensors(gather),
             has_eos=gather(self.has_eos),
             old_logps=gather(self.old_logps),
@@ -72,10 +72,10 @@ def _each(change: Callable[[Tensor], Tensor], values: Tensor | None) -> Tensor |
     return None if values is None else change(values)
 
 
-def of_all_ranks(rollout: Rollout, ranks: Ranks) -> Rollout:
-    """The rows of every rank, without their eviction tables, which only a learner of the rows needs.
+def gather_rollout(rollout: Rollout, ranks: Ranks) -> Rollout:
+    """Return the rows of every rank without their eviction tables; `kv_bytes` is the sum over the ranks.
 
-    A eviction table is as large as layers × heads of all else together. `kv_bytes` are those of all caches.
+    An eviction table is layers × heads times larger than any other tensor of the rollout.
     """
     light = replace(rollout, evicted_at=rollout.evicted_at[:, :0, :0])
     return replace(light.map_tensors(ranks.gather), kv_bytes=sum(ranks.gather_list([rollout.kv_bytes])))

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: a value function judges each action of a response by itself.
+"""Generalised advantage estimation: a value function gives every response token an advantage of its own.
 
 Columns are those of a rollout. The actions of a row stand in contiguous columns, and the value of a column is
 V of the state before its action. An episode ends with its last action: V after it is 0.
@@ -19,7 +19,7 @@ def token_rewards(
     kl: Float[Tensor, "batch seq"],
     kl_coef: float,
 ) -> Float[Tensor, "batch seq"]:
-    """r_t = −kl_coef·KL_t, and at the last action of a response its total reward on top (arXiv:1909.08593).
+    """r_t = −kl_coef·KL_t, plus the total reward at the last response token (arXiv:1909.08593).
 
     `kl` is an estimate of KL(π ‖ reference) in nats at each action. 0 outside the actions.
     """
@@ -35,7 +35,7 @@ def gae(
     gamma: float | int,
     lam: float | int,
 ) -> Float[Tensor, "batch seq"]:
-    """A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1506.02438); 0 outside the actions.
+    """A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1506.02438); 0 outside `response_mask`.
 
     λ = 1 gives the discounted return less the value, λ = 0 the one-step error of the value.
     """
@@ -63,7 +63,7 @@ def returns(
     values: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Float[Tensor, "batch seq"]:
-    """A + V, what the value function learns from (the λ-return); 0 outside the actions.
+    """A + V, what the value function learns from (the λ-return); 0 outside `response_mask`.
 
     Takes the advantages as `gae` gives them, before they are whitened.
     """
@@ -73,7 +73,7 @@ def returns(
 def whiten(
     advantages: Float[Tensor, "batch seq"], is_counted: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
-    """(A − mean) / std over all counted actions, unbiased std; 0 elsewhere, and where all are equal."""
+    """(A − mean) / std over all counted tokens, unbiased std; 0 elsewhere, and where all are equal."""
     centred = (advantages - masked_mean(advantages, is_counted)).masked_fill(~is_counted, 0.0)
     variance = masked_sum(centred.square(), is_counted) / (is_counted.sum() - 1).clamp(min=1)
     return centred / (variance.sqrt() + STD_FLOOR)
@@ -84,7 +84,7 @@ def explained_variance(
     returns: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Float[Tensor, ""]:
-    """1 − Var(returns − values) / Var(returns) over the actions: 1 is perfect, 0 no better than a constant.
+    """1 − Var(returns − values) / Var(returns) over the response tokens: 1 is perfect, 0 no better than a constant.
 
     Negative for values that are worse than a constant; 0 where the returns do not vary.
     """

@@ -1,4 +1,4 @@
-"""Group baselines: several responses to one prompt judge each other."""
+"""Group baselines: the advantage of a response over the others to the same prompt."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ ESTIMATORS = {"grpo": grpo, "dr_grpo": centred, "dapo": grpo, "rloo": rloo, "rei
 def without_failures(
     estimate: Callable[[Tensor], Tensor], rewards: Float[Tensor, "prompt group"], is_valid: Tensor
 ) -> Float[Tensor, "prompt group"]:
-    """The same of groups in which some rewards are missing: as if those responses were not there.
+    """Apply an estimator to groups with failed rewards, as if the failed responses were not there.
 
     Their advantage is 0, and so is that of one that is alone. `is_valid` [prompt, group].
     """
@@ -58,12 +58,12 @@ def without_failures(
 
 
 def is_informative(rewards: Float[Tensor, "prompt group"]) -> Tensor:
-    """[prompt] True where the group disagrees; DAPO (arXiv:2503.14476) drops the rest: no gradient."""
+    """Return [prompt] True where a group's rewards differ; DAPO (arXiv:2503.14476) drops the others."""
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 
 def broadcast_to_response(
     advantages: Float[Tensor, " batch"], response_mask: Tensor
 ) -> Float[Tensor, "batch seq"]:
-    """Every action of a response shares its advantage; 0 elsewhere."""
+    """Spread the advantage of each response over its tokens; 0 elsewhere."""
     return torch.where(response_mask, advantages[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""From the experience of all ranks to optimizer steps, of which each rank learns its own rows."""
+"""Cut the experience of all ranks into optimizer steps; each rank trains on its own rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,42 +18,41 @@ from lit_rlkv.types import TrainBatch
 
 @dataclass(frozen=True)
 class RolloutPart:
-    """Whole groups of a rollout, with the denominators of one optimizer step on all of it.
+    """Some whole groups of a rollout, with the denominators of one optimizer step on the whole rollout.
 
-    Gradients of parts add up to that of the step.
+    The gradients of all parts add up to that of the step.
     """
 
     batches: Sequence[TrainBatch]
-    """In micro-batches for the policy alone, no larger than those of training; the last one `ends_step`."""
+    """Micro-batches for the policy alone, no larger than in training; the last one has `ends_step`."""
     n_groups: int
-    """Groups that the policy's loss counts: those of which it leaves out everything are not among them."""
+    """Groups with at least one token in the policy's loss."""
     share: float
-    """Of the denominator of the policy's loss: of the tokens, responses or pairs that it counts."""
+    """Share of the policy loss's denominator (tokens, responses or pairs)."""
     n_prompts: int
-    """All groups, whatever the policy's loss leaves out."""
-    action_share: float
-    """Of all actions that are learned from, the denominator of what callbacks add to the loss."""
+    """All groups, also those without a token in the policy's loss."""
+    token_share: float
+    """Share of all response tokens, which are the denominator of callbacks' loss terms."""
 
 
 RolloutSplit = Callable[[Experience, int], Iterator[RolloutPart]]
-"""Cuts a rollout, or a changed copy of its experience, into so many parts."""
+"""Cuts an experience, or a changed copy of it, into a number of parts."""
 
 
 class MinibatchSplitter:
-    """Cuts experience into optimizer steps and these into micro-batches.
+    """Cuts an experience into optimizer steps and the steps into micro-batches.
 
-    Advantages and denominators are those of all ranks together, worked out by each of them alike.
+    Every rank computes advantages and denominators over the rows of all ranks.
 
     Args:
-        max_new_tokens: the longest response allowed.
-        has_kl_loss: whether the KL to the reference is a term of the loss.
-        seed: of the order of the rows.
-        n_shards: equal parts of the rows of all ranks, each of which is shuffled by itself.
+        has_kl_loss: True if the KL to the reference is a loss term.
+        seed: of the shuffling.
+        n_shards: equal parts of all rows; each part is shuffled separately.
     """
 
     def __init__(
         self,
-        credit: AdvantageEstimator,
+        advantage: AdvantageEstimator,
         update: UpdateConfig,
         *,
         max_new_tokens: int,
@@ -61,7 +60,7 @@ class MinibatchSplitter:
         seed: int,
         n_shards: int,
     ) -> None:
-        self.advantage = credit
+        self.advantage = advantage
         self.update = update
         self.max_new_tokens = max_new_tokens
         self.has_kl_loss = has_kl_loss
@@ -69,8 +68,8 @@ class MinibatchSplitter:
         self.n_shards = n_shards
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
-        """The optimizer steps of an iteration, each in its micro-batches; as many on each rank."""
-        whole, credit = self._credited(experience)
+        """Yield the micro-batches of all optimizer steps of an iteration, equally many on each rank."""
+        whole, credit = self._with_advantages(experience)
         update = self.update
         learner_parts = update.learner_parts
         if experience.iteration < update.critic_warmup:
@@ -91,18 +90,17 @@ class MinibatchSplitter:
                 )
 
     def parts(self, experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
-        """This rank's rollout in parts of whole groups, as near to equal as can be.
+        """Cut this rank's rollout into parts of whole groups of nearly equal size.
 
-        Advantages and denominators are those of the whole. What an advantage takes from it, such as the mean and
-        standard deviation of whitening, all parts have in common.
+        Advantages and denominators are those of the whole rollout, whitening included.
 
         Raises:
-            ValueError: there are fewer groups than parts.
+            ValueError: more parts than groups.
         """
         n_groups = len(experience.problems) // experience.group_size
         if not 1 <= n_parts <= n_groups:
             raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
-        whole, credit = self._credited(experience)
+        whole, credit = self._with_advantages(experience)
         step = self._step(whole, credit.units, credit.is_counted)
         of_group = credit.units.view(n_groups * experience.ranks.size, -1, credit.units.shape[1])
         n_response_tokens = whole.rollout.response_mask[of_group].flatten(1).sum(dim=1)
@@ -124,11 +122,11 @@ class MinibatchSplitter:
                 n_groups=int(is_counted.sum()),
                 share=float(share.sum()),
                 n_prompts=len(groups),
-                action_share=float(actions.sum()),
+                token_share=float(actions.sum()),
             )
 
-    def _credited(self, experience: Experience) -> tuple[TrainBatch, Advantages]:
-        """The rollout of all ranks as one batch without denominators, and what its actions are worth."""
+    def _with_advantages(self, experience: Experience) -> tuple[TrainBatch, Advantages]:
+        """Return the rollout of all ranks as one batch without denominators, and its advantages."""
         experience = experience.all_gather()
         rollout, update = experience.rollout, self.update
         is_left_out = torch.zeros_like(experience.has_eos)
@@ -157,7 +155,7 @@ class MinibatchSplitter:
         return whole, credit
 
     def _step(self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"]) -> TrainBatch:
-        """The rollout with the denominators of the optimizer step that learns from these units."""
+        """Return the batch with the denominators of the optimizer step on these units."""
         rows = units.flatten()
         loss_weight = torch.zeros_like(whole.loss_weight)
         aggregate = AGGREGATIONS[self.update.aggregation]
@@ -181,7 +179,7 @@ class MinibatchSplitter:
 
 
 def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[TrainBatch, Tensor]:
-    """The rows of this rank with their eviction tables, and units of all ranks as rows of these."""
+    """Return this rank's rows with their eviction tables, and units as indices into them."""
     if experience.ranks.size == 1:
         return step, units
     mine = experience.ranks.mine(len(experience.problems))
@@ -189,7 +187,7 @@ def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[Train
 
 
 def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
-    """Pairs of which both sides count; 0 where a unit is a single row."""
+    """Return the number of pairs whose sides both count; 0 if units are single rows."""
     if units.shape[1] == 1:
         return 0
     return int((loss_weight[units] != 0).any(dim=2).all(dim=1).sum())
@@ -198,9 +196,9 @@ def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
 def _sizes(
     loss_weight: Float[Tensor, "batch seq"], of_group: Int[Tensor, "group unit member"], *, by_token: bool
 ) -> tuple[Bool[Tensor, " group"], Float[Tensor, " group"]]:
-    """Of each group: whether the policy's loss counts it, and its share of the loss's denominator.
+    """Return for each group if the policy's loss counts it, and its share of the loss's denominator.
 
-    The denominator is a number of tokens, or of responses; pairs are counted whole or not at all.
+    The denominator counts tokens or responses; a pair counts whole or not at all.
     """
     weight = loss_weight[of_group]
     is_unit = (weight != 0).any(dim=3).all(dim=2)

@@ -1,4 +1,4 @@
-"""What the roles say of a finished rollout, in as few forwards as give the same numbers."""
+"""Score a rollout with every role, in as few forwards as possible."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ from lit_rlkv.types import Rollout
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One forward of a backbone: everything that its hidden states depend on."""
+class ForwardPass:
+    """One forward of a backbone: all that its hidden states depend on."""
 
     backbone: str
     adapter: str | None
     shadow: bool
 
 
-def pass_of(roles: Roles, role: str, shadow: bool) -> Pass:
-    """Roles with equal passes share one forward; they differ in their heads only."""
-    return Pass(roles.layout.backbone[role], roles.layout.adapter[role], shadow)
+def forward_pass_of(roles: Roles, role: str, shadow: bool) -> ForwardPass:
+    """Return the forward pass of a role; roles with equal passes share it and differ in their heads only."""
+    return ForwardPass(roles.layout.backbone[role], roles.layout.adapter[role], shadow)
 
 
 @torch.no_grad()
@@ -41,29 +41,30 @@ def score_rollout(
     rows_per_pass: int | None = None,
     stacks_passes: bool = False,
 ) -> dict[str, Tensor]:
-    """What each role in `views` says: log-probs [batch, seq] of policy and reference, 0 outside the actions;
-    values [batch, seq] of the states before the actions, 0 elsewhere; the reward [batch] of each sequence.
+    """Return by role log-probs [batch, seq] of policy and reference, values [batch, seq], rewards [batch].
+
+    Log-probs and values are 0 outside `response_mask`; a value is that of the state before the token.
 
     Args:
-        views: role to whether it sees what the sampler saw; the others read the whole text.
-        rows_per_pass: most rows of the rollout in one forward; None takes all at once.
-        stacks_passes: run the different passes of a backbone as one batch, with an adapter for each row.
+        views: True for roles with the shadow view (the keys that the sampler saw), False for the dense view.
+        rows_per_pass: rows in one forward at most; None: all.
+        stacks_passes: run the passes of one backbone as one batch, with an adapter per row.
 
     Raises:
-        ValueError: passes of no rows, or a rollout longer than the model has positions for.
+        ValueError: `rows_per_pass` is below 1, or the rollout exceeds the model's positions.
     """
     if rows_per_pass is not None and rows_per_pass < 1:
-        raise ValueError(
-            f"rows_per_pass={rows_per_pass} scores nothing; give at least 1, or None for all rows at once"
-        )
+        raise ValueError(f"rows_per_pass must be at least 1 or None, got {rows_per_pass}")
     check_length(roles.backbone("policy"), rollout.input_ids.shape[1])
     n_rows = len(rollout.input_ids)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for start in range(0, n_rows, rows_per_pass or n_rows):
         rows = rollout.rows(slice(start, start + (rows_per_pass or n_rows)))
-        hidden = _hidden(roles, rows, {pass_of(roles, *view) for view in views.items()}, stacks_passes)
+        hidden = _hidden(
+            roles, rows, {forward_pass_of(roles, *view) for view in views.items()}, stacks_passes
+        )
         for role, shadow in views.items():
-            states = hidden[pass_of(roles, role, shadow)]
+            states = hidden[forward_pass_of(roles, role, shadow)]
             parts[role].append(_read(roles, role, rows, states, temperature))
     return {role: torch.cat(values) for role, values in parts.items()}
 
@@ -80,12 +81,12 @@ def _read(
 
 
 def _hidden(
-    roles: Roles, rollout: Rollout, passes: set[Pass], stacks_passes: bool
-) -> dict[Pass, Float[Tensor, "batch seq dim"]]:
-    by_backbone: dict[str, list[Pass]] = defaultdict(list)
+    roles: Roles, rollout: Rollout, passes: set[ForwardPass], stacks_passes: bool
+) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
+    by_backbone: dict[str, list[ForwardPass]] = defaultdict(list)
     for one in sorted(passes, key=repr):
         by_backbone[one.backbone].append(one)
-    found: dict[Pass, Tensor] = {}
+    found: dict[ForwardPass, Tensor] = {}
     for name, mine in by_backbone.items():
         backbone = roles.named_backbone(name)
         if stacks_passes and len(mine) > 1:
@@ -99,8 +100,8 @@ def _hidden(
 
 
 def _stacked(
-    backbone: PreTrainedModel, rollout: Rollout, passes: list[Pass]
-) -> dict[Pass, Float[Tensor, "batch seq dim"]]:
+    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass]
+) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
     n_rows = len(rollout.input_ids)
     rows = torch.arange(n_rows, device=rollout.input_ids.device).repeat(len(passes))
     shape = rollout.evicted_at.shape

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.experience.advantages import GAEAdvantage
-from lit_rlkv.experience.score import pass_of
+from lit_rlkv.experience.score import forward_pass_of
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
@@ -75,8 +75,8 @@ class PPO(PolicyModule):
 
     @property
     def shares_forward(self) -> bool:
-        policy = pass_of(self.roles, "policy", self.replays)
-        return policy == pass_of(self.roles, "value", self.value_shadow)
+        policy = forward_pass_of(self.roles, "policy", self.replays)
+        return policy == forward_pass_of(self.roles, "value", self.value_shadow)
 
     @property
     def learner_parts(self) -> tuple[tuple[str, ...], ...]:

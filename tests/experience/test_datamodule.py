@@ -115,7 +115,7 @@ def test_parts_are_whole_groups_under_the_denominators_of_one_step(n_parts, size
         n_response_tokens = int(experience.rollout.response_mask.sum())
         assert all(batch.n_response_tokens == n_response_tokens for batch in part.batches)
         mine = sum(int(batch.rollout.response_mask.sum()) for batch in part.batches)
-        assert part.action_share == pytest.approx(mine / n_response_tokens)
+        assert part.token_share == pytest.approx(mine / n_response_tokens)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -130,7 +130,7 @@ def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str)
     assert [first.share, second.share] == pytest.approx([expected, 1 - expected])
     assert first.n_groups == second.n_groups == 2
     assert expected != pytest.approx(0.5, abs=0.05)
-    assert first.action_share == pytest.approx(float(n_response_tokens[:8].sum() / n_response_tokens.sum()))
+    assert first.token_share == pytest.approx(float(n_response_tokens[:8].sum() / n_response_tokens.sum()))
 
 
 def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():

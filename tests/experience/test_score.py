@@ -134,5 +134,5 @@ def test_nothing_is_said_of_what_was_not_sampled_and_nothing_carries_a_gradient(
 
 @pytest.mark.parametrize("rows_per_pass", [0, -1])
 def test_passes_of_no_rows_are_refused(rows_per_pass: int):
-    with pytest.raises(ValueError, match=f"rows_per_pass={rows_per_pass} scores nothing"):
+    with pytest.raises(ValueError, match=f"rows_per_pass must be at least 1 or None, got {rows_per_pass}"):
         scores("hydra", VIEWS["dense"], rows_per_pass=rows_per_pass)
