@@ -1,0 +1,31 @@
+"""The public names of the package are importable from the top, cheaply."""
+
+import importlib
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import lit_rlkv
+
+
+@pytest.mark.parametrize("name", lit_rlkv._HOMES)
+def test_a_public_name_is_that_of_its_room(name):
+    assert getattr(lit_rlkv, name) is getattr(importlib.import_module(lit_rlkv._HOMES[name]), name)
+
+
+def test_all_lists_every_public_name():
+    assert {*lit_rlkv.__all__} == {*lit_rlkv._HOMES, "__version__"}
+    assert {*lit_rlkv.__all__} <= {*dir(lit_rlkv)}
+    assert lit_rlkv.__version__ == version("lit_rlkv")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'lit_rlkv' has no attribute 'Generate'"):
+        _ = lit_rlkv.Generate
+
+
+def test_importing_the_package_imports_neither_torch_nor_transformers():
+    code = "import sys, lit_rlkv; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
