@@ -119,14 +119,25 @@ class PolicyModule(L.LightningModule, ABC):
         """
         if isinstance(self._trainer, L.Trainer):
             _check_trainer(self._trainer, batch)
-        losses, metrics = self.step_terms(batch)
+        outputs: StepOutputs | None = None
+        losses: Terms = {}
+        metrics: Terms = {}
+        if "policy" in batch.learners:
+            outputs, losses, metrics = self.policy_terms(batch)
+        critic_losses, critic_metrics = self.critic_terms(batch, outputs, metrics)
+        losses, metrics = losses | critic_losses, metrics | critic_metrics
         loss = add_zero_grads_for_unused(self, torch.stack(list(losses.values())).sum())
         return {"loss": loss, **{name: value.detach() for name, value in metrics.items()}}
 
-    def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:
-        """Loss terms and metrics of the roles that learn from this micro-batch."""
-        _, losses, metrics = self.policy_terms(batch)
-        return losses, metrics
+    def critic_terms(
+        self, batch: TrainBatch, outputs: StepOutputs | None, policy_metrics: Terms
+    ) -> tuple[Terms, Terms]:
+        """Return loss terms and metrics of a critic; none by default.
+
+        Args:
+            outputs: of the policy, if it learns from this micro-batch too.
+        """
+        return {}, {}
 
     def policy_terms(self, batch: TrainBatch) -> tuple[StepOutputs, Terms, Terms]:
         """One forward of the policy, and all that is learned from it: algorithm, KL, callbacks' terms."""

@@ -1,30 +1,7 @@
-"""GRPO and its relatives: a clipped surrogate on the advantages of a group."""
+"""GRPO and its variants (Dr. GRPO, DAPO, RLOO, REINFORCE++): the clipped surrogate on group advantages."""
 
-from typing import Any
-
-from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
-from lit_rlkv.modules.clipped import check_clips, clipped_terms
-from lit_rlkv.types import TrainBatch
+from lit_rlkv.modules.clipped import ClippedPolicy
 
 
-class GRPO(PolicyModule):
-    """−Σ weight·correction·min(ratio·A, clip(ratio)·A); A and the weights come with the batch.
-
-    Args:
-        clip_low, clip_high: the ratio π/π_old is kept within [1 − clip_low, 1 + clip_high] where that bounds
-            the gain; infinity bounds nothing on its side.
-    """
-
-    required_options = ("clip_low", "clip_high")
-
-    def __init__(self, *args: Any, clip_low: float, clip_high: float, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.clip_low = clip_low
-        self.clip_high = clip_high
-
-    @classmethod
-    def check_options(cls, **options: Any) -> None:
-        check_clips(options, ("clip_low", "clip_high"))
-
-    def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
-        return clipped_terms(batch, outputs.logps, self.clip_low, self.clip_high)
+class GRPO(ClippedPolicy):
+    """The clipped surrogate alone; the variants differ in advantage, aggregation and clipping options."""

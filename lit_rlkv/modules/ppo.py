@@ -11,28 +11,27 @@ from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.experience.score import forward_pass_of
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
-from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
-from lit_rlkv.modules.clipped import check_clips, clipped_terms
+from lit_rlkv.modules.base import StepOutputs, Terms
+from lit_rlkv.modules.clipped import ClippedPolicy, check_positive
 from lit_rlkv.objectives.masking import masked_sum
 from lit_rlkv.objectives.value import clipped_value
 from lit_rlkv.types import TrainBatch
 
 
-class PPO(PolicyModule):
-    """Policy loss + value_weight · mean over actions of 0.5·max((V − R)², (V_clipped − R)²).
+class PPO(ClippedPolicy):
+    """Clipped policy loss + value_weight · mean over tokens of 0.5·max((V − R)², (V_clipped − R)²).
 
-    Where policy and critic are one forward (j_hydra, the same view), they learn from it together.
+    If policy and critic share a forward (j_hydra, the same view), both losses use it.
 
     Args:
-        clip_low, clip_high: of the policy's ratio, as in `GRPO`.
+        clip_low, clip_high: see `ClippedPolicy`.
         value_weight: of the critic's loss beside the policy's.
-        value_clip: how far a value may move from the old one and still be rewarded; None: freely.
-        value_shadow: whether the critic sees what the sampler saw, or the whole text.
-        value_lr_scale: learning rate of what only the critic learns, in units of the policy's.
-        target_kl: the rest of an iteration's updates is left out once KL(π_old ‖ π) of a step exceeds it;
-            None leaves out nothing.
-        separate_passes: critic and policy learn from a micro-batch one after the other, so that the
-            activations of one of them are held at a time.
+        value_clip: values are clipped to within this distance of the old values; None: not clipped.
+        value_shadow: the critic has the shadow view (True) or the dense view (False).
+        value_lr_scale: learning rate of the critic's own parameters, relative to the policy's.
+        target_kl: skip the rest of an iteration's updates once KL(π_old ‖ π) of a step exceeds it; None: never.
+        separate_passes: policy and critic learn from a micro-batch one after the other, so that only one of
+            them holds activations at a time.
     """
 
     advantage_estimator = GAEAdvantage
@@ -41,8 +40,6 @@ class PPO(PolicyModule):
     def __init__(
         self,
         *args: Any,
-        clip_low: float,
-        clip_high: float,
         value_clip: float | None,
         value_weight: float,
         value_shadow: bool,
@@ -52,8 +49,6 @@ class PPO(PolicyModule):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.clip_low = clip_low
-        self.clip_high = clip_high
         self.value_clip = value_clip
         self.value_weight = value_weight
         self.value_shadow = value_shadow
@@ -66,7 +61,7 @@ class PPO(PolicyModule):
     @classmethod
     def check_options(cls, **options: Any) -> None:
         names = ("clip_low", "clip_high", "value_weight", "value_lr_scale")
-        check_clips(options, names, nullable=("value_clip", "target_kl"))
+        check_positive(options, names, nullable=("value_clip", "target_kl"))
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
         policy, value = (self.roles.trained_parameters(role) for role in ("policy", "value"))
@@ -92,27 +87,23 @@ class PPO(PolicyModule):
         )
         return ("value_head",) if is_joint else ("value",)
 
-    def step_terms(self, batch: TrainBatch) -> tuple[Terms, Terms]:
+    def critic_terms(
+        self, batch: TrainBatch, outputs: StepOutputs | None, policy_metrics: Terms
+    ) -> tuple[Terms, Terms]:
         losses: Terms = {}
         metrics: Terms = {}
-        outputs = None
-        if "policy" in batch.learners:
-            outputs, losses, metrics = self.policy_terms(batch)
-            self._step_kl.append(metrics["approx_kl"].detach())
+        if outputs is not None:
+            self._step_kl.append(policy_metrics["approx_kl"].detach())
         if "value" in batch.learners or "value_head" in batch.learners:
-            more_losses, more_metrics = self._value_terms(batch, self._values(batch, outputs))
-            losses, metrics = losses | more_losses, metrics | more_metrics
+            losses, metrics = self._value_terms(batch, self._values(batch, outputs))
         elif batch.ends_step:
             raise ValueError(
                 f"learners={batch.learners} end a step without the critic; give the data module "
                 "UpdateConfig(learner_parts=module.learner_parts)"
             )
-        if batch.ends_step and self._step_kl:  # none while the critic learns alone
+        if batch.ends_step and self._step_kl:  # none while only the critic learns
             self._last_kl, self._step_kl = over_ranks(torch.stack(self._step_kl).sum()), []
         return losses, metrics
-
-    def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
-        return clipped_terms(batch, outputs.logps, self.clip_low, self.clip_high)
 
     def _values(self, batch: TrainBatch, outputs: StepOutputs | None) -> Float[Tensor, "batch seq"]:
         if outputs is not None and self.shares_forward:

@@ -64,7 +64,7 @@ JUDGED = [
         (["algorithm=online_dpo", "algorithm.kl.place=reward"], "has no meaning for preference pairs"),
         (["algorithm=ppo", "+algorithm.loss.cliprange=1"], "PPO: unexpected 'cliprange'"),
         (["algorithm=ppo", "algorithm.advantage.lam=1.5"], "lam=1.5 is no discount"),
-        (["algorithm.loss.clip_low=0"], "clip_low=0 leaves nothing to learn from"),
+        (["algorithm.loss.clip_low=0"], "clip_low must be a number above 0, got 0"),
         (["reward.verifier=0"], "verifier=0 and learned=0 leave no reward"),
         (["reward.accuracy=correct"], "accuracy='correct' is not among the functions (none)"),
         (["reward.max_failed=2"], "max_failed=2 is no share"),
@@ -111,7 +111,10 @@ JUDGED = [
         (["algorithm.loss._target_=lit_rlkv.modules.online_dpo.OnlineDPO"], "unexpected 'clip_low'"),
         (["algorithm=online_dpo", "algorithm.loss.beta=null"], "beta"),
         (["algorithm=online_dpo", "~algorithm.loss.beta"], "algorithm.loss lacks beta; OnlineDPO needs"),
-        (["algorithm=ppo", "algorithm.loss.value_clip=none"], "value_clip=none leaves nothing to learn from"),
+        (
+            ["algorithm=ppo", "algorithm.loss.value_clip=none"],
+            "value_clip must be a number above 0, got none",
+        ),
         (["algorithm=ppo", "algorithm.loss.separate_passes=off"], "separate_passes=off is neither true nor"),
         (
             ["algorithm=ppo", "algorithm.advantage.whiten_advantages=no"],
