@@ -25,7 +25,8 @@ from rich.console import Console
 from text_table import text_table
 
 from lit_rlkv.callbacks.hooks import HOOKS, RLCallback
-from lit_rlkv.config import check_config, composed
+from lit_rlkv.config import composed
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.faults import Interruption
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, build_context

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lit_rlkv.config import check_config, composed
+from lit_rlkv.config import composed
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from lit_rlkv.config import CONF_DIR, ConfigError, build, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError, build
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import CheckpointDir

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from lit_rlkv.config import CONF_DIR, check_command_line, check_config, check_keys
+from lit_rlkv.config import CONF_DIR, check_command_line, check_keys
+from lit_rlkv.config.rules import check_config
 from tests.checkpoints import save_checkpoint
 
 ROOT = Path(__file__).parent.parent

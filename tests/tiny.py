@@ -11,8 +11,9 @@ from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from lit_rlkv.config import CONF_DIR, check_config
+from lit_rlkv.config import CONF_DIR
 from lit_rlkv.config.fabric_rules import FSDP2
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.launch import fabric_precision, make_fabric
 

@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config import CONF_DIR, build, check_config
+from lit_rlkv.config import CONF_DIR, build
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.diagnostics.gradient import PartGradients
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.runs.context import CHECKPOINTS, build_context

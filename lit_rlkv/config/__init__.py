@@ -1,4 +1,7 @@
-"""From YAML to objects: trusted targets, checked signatures, rules between fields, all before any work."""
+"""From YAML to objects: composition, trusted targets, checked signatures. Imports neither torch nor transformers.
+
+The checks of whole configs need both and are in `lit_rlkv.config.rules`.
+"""
 
 from lit_rlkv.config.building import (
     CONF_DIR,
@@ -12,19 +15,14 @@ from lit_rlkv.config.building import (
 )
 from lit_rlkv.config.composing import check_command_line, composed, quoted
 from lit_rlkv.config.presence import check_folders
-from lit_rlkv.config.rewards import build_reward
-from lit_rlkv.config.rules import WEIGHT_DTYPES, check_config
 
 __all__ = [
     "CONF_DIR",
     "PRESETS",
-    "WEIGHT_DTYPES",
     "ConfigError",
     "as_config_errors",
     "build",
-    "build_reward",
     "check_command_line",
-    "check_config",
     "check_folders",
     "check_keys",
     "check_targets",

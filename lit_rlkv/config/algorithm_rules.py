@@ -1,4 +1,4 @@
-"""Rules on an algorithm: what its credit, loss and KL take, and into how many parts a rollout can be cut."""
+"""Rules on an algorithm: what its advantage, loss and KL take, and into how many parts a rollout can be cut."""
 
 from collections.abc import Collection
 
@@ -20,30 +20,30 @@ def check_algorithm(cfg: DictConfig) -> None:
         ConfigError: the first rule that is broken.
     """
     with as_config_errors("algorithm.advantage"):
-        credit: AdvantageEstimator = build(cfg.algorithm.advantage).for_task(build(cfg.task))
-    _check_credit(cfg, credit)
-    _check_loss(cfg.algorithm, credit)
-    _check_parts(cfg, credit)
-    _check_kl(cfg, credit)
-    _check_critic(cfg.algorithm, credit)
+        advantage: AdvantageEstimator = build(cfg.algorithm.advantage).for_task(build(cfg.task))
+    _check_credit(cfg, advantage)
+    _check_loss(cfg.algorithm, advantage)
+    _check_parts(cfg, advantage)
+    _check_kl(cfg, advantage)
+    _check_critic(cfg.algorithm, advantage)
 
 
-def _check_credit(cfg: DictConfig, credit: AdvantageEstimator) -> None:
+def _check_credit(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
-    has_judge = isinstance(credit, PairAdvantage) and credit.judge is not None
+    has_judge = isinstance(advantage, PairAdvantage) and advantage.judge is not None
     require(
         not has_judge or cfg.reward.missing_eos_penalty == 0,
         f"reward.missing_eos_penalty={cfg.reward.missing_eos_penalty} has no effect beside a judge, who "
         "ranks in place of the reward; use 0",
     )
     require(
-        algorithm.group_size >= credit.min_group_size,
-        f"algorithm.group_size={algorithm.group_size}: {type(credit).__name__} compares responses to one "
-        f"prompt; give at least {credit.min_group_size}",
+        algorithm.group_size >= advantage.min_group_size,
+        f"algorithm.group_size={algorithm.group_size}: {type(advantage).__name__} compares responses to one "
+        f"prompt; give at least {advantage.min_group_size}",
     )
 
 
-def _check_loss(algorithm: DictConfig, credit: AdvantageEstimator) -> None:
+def _check_loss(algorithm: DictConfig, advantage: AdvantageEstimator) -> None:
     tables: dict[str, Collection[str]] = {
         "lr_schedule": ("linear", "constant"),
         "aggregation": AGGREGATIONS,
@@ -55,9 +55,9 @@ def _check_loss(algorithm: DictConfig, credit: AdvantageEstimator) -> None:
         )
     module = get_object(algorithm.loss._target_)
     require(
-        isinstance(credit, module.advantage_estimator),
+        isinstance(advantage, module.advantage_estimator),
         f"algorithm.advantage: {module.__name__} learns from {module.advantage_estimator.__name__}, not from "
-        f"{type(credit).__name__}; choose an algorithm and change its options",
+        f"{type(advantage).__name__}; choose an algorithm and change its options",
     )
     missing = [name for name in module.required_options if name not in algorithm.loss]
     require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
@@ -66,19 +66,19 @@ def _check_loss(algorithm: DictConfig, credit: AdvantageEstimator) -> None:
         module.check_options(**options)
 
 
-def _check_parts(cfg: DictConfig, credit: AdvantageEstimator) -> None:
+def _check_parts(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
-    n_units = cfg.rollout.n_prompts if isinstance(credit, PairAdvantage) else n_rows
+    n_units = cfg.rollout.n_prompts if isinstance(advantage, PairAdvantage) else n_rows
     n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
     require(
         1 <= n_parts <= n_units,
         f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
-        f"{'pairs' if isinstance(credit, PairAdvantage) else 'responses'}; lower them",
+        f"{'pairs' if isinstance(advantage, PairAdvantage) else 'responses'}; lower them",
     )
 
 
-def _check_kl(cfg: DictConfig, credit: AdvantageEstimator) -> None:
+def _check_kl(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
     target, horizon = algorithm.kl.get("target"), algorithm.kl.get("horizon", 1)
@@ -95,14 +95,14 @@ def _check_kl(cfg: DictConfig, credit: AdvantageEstimator) -> None:
         f"more than {MAX_ERROR * n_rows:.0f}",
     )
     require(
-        kl.place == "loss" or not isinstance(credit, PairAdvantage),
+        kl.place == "loss" or not isinstance(advantage, PairAdvantage),
         "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
         "beta; use place=loss or weight=0",
     )
 
 
-def _check_critic(algorithm: DictConfig, credit: AdvantageEstimator) -> None:
-    has_critic = "value" in credit.needs
+def _check_critic(algorithm: DictConfig, advantage: AdvantageEstimator) -> None:
+    has_critic = "value" in advantage.needs
     require(
         0 <= algorithm.critic_warmup < algorithm.n_iterations
         and (has_critic or algorithm.critic_warmup == 0),

@@ -69,19 +69,19 @@ class MinibatchSplitter:
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of all optimizer steps of an iteration, equally many on each rank."""
-        whole, credit = self._with_advantages(experience)
+        whole, advantages = self._with_advantages(experience)
         update = self.update
         learner_parts = update.learner_parts
         if experience.iteration < update.critic_warmup:
             learner_parts = (update.warmup_part,)
-        by_shard = credit.units.view(self.n_shards, -1, credit.units.shape[1])
+        by_shard = advantages.units.view(self.n_shards, -1, advantages.units.shape[1])
         own = experience.ranks.mine(self.n_shards // experience.ranks.size)
         for epoch in range(update.n_epochs):
             generator = stream(self.seed, "shuffle", experience.iteration, epoch)
             order = torch.randperm(by_shard.shape[1], generator=generator).to(by_shard.device)
             for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
                 units = by_shard[:, chosen]
-                step = self._step(whole, units.flatten(0, 1), credit.is_counted)
+                step = self._step(whole, units.flatten(0, 1), advantages.is_counted)
                 step = replace(step, is_first_update=epoch == 0 and number == 0)
                 yield from self._micro_batches(
                     *_own(step, units[own].flatten(0, 1), experience),
@@ -100,16 +100,16 @@ class MinibatchSplitter:
         n_groups = len(experience.problems) // experience.group_size
         if not 1 <= n_parts <= n_groups:
             raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
-        whole, credit = self._with_advantages(experience)
-        step = self._step(whole, credit.units, credit.is_counted)
-        of_group = credit.units.view(n_groups * experience.ranks.size, -1, credit.units.shape[1])
+        whole, advantages = self._with_advantages(experience)
+        step = self._step(whole, advantages.units, advantages.is_counted)
+        of_group = advantages.units.view(n_groups * experience.ranks.size, -1, advantages.units.shape[1])
         n_response_tokens = whole.rollout.response_mask[of_group].flatten(1).sum(dim=1)
         by_token = self.update.aggregation == "token"
         sizes = (
             *_sizes(step.loss_weight, of_group, by_token=by_token),
             n_response_tokens.double() / step.n_response_tokens,
         )
-        n_units = len(credit.units) // experience.ranks.size
+        n_units = len(advantages.units) // experience.ranks.size
         n_at_once = ceil(ceil(n_units / self.update.n_minibatches) / self.update.n_micro_batches)
         mine = experience.ranks.mine(n_groups)
         step, of_group = _own(step, of_group[mine], experience)
@@ -136,11 +136,11 @@ class MinibatchSplitter:
             is_left_out |= experience.rewards.is_failed
         is_counted = experience.weights.is_counted & ~is_left_out[:, None]
         experience = replace(experience, weights=replace(experience.weights, is_counted=is_counted))
-        credit = self.advantage.compute(experience)
+        advantages = self.advantage.compute(experience)
         ref_logps = experience.ref_logps
         whole = TrainBatch(
             rollout=rollout,
-            advantages=credit.advantages,
+            advantages=advantages.advantages,
             old_logps=experience.old_logps,
             ref_logps=torch.zeros_like(experience.old_logps) if ref_logps is None else ref_logps,
             correction=experience.weights.weight,
@@ -150,9 +150,9 @@ class MinibatchSplitter:
             is_first_update=True,
             ends_step=True,
             old_values=experience.values,
-            returns=credit.returns,
+            returns=advantages.returns,
         )
-        return whole, credit
+        return whole, advantages
 
     def _step(self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"]) -> TrainBatch:
         """Return the batch with the denominators of the optimizer step on these units."""

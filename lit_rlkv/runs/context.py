@@ -9,7 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_rlkv.config import WEIGHT_DTYPES, ConfigError, as_config_errors, build, build_reward, expanded
+from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
+from lit_rlkv.config.rewards import build_reward
+from lit_rlkv.config.rules import WEIGHT_DTYPES
 from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.data.validation import Sizes, measure
 from lit_rlkv.distributed.sharding import ShardedStrategy

@@ -7,7 +7,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lit_rlkv.config import ConfigError, as_config_errors, check_config, expanded
+from lit_rlkv.config import ConfigError, as_config_errors, expanded
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, RunContext, build_context, load_config

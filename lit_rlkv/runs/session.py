@@ -10,7 +10,8 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.config import check_config, check_keys
+from lit_rlkv.config import check_keys
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.faults import InterruptedRunError, Interruption
 from lit_rlkv.files import sweep_partial
 from lit_rlkv.runs.context import CONFIG

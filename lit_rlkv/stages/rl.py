@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks, loss_terms_of
-from lit_rlkv.config import as_config_errors, build, build_reward
+from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule

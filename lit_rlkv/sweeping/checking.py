@@ -8,7 +8,8 @@ from typing import Any
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config, check_keys
+from lit_rlkv.config import CONF_DIR, ConfigError, check_keys
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.sweeping.grid import combinations
 from lit_rlkv.sweeping.metric import check_metric

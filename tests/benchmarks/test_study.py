@@ -13,7 +13,8 @@ from omegaconf import open_dict
 from study_parts import analysis, plan, plot, runs, tables, timing, variance
 from study_parts.plan import Setting
 
-from lit_rlkv.config import CONF_DIR, check_config, check_keys
+from lit_rlkv.config import CONF_DIR, check_keys
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 

@@ -19,8 +19,12 @@ from tests.training import (
 
 ALGORITHMS = {
     "grpo": {},
-    "ppo": {"make": make_ppo, "credit": GAEAdvantage(1.0, 0.95), "learner_parts": (("policy",), ("value",))},
-    "online_dpo": {"make": make_dpo, "credit": PairAdvantage(drop_ties=False)},
+    "ppo": {
+        "make": make_ppo,
+        "advantage": GAEAdvantage(1.0, 0.95),
+        "learner_parts": (("policy",), ("value",)),
+    },
+    "online_dpo": {"make": make_dpo, "advantage": PairAdvantage(drop_ties=False)},
 }
 
 

@@ -4,7 +4,8 @@ import pytest
 from hydra import initialize_config_dir
 from omegaconf import open_dict, read_write
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, check_config, check_folders, check_keys
+from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, check_folders, check_keys
+from lit_rlkv.config.rules import check_config
 
 
 def asked(*overrides):

@@ -1,4 +1,4 @@
-from lit_rlkv.config import build_reward
+from lit_rlkv.config.rewards import build_reward
 from tests.config.asking import asked
 
 

@@ -3,7 +3,8 @@ import re
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config.rules import check_config
 
 JUDGED = [
     "algorithm=online_dpo",
@@ -124,11 +125,11 @@ JUDGED = [
         (["algorithm.max_grad_norm=abc"], "algorithm.max_grad_norm=abc is not a number"),
         (
             ["algorithm=online_dpo", "algorithm.advantage.judge=right_then_short"],
-            "is no function; give it as",
+            "; give it as _target_ with _partial_: true",
         ),
         (
             [*JUDGED, "task=preferences", "task.path=tests/data/preferences.jsonl", "reward=learned"],
-            "the judge asks a verifier, and Preferences has none",
+            "the judge needs a verifier, and Preferences has none",
         ),
         ([*JUDGED, "reward.missing_eos_penalty=1"], "has no effect beside a judge"),
         (["roles.target_modules=5"], "roles.target_modules=5 names no modules"),

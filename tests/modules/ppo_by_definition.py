@@ -24,7 +24,7 @@ STD_FLOOR = 1e-4
 
 
 def make_data(roles: Roles, arm: str = "shadow", **options) -> RolloutDataModule:
-    options = {"credit": GAEAdvantage(GAMMA, LAM), "kl": PAID, "aggregation": "token"} | options
+    options = {"advantage": GAEAdvantage(GAMMA, LAM), "kl": PAID, "aggregation": "token"} | options
     return make_datamodule(roles, correction=ARMS[arm], **({"learner_parts": BOTH} | options))
 
 

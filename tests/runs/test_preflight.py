@@ -11,7 +11,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.context import build_context

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lit_rlkv.config import ConfigError, check_config, composed
+from lit_rlkv.config import ConfigError, composed
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.lock import BusyError, FolderLock

@@ -7,7 +7,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
 from lit_rlkv.reporting.loggers import tensorboard
 from lit_rlkv.reporting.loggers.base import RunLogger

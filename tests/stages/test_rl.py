@@ -9,7 +9,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.runs import policy as training
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.runs.context import build_context

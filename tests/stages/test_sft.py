@@ -10,7 +10,8 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.reporting.metrics_file import MetricsFile

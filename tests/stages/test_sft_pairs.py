@@ -8,7 +8,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_config
+from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config.rules import check_config
 from lit_rlkv.data.prompts import split_of
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rewards import RewardManager
