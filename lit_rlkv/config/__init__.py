@@ -1,6 +1,6 @@
-"""From YAML to objects: composition, trusted targets, checked signatures. Imports neither torch nor transformers.
+"""From YAML to objects: composition, trusted targets, checked signatures; without torch or transformers.
 
-The checks of whole configs need both and are in `lit_rlkv.config.rules`.
+The checks of whole configs need these and are in `lit_rlkv.config.rules`.
 """
 
 from lit_rlkv.config.building import (

@@ -1,4 +1,4 @@
-"""Rules on an algorithm: what its advantage, loss and KL take, and into how many parts a rollout can be cut."""
+"""Checks of an algorithm: advantage, loss and KL options, and the number of minibatches."""
 
 from collections.abc import Collection
 

@@ -155,8 +155,8 @@ def _check_stages(cfg: DictConfig) -> None:
     _check_sft(cfg.sft)
     require(
         cfg.sft.on_policy_pairs.n_prompts == 0 or build(cfg.task).is_verifiable,
-        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task does not say which answers of the "
-        "model are wrong, as preferences do not; use 0",
+        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task does not say which "
+        "answers of the model are wrong, as preferences do not; use 0",
     )
 
 
