@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import hydra
 from omegaconf import DictConfig, open_dict, read_write
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line
+from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_trust
 
 VIEWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
 """Hydra's options that print something and run nothing."""
@@ -16,11 +16,13 @@ VIEWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
 def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     """Return the composed config and Hydra's own node; --help and --cfg print and exit instead.
 
+    `trusted_modules` takes effect here and is not in the config, so that no run folder saves it.
+
     Args:
         name: of the config in conf/.
 
     Raises:
-        ConfigError: the arguments do not compose.
+        ConfigError: the arguments do not compose, or trust a module that cannot be trusted.
     """
     composed = check_command_line(name, arguments)
     if composed is None or {argument.partition("=")[0] for argument in arguments} & VIEWS:
@@ -29,6 +31,7 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
     hydra_cfg = composed.hydra
     with read_write(composed), open_dict(composed):
         del composed["hydra"]
+    grant_trust(composed, hydra_cfg.overrides.task)
     return composed, hydra_cfg
 
 

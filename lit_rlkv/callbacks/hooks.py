@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 from lightning import Callback
 
@@ -13,6 +14,11 @@ from lit_rlkv.types import TrainBatch
 
 class RLCallback(Callback):
     """Lightning's callback with the moments that only reinforcement learning has."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Roles beside the policy that the callback reads, for example `("reference",)`."""
+        return ()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
         """Before a part of an iteration, which counts from 0: rollout, score, reward, and then update."""
@@ -57,9 +63,14 @@ NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
 """Lightning's, which carry a trainer's state."""
 
 
-def loss_terms_of(callbacks: Iterable[RLCallback]) -> list[LossTerm]:
+def bound_hooks(callbacks: Iterable[Callback], name: str) -> list[Any]:
+    """Return a hook of every callback that has it; a plain Lightning callback lacks the RL hooks."""
+    return [getattr(callback, name) for callback in callbacks if hasattr(callback, name)]
+
+
+def loss_terms_of(callbacks: Iterable[Callback]) -> list[LossTerm]:
     """The hooks of those that add to the loss; with none, the loss is the algorithm's own."""
-    terms = [callback.loss_terms for callback in callbacks]
+    terms = bound_hooks(callbacks, TERMS)
     return [term for term in terms if getattr(term, "__func__", None) is not RLCallback.loss_terms]
 
 

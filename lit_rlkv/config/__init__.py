@@ -12,6 +12,7 @@ from lit_rlkv.config.building import (
     check_keys,
     check_targets,
     expanded,
+    grant_trust,
 )
 from lit_rlkv.config.composing import check_command_line, composed, quoted
 from lit_rlkv.config.presence import check_folders
@@ -28,5 +29,6 @@ __all__ = [
     "check_targets",
     "composed",
     "expanded",
+    "grant_trust",
     "quoted",
 ]

@@ -9,10 +9,11 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lit_rlkv.checks import is_number, is_whole
 from lit_rlkv.config.naming import closest
+from lit_rlkv.trust import KEY, can_be_trusted, is_trusted, trust_modules, trusted_modules
 
 PACKAGE_DIR = Path(__file__).parent.parent
 SHIPPED, CLONED = PACKAGE_DIR / "conf", PACKAGE_DIR.parent / "conf"
@@ -73,19 +74,16 @@ def check_targets(node: Any, path: str = "") -> None:
     """Check every `_target_` below a node against the trusted packages and its signature; build nothing."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=True)
+    _check_trust(node, path)
     for where, target, arguments in _targets(node, path):
-        if not target.startswith(TRUSTED):
-            raise ConfigError(
-                f"{where}._target_={target!r} is not from a trusted package ({', '.join(TRUSTED)}); "
-                "a config must not name code of its own"
-            )
         try:
             found = get_object(target)
         except Exception as error:
             raise ConfigError(f"{where}._target_={target!r} cannot be imported: {error}") from error
         # A trusted module also holds what it imports, torch.load among it; only what it defines is meant.
         home = f"{getattr(found, '__module__', None)}."
-        if not (inspect.isclass(found) or inspect.isfunction(found)) or not home.startswith(HOMES):
+        is_named = home.startswith(HOMES) or is_trusted(home)
+        if not (inspect.isclass(found) or inspect.isfunction(found)) or not is_named:
             raise ConfigError(
                 f"{where}._target_={target!r} is no class or function that a config may name; choose one of "
                 "those in conf/"
@@ -96,6 +94,55 @@ def check_targets(node: Any, path: str = "") -> None:
                 raise ConfigError(f"{target}: unexpected {name!r}; it takes {', '.join(takes)}")
             if name in takes:
                 _check_kind(f"{where}.{name}".lstrip("."), value, takes[name].annotation)
+
+
+def grant_trust(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Take `trusted_modules` out of a config and trust the modules, if the command line itself sets the key.
+
+    Raises:
+        ConfigError: the key comes from a config file, or names a module that cannot be trusted.
+    """
+    with read_write(cfg), open_dict(cfg):
+        names = cfg.pop(KEY, None)
+    is_given = any(override.lstrip("+").partition("=")[0] == KEY for override in overrides)
+    require(
+        names is None or OmegaConf.is_list(names),
+        f"{KEY}={names} is not a list; write {KEY}=[{names}]",
+    )
+    require(
+        is_given or not names,
+        f"{KEY}={names} is set in a config file, which cannot grant trust; give it on the command line",
+    )
+    with as_config_errors(KEY):
+        trust_modules(list(names or ()))
+
+
+def _check_trust(node: Any, path: str) -> None:
+    """Refuse targets outside of the trusted packages, and say how the user can trust their own modules."""
+    named = {f"{where}._target_": str(target) for where, target, _ in _targets(node, path)}
+    cache = node.get("cache") if isinstance(node, Mapping) else None
+    policy = cache.get("policy") if isinstance(cache, Mapping) else None
+    if isinstance(policy, str) and "." in policy:
+        named["cache.policy"] = policy
+    refused = {
+        where: target
+        for where, target in named.items()
+        if not is_trusted(target) and (where == "cache.policy" or not target.startswith(TRUSTED))
+    }
+    for where, target in refused.items():
+        if not can_be_trusted(target):
+            raise ConfigError(
+                f"{where}={target!r} is not from a trusted package ({', '.join(TRUSTED)}); "
+                "a config must not name code of its own"
+            )
+    if refused:
+        modules = ",".join(sorted({target.partition(".")[0] for target in refused.values()}))
+        given = ", ".join(f"{where}={target!r}" for where, target in refused.items())
+        trusted = ", ".join((*TRUSTED, *trusted_modules()))
+        raise ConfigError(
+            f"{given} is not from a trusted package ({trusted}); if you trust the code of {modules}, add "
+            f"{KEY}=[{modules}] to the command line"
+        )
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:

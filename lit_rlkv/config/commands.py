@@ -7,9 +7,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import is_count, is_number
-from lit_rlkv.config.building import require
+from lit_rlkv.config.building import as_config_errors, require
 from lit_rlkv.kernels.backend import KERNELS
-from lit_rlkv.kvcache.policies import POLICIES
+from lit_rlkv.kvcache.policies import load_policy_class
 
 OF_THE_RUN = ("environment", "evaluation", "wandb")
 """JSON files that a run folder has without an evaluation by hand."""
@@ -62,10 +62,9 @@ def _check_lists(asked: DictConfig) -> None:
             f"{name}={value} is not a list; write {name}=[{value}]",
         )
     for policy in asked.policies or []:
-        require(
-            policy in POLICIES or policy == "dense",
-            f"policies: unknown cache policy {policy!r}; choose from {', '.join(['dense', *POLICIES])}",
-        )
+        if policy != "dense":
+            with as_config_errors("policies"):
+                load_policy_class(policy)
     for budget in asked.budgets or []:
         require(is_count(budget), f"budgets: {budget!r} is no number of keys; give whole numbers")
     for k in asked.pass_at_k:

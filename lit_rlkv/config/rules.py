@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.checks import is_count, is_number
 from lit_rlkv.config.algorithm_rules import check_algorithm
 from lit_rlkv.config.building import ConfigError, build, check_targets, is_local, require
+from lit_rlkv.config.extensions import check_extensions
 from lit_rlkv.config.fabric_rules import check_fabric
 from lit_rlkv.config.model_rules import check_precision, check_quantization
 from lit_rlkv.config.presence import check_given
@@ -37,6 +38,7 @@ def check_config(cfg: DictConfig) -> None:
     """
     check_given(cfg)
     check_targets(cfg)
+    check_extensions(cfg)
     for check in (
         _check_numbers,
         check_training,

@@ -94,6 +94,7 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
         ConfigError: the config breaks a rule, or the weights are of another layout.
     """
     run.cfg.logger = None
+    run.cfg.user_callbacks = {}  # they watch training only
     # It may be looked at on a machine without the CUDA that it was trained with.
     if run.cfg.rollout.cuda_graph:
         run.cfg.rollout.cuda_graph = None

@@ -6,7 +6,7 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import ConfigError, as_config_errors, build
+from lit_rlkv.config import ConfigError, as_config_errors, build, build_user_callbacks
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
@@ -19,7 +19,7 @@ from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 
 
 def needed_roles(cfg: DictConfig) -> set[str]:
-    """Return the roles that advantage, KL, reward and distillation need beside the policy."""
+    """Return the roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
     needed = set(build(cfg.algorithm.advantage).needs)
     if cfg.reward.learned != 0:
         needed.add("reward")
@@ -27,6 +27,8 @@ def needed_roles(cfg: DictConfig) -> set[str]:
         needed.add("reference")
     if cfg.distillation is not None:
         needed |= set(build(cfg.distillation).needs)
+    for callback in build_user_callbacks(cfg):
+        needed |= set(getattr(callback, "needs", ()))
     return needed
 
 

@@ -12,10 +12,21 @@ from lit_rlkv.config.rules import STAGES
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT, load_config
 from lit_rlkv.runs.lock import BusyError, FolderLock
+from lit_rlkv.trust import KEY
 
 AUTO = "auto"
 log = logging.getLogger(__name__)
-MAY_CHANGE = ("callbacks", "diagnostics", "logger", "evaluation", "fabric", "stages", "runs_dir", "resume")
+MAY_CHANGE = (
+    "callbacks",
+    "diagnostics",
+    "logger",
+    "evaluation",
+    "fabric",
+    "stages",
+    "runs_dir",
+    "resume",
+    KEY,
+)
 """Settings that change how a run is watched or where it runs, but not what training computes."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Settings below those that do."""
@@ -174,7 +185,7 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
                 f"{override}: a preset cannot be put on a run that is gone on with; give the settings that "
                 "are to change"
             )
-        if key != "resume":
+        if key not in ("resume", KEY):
             place = _place(asked, key)
             OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
     return asked

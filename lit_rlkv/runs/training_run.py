@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from lightning import Callback
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
-from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.config import as_config_errors, build, build_user_callbacks
 from lit_rlkv.faults import Interruption
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
@@ -138,7 +138,7 @@ class TrainingRun:
                 link_tree(start, partial)
         self.context.fabric.barrier()
 
-    def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[RLCallback]:
+    def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[Callback]:
         """Return all callbacks in calling order: those that add metrics first, those that show them last."""
         distillation = self.context.cfg.distillation
         return [
@@ -147,6 +147,7 @@ class TrainingRun:
             *diagnostics,
             DiagnosticsFile(self.own_dir, diagnostics, self.resumed_at),
             *([] if distillation is None else [build(distillation)]),
+            *build_user_callbacks(self.context.cfg),
             self.metrics,
             LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw),
             self.samples,

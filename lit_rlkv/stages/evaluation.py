@@ -73,8 +73,12 @@ def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) ->
     """
     chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
     budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
+    # The run's policy_options are arguments of its own policy.
+    others = {**cfg.cache, "policy_options": {}}
     sparse = [
-        CacheSpec(**{**cfg.cache, "policy": policy, "budget": budget})
+        CacheSpec(
+            **{**(cfg.cache if policy == cfg.cache.policy else others), "policy": policy, "budget": budget}
+        )
         for policy in chosen
         for budget in budgets
     ]

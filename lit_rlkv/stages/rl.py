@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from lit_rlkv.callbacks.hooks import RLCallback, check_hooks, loss_terms_of
+from lightning import Callback
+
+from lit_rlkv.callbacks.hooks import bound_hooks, check_hooks, loss_terms_of
 from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.data.prompts import PromptSource
@@ -23,7 +25,7 @@ from lit_rlkv.trainer import train
 def train_policy(
     context: RunContext,
     module: PolicyModule,
-    callbacks: Sequence[RLCallback],
+    callbacks: Sequence[Callback],
     checkpoints: CheckpointDir,
     resume_from: Checkpoint | None,
     interruption: Interruption | None = None,
@@ -38,7 +40,7 @@ def train_policy(
         TypeError: a callback has a hook that the loop never calls.
         ConfigError: the checkpoint holds other parameters, or the data has changed since it was written.
     """
-    check_hooks(callbacks, RLCallback)
+    check_hooks(callbacks)
     cfg = context.cfg
     algorithm = cfg.algorithm
     ranks = ranks_of(context.fabric)
@@ -82,10 +84,10 @@ def train_policy(
         kl=KLConfig(**algorithm.kl),
         reward=build_reward(cfg.reward),
         rewards=context.rewards,
-        on_rollout_end=[callback.on_rollout_end for callback in callbacks],
-        on_update_start=[callback.on_update_start for callback in callbacks],
-        on_phase_start=[callback.on_phase_start for callback in callbacks],
-        on_phase_end=[callback.on_phase_end for callback in callbacks],
+        on_rollout_end=bound_hooks(callbacks, "on_rollout_end"),
+        on_update_start=bound_hooks(callbacks, "on_update_start"),
+        on_phase_start=bound_hooks(callbacks, "on_phase_start"),
+        on_phase_end=bound_hooks(callbacks, "on_phase_end"),
         ranks=ranks,
     )
     module.loss_terms = loss_terms_of(callbacks)

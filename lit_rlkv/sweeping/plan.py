@@ -9,7 +9,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
-from lit_rlkv.config import CONF_DIR, ConfigError, composed, quoted
+from lit_rlkv.config import CONF_DIR, ConfigError, composed, grant_trust, quoted
 from lit_rlkv.sweeping.parameters import Drawn, listed
 from lit_rlkv.sweeping.spec import Sweep
 
@@ -96,6 +96,7 @@ class Plan:
         choices, added = cfg.hydra.runtime.choices, cfg.hydra.overrides.task
         with open_dict(cfg):
             del cfg["hydra"]
+        grant_trust(cfg, added)
         return Composed(cfg, dict(choices), list(added))
 
 

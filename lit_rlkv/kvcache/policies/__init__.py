@@ -10,6 +10,7 @@ from lit_rlkv.kvcache.policies.rkv import RKV
 from lit_rlkv.kvcache.policies.snapkv import SnapKV
 from lit_rlkv.kvcache.policies.streaming import Streaming
 from lit_rlkv.kvcache.policies.tova import Tova
+from lit_rlkv.trust import load_trusted_class
 
 POLICIES: dict[str, type[Policy]] = {
     "streaming": Streaming,
@@ -23,4 +24,25 @@ POLICIES: dict[str, type[Policy]] = {
     "random": Random,
 }
 
-__all__ = ["POLICIES", "Policy", "SlotView"]
+
+def load_policy_class(name: str) -> type[Policy]:
+    """Return the eviction policy that a name means: one of POLICIES, or a class of a trusted module.
+
+    Raises:
+        ValueError: no such policy, its module is not trusted, or the class is not a Policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    if "." not in name:
+        known = ", ".join(["dense", *POLICIES])
+        raise ValueError(
+            f"unknown cache policy {name!r}; choose one of {known}, or name a class of your own such as "
+            "mypackage.policies.MyPolicy"
+        )
+    found = load_trusted_class(name)
+    if not issubclass(found, Policy):
+        raise ValueError(f"cache policy {name!r} must be a subclass of lit_rlkv.kvcache.policies.Policy")
+    return found
+
+
+__all__ = ["POLICIES", "Policy", "SlotView", "load_policy_class"]

@@ -36,9 +36,10 @@ class SlotView:
 class Policy(ABC):
     """Scores keys; the cache keeps the highest, protects sinks and window, and records the evictions."""
 
-    tracks_attention: ClassVar[Literal["sum", "last"] | None]
+    tracks_attention: ClassVar[Literal["sum", "last"] | None] = None
     """Which attention the cache collects: summed over all queries since birth, or of the last query alone."""
-    sees_queries: ClassVar[bool]
+    sees_queries: ClassVar[bool] = False
+    """True if the policy reads the latest queries."""
     draws: ClassVar[bool] = False
     """Whether scores are drawn, so that the samples of one prompt do not share them."""
 
