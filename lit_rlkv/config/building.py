@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -201,7 +202,7 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
     plain = [choice for choice in groups if choice.split("=")[0] not in PRESETS]
     _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+    with _hydra_initialized():
         declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
     known = set(_paths(OmegaConf.to_container(declared)))
     # A diagnostic that is left out has no keys.
@@ -210,6 +211,13 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     for path in _paths(OmegaConf.to_container(cfg)):
         if path not in known and not (_is_set_by(path, added) and _is_judged(cfg, path)):
             raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
+
+
+def _hydra_initialized() -> AbstractContextManager[Any]:
+    """Initialise Hydra with CONF_DIR, unless the caller has initialised it."""
+    if GlobalHydra.instance().is_initialized():
+        return nullcontext()
+    return initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR))
 
 
 def _check_deleted(cfg: DictConfig, keys: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lit_rlkv.config import ConfigError, as_config_errors, expanded
+from lit_rlkv.config import ConfigError, as_config_errors, check_targets, expanded
 from lit_rlkv.config.rules import check_config
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
@@ -84,7 +84,10 @@ def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
     config_yaml = (run_dir / CONFIG).read_text(encoding="utf-8")
     saved = {} if checkpoint is None else checkpoint.weights()
     weights = {name: value.clone() for name, value in saved.items()}  # what is loaded is a view of the file
-    return SavedRun(run_dir, load_config(run_dir), config_yaml, checkpoint, weights)
+    cfg = load_config(run_dir)
+    cfg.logger, cfg.user_callbacks = None, {}  # they watch training only
+    check_targets(cfg)  # a saved config may name code that this process does not trust
+    return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights)
 
 
 def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
@@ -93,8 +96,6 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
     Raises:
         ConfigError: the config breaks a rule, or the weights are of another layout.
     """
-    run.cfg.logger = None
-    run.cfg.user_callbacks = {}  # they watch training only
     # It may be looked at on a machine without the CUDA that it was trained with.
     if run.cfg.rollout.cuda_graph:
         run.cfg.rollout.cuda_graph = None

@@ -6,7 +6,8 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import ConfigError, as_config_errors, build, build_user_callbacks
+from lit_rlkv.config import ConfigError, as_config_errors, build
+from lit_rlkv.config.extensions import build_user_callbacks
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS

@@ -16,7 +16,8 @@ from rich.console import Console
 from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from lit_rlkv.config import as_config_errors, build, build_user_callbacks
+from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.config.extensions import build_user_callbacks
 from lit_rlkv.faults import Interruption
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule

@@ -1,0 +1,158 @@
+"""Code of the user's own modules runs only if this command line trusts them."""
+
+import re
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from lit_rlkv.cli import compose_arguments
+from lit_rlkv.config import ConfigError, build, check_targets, grant_trust
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.policies import Policy
+from lit_rlkv.sweeping.plan import Plan
+from lit_rlkv.sweeping.spec import load_sweep
+from lit_rlkv.trust import trust_modules, trusted_modules, trusting
+
+MODULE = """
+import os
+from shutil import rmtree
+
+import torch
+from lit_rlkv.kvcache.policies import Policy
+
+class Thing:
+    def __init__(self, size: int = 1):
+        self.size = size
+
+class Newest(Policy):
+    def score(self, view):
+        return view.columns.float()
+
+made = Thing()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    """A package `ownmodule` on the path; trust ends with the test."""
+    (tmp_path / "ownmodule.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with trusting([]):
+        yield
+    sys.modules.pop("ownmodule", None)
+
+
+def node(target, **options):
+    return OmegaConf.create({"_target_": target, **options})
+
+
+def test_a_class_of_a_trusted_module_is_built():
+    with trusting(["ownmodule"]):
+        assert build(node("ownmodule.Thing", size=3)).size == 3
+    with pytest.raises(ConfigError, match="not from a trusted package"):
+        build(node("ownmodule.Thing"))
+
+
+def test_all_untrusted_modules_are_named_with_the_key_to_add_and_none_is_imported():
+    cfg = OmegaConf.create({"task": node("ownmodule.Thing"), "logger": node("other.Log")})
+    cfg.cache = {"policy": "third.policies.Newest"}
+    with pytest.raises(ConfigError, match=re.escape("add trusted_modules=[other,ownmodule,third]")) as caught:
+        check_targets(cfg)
+    assert "\n" not in str(caught.value)
+    assert "ownmodule" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "target", ["ownmodule.os.system", "ownmodule.rmtree", "ownmodule.torch.load", "ownmodule.made"]
+)
+def test_what_a_trusted_module_imports_or_makes_stays_refused(target):
+    with trusting(["ownmodule"]), pytest.raises(ConfigError, match="is no class or function"):
+        build(node(target))
+
+
+def test_trust_in_a_module_covers_no_other_name_that_begins_alike():
+    with trusting(["own"]), pytest.raises(ConfigError, match="not from a trusted package"):
+        build(node("ownmodule.Thing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("os", "standard library"),
+        ("builtins", "standard library"),
+        ("subprocess", "standard library"),
+        ("importlib.util", "standard library"),
+        ("torch", "installed library"),
+        ("hydra", "installed library"),
+        ("pip", "installed library"),
+        ("lit_rlkv", "is this package"),
+        ("", "not the name of a module"),
+        ("a b", "not the name of a module"),
+    ],
+)
+def test_some_modules_can_never_be_trusted(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        trust_modules([name])
+    assert trusted_modules() == ()
+
+
+def test_the_key_counts_on_the_command_line_and_is_not_in_the_config():
+    cfg, _ = compose_arguments("config", ["trusted_modules=[ownmodule]"])
+    assert trusted_modules() == ("ownmodule",)
+    assert "trusted_modules" not in cfg
+
+
+@pytest.mark.parametrize("program", ["config", "evaluate", "export"])
+def test_every_program_has_the_key(program):
+    compose_arguments(program, ["trusted_modules=[ownmodule]"])
+    assert trusted_modules() == ("ownmodule",)
+
+
+def test_the_key_in_a_config_file_grants_nothing():
+    with pytest.raises(ConfigError, match="give it on the command line"):
+        grant_trust(OmegaConf.create({"trusted_modules": ["ownmodule"]}), ["seed=1"])
+    assert trusted_modules() == ()
+
+
+def test_a_value_that_is_not_a_list_is_refused():
+    with pytest.raises(ConfigError, match=re.escape("write trusted_modules=[ownmodule]")):
+        compose_arguments("config", ["trusted_modules=ownmodule"])
+
+
+@pytest.mark.parametrize("place", ["command", "parameters", "command line"])
+def test_a_sweep_trusts_what_its_file_or_command_line_names(tmp_path, place):
+    command = ["${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}"]
+    parameters = {"seed": {"values": [0, 1]}}
+    if place == "command":
+        command.append("trusted_modules=[ownmodule]")
+    if place == "parameters":
+        parameters["trusted_modules"] = {"value": ["ownmodule"]}
+    sweep = {"program": "lit_rlkv/fit.py", "method": "grid", "command": command, "parameters": parameters}
+    sweep["metric"] = {"name": "reward", "goal": "maximize"}
+    (tmp_path / "sweep.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(sweep)).replace("$", "$"))
+    plan = Plan(
+        load_sweep(tmp_path / "sweep.yaml"), ("trusted_modules=[ownmodule]",) * (place == "command line")
+    )
+    values = {"seed": 0} | ({"trusted_modules": ["ownmodule"]} if place == "parameters" else {})
+    composed = plan.compose(values, tmp_path / "run")
+    assert trusted_modules() == ("ownmodule",)
+    assert "trusted_modules" not in composed.cfg
+
+
+def test_a_cache_takes_a_trusted_name_a_class_or_an_instance():
+    with pytest.raises(ValueError, match=re.escape("add trusted_modules=[ownmodule]")):
+        CacheSpec(policy="ownmodule.Newest")
+    with trusting(["ownmodule"]):
+        spec = CacheSpec(policy="ownmodule.Newest", budget=30)
+        assert spec.label == "Newest 30+128"
+        policy = spec.make_policy()
+        assert isinstance(policy, Policy)
+        with pytest.raises(ValueError, match="must be a subclass of"):
+            CacheSpec(policy="ownmodule.Thing")
+        with pytest.raises(ValueError, match="must be a class defined in"):
+            CacheSpec(policy="ownmodule.os")
+    assert type(CacheSpec(policy=type(policy)).make_policy()) is type(policy)
+    assert CacheSpec(policy=policy).make_policy() is policy
+    with pytest.raises(ValueError, match="have no effect"):
+        CacheSpec(policy=policy, policy_options={"n": 1})

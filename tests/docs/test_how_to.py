@@ -1,0 +1,152 @@
+"""The pages of docs/how-to: their code and commands work as they stand, made smaller by overrides."""
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lit_rlkv.cli import compose_arguments
+from lit_rlkv.config import ConfigError, check_keys
+from lit_rlkv.config.rules import check_config
+from lit_rlkv.evaluate import evaluate
+from lit_rlkv.fit import fit
+from lit_rlkv.trust import trusting
+from lit_rlkv.types import NEVER
+from tests.tiny import scoring
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+SMALL = [
+    *(
+        "debug=fast",
+        "diagnostics=none",
+        "sft.n_steps=2",
+        "sft.steps_per_iteration=1",
+        "evaluation.n_prompts=4",
+    ),
+    *("sft.on_policy_pairs.n_steps=1", "cache.budget=7", "cache.interval=2", "cache.window=2"),
+    *("evaluation.budgets=[]", "rollout.n_prompts=4"),
+]
+SMALL_MODEL = [f"model.preset.{name}=32" for name in ("hidden_size", "intermediate_size")] + [
+    "model.preset.num_hidden_layers=2",
+    "model.preset.head_dim=8",
+]
+
+
+def blocks(page, language):
+    """The code blocks of a page in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+
+
+def page_names():
+    return sorted(path.stem for path in PAGES.glob("own-*.md"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds `mypackage` with the modules of all pages, and the runs, which share their SFT models."""
+    folder = tmp_path_factory.mktemp("how_to")
+    (folder / "mypackage").mkdir()
+    (folder / "mypackage" / "__init__.py").touch()
+    for page in page_names():
+        (code,) = blocks(page, "python")
+        (place,) = re.findall(r"Write `(mypackage/\w+\.py)`", (PAGES / f"{page}.md").read_text())
+        (folder / place).write_text(code)
+    return folder
+
+
+@pytest.fixture
+def run_page(folder, monkeypatch):
+    """Run the command of a page; return its folder and its results."""
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(folder)
+
+    def run(page, *small):
+        (command,) = blocks(page, "bash")
+        words = shlex.split(command)
+        assert words[:3] == ["python", "-m", "lit_rlkv.fit"]
+        small = (*SMALL, f"runs_dir={folder}/runs", *(small or SMALL_MODEL))
+        with trusting([]):
+            cfg, hydra_cfg = compose_arguments("config", [*words[3:], *small])
+            check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
+            check_config(cfg)
+            return folder / page, fit(cfg, folder / page, Console(quiet=True))
+
+    return run
+
+
+def columns_of(run_dir):
+    with (run_dir / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_index_names_every_page():
+    index = (PAGES / "README.md").read_text()
+    assert sorted(re.findall(r"\((own-[\w-]+)\.md\)", index)) == page_names()
+
+
+def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
+    run_dir, results = run_page("own-policy")
+    assert [row.cache for row in results.after] == ["dense", "Every 7+2"]
+    evicted_at = results.rollout.evicted_at
+    is_kept = (evicted_at == NEVER).float().mean(dim=(0, 1, 2))
+    first = int(results.rollout.attention_mask.any(dim=0).nonzero().min())
+    middle = range(first + 1, len(is_kept) - 3)
+    assert all(is_kept[c] == 0 for c in middle if c % 3 != 0 and c < len(is_kept) - 6)
+    with pytest.raises(ConfigError, match=r"cache\.policy='mypackage.*add trusted_modules=\[mypackage\]"):
+        evaluate(scoring(run_dir))
+    assert "trusted_modules" not in (run_dir / "config.yaml").read_text()
+    with trusting(["mypackage"]):
+        assert [row.cache for row in evaluate(scoring(run_dir)).rows] == ["dense", "Every 7+2"]
+
+
+def test_own_callback_logs_its_metric(run_page):
+    run_dir, _ = run_page("own-callback")
+    assert all(0 < float(row["distinct_answers"]) <= 1 for row in columns_of(run_dir))
+
+
+@pytest.mark.slow
+def test_own_task_gives_the_prompts(run_page):
+    run_dir, _ = run_page("own-task")
+    prompts = [json.loads(line)["prompt"] for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert prompts
+    assert all(re.fullmatch("[a-h]{5}>", prompt) for prompt in prompts)
+
+
+@pytest.mark.slow
+def test_own_reward_is_part_of_the_reward(run_page):
+    run_dir, _ = run_page("own-reward")
+    for row in columns_of(run_dir):
+        total = float(row["rewards/exact_match"]) + 0.1 * float(row["rewards/short/mean"])
+        assert float(row["rewards/short/mean"]) > 0
+        assert float(row["reward"]) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_own_algorithm_gives_the_loss(run_page):
+    run_dir, _ = run_page("own-algorithm")
+    assert all(row["reinforce_loss"] and "policy_loss" not in row for row in columns_of(run_dir))
+
+
+@pytest.mark.slow
+def test_own_loss_term_is_added_to_the_loss(run_page):
+    run_dir, _ = run_page("own-loss-term")
+    rows = columns_of(run_dir)
+    assert float(rows[-1]["stay_close"]) > 0
+
+
+@pytest.mark.slow
+def test_own_logger_gets_every_iteration(run_page, folder):
+    run_page("own-logger")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines if "reward" in line} == {1, 2}
+
+
+@pytest.mark.slow
+def test_own_model_is_trained(run_page):
+    run_dir, _ = run_page("own-model", "+model.preset.n_layers=1")
+    model = json.loads((run_dir / "backbone" / "config.json").read_text())
+    assert (model["model_type"], model["hidden_size"], model["num_hidden_layers"]) == ("llama", 64, 1)
