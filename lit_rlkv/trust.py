@@ -3,8 +3,9 @@
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 from hydra.utils import get_object
 
@@ -97,10 +98,15 @@ def _why_untrustable(name: str) -> str:
 
 def _is_dependency(top: str) -> bool:
     """True if a top-level module belongs to a package that lit_rlkv requires, directly or through another."""
-    owners = importlib.metadata.packages_distributions().get(top, [])
-    return bool({_normalized(owner) for owner in owners} & _required())
+    return bool({_normalized(owner) for owner in _owners().get(top, [])} & _required())
 
 
+@cache
+def _owners() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+@cache
 def _required() -> set[str]:
     """Return the packages that lit_rlkv and its requirements need, extras included."""
     found: set[str] = set()

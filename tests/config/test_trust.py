@@ -11,7 +11,7 @@ from lit_rlkv.config import ConfigError, build, check_targets, grant_trust
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Policy
 from lit_rlkv.sweeping.plan import Plan
-from lit_rlkv.sweeping.spec import load_sweep
+from lit_rlkv.sweeping.spec import read_sweep
 from lit_rlkv.trust import trust_modules, trusted_modules, trusting
 
 MODULE = """
@@ -132,7 +132,7 @@ def test_a_sweep_trusts_what_its_file_or_command_line_names(tmp_path, place):
     sweep["metric"] = {"name": "reward", "goal": "maximize"}
     (tmp_path / "sweep.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(sweep)).replace("$", "$"))
     plan = Plan(
-        load_sweep(tmp_path / "sweep.yaml"), ("trusted_modules=[ownmodule]",) * (place == "command line")
+        read_sweep(tmp_path / "sweep.yaml"), ("trusted_modules=[ownmodule]",) * (place == "command line")
     )
     values = {"seed": 0} | ({"trusted_modules": ["ownmodule"]} if place == "parameters" else {})
     composed = plan.compose(values, tmp_path / "run")
