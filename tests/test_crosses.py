@@ -25,8 +25,8 @@ from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
-from tests.tiny import TINY
-from tests.training import MetricLog
+from tests.hand_built import MetricLog
+from tests.whole_runs import TINY
 
 SMALL = [
     *TINY,

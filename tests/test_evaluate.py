@@ -15,8 +15,8 @@ from lit_rlkv.evaluate import evaluate, main
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.open_run import find_run
-from tests.test_checkpoint import files_of_at_most
-from tests.tiny import run
+from tests.runs.test_checkpoint import files_of_at_most
+from tests.whole_runs import run
 
 ROOT = Path(__file__).parent.parent
 

@@ -22,7 +22,7 @@ from lit_rlkv.runs.model_card import Exported, model_card
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages import export as exporting
 from lit_rlkv.stages.export import policy_logits, probe_tokens, widened
-from tests.tiny import config, run, scoring
+from tests.whole_runs import config, run, scoring
 
 ROOT = Path(__file__).parent.parent
 LOADER = """

@@ -13,7 +13,7 @@ from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import main
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import POLICIES
-from tests.tiny import TINY, run, scoring
+from tests.whole_runs import TINY, run, scoring
 
 ROOT = Path(__file__).parent.parent
 

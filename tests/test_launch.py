@@ -13,7 +13,7 @@ import pytest
 
 from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.runs.session import INTERRUPTED
-from tests.tiny import TINY, run, said_by
+from tests.whole_runs import TINY, run, said_by
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "diagnostics=none", "fabric.accelerator=cpu", "fabric.n_threads=1"]

@@ -7,7 +7,7 @@ import statistics
 import torch
 
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from tests.tiny import run
+from tests.whole_runs import run
 
 PERFORMANCE = "{_target_:lit_rlkv.callbacks.performance.Performance,every:1}"
 MIB = 2**20

@@ -15,7 +15,7 @@ from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.rl import train_policy
-from tests.tiny import TINY, config, run
+from tests.whole_runs import TINY, config, run
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

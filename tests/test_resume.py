@@ -19,7 +19,7 @@ from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.runs.context import load_config
 from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import is_done
-from tests.tiny import TINY, run, said_by, scoring
+from tests.whole_runs import TINY, run, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
@@ -60,7 +60,7 @@ def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algori
     options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
     run(warm, f"straight-{algorithm}", *options)
     folder = warm / f"killed-{algorithm}"
-    command = [sys.executable, "-m", "tests.killed", "0", str(n_kills), *options]
+    command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *options]
     done = subprocess.run(
         [*command, f"runs_dir={warm}", f"hydra.run.dir={folder}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -10,7 +10,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.trainer import Learner, MetricSums, train
-from tests.training import make_datamodule, make_module, make_roles
+from tests.hand_built import make_datamodule, make_module, make_roles
 
 
 class LossLog(L.Callback):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.fabric_rules import check_shares
-from tests.tiny import config, run, run_on_ranks
+from tests.whole_runs import config, run, run_on_ranks
 
 SETTINGS = [
     "stages=[sft,rl]",

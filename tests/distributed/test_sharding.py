@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.test_ranks import SETTINGS, rows_of, weights_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +23,8 @@ from lit_rlkv.distributed.sharding import (
     whole_state,
 )
 from lit_rlkv.models.backbone import is_sharded
-from tests.tiny import as_rank, config, free_port, run, run_on_ranks
+from tests.distributed.test_ranks import SETTINGS, rows_of, weights_of
+from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
 
 SHARDED = ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]
 

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from lit_rlkv.config import ConfigError
 from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT, FORWARD_COORDINATOR
 from lit_rlkv.runs.launch import launch, make_fabric, started_processes, starts_others
-from tests.tiny import as_rank, free_port
+from tests.whole_runs import as_rank, free_port
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",

@@ -17,7 +17,7 @@ from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.preflight import check_reward_functions
-from tests.tiny import MODEL, config, run
+from tests.whole_runs import MODEL, config, run
 
 FLAKY = '''
 import time

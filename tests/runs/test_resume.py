@@ -13,7 +13,7 @@ from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.resume import config_to_save, differences, is_done, resumed, warn_of_other_ranks
 from lit_rlkv.runs.resume import found as found_by
-from tests.tiny import TINY
+from tests.whole_runs import TINY
 
 
 def asked(folder, *overrides):

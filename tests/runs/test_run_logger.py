@@ -17,7 +17,7 @@ from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.resume import resumed
 from tests.reporting.loggers.offline_run import finished_runs
 from tests.reporting.loggers.recorded import KeepingLogger
-from tests.tiny import TINY, config, run
+from tests.whole_runs import TINY, config, run
 
 QUICK = ("diagnostics=none", "evaluation.budgets=[]", "stages=[rl,eval]")
 

@@ -11,7 +11,7 @@ from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.sft import run_sft
-from tests.tiny import config
+from tests.whole_runs import config
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.export import export_policy, policy_logits, probe_tokens
 from lit_rlkv.trainer import Learner
 from lit_rlkv.types import Message
-from tests.checkpoints import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
+from tests.hand_built import shift
 from tests.models_zoo import FAMILIES, build
-from tests.tiny import config, run
-from tests.training import shift
+from tests.saved_models import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
+from tests.whole_runs import config, run
 
 LIGHT = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1", "roles.rank=4"]
 

@@ -20,7 +20,7 @@ from lit_rlkv.runs.starting_model import REWARD_HEAD
 from lit_rlkv.stages import evaluation as reward
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
-from tests.tiny import MODEL
+from tests.whole_runs import MODEL
 
 TINY = [*MODEL, "experiment=none"]
 

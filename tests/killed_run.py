@@ -1,4 +1,4 @@
-"""A run that is killed again and again: `python -m tests.killed SEED N_KILLS OVERRIDE ...`.
+"""A run that is killed again and again: `python -m tests.killed_run SEED N_KILLS OVERRIDE ...`.
 
 Everything is imported once; each attempt is a fork that goes on with the run in `hydra.run.dir`, and all but
 the last of them are killed with SIGKILL at a random moment, checkpoint writes included. Prints the iterations
@@ -20,7 +20,7 @@ from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG
-from tests.tiny import TINY
+from tests.whole_runs import TINY
 
 MOST_SAVED = 5
 """Iterations that an attempt gets before it is killed in any case."""
