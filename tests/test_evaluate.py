@@ -158,6 +158,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_loaded
         evaluate(asking(saved))
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_written_are_shown(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     (tmp_path / "run" / "evaluate.json").mkdir()

@@ -272,6 +272,7 @@ def test_an_export_runs_no_reward_function_of_the_run_and_an_evaluation_does(run
     assert sign.exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_distillation_alone_is_exported_and_scored(runs, tmp_path):
     run(runs, "distilled", "stages=[rl]", "algorithm.policy_weight=0")
     folder, _ = export(asking(runs, "distilled", tmp_path / "out"))
@@ -282,6 +283,7 @@ def test_a_run_of_distillation_alone_is_exported_and_scored(runs, tmp_path):
     assert len(evaluate(scoring(runs / "distilled")).rows) == 3
 
 
+@pytest.mark.slow
 def test_a_run_of_a_gpu_is_exported_and_scored_where_there_is_none(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = tmp_path / "runs" / "captured"
@@ -332,6 +334,7 @@ def test_heads_are_refused_where_the_run_has_none(runs, tmp_path):
         export(asking(runs, "grpo", tmp_path / "out", heads=True))
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_it_wrote_and_what_not(runs, tmp_path):
     command = [sys.executable, "-m", "lit_rlkv.export", f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -13,6 +13,7 @@ from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import main
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import POLICIES
+from tests.tiers import short_tier, slow
 from tests.whole_runs import TINY, run, scoring
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +93,10 @@ def test_a_diagnostic_that_cannot_measure_the_policy_is_refused_before_it_is_eva
     assert not (warm / "only" / "evaluation.json").exists()
 
 
-@pytest.mark.parametrize("arm", ["dense", "naive", "tis", "mis", "sparse_rl", "shadow"])
+ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow")
+
+
+@pytest.mark.parametrize("arm", short_tier(ARMS, ["dense", "tis"]))
 def test_every_arm_runs_and_is_another_training(warm, arm):
     run(warm, arm, f"experiment={arm}", "stages=[rl]")
     rows, smd = rows_of(warm / arm / "metrics.csv"), rows_of(warm / "first" / "metrics.csv")
@@ -105,14 +109,14 @@ def test_every_arm_runs_and_is_another_training(warm, arm):
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm.n_minibatches=2", "algorithm.n_epochs=2"],
-        ["algorithm.n_micro_batches=2"],
+        slow(["algorithm.n_minibatches=2", "algorithm.n_epochs=2"]),
+        slow(["algorithm.n_micro_batches=2"]),
         ["algorithm.kl.weight=0.1"],
-        ["algorithm.lr_schedule=constant"],
+        slow(["algorithm.lr_schedule=constant"]),
         ["distillation=dense_student"],
-        ["distillation.anchor_weight=0.1"],
+        slow(["distillation.anchor_weight=0.1"]),
         ["cache.policy=snapkv"],
-        ["roles.rank=4"],
+        slow(["roles.rank=4"]),
     ],
 )
 def test_options_change_the_training(warm, options):
@@ -159,7 +163,7 @@ def test_what_the_device_cannot_do_is_refused_before_any_work(tmp_path, options,
     assert not (tmp_path / "sft_models").exists()
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", short_tier(sorted(POLICIES), ["h2o", "snapkv"]))
 def test_every_policy_runs_in_mixed_precision(warm, policy):
     run(
         warm,
@@ -172,7 +176,9 @@ def test_every_policy_runs_in_mixed_precision(warm, policy):
     assert len(rows_of(warm / f"mixed-{policy}" / "metrics.csv")) == 2
 
 
-@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce++", "ppo", "online_dpo"])
+@pytest.mark.parametrize(
+    "algorithm", [slow("dr_grpo"), slow("dapo"), slow("rloo"), "reinforce++", "ppo", "online_dpo"]
+)
 def test_every_algorithm_runs(warm, algorithm):
     # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.
     run(warm, algorithm, f"algorithm={algorithm}", "stages=[rl]")
@@ -212,7 +218,7 @@ def command(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
+        slow(["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
         (["cache.bugdet=3"], "error: unknown key 'cache.bugdet': did you mean 'cache.budget'?"),
     ],
 )
@@ -257,7 +263,7 @@ def test_adapters_on_modules_that_are_not_there_are_refused_before_the_warm_up(t
     ("flags", "says"),
     [
         (["--help"], "algorithm: dapo, dr_grpo, grpo, online_dpo, "),
-        (["--cfg", "job"], "policy: random"),
+        slow(["--cfg", "job"], "policy: random"),
     ],
 )
 def test_help_and_config_are_shown_without_running(tmp_path, flags, says):

@@ -4,6 +4,7 @@ import csv
 import gc
 import statistics
 
+import pytest
 import torch
 
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
@@ -13,6 +14,7 @@ PERFORMANCE = "{_target_:lit_rlkv.callbacks.performance.Performance,every:1}"
 MIB = 2**20
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_200_iterations(tmp_path, monkeypatch):
     n_tensors = []
 

@@ -23,12 +23,11 @@ SIZES = ["rollout.n_prompts=8", "algorithm.group_size=2", "cache.budget=5", "cac
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "first", "stages=[sft]")
-    return folder / "first" / "backbone"
+def warm(tmp_path_factory, share_sft_model):
+    return share_sft_model(config(tmp_path_factory.mktemp("runs")))
 
 
+@pytest.mark.slow
 def test_a_rollout_beyond_all_memory_ends_in_one_error_with_its_numbers(tmp_path, warm):
     # Of 2 layers, 16 rows, 4 KV heads, 8 dims in float32:
     # 2 · 2 · 16 · 4 · (2^38 + 2) · 8 · 4 = 2^13 · 2^38 bytes and 16 KiB = 2048 TiB

@@ -1,4 +1,4 @@
-"""Runs that are killed, asked to end, or damaged go on where they were, bit for bit on a CPU."""
+"""Invariant 8: runs that are killed, interrupted or damaged resume where they were, bit for bit on a CPU."""
 
 import csv
 import json
@@ -19,6 +19,7 @@ from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.runs.context import load_config
 from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import is_done
+from tests.tiers import slow
 from tests.whole_runs import TINY, run, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
@@ -54,23 +55,24 @@ def warm(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "n_kills", "n_iterations"), [("grpo", 20, 140), ("ppo", 3, 40), ("online_dpo", 3, 40)]
+    ("algorithm", "n_kills", "n_iterations"),
+    [("grpo", 3, 40), slow("grpo", 20, 140), slow("ppo", 3, 40), slow("online_dpo", 3, 40)],
 )
 def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algorithm, n_kills, n_iterations):
     options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
-    run(warm, f"straight-{algorithm}", *options)
-    folder = warm / f"killed-{algorithm}"
+    straight, folder = (warm / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
+    run(warm, straight.name, *options)
     command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *options]
     done = subprocess.run(
         [*command, f"runs_dir={warm}", f"hydra.run.dir={folder}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    evictions = [int(line) for line in done.stdout.split()]
-    assert len(evictions) == n_kills
-    assert 0 < evictions[0] < evictions[-1] < n_iterations
+    n_done = [int(line) for line in done.stdout.split()]
+    assert len(n_done) == n_kills
+    assert 0 < n_done[0] < n_done[-1] < n_iterations
     assert seconds_of(folder, "rl") >= float(rows_of(folder)[-1]["time/wall_clock_s"])
-    assert_same_run(folder, warm / f"straight-{algorithm}")
+    assert_same_run(folder, straight)
 
 
 def start(*arguments):
@@ -108,6 +110,7 @@ def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
     assert_same_run(folder, warm / "straight")
 
 
+@pytest.mark.slow
 def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(warm):
     folder = warm / "wanted-by-two"
     arguments = [*OPTIONS, "algorithm.n_iterations=4000", f"runs_dir={warm}", f"hydra.run.dir={folder}"]
@@ -136,6 +139,7 @@ def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(w
     assert len(found["before"]) == len(found["after"]) > 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_asked_for_otherwise_is_made_again_of_the_start(warm, monkeypatch, caplog):
     options = ["stages=[rl,eval]", "diagnostics=none", "evaluation.n_prompts=16"]
     save, n_saves = Results.save, []
@@ -201,6 +205,7 @@ def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
     assert (warm / "best" / "checkpoints" / "best").resolve().name == f"iteration-{best:06d}"
 
 
+@pytest.mark.slow
 def test_what_may_change_on_the_command_line_does_and_is_written_into_the_runs_folder(warm):
     run(warm, "watched", "stages=[rl]", "algorithm.n_iterations=1")
     folder, command = warm / "watched", [sys.executable, "-m", "lit_rlkv.fit"]
@@ -211,6 +216,7 @@ def test_what_may_change_on_the_command_line_does_and_is_written_into_the_runs_f
     assert not (warm / "other").exists()
 
 
+@pytest.mark.slow
 def test_another_run_is_refused_with_what_differs(warm):
     for arguments, says in (
         (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),

@@ -23,18 +23,11 @@ from lit_rlkv.distributed.sharding import (
     whole_state,
 )
 from lit_rlkv.models.backbone import is_sharded
-from tests.distributed.test_ranks import SETTINGS, rows_of, weights_of
+from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
+from tests.tiers import slow
 from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
 
 SHARDED = ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """In which a first run has left its warm model."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "warm", *SETTINGS, "stages=[sft]")
-    return folder
 
 
 def assert_same(folder, one, two):
@@ -49,7 +42,7 @@ def assert_same(folder, one, two):
     ("name", "options"),
     [
         ("smd", ["experiment=smd", "roles.gradient_checkpointing=true", "algorithm.n_micro_batches=2"]),
-        (
+        slow(
             "full",
             [
                 *("algorithm=ppo", "roles=ppo", "algorithm.critic_warmup=2"),
@@ -57,9 +50,9 @@ def assert_same(folder, one, two):
                 *("fabric.unshard_rollout=true", "stages=[sft,rl,eval]"),
             ],
         ),
-        ("joint", ["experiment=j_hydra_ppo"]),
-        ("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
-        ("pairs", ["algorithm=online_dpo"]),
+        slow("joint", ["experiment=j_hydra_ppo"]),
+        slow("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
+        slow("pairs", ["algorithm=online_dpo"]),
     ],
 )
 def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, options):
@@ -71,6 +64,7 @@ def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, opti
     assert_same(folder, name, f"{name}-two")
 
 
+@pytest.mark.slow
 def test_a_sharded_run_is_gone_on_with_by_one_process_and_the_reverse(folder):
     options = ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.lr_schedule=constant"]
     begin = [*SETTINGS, *options, "algorithm.n_iterations=2"]
@@ -83,6 +77,7 @@ def test_a_sharded_run_is_gone_on_with_by_one_process_and_the_reverse(folder):
     assert_same(folder, "whole", "to-one")
 
 
+@pytest.mark.slow
 def test_a_warm_up_and_an_evaluation_are_those_of_one_process(tmp_path):
     options = [*SETTINGS, "stages=[sft,eval]", "reward=verifier", "sft.n_steps=10", "sft.n_pairs=0"]
     # Three batches, of which the second rank has one.
@@ -271,10 +266,11 @@ def test_a_state_says_nothing_of_how_parameters_are_stepped():
     on_two_ranks(check_flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_shards_train_in_half_precision(folder, precision):
+def test_shards_train_in_half_precision(folder, sft_model, precision):
     options = [*SETTINGS, f"fabric.precision={precision}", "algorithm.n_iterations=1", "stages=[rl]"]
-    options += [f"model.path={folder / 'warm' / 'backbone'}", *SHARDED, "fabric.unshard_rollout=true"]
+    options += [f"model.path={sft_model}", *SHARDED, "fabric.unshard_rollout=true"]
     run_on_ranks(folder, precision, 2, *options)
     (row,) = rows_of(folder / precision)
     assert row["skipped_steps"] == 0
