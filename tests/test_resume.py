@@ -86,6 +86,7 @@ def wait_for(path):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
     options = [*OPTIONS, "callbacks.checkpoint_every=100", "algorithm.n_iterations=40"]
     run(warm, "straight", *options)

@@ -61,7 +61,8 @@ def test_two_ranks_equal_one_that_samples_in_as_many_shards(folder, name, option
         torch.testing.assert_close(value, weights[parameter], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", slow("bf16-true")])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_ranks_train_in_half_precision(folder, sft_model, precision):
     options = [*SETTINGS, f"fabric.precision={precision}", "algorithm.n_iterations=1", "stages=[rl]"]
     run_on_ranks(folder, precision, 2, *options, f"model.path={sft_model}")
@@ -80,6 +81,7 @@ def test_other_shards_are_other_responses(folder):
     assert alone[0]["loss"] != shards[0]["loss"]
 
 
+@pytest.mark.slow
 def test_ranks_warm_up_together_and_leave_the_model_of_one(tmp_path):
     options = [*SETTINGS, "stages=[sft]", "sft.n_steps=10", "sft.n_warmup_steps=1"]
     run(tmp_path / "one", "run", *options)
