@@ -131,7 +131,9 @@ CROSSES = [
 
 
 @pytest.mark.parametrize(("algorithm", "name", "distillation"), pairwise(CROSSES))
-def test_every_cross_trains(train: Train, algorithm: str, name: str, distillation: str):
+def test_every_algorithm_trains_with_every_correction_and_distillation(
+    train: Train, algorithm: str, name: str, distillation: str
+):
     done = train(f"algorithm={algorithm}", f"distillation={distillation}", f"correction={name}")
     assert len(done.metrics) == 2
     assert done.n_steps == 4
@@ -146,7 +148,7 @@ def test_every_cross_trains(train: Train, algorithm: str, name: str, distillatio
     assert done.n_moved == done.n_trainable
 
 
-def test_the_whole_gradient_is_the_algorithms_own_where_nothing_is_added(warm: Path, tmp_path: Path):
+def test_without_distillation_the_gradient_is_that_of_the_policy_loss(warm: Path, tmp_path: Path):
     def variances(distillation: str) -> list[tuple[float, ...]]:
         gradient = GradientVariance(every=1, n_parts=2)
         arm = ("algorithm=grpo", "correction=tis", f"distillation={distillation}")
@@ -159,7 +161,7 @@ def test_the_whole_gradient_is_the_algorithms_own_where_nothing_is_added(warm: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_arm_and_every_distillation_is_another_training(train: Train, algorithm: str):
+def test_every_correction_and_distillation_gives_different_losses(train: Train, algorithm: str):
     crosses = [(name, distillation) for other, name, distillation in CROSSES if other == algorithm]
     losses = {
         train(f"algorithm={algorithm}", f"distillation={d}", f"correction={name}").losses
@@ -223,7 +225,7 @@ def test_without_a_learned_reward_no_reward_role_is_built(train: Train):
         "rollout.rows_per_pass=3",
     ],
 )
-def test_what_saves_memory_or_time_does_not_change_the_training(train: Train, option: str):
+def test_settings_that_save_memory_or_time_do_not_change_the_training(train: Train, option: str):
     assert train(*PPO, option).losses == pytest.approx(train(*PPO).losses, rel=1e-4)
 
 
@@ -284,7 +286,7 @@ def test_options_of_online_dpo_change_the_training(train: Train, options: list[s
     assert done.losses != plain.losses
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_never_cut(warm: Path, tmp_path: Path):
+def test_a_resumed_run_equals_an_uninterrupted_one(warm: Path, tmp_path: Path):
     """The critic, the KL's weight, the moments of the rewards and the optimizer all come back."""
     steered = ["algorithm.kl.target=1.0", "algorithm.kl.horizon=16.0", "reward.normalize=running"]
     options = [*PPO, *steered, "algorithm.n_iterations=3", "roles=j_hydra"]

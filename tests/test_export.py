@@ -176,7 +176,7 @@ def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
     assert "Of the run's end, 2 iterations; this is the policy after 1." in (folder / "README.md").read_text()
 
 
-def test_a_checkpoint_that_is_discarded_once_it_is_found_is_exported(runs, exported, tmp_path, monkeypatch):
+def test_export_survives_that_its_checkpoint_is_deleted_before_loading(runs, exported, tmp_path, monkeypatch):
     copytree(runs / "hydra", tmp_path / "runs" / "hydra")
 
     def found_too_late(ckpt):
@@ -194,7 +194,7 @@ def losing_the_adapter(self, *args, **kwargs):
     return self.unload()
 
 
-def test_a_merge_that_is_not_the_policy_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch):
+def test_a_merge_that_differs_from_the_policy_is_refused_and_leaves_no_files(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting.PeftModel, "merge_and_unload", losing_the_adapter, raising=False)
     with pytest.raises(ConfigError, match="the merged model's logits differ from the policy's by"):
         export(asking(runs, "hydra", tmp_path / "wrong"))

@@ -28,7 +28,7 @@ def warm(tmp_path_factory, share_sft_model):
 
 
 @pytest.mark.slow
-def test_a_rollout_beyond_all_memory_ends_in_one_error_with_its_numbers(tmp_path, warm):
+def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, warm):
     # Of 2 layers, 16 rows, 4 KV heads, 8 dims in float32:
     # 2 · 2 · 16 · 4 · (2^38 + 2) · 8 · 4 = 2^13 · 2^38 bytes and 16 KiB = 2048 TiB
     overrides = [f"model.path={warm}", "stages=[rl]", *SIZES, f"cache.budget={2**38}"]
@@ -65,7 +65,7 @@ def run_within(n_bytes, tmp_path, name, *overrides):
     return (tmp_path / f"{name}.txt").read_text()
 
 
-def test_a_process_with_too_little_memory_says_so_and_with_a_smaller_budget_it_has_enough(tmp_path, warm):
+def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_budget_fits(tmp_path, warm):
     options = [f"model.path={warm}", "stages=[rl]", "diagnostics=none", *SIZES]
     # 2 · 2 · 16 · 4 · (2^20 + 2) · 8 · 4 = 2^13 · 2^20 bytes and a little: four pools of 2 GiB
     said = run_within(3 * GIB, tmp_path, "large", *options, f"cache.budget={2**20}")
@@ -74,7 +74,7 @@ def test_a_process_with_too_little_memory_says_so_and_with_a_smaller_budget_it_h
     assert run_within(3 * GIB, tmp_path, "small", *options) == "nothing"
 
 
-def test_an_update_that_fails_says_what_to_do_and_every_callback_hears_of_it(tmp_path, warm):
+def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_path, warm):
     heard = []
 
     class Large(RLCallback):

@@ -58,7 +58,7 @@ def warm(tmp_path_factory):
     ("algorithm", "n_kills", "n_iterations"),
     [("grpo", 3, 40), slow("grpo", 20, 140), slow("ppo", 3, 40), slow("online_dpo", 3, 40)],
 )
-def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algorithm, n_kills, n_iterations):
+def test_a_run_killed_at_random_moments_resumes_bit_for_bit(warm, algorithm, n_kills, n_iterations):
     options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
     straight, folder = (warm / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
     run(warm, straight.name, *options)
@@ -87,7 +87,7 @@ def wait_for(path):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
+def test_a_run_that_gets_sigterm_saves_and_the_same_command_resumes_it(warm):
     options = [*OPTIONS, "callbacks.checkpoint_every=100", "algorithm.n_iterations=40"]
     run(warm, "straight", *options)
     folder = warm / "asked"
@@ -112,7 +112,7 @@ def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
 
 
 @pytest.mark.slow
-def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(warm):
+def test_a_second_process_on_one_run_is_refused_with_the_pid_of_the_first(warm):
     folder = warm / "wanted-by-two"
     arguments = [*OPTIONS, "algorithm.n_iterations=4000", f"runs_dir={warm}", f"hydra.run.dir={folder}"]
     both = [start(*arguments, "resume=auto") for _ in range(2)]
@@ -141,7 +141,7 @@ def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(w
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_is_asked_for_otherwise_is_made_again_of_the_start(warm, monkeypatch, caplog):
+def test_an_evaluation_with_other_settings_is_repeated_also_before_training(warm, monkeypatch, caplog):
     options = ["stages=[rl,eval]", "diagnostics=none", "evaluation.n_prompts=16"]
     save, n_saves = Results.save, []
 
@@ -163,7 +163,7 @@ def test_an_evaluation_that_is_asked_for_otherwise_is_made_again_of_the_start(wa
     assert {row.n_problems for row in (*first.before, *first.after)} == {16}
 
 
-def test_a_damaged_checkpoint_costs_the_iterations_after_the_one_before(warm, caplog):
+def test_a_run_with_a_damaged_checkpoint_resumes_from_the_one_before(warm, caplog):
     options = [*OPTIONS, "algorithm.n_iterations=4"]
     run(warm, "whole", *options)
     copytree(warm / "whole", warm / "damaged")
@@ -196,7 +196,7 @@ def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(warm, monke
         run(warm, "full-at-the-end", *OPTIONS, "algorithm.n_iterations=1")
 
 
-def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
+def test_the_best_checkpoint_by_the_configured_metric_is_kept(warm):
     options = [*OPTIONS, "algorithm.n_iterations=6", "callbacks.keep_last=1", "callbacks.keep_best=1"]
     run(warm, "best", *options, "callbacks.best_metric=entropy", "callbacks.best_mode=min")
     entropies = [float(row["entropy"]) for row in rows_of(warm / "best")]
@@ -207,7 +207,7 @@ def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
 
 
 @pytest.mark.slow
-def test_what_may_change_on_the_command_line_does_and_is_written_into_the_runs_folder(warm):
+def test_settings_that_may_change_on_resume_are_saved_in_the_run_folder(warm):
     run(warm, "watched", "stages=[rl]", "algorithm.n_iterations=1")
     folder, command = warm / "watched", [sys.executable, "-m", "lit_rlkv.fit"]
     given = [f"resume={folder}", "stages=[eval]", "diagnostics=none", "logger=lightning_csv"]
@@ -218,7 +218,7 @@ def test_what_may_change_on_the_command_line_does_and_is_written_into_the_runs_f
 
 
 @pytest.mark.slow
-def test_another_run_is_refused_with_what_differs(warm):
+def test_resuming_another_run_is_refused_with_the_differences(warm):
     for arguments, says in (
         (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),
         ([f"resume={warm / 'first'}", "seed=3"], "seed: 0 -> 3"),
@@ -231,7 +231,7 @@ def test_another_run_is_refused_with_what_differs(warm):
         assert says in process.stderr
 
 
-def test_a_checkpoint_is_not_put_on_other_weights(warm):
+def test_a_checkpoint_is_refused_on_another_backbone(warm):
     run(warm, "on-its-own", *OPTIONS, "algorithm.n_iterations=1")
     copytree(warm / "on-its-own", warm / "on-others")
     weights = warm / "on-others" / "backbone" / "model.safetensors"

@@ -47,7 +47,7 @@ LOOKED_AT = [
         slow("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
     ],
 )
-def test_two_ranks_equal_one_that_samples_in_as_many_shards(folder, name, options):
+def test_two_ranks_equal_one_process_with_two_shards(folder, name, options):
     run(folder, name, *SETTINGS, *options, "rollout.n_shards=2")
     run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *options)
     one, two = rows_of(folder / name), rows_of(folder / f"{name}-two")
@@ -82,7 +82,7 @@ def test_other_shards_are_other_responses(folder):
 
 
 @pytest.mark.slow
-def test_ranks_warm_up_together_and_leave_the_model_of_one(tmp_path):
+def test_sft_on_two_ranks_gives_the_model_of_one(tmp_path):
     options = [*SETTINGS, "stages=[sft]", "sft.n_steps=10", "sft.n_warmup_steps=1"]
     run(tmp_path / "one", "run", *options)
     run_on_ranks(tmp_path / "two", "run", 2, *options)
@@ -98,7 +98,7 @@ def test_ranks_warm_up_together_and_leave_the_model_of_one(tmp_path):
         torch.testing.assert_close(one[embedding], other[embedding], rtol=1e-2, atol=1e-3)
 
 
-def test_ranks_share_an_evaluation_and_find_what_one_finds(folder):
+def test_an_evaluation_on_two_ranks_equals_that_of_one(folder):
     options = [*SETTINGS, "stages=[eval]", "evaluation.batch_size=8", "evaluation.n_prompts=20"]
     run(folder, "scored", *options)
     run_on_ranks(folder, "scored-by-two", 2, *options)
@@ -119,7 +119,7 @@ def test_ranks_share_an_evaluation_and_find_what_one_finds(folder):
         ("sft.batch_size=33", "sft.batch_size=33 cannot be shared out evenly over 2"),
     ],
 )
-def test_work_that_cannot_be_shared_out_is_refused(tmp_path, option, says):
+def test_work_that_does_not_divide_by_the_ranks_is_refused(tmp_path, option, says):
     options = ["algorithm=online_dpo", "algorithm.n_minibatches=5"] if option == "pairs" else [option]
     cfg = config(tmp_path, *SETTINGS, *options)
     with pytest.raises(ConfigError, match=says):

@@ -55,7 +55,7 @@ def assert_same(folder, one, two):
         slow("pairs", ["algorithm=online_dpo"]),
     ],
 )
-def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, options):
+def test_two_sharded_ranks_equal_one_process(folder, name, options):
     ours = [option for option in options if not option.startswith("fabric.")]
     small = ["evaluation.n_prompts=8", "evaluation.n_mismatch=8"]
     run(folder, name, *SETTINGS, *small, *ours, "rollout.n_shards=2")
@@ -65,7 +65,7 @@ def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, opti
 
 
 @pytest.mark.slow
-def test_a_sharded_run_is_gone_on_with_by_one_process_and_the_reverse(folder):
+def test_a_sharded_run_resumes_on_one_process_and_the_reverse(folder):
     options = ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.lr_schedule=constant"]
     begin = [*SETTINGS, *options, "algorithm.n_iterations=2"]
     run(folder, "whole", *SETTINGS, *options, "rollout.n_shards=2")
@@ -78,7 +78,7 @@ def test_a_sharded_run_is_gone_on_with_by_one_process_and_the_reverse(folder):
 
 
 @pytest.mark.slow
-def test_a_warm_up_and_an_evaluation_are_those_of_one_process(tmp_path):
+def test_sharded_sft_and_evaluation_equal_those_of_one_process(tmp_path):
     options = [*SETTINGS, "stages=[sft,eval]", "reward=verifier", "sft.n_steps=10", "sft.n_pairs=0"]
     # Three batches, of which the second rank has one.
     options += ["evaluation.n_prompts=20", "evaluation.batch_size=8"]
@@ -103,12 +103,12 @@ def test_a_warm_up_and_an_evaluation_are_those_of_one_process(tmp_path):
         ("fabric.unshard_rollout=3", "neither true nor false"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(tmp_path, option, says):
+def test_settings_that_sharding_does_not_support_are_refused(tmp_path, option, says):
     with pytest.raises(ConfigError, match=says):
         config(tmp_path, *SHARDED, "diagnostics=none", option)
 
 
-def test_nothing_is_unsharded_where_nothing_is_sharded(tmp_path):
+def test_unshard_rollout_without_sharding_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="shards nothing"):
         config(tmp_path, "fabric.unshard_rollout=true")
 
@@ -262,7 +262,7 @@ def check_flags(rank):
     assert alone.param_groups[0]["foreach"] is None
 
 
-def test_a_state_says_nothing_of_how_parameters_are_stepped():
+def test_an_optimizer_state_does_not_carry_the_foreach_flag():
     on_two_ranks(check_flags)
 
 

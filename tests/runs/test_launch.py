@@ -54,7 +54,7 @@ def set_all(monkeypatch, variables):
         monkeypatch.setenv(name, value)
 
 
-def test_alone_there_is_one_process_or_as_many_as_asked_for():
+def test_without_a_launcher_the_world_size_is_fabric_devices():
     assert make_fabric(config()).world_size == 1
     assert make_fabric(config(devices=2)).world_size == 2
 
@@ -63,7 +63,7 @@ IN_SALLOC = SLURM | {"SLURM_JOB_NAME": "interactive"}
 
 
 @pytest.mark.parametrize(("variables", "n_ranks"), [(TORCHRUN, 4), (SLURM, 8), (IN_SALLOC, 8)])
-def test_a_launcher_decides(monkeypatch, variables, n_ranks):
+def test_a_launcher_decides_the_world_size(monkeypatch, variables, n_ranks):
     set_all(monkeypatch, variables)
     assert make_fabric(config()).world_size == n_ranks
     assert not starts_others(make_fabric(config()))
@@ -112,13 +112,13 @@ def wait_as_long_as_any_rollout(rank, port):
     dist.destroy_process_group()
 
 
-def test_ranks_wait_for_one_that_samples_for_hours():
+def test_collectives_time_out_later_than_the_longest_rollout():
     args = (free_port(),)
     torch.multiprocessing.start_processes(wait_as_long_as_any_rollout, args, 2, start_method="fork")
     assert COLLECTIVE_TIMEOUT.total_seconds() > 2 * 3600
 
 
-def test_what_would_wait_for_ever_is_refused(monkeypatch):
+def test_launches_that_would_hang_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="by srun or torchrun"):
         make_fabric(config(num_nodes=2))
     set_all(monkeypatch, {**SLURM, "SLURM_NTASKS": "7"})
@@ -178,13 +178,13 @@ def watch_until_it_is_over(first, over):
     over.set()
 
 
-def test_a_process_ends_with_the_one_that_started_it_and_only_as_long_as_they_work():
+def test_a_rank_ends_with_rank_zero_but_not_after_the_run_is_over():
     assert ends_with_first(watch, within_s=20.0)
     assert not ends_with_first(watch_until_it_is_over, within_s=2.0)
     assert not ends_with_first(lambda first, over: None, within_s=2.0)
 
 
-def test_a_process_that_starts_when_the_first_is_gone_already_ends_at_once():
+def test_a_rank_that_starts_after_rank_zero_has_ended_ends_at_once():
     nobody = forked(lambda: None)
     os.waitpid(nobody, 0)
 
@@ -222,11 +222,11 @@ def takes_leave(error, monkeypatch):
     ("error", "expected"),
     [(None, True), (InterruptedRunError("all have agreed"), True), (OSError("of one rank"), False)],
 )
-def test_one_that_fails_alone_does_not_wait_for_the_others_to_take_leave(error, expected, monkeypatch):
+def test_a_rank_that_fails_alone_does_not_wait_to_destroy_the_process_group(error, expected, monkeypatch):
     assert takes_leave(error, monkeypatch) == expected
 
 
-def test_one_process_alone_has_nothing_to_do_with_it():
+def test_a_run_of_one_process_sets_no_rank_zero_id():
     with ending_together(Fabric(accelerator="cpu", devices=1)):
         assert FIRST not in os.environ
     with ending_together(Fabric(accelerator="cpu", devices=2)):

@@ -31,7 +31,7 @@ class AskedWhileItScores(RunContext):
         return score
 
 
-def test_what_is_held_ends_after_the_cache_under_way(tmp_path):
+def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     plain = build_context(config(tmp_path, "stages=[sft,eval]"))
     roles = make_policy(plain, run_sft(plain, [])).roles
     interruption, n_scored = Interruption(), []
