@@ -29,7 +29,7 @@ FORK_LIVES_S = 300
 
 
 def _end_in_time() -> None:
-    """End this fork in time: one that waits for ever would keep the suite waiting after its test timed out."""
+    """End this fork in time; else the suite would wait for it after its test timed out."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(FORK_LIVES_S)
 
@@ -57,7 +57,7 @@ def _seeded_global_generator() -> None:
 
 @pytest.fixture(scope="session")
 def share_sft_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function from a config to the folder of its SFT model, which is trained once for all workers."""
+    """Return a function from a config to its SFT model, which is trained once for all workers."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

@@ -1,8 +1,8 @@
 """Train a run that is killed again and again: `python -m tests.killed_run SEED N_KILLS OVERRIDE ...`.
 
-Everything is imported once. Each attempt is a fork that resumes the run in `hydra.run.dir`; all but the last
-are killed with SIGKILL at a random moment, checkpoint writes included. Prints how many iterations were done at
-each kill.
+Everything is imported once. Each attempt is a fork that resumes the run in `hydra.run.dir`; all but the
+last are killed with SIGKILL at a random moment, checkpoint writes included. Prints how many iterations were
+done at each kill.
 """
 
 import os

@@ -163,7 +163,7 @@ def test_settings_that_the_device_does_not_support_are_refused_before_any_work(t
     assert not (tmp_path / "sft_models").exists()
 
 
-@pytest.mark.parametrize("policy", short_tier(sorted(POLICIES), ["h2o", "snapkv"]))
+@pytest.mark.parametrize("policy", short_tier(sorted(POLICIES), ["snapkv"]))
 def test_every_policy_runs_in_mixed_precision(warm, policy):
     run(
         warm,
@@ -177,7 +177,7 @@ def test_every_policy_runs_in_mixed_precision(warm, policy):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [slow("dr_grpo"), slow("dapo"), slow("rloo"), "reinforce++", "ppo", "online_dpo"]
+    "algorithm", [slow("dr_grpo"), slow("dapo"), slow("rloo"), slow("reinforce++"), "ppo", "online_dpo"]
 )
 def test_every_algorithm_runs(warm, algorithm):
     # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.

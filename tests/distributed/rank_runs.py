@@ -16,7 +16,7 @@ SETTINGS = [
     "diagnostics=none",
 ]
 OWN = ("time/", "tokens_per_second", "kv/bytes", "kv/attention", "kv/needs_dead_key", "kv/dead_key_on_top")
-"""Metrics of the processes themselves, left out of comparisons; so are standard errors of a variance, `_se`."""
+"""Metrics of the processes themselves, which are not compared; nor are standard errors, `_se`."""
 
 
 def rows_of(folder):

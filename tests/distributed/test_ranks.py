@@ -19,7 +19,7 @@ COUNTERFACTUAL = (
 )
 LOOKED_AT = [
     f"+diagnostics.mismatch={{_target_:{DIAGNOSTICS}.mismatch.Mismatch,every:2,n_rows:7}}",
-    f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.layer_mismatch.LayerMismatch,n_rows:1}}",  # of one rank alone
+    f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.layer_mismatch.LayerMismatch,n_rows:1}}",  # on one rank
     f"+diagnostics.cache={{_target_:{DIAGNOSTICS}.cache_statistics.CacheStatistics}}",
 ]
 
