@@ -6,18 +6,25 @@ WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Two workers with one thread each: more threads than cores make small tensors slower.
-test lint notebooks: export OMP_NUM_THREADS = 1
+test test-slow lint notebooks: export OMP_NUM_THREADS = 1
 
-.PHONY: fit test lint notebooks audit clean help
+.PHONY: fit test test-slow test-all lint notebooks audit clean help
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 
 fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
 	$(BIN)/python -m lit_rlkv.fit $(ARGS)
 
-test: lint ## everything CI checks: lint, types, layers, tests, notebooks (PYTEST_ARGS="-m 'not slow'" for fewer)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: lint ## lint and the short tier of the tests, about ten minutes (PYTEST_ARGS=... for pytest)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## the tests that the short tier leaves out
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: test test-slow ## everything that CI checks, the short tier first
 
 lint: $(STAMP) ## ruff, import layers, mypy
 	$(BIN)/ruff check
@@ -38,7 +45,7 @@ clean: ## remove the virtual environment and every cache
 	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 # torch first and alone, so that a machine that keeps a CPU build of the pinned version takes that one.
 $(STAMP): pyproject.toml constraints.txt

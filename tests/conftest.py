@@ -1,12 +1,13 @@
-"""What every test may rely on: no network, one thread a process, GPU tests skipped where there is no GPU.
+"""Settings of every test: no network, one thread per process, GPU tests skipped where there is no GPU.
 
-The package itself is not imported here; whatever imports it must do so after jaxtyping's hook is installed.
+The package is not imported at the top of this file: jaxtyping's hook must be installed before.
 """
 
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -16,7 +17,7 @@ import jaxtyping
 import pytest
 import torch
 
-CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read; gone when the tests end
+CACHE = tempfile.TemporaryDirectory()  # for the datasets that tests read; deleted when the tests end
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 HAS_CUDA = torch.cuda.is_available()
@@ -28,7 +29,7 @@ FORK_LIVES_S = 300
 
 
 def _end_in_time() -> None:
-    """A fork that waits for ever would keep the suite waiting even when its test has timed out."""
+    """End this fork in time; else the suite would wait for it after its test timed out."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(FORK_LIVES_S)
 
@@ -40,7 +41,7 @@ torch.set_num_threads(1)  # on tensors this small, more threads than free cores 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` on a machine without one."""
+    """Skip tests marked `gpu` on a machine without CUDA."""
     if HAS_CUDA:
         return
     for item in items:
@@ -50,13 +51,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded_global_generator() -> None:
-    """Modules that initialise themselves from torch's global generator do so alike in every test order."""
+    """Seed torch's global generator, so that modules are initialised alike in every order of the tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def share_sft_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function from a config to its SFT model, which is trained once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(cfg) -> Path:
+        from tests.whole_runs import shared_sft_model  # the package, which comes after jaxtyping's hook
+
+        return shared_sft_model(cfg, shared)
+
+    return get
 
 
 @pytest.fixture
 def _as_users_run_it() -> Iterator[None]:
-    """Without the type checks of the test run, which would speak before the package's own errors do."""
+    """Turn off the type checks of the test run, which would raise before the package's own errors."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

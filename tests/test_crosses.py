@@ -1,10 +1,11 @@
-"""Every algorithm with every arm, distillation, layout and reward, from the configs that users choose."""
+"""Every algorithm trains with every correction, distillation, layout and reward, from the shipped configs."""
 
 import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.stages.rl import train_policy
-from lit_rlkv.stages.sft import run_sft
-from tests.tiny import TINY
-from tests.training import MetricLog
+from tests.hand_built import MetricLog
+from tests.tiers import pairwise, short_tier, slow
+from tests.whole_runs import TINY
 
 SMALL = [
     *TINY,
@@ -62,10 +63,10 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory) -> Path:
-    """A folder that holds the warm model that all runs start from."""
+def warm(tmp_path_factory, share_sft_model) -> Path:
+    """A folder that holds the SFT model that all runs start from."""
     folder = tmp_path_factory.mktemp("runs")
-    run_sft(build_context(config(folder)), [])
+    share_sft_model(config(folder))
     return folder
 
 
@@ -129,8 +130,10 @@ CROSSES = [
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "name", "distillation"), CROSSES)
-def test_every_cross_trains(train: Train, algorithm: str, name: str, distillation: str):
+@pytest.mark.parametrize(("algorithm", "name", "distillation"), pairwise(CROSSES))
+def test_every_algorithm_trains_with_every_correction_and_distillation(
+    train: Train, algorithm: str, name: str, distillation: str
+):
     done = train(f"algorithm={algorithm}", f"distillation={distillation}", f"correction={name}")
     assert len(done.metrics) == 2
     assert done.n_steps == 4
@@ -145,7 +148,7 @@ def test_every_cross_trains(train: Train, algorithm: str, name: str, distillatio
     assert done.n_moved == done.n_trainable
 
 
-def test_the_whole_gradient_is_the_algorithms_own_where_nothing_is_added(warm: Path, tmp_path: Path):
+def test_without_distillation_the_gradient_is_that_of_the_policy_loss(warm: Path, tmp_path: Path):
     def variances(distillation: str) -> list[tuple[float, ...]]:
         gradient = GradientVariance(every=1, n_parts=2)
         arm = ("algorithm=grpo", "correction=tis", f"distillation={distillation}")
@@ -156,8 +159,9 @@ def test_the_whole_gradient_is_the_algorithms_own_where_nothing_is_added(warm: P
     assert all(own != whole for own, whole in variances("sparse_student"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_arm_and_every_distillation_is_another_training(train: Train, algorithm: str):
+def test_every_correction_and_distillation_gives_different_losses(train: Train, algorithm: str):
     crosses = [(name, distillation) for other, name, distillation in CROSSES if other == algorithm]
     losses = {
         train(f"algorithm={algorithm}", f"distillation={d}", f"correction={name}").losses
@@ -187,9 +191,17 @@ def test_ppo_trains_in_every_layout(train: Train, layout: str):
     assert (done.losses == pytest.approx(hydra.losses, rel=1e-4)) == is_same_training
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("reward", "verifier", "learned"), [("learned", 0.0, 1.0), ("mixed", 0.5, 0.5)])
-def test_verifier_and_reward_model_are_both_logged(train, algorithm, reward, verifier, learned):
+SHARES = {"learned": (0.0, 1.0), "mixed": (0.5, 0.5)}
+"""Weights of the verifier and of the learned reward in a `reward` preset."""
+REWARDED = list(product(ALGORITHMS, SHARES))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reward"),
+    short_tier(REWARDED, [("ppo", "learned"), ("grpo", "mixed"), ("online_dpo", "mixed")]),
+)
+def test_verifier_and_reward_model_are_both_logged(train, algorithm, reward):
+    verifier, learned = SHARES[reward]
     row = train(f"algorithm={algorithm}", "distillation=none", f"reward={reward}").metrics[0]
     assert row["rewards/learned"] != 0.0
     expected = verifier * row["rewards/exact_match"] + learned * row["rewards/learned"]
@@ -213,34 +225,34 @@ def test_without_a_learned_reward_no_reward_role_is_built(train: Train):
         "rollout.rows_per_pass=3",
     ],
 )
-def test_what_saves_memory_or_time_does_not_change_the_training(train: Train, option: str):
+def test_settings_that_save_memory_or_time_do_not_change_the_training(train: Train, option: str):
     assert train(*PPO, option).losses == pytest.approx(train(*PPO).losses, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm.advantage.gamma=0.9"],
+        slow(["algorithm.advantage.gamma=0.9"]),
         ["algorithm.advantage.lam=0.5"],
-        ["algorithm.advantage.whiten_advantages=false"],
-        ["algorithm.kl.weight=0.2"],
+        slow(["algorithm.advantage.whiten_advantages=false"]),
+        slow(["algorithm.kl.weight=0.2"]),
         ["algorithm.kl.estimator=k3"],
-        ["algorithm.kl.place=loss", "algorithm.kl.estimator=k3"],
+        slow(["algorithm.kl.place=loss", "algorithm.kl.estimator=k3"]),
         ["algorithm.kl.target=1.0", "algorithm.kl.horizon=16.0"],
         ["algorithm.loss.value_clip=0.001"],
-        ["algorithm.loss.value_weight=2.0"],
-        ["algorithm.loss.value_lr_scale=1.0"],
-        ["algorithm.n_warmup_steps=1"],
+        slow(["algorithm.loss.value_weight=2.0"]),
+        slow(["algorithm.loss.value_lr_scale=1.0"]),
+        slow(["algorithm.n_warmup_steps=1"]),
         ["algorithm.loss.target_kl=1e-9", "algorithm.n_epochs=2"],
-        ["algorithm.mask_truncated=true"],
-        ["reward.normalize=batch"],
+        slow(["algorithm.mask_truncated=true"]),
+        slow(["reward.normalize=batch"]),
         ["reward.normalize=running"],
-        ["reward.clip=0.01"],
-        ["reward.missing_eos_penalty=1.0"],
+        slow(["reward.clip=0.01"]),
+        slow(["reward.missing_eos_penalty=1.0"]),
         ["algorithm.critic_warmup=1"],
-        ["roles.value_init=reward"],
+        slow(["roles.value_init=reward"]),
         ["roles.value_view=dense"],
-        ["roles.rank=8"],
+        slow(["roles.rank=8"]),
     ],
     ids=lambda options: options[0],
 )
@@ -256,13 +268,13 @@ JUDGE = "algorithm.advantage.judge={_target_: lit_rlkv.rewards.judges.right_then
 @pytest.mark.parametrize(
     "options",
     [
-        [JUDGE],
-        ["algorithm.advantage.drop_ties=false", "reward=verifier"],
-        ["algorithm.kl.weight=1.0"],
-        ["algorithm.loss.beta=1.0"],
+        slow([JUDGE]),
+        slow(["algorithm.advantage.drop_ties=false", "reward=verifier"]),
+        slow(["algorithm.kl.weight=1.0"]),
+        slow(["algorithm.loss.beta=1.0"]),
         ["algorithm.loss.kind=ipo"],
-        ["algorithm.loss.label_smoothing=0.2"],
-        ["algorithm.loss.averages=true"],
+        slow(["algorithm.loss.label_smoothing=0.2"]),
+        slow(["algorithm.loss.averages=true"]),
     ],
     ids=lambda options: options[0].split("=")[0],
 )
@@ -274,7 +286,7 @@ def test_options_of_online_dpo_change_the_training(train: Train, options: list[s
     assert done.losses != plain.losses
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_never_cut(warm: Path, tmp_path: Path):
+def test_a_resumed_run_equals_an_uninterrupted_one(warm: Path, tmp_path: Path):
     """The critic, the KL's weight, the moments of the rewards and the optimizer all come back."""
     steered = ["algorithm.kl.target=1.0", "algorithm.kl.horizon=16.0", "reward.normalize=running"]
     options = [*PPO, *steered, "algorithm.n_iterations=3", "roles=j_hydra"]

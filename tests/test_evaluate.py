@@ -15,8 +15,8 @@ from lit_rlkv.evaluate import evaluate, main
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.open_run import find_run
-from tests.test_checkpoint import files_of_at_most
-from tests.tiny import run
+from tests.runs.test_checkpoint import files_of_at_most
+from tests.whole_runs import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,7 +94,7 @@ def test_a_bad_value_is_refused_before_anything_is_loaded(saved, monkeypatch, op
 
 
 @pytest.mark.parametrize("place", ["task", "algorithm.loss", "diagnostics.cache", "reward.functions.mine"])
-def test_a_saved_config_cannot_name_what_a_new_one_could_not(saved, tmp_path, place):
+def test_a_saved_config_may_only_name_trusted_targets(saved, tmp_path, place):
     shutil.copytree(saved, tmp_path / "run", symlinks=True)
     path = tmp_path / "run" / "config.yaml"
     cfg = OmegaConf.load(path)
@@ -107,7 +107,7 @@ def test_a_saved_config_cannot_name_what_a_new_one_could_not(saved, tmp_path, pl
     assert not (tmp_path / "made").exists()
 
 
-def test_a_checkpoint_that_is_discarded_once_it_is_found_is_scored(saved, tmp_path, monkeypatch):
+def test_evaluate_survives_that_its_checkpoint_is_deleted_before_loading(saved, tmp_path, monkeypatch):
     expected = evaluate(asking(saved, n_prompts=2, budgets=[]))
     shutil.copytree(saved, tmp_path / "run")
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_is_discarded_once_it_is_found_is_scored(saved, tmp_pa
     assert found.settings["iteration"] == 2
 
 
-def test_the_newest_is_looked_for_again_where_it_is_discarded_before_its_weights_are_read(
+def test_find_run_looks_again_when_the_newest_checkpoint_is_deleted_before_reading(
     saved, tmp_path, monkeypatch
 ):
     shutil.copytree(saved, tmp_path / "run")
@@ -158,6 +158,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_loaded
         evaluate(asking(saved))
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_written_are_shown(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     (tmp_path / "run" / "evaluate.json").mkdir()
@@ -203,6 +204,6 @@ def test_a_mistake_on_the_command_line_is_one_line(monkeypatch):
         main()
 
 
-def test_what_to_score_must_be_said():
+def test_evaluate_without_a_checkpoint_is_refused():
     with pytest.raises(ConfigError, match=r"ckpt is not given; add ckpt=\.\.\. \(runs/NAME\)"):
         evaluate(OmegaConf.load(CONF_DIR / "evaluate.yaml"))

@@ -22,7 +22,7 @@ from lit_rlkv.runs.model_card import Exported, model_card
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages import export as exporting
 from lit_rlkv.stages.export import policy_logits, probe_tokens, widened
-from tests.tiny import config, run, scoring
+from tests.whole_runs import config, run, scoring
 
 ROOT = Path(__file__).parent.parent
 LOADER = """
@@ -176,7 +176,7 @@ def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
     assert "Of the run's end, 2 iterations; this is the policy after 1." in (folder / "README.md").read_text()
 
 
-def test_a_checkpoint_that_is_discarded_once_it_is_found_is_exported(runs, exported, tmp_path, monkeypatch):
+def test_export_survives_that_its_checkpoint_is_deleted_before_loading(runs, exported, tmp_path, monkeypatch):
     copytree(runs / "hydra", tmp_path / "runs" / "hydra")
 
     def found_too_late(ckpt):
@@ -194,7 +194,7 @@ def losing_the_adapter(self, *args, **kwargs):
     return self.unload()
 
 
-def test_a_merge_that_is_not_the_policy_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch):
+def test_a_merge_that_differs_from_the_policy_is_refused_and_leaves_no_files(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting.PeftModel, "merge_and_unload", losing_the_adapter, raising=False)
     with pytest.raises(ConfigError, match="the merged model's logits differ from the policy's by"):
         export(asking(runs, "hydra", tmp_path / "wrong"))
@@ -272,6 +272,7 @@ def test_an_export_runs_no_reward_function_of_the_run_and_an_evaluation_does(run
     assert sign.exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_distillation_alone_is_exported_and_scored(runs, tmp_path):
     run(runs, "distilled", "stages=[rl]", "algorithm.policy_weight=0")
     folder, _ = export(asking(runs, "distilled", tmp_path / "out"))
@@ -282,6 +283,7 @@ def test_a_run_of_distillation_alone_is_exported_and_scored(runs, tmp_path):
     assert len(evaluate(scoring(runs / "distilled")).rows) == 3
 
 
+@pytest.mark.slow
 def test_a_run_of_a_gpu_is_exported_and_scored_where_there_is_none(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = tmp_path / "runs" / "captured"
@@ -332,6 +334,7 @@ def test_heads_are_refused_where_the_run_has_none(runs, tmp_path):
         export(asking(runs, "grpo", tmp_path / "out", heads=True))
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_it_wrote_and_what_not(runs, tmp_path):
     command = [sys.executable, "-m", "lit_rlkv.export", f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

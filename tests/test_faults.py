@@ -17,7 +17,7 @@ from lit_rlkv.faults import MAX_SKIPPED, InterruptedRunError, Interruption, NonF
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.trainer import Learner
-from tests.tiny import run
+from tests.whole_runs import run
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)

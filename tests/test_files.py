@@ -24,7 +24,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "rows.csv"
     write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -52,7 +52,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, replaces, holds):
     assert names_in(tmp_path) == ["model"]
 
 
-def test_what_a_killed_process_left_is_swept_away_and_nothing_else(tmp_path):
+def test_leftovers_of_a_killed_process_are_deleted_and_no_other_files(tmp_path):
     for name in (".model-1.77.partial", ".model-2.77.partial-discarded", ".other.77.partial", "model-1"):
         (tmp_path / name).mkdir()
     sweep_partial(tmp_path, "model")
@@ -66,7 +66,7 @@ def leave_partial(root, name, age_s):
     return path
 
 
-def test_where_others_may_be_writing_only_what_is_abandoned_is_swept_away(tmp_path):
+def test_only_abandoned_leftovers_are_deleted_where_others_may_write(tmp_path):
     leave_partial(tmp_path, "killed", ABANDONED_S + 60)
     young = leave_partial(tmp_path, "perhaps-at-work", ABANDONED_S - 60)
     sweep_partial(tmp_path, is_shared=True)

@@ -13,7 +13,8 @@ from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import main
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import POLICIES
-from tests.tiny import TINY, run, scoring
+from tests.tiers import short_tier, slow
+from tests.whole_runs import TINY, run, scoring
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +53,7 @@ def test_a_run_leaves_everything_in_its_folder(warm):
     assert len(list((folder / "checkpoints").glob("iteration-*"))) == 2
 
 
-def test_a_second_run_starts_at_rl_from_the_warm_model(warm):
+def test_a_second_run_starts_at_rl_from_the_sft_model(warm):
     run(warm, "second", "stages=[rl,eval]")
     assert not (warm / "second" / "sft_metrics.csv").exists()
     assert (warm / "first" / "sft_metrics.csv").exists()
@@ -67,7 +68,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(warm):
     assert (warm / "first" / "metrics.csv").read_text() == before
 
 
-def test_without_a_warm_model_rl_is_refused_before_any_work(tmp_path):
+def test_without_an_sft_model_rl_is_refused_before_any_work(tmp_path):
     with pytest.raises(ConfigError, match=r"add sft to stages, or give model\.path"):
         run(tmp_path, "run", "stages=[rl,eval]")
     assert not (tmp_path / "run").exists()
@@ -92,8 +93,11 @@ def test_a_diagnostic_that_cannot_measure_the_policy_is_refused_before_it_is_eva
     assert not (warm / "only" / "evaluation.json").exists()
 
 
-@pytest.mark.parametrize("arm", ["dense", "naive", "tis", "mis", "sparse_rl", "shadow"])
-def test_every_arm_runs_and_is_another_training(warm, arm):
+ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow")
+
+
+@pytest.mark.parametrize("arm", short_tier(ARMS, ["dense", "tis"]))
+def test_every_experiment_arm_runs_and_gives_different_losses(warm, arm):
     run(warm, arm, f"experiment={arm}", "stages=[rl]")
     rows, smd = rows_of(warm / arm / "metrics.csv"), rows_of(warm / "first" / "metrics.csv")
     assert rows[0].get("smd/kl") is None
@@ -105,32 +109,32 @@ def test_every_arm_runs_and_is_another_training(warm, arm):
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm.n_minibatches=2", "algorithm.n_epochs=2"],
-        ["algorithm.n_micro_batches=2"],
+        slow(["algorithm.n_minibatches=2", "algorithm.n_epochs=2"]),
+        slow(["algorithm.n_micro_batches=2"]),
         ["algorithm.kl.weight=0.1"],
-        ["algorithm.lr_schedule=constant"],
+        slow(["algorithm.lr_schedule=constant"]),
         ["distillation=dense_student"],
-        ["distillation.anchor_weight=0.1"],
+        slow(["distillation.anchor_weight=0.1"]),
         ["cache.policy=snapkv"],
-        ["roles.rank=4"],
+        slow(["roles.rank=4"]),
     ],
 )
 def test_options_change_the_training(warm, options):
     name = "-".join(options).replace("/", "_")
-    run(warm, name, *options, "stages=[rl]")
+    run(warm, name, *options, "stages=[rl]", "diagnostics=none")
     changed, default = (rows_of(warm / folder / "metrics.csv") for folder in (name, "first"))
     assert [row["loss"] for row in changed] != [row["loss"] for row in default]
 
 
-def test_fewer_rows_at_a_time_need_a_smaller_cache(warm):
-    run(warm, "few-rows", "rollout.max_rows=4", "stages=[rl]")
+def test_fewer_rollout_rows_need_a_smaller_cache(warm):
+    run(warm, "few-rows", "rollout.max_rows=4", "stages=[rl]", "diagnostics=none")
     few, whole = (rows_of(warm / folder / "metrics.csv") for folder in ("few-rows", "first"))
     # 8 prompts with 2 responses each
     assert float(few[0]["kv/bytes"]) * 4 == float(whole[0]["kv/bytes"])
     assert float(few[0]["kv/replay_gap"]) < 1e-4
 
 
-def test_a_run_computes_with_the_kernels_it_is_told(warm, monkeypatch):
+def test_a_run_and_its_evaluation_use_the_configured_kernels(warm, monkeypatch):
     called = []
     monkeypatch.setattr(
         "lit_rlkv.kernels.decode_attention.kernel.decode_attention", lambda *a, **k: called.append(a) or 1 / 0
@@ -152,14 +156,14 @@ def test_a_run_computes_with_the_kernels_it_is_told(warm, monkeypatch):
         (["kernels=triton", "fabric.precision=64-true"], "kernels: kernels=triton takes float32, float16"),
     ],
 )
-def test_what_the_device_cannot_do_is_refused_before_any_work(tmp_path, options, says):
+def test_settings_that_the_device_does_not_support_are_refused_before_any_work(tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):
         run(tmp_path, "run", *options)
     set_kernels("auto")
     assert not (tmp_path / "sft_models").exists()
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", short_tier(sorted(POLICIES), ["snapkv"]))
 def test_every_policy_runs_in_mixed_precision(warm, policy):
     run(
         warm,
@@ -172,14 +176,16 @@ def test_every_policy_runs_in_mixed_precision(warm, policy):
     assert len(rows_of(warm / f"mixed-{policy}" / "metrics.csv")) == 2
 
 
-@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce++", "ppo", "online_dpo"])
+@pytest.mark.parametrize(
+    "algorithm", [slow("dr_grpo"), slow("dapo"), slow("rloo"), slow("reinforce++"), "ppo", "online_dpo"]
+)
 def test_every_algorithm_runs(warm, algorithm):
     # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.
     run(warm, algorithm, f"algorithm={algorithm}", "stages=[rl]")
     assert len(rows_of(warm / algorithm / "metrics.csv")) == 2
 
 
-def test_rlhf_runs_from_its_own_mistakes_to_a_report_and_is_scored_again_alike(warm):
+def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(warm):
     overrides = ["experiment=rlhf", "sft.on_policy_pairs.n_prompts=64", "roles.value_init=reward"]
     results = run(warm, "rlhf", *overrides)
     assert results.reward_model.n_pairs == 16
@@ -200,7 +206,7 @@ def test_evaluate_scores_a_saved_run_as_the_run_itself_did(warm):
     assert [asdict(row) for row in evaluate(scoring(warm / "first")).rows] == saved
 
 
-def test_a_local_checkpoint_brings_its_own_weights(warm):
+def test_a_local_checkpoint_is_trained_from_its_own_weights(warm):
     results = run(warm, "from-path", f"model.path={warm / 'first' / 'backbone'}", "stages=[rl,eval]")
     assert len(results.after) == 3
 
@@ -212,7 +218,7 @@ def command(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
+        slow(["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
         (["cache.bugdet=3"], "error: unknown key 'cache.bugdet': did you mean 'cache.budget'?"),
     ],
 )
@@ -238,7 +244,7 @@ def test_a_run_that_fails_before_it_writes_leaves_no_folder(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("setting", ["runs_dir=null", "resume=true", "seed"])
-def test_what_names_no_folder_is_refused_before_any_is_made(tmp_path, monkeypatch, setting):
+def test_settings_that_name_no_folder_are_refused_before_one_is_made(tmp_path, monkeypatch, setting):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["fit", *TINY, setting])
     with pytest.raises(SystemExit, match="error: "):
@@ -246,7 +252,7 @@ def test_what_names_no_folder_is_refused_before_any_is_made(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adapters_on_modules_that_are_not_there_are_refused_before_the_warm_up(tmp_path):
+def test_adapters_on_missing_modules_are_refused_before_sft(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing in this model is called zzz; choose from .*q_proj"):
         run(tmp_path, "run", "roles.target_modules=[q_proj,zzz]")
     rows = tmp_path / "run" / "sft_metrics.csv"
@@ -257,7 +263,7 @@ def test_adapters_on_modules_that_are_not_there_are_refused_before_the_warm_up(t
     ("flags", "says"),
     [
         (["--help"], "algorithm: dapo, dr_grpo, grpo, online_dpo, "),
-        (["--cfg", "job"], "policy: random"),
+        slow(["--cfg", "job"], "policy: random"),
     ],
 )
 def test_help_and_config_are_shown_without_running(tmp_path, flags, says):

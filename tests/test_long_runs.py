@@ -4,15 +4,17 @@ import csv
 import gc
 import statistics
 
+import pytest
 import torch
 
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from tests.tiny import run
+from tests.whole_runs import run
 
 PERFORMANCE = "{_target_:lit_rlkv.callbacks.performance.Performance,every:1}"
 MIB = 2**20
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_200_iterations(tmp_path, monkeypatch):
     n_tensors = []
 

@@ -15,7 +15,7 @@ from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.rl import train_policy
-from tests.tiny import TINY, config, run
+from tests.whole_runs import TINY, config, run
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -23,13 +23,12 @@ SIZES = ["rollout.n_prompts=8", "algorithm.group_size=2", "cache.budget=5", "cac
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "first", "stages=[sft]")
-    return folder / "first" / "backbone"
+def warm(tmp_path_factory, share_sft_model):
+    return share_sft_model(config(tmp_path_factory.mktemp("runs")))
 
 
-def test_a_rollout_beyond_all_memory_ends_in_one_error_with_its_numbers(tmp_path, warm):
+@pytest.mark.slow
+def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, warm):
     # Of 2 layers, 16 rows, 4 KV heads, 8 dims in float32:
     # 2 · 2 · 16 · 4 · (2^38 + 2) · 8 · 4 = 2^13 · 2^38 bytes and 16 KiB = 2048 TiB
     overrides = [f"model.path={warm}", "stages=[rl]", *SIZES, f"cache.budget={2**38}"]
@@ -66,7 +65,7 @@ def run_within(n_bytes, tmp_path, name, *overrides):
     return (tmp_path / f"{name}.txt").read_text()
 
 
-def test_a_process_with_too_little_memory_says_so_and_with_a_smaller_budget_it_has_enough(tmp_path, warm):
+def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_budget_fits(tmp_path, warm):
     options = [f"model.path={warm}", "stages=[rl]", "diagnostics=none", *SIZES]
     # 2 · 2 · 16 · 4 · (2^20 + 2) · 8 · 4 = 2^13 · 2^20 bytes and a little: four pools of 2 GiB
     said = run_within(3 * GIB, tmp_path, "large", *options, f"cache.budget={2**20}")
@@ -75,7 +74,7 @@ def test_a_process_with_too_little_memory_says_so_and_with_a_smaller_budget_it_h
     assert run_within(3 * GIB, tmp_path, "small", *options) == "nothing"
 
 
-def test_an_update_that_fails_says_what_to_do_and_every_callback_hears_of_it(tmp_path, warm):
+def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_path, warm):
     heard = []
 
     class Large(RLCallback):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import run
+from tests.whole_runs import run
 
 PAGE = (Path(__file__).parent.parent / "METRICS.md").read_text()
 ROWS = re.findall(r"^\| (`.+?) \|(.*)\|$", PAGE, re.M)

@@ -11,6 +11,8 @@ import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from tests.tiers import short_tier
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 
@@ -98,8 +100,7 @@ def fresh_clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", short_tier(NOTEBOOKS, NOTEBOOKS[:1]), ids=lambda path: path.stem)
 def test_a_notebook_runs_small_from_a_fresh_clone_and_shows_the_same_kinds_of_output(path, fresh_clone):
     committed = read(path)
     small = run(read(path), fresh_clone / "notebooks", is_small=True)
@@ -174,7 +175,7 @@ def test_outputs_of_other_code_are_found():
     assert defects(notebook) == ["metadata are not those of execute.py on this code; run it again"]
 
 
-def test_a_cell_that_was_not_run_is_found():
+def test_a_cell_that_was_not_run_is_a_defect():
     notebook = finished()
     notebook.cells[1].execution_count = None
     assert [text.split(":")[0] for text in defects(notebook)] == [
@@ -187,7 +188,7 @@ def test_a_cell_that_fails_stops_the_run(tmp_path):
         run(new_notebook(cells=[new_code_cell("1 / 0")]), tmp_path, is_small=True)
 
 
-def test_a_notebook_is_told_its_size_and_runs_in_its_folder(tmp_path):
+def test_a_notebook_gets_its_size_from_the_environment_and_runs_in_its_folder(tmp_path):
     source = "import os\nprint(os.environ['LIT_RLKV_SMALL'], os.listdir())"
     (tmp_path / "beside.txt").touch()
     for is_small in (True, False):

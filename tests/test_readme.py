@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from lit_rlkv.config import CONF_DIR, check_command_line, check_keys
 from lit_rlkv.config.rules import check_config
-from tests.checkpoints import save_checkpoint
+from tests.saved_models import save_checkpoint
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Runs that are killed, asked to end, or damaged go on where they were, bit for bit on a CPU."""
+"""Invariant 8: runs that are killed, interrupted or damaged resume where they were, bit for bit on a CPU."""
 
 import csv
 import json
@@ -19,7 +19,8 @@ from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.runs.context import load_config
 from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import is_done
-from tests.tiny import TINY, run, said_by, scoring
+from tests.tiers import slow
+from tests.whole_runs import TINY, run, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
@@ -54,23 +55,24 @@ def warm(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "n_kills", "n_iterations"), [("grpo", 20, 140), ("ppo", 3, 40), ("online_dpo", 3, 40)]
+    ("algorithm", "n_kills", "n_iterations"),
+    [("grpo", 3, 40), slow("grpo", 20, 140), slow("ppo", 3, 40), slow("online_dpo", 3, 40)],
 )
-def test_a_run_that_is_killed_at_random_moments_goes_on_bit_for_bit(warm, algorithm, n_kills, n_iterations):
+def test_a_run_killed_at_random_moments_resumes_bit_for_bit(warm, algorithm, n_kills, n_iterations):
     options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
-    run(warm, f"straight-{algorithm}", *options)
-    folder = warm / f"killed-{algorithm}"
-    command = [sys.executable, "-m", "tests.killed", "0", str(n_kills), *options]
+    straight, folder = (warm / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
+    run(warm, straight.name, *options)
+    command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *options]
     done = subprocess.run(
         [*command, f"runs_dir={warm}", f"hydra.run.dir={folder}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    evictions = [int(line) for line in done.stdout.split()]
-    assert len(evictions) == n_kills
-    assert 0 < evictions[0] < evictions[-1] < n_iterations
+    n_done = [int(line) for line in done.stdout.split()]
+    assert len(n_done) == n_kills
+    assert 0 < n_done[0] < n_done[-1] < n_iterations
     assert seconds_of(folder, "rl") >= float(rows_of(folder)[-1]["time/wall_clock_s"])
-    assert_same_run(folder, warm / f"straight-{algorithm}")
+    assert_same_run(folder, straight)
 
 
 def start(*arguments):
@@ -84,7 +86,8 @@ def wait_for(path):
         time.sleep(0.02)
 
 
-def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
+@pytest.mark.slow
+def test_a_run_that_gets_sigterm_saves_and_the_same_command_resumes_it(warm):
     options = [*OPTIONS, "callbacks.checkpoint_every=100", "algorithm.n_iterations=40"]
     run(warm, "straight", *options)
     folder = warm / "asked"
@@ -108,7 +111,8 @@ def test_a_run_that_is_asked_to_end_saves_and_the_same_command_goes_on(warm):
     assert_same_run(folder, warm / "straight")
 
 
-def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(warm):
+@pytest.mark.slow
+def test_a_second_process_on_one_run_is_refused_with_the_pid_of_the_first(warm):
     folder = warm / "wanted-by-two"
     arguments = [*OPTIONS, "algorithm.n_iterations=4000", f"runs_dir={warm}", f"hydra.run.dir={folder}"]
     both = [start(*arguments, "resume=auto") for _ in range(2)]
@@ -136,7 +140,8 @@ def test_of_two_that_start_one_run_at_once_one_works_and_is_named_to_the_other(w
     assert len(found["before"]) == len(found["after"]) > 0
 
 
-def test_an_evaluation_that_is_asked_for_otherwise_is_made_again_of_the_start(warm, monkeypatch, caplog):
+@pytest.mark.slow
+def test_an_evaluation_with_other_settings_is_repeated_also_before_training(warm, monkeypatch, caplog):
     options = ["stages=[rl,eval]", "diagnostics=none", "evaluation.n_prompts=16"]
     save, n_saves = Results.save, []
 
@@ -158,7 +163,7 @@ def test_an_evaluation_that_is_asked_for_otherwise_is_made_again_of_the_start(wa
     assert {row.n_problems for row in (*first.before, *first.after)} == {16}
 
 
-def test_a_damaged_checkpoint_costs_the_iterations_after_the_one_before(warm, caplog):
+def test_a_run_with_a_damaged_checkpoint_resumes_from_the_one_before(warm, caplog):
     options = [*OPTIONS, "algorithm.n_iterations=4"]
     run(warm, "whole", *options)
     copytree(warm / "whole", warm / "damaged")
@@ -191,7 +196,7 @@ def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(warm, monke
         run(warm, "full-at-the-end", *OPTIONS, "algorithm.n_iterations=1")
 
 
-def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
+def test_the_best_checkpoint_by_the_configured_metric_is_kept(warm):
     options = [*OPTIONS, "algorithm.n_iterations=6", "callbacks.keep_last=1", "callbacks.keep_best=1"]
     run(warm, "best", *options, "callbacks.best_metric=entropy", "callbacks.best_mode=min")
     entropies = [float(row["entropy"]) for row in rows_of(warm / "best")]
@@ -201,7 +206,8 @@ def test_the_best_checkpoint_is_kept_by_the_metric_asked_for(warm):
     assert (warm / "best" / "checkpoints" / "best").resolve().name == f"iteration-{best:06d}"
 
 
-def test_what_may_change_on_the_command_line_does_and_is_written_into_the_runs_folder(warm):
+@pytest.mark.slow
+def test_settings_that_may_change_on_resume_are_saved_in_the_run_folder(warm):
     run(warm, "watched", "stages=[rl]", "algorithm.n_iterations=1")
     folder, command = warm / "watched", [sys.executable, "-m", "lit_rlkv.fit"]
     given = [f"resume={folder}", "stages=[eval]", "diagnostics=none", "logger=lightning_csv"]
@@ -211,7 +217,8 @@ def test_what_may_change_on_the_command_line_does_and_is_written_into_the_runs_f
     assert not (warm / "other").exists()
 
 
-def test_another_run_is_refused_with_what_differs(warm):
+@pytest.mark.slow
+def test_resuming_another_run_is_refused_with_the_differences(warm):
     for arguments, says in (
         (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),
         ([f"resume={warm / 'first'}", "seed=3"], "seed: 0 -> 3"),
@@ -224,7 +231,7 @@ def test_another_run_is_refused_with_what_differs(warm):
         assert says in process.stderr
 
 
-def test_a_checkpoint_is_not_put_on_other_weights(warm):
+def test_a_checkpoint_is_refused_on_another_backbone(warm):
     run(warm, "on-its-own", *OPTIONS, "algorithm.n_iterations=1")
     copytree(warm / "on-its-own", warm / "on-others")
     weights = warm / "on-others" / "backbone" / "model.safetensors"

@@ -25,7 +25,7 @@ from lit_rlkv.sweeping.job import LOCK, FitJob, is_worked_in
 from lit_rlkv.sweeping.plan import Plan
 from lit_rlkv.sweeping.spec import COMMAND, read_sweep
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters, write
-from tests.tiny import TINY
+from tests.whole_runs import TINY
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "sweeps").glob("*.yaml"))

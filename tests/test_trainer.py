@@ -10,7 +10,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.trainer import Learner, MetricSums, train
-from tests.training import make_datamodule, make_module, make_roles
+from tests.hand_built import make_datamodule, make_module, make_roles
 
 
 class LossLog(L.Callback):
@@ -76,7 +76,7 @@ def test_lightning_trainer_gives_the_same_losses_and_weights():
         torch.testing.assert_close(value, parameters_of(twin)[name], rtol=0, atol=1e-7)
 
 
-def test_a_fabric_that_would_round_what_trains_is_refused():
+def test_a_precision_that_rounds_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match=r"'bf16-true'.* load the backbone in that precision"):
         Learner(Fabric(accelerator="cpu", precision="bf16-true"), make_run()[0], [], 1.0, None)
 
@@ -106,7 +106,7 @@ def test_another_seed_changes_the_update():
     assert train_here(first, data, 1)[0]["loss"] != train_here(second, other, 1)[0]["loss"]
 
 
-def test_three_iterations_and_three_more_after_a_restart_equal_six(tmp_path):
+def test_three_iterations_and_three_more_after_a_resume_equal_six(tmp_path):
     checkpoints = CheckpointDir(tmp_path)
 
     def saver(module, datamodule):
@@ -134,7 +134,7 @@ def test_three_iterations_and_three_more_after_a_restart_equal_six(tmp_path):
         assert torch.equal(value, parameters_of(module)[name]), name
 
 
-def test_a_restart_that_forgets_the_prompt_cursor_is_caught():
+def test_a_resume_without_the_prompt_cursor_is_caught():
     module, data = make_run()
     six = train_here(module, data, 2)
     module, data = make_run()
@@ -182,7 +182,7 @@ def test_the_first_minibatch_of_replay_has_ratio_one_and_clips_nothing():
     assert row["clip_ratio/region_mean"] == 0.0
 
 
-def test_callbacks_hear_when_an_update_begins_and_when_its_batches_are_gone():
+def test_callbacks_are_called_when_an_update_begins_and_ends():
     heard = []
 
     class Listener(RLCallback):

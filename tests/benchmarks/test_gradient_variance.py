@@ -6,7 +6,7 @@ import pytest
 import record
 from gradient_parts.sketches import SIZES
 
-from tests.tiny import TINY
+from tests.whole_runs import TINY
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def test_heads_scores_and_compactions_are_counted_by_hand():
     assert head_work(5, 4, 100, 2, 3, 3) == Work((3 * 400 + 2 * 20) * 2, 12_000)
     # Keys of 3 pools x 10 slots x 4 numbers x 2 bytes, and a float32 for each slot.
     assert score_work(3, 10, 1, 4, 2) == Work(240 + 120, 0)
-    # 30 slots: score 4, column 8. 6 keys move: K and V read and written, 4 · 4 · 2 each, column 8. 9 evictions.
+    # 30 slots: score 4, column 8. 6 keys move: K, V read and written, 4 · 4 · 2 each, column 8. 9 evictions.
     assert evict_work(3, 10, 6, 9, 4, 2) == Work(30 * 12 + 6 * (32 + 8) + 9 * 4, 0)
 
 

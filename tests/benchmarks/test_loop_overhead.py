@@ -5,7 +5,7 @@ from loop_overhead import CHECKPOINT, LOADER, PHASES, REST, Clock, Marks, Timed,
 
 from lit_rlkv.callbacks.hooks import HOOKS, RLCallback
 from lit_rlkv.reporting.samples import Samples
-from tests.tiny import config
+from tests.whole_runs import config
 
 
 class Hand:

@@ -11,7 +11,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.modules.base import PolicyModule
-from tests.training import (
+from tests.hand_built import (
     ARMS,
     make_datamodule,
     make_dpo,

@@ -9,7 +9,7 @@ from lit_rlkv.diagnostics.cache import lifetimes, retained
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.types import NEVER
 from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
-from tests.training import ARMS, make_datamodule, make_module, make_roles, shift
+from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
 
 TRIVIAL = {
     "kv/retained": 1.0,

@@ -4,7 +4,7 @@ import pytest
 
 from lit_rlkv.callbacks.diagnostic import FILE_NAME, Diagnostic, DiagnosticsFile, read_rows
 from tests.callbacks.measuring import assert_same_training, trained
-from tests.training import make_datamodule, make_roles
+from tests.hand_built import make_datamodule, make_roles
 
 
 class Counting(Diagnostic):

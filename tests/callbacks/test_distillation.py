@@ -10,7 +10,7 @@ from lit_rlkv.models.replay import (
     response_logps_and_entropy,
 )
 from lit_rlkv.modules.base import StepOutputs
-from tests.training import make_datamodule, make_module, make_roles, shift
+from tests.hand_built import make_datamodule, make_module, make_roles, shift
 
 
 @pytest.fixture

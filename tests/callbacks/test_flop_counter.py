@@ -7,7 +7,7 @@ from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
-from tests.training import make_datamodule, make_module, make_ppo, make_roles, shift
+from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles, shift
 
 
 def counted(module, datamodule):

@@ -9,7 +9,7 @@ from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.experience.advantages import GroupAdvantage
 from lit_rlkv.experience.settings import KLConfig
 from tests.callbacks.gradients import make_run, measured
-from tests.training import (
+from tests.hand_built import (
     ARMS,
 )
 

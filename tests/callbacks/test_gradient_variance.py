@@ -17,13 +17,13 @@ from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.trainer import train
 from tests.callbacks.gradients import Run, make_run, measured, square_of, trained_square
-from tests.tiny import config
-from tests.training import (
+from tests.hand_built import (
     SPEC,
     MetricLog,
     counted_forwards,
     make_datamodule,
 )
+from tests.whole_runs import config
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from lit_rlkv.callbacks.performance import Performance
 from lit_rlkv.diagnostics.flops import costs_of, sampler_work
 from lit_rlkv.models.hydra import acting_as
 from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
-from tests.training import DigitsAreGood, make_datamodule, make_module, make_roles, shift
+from tests.hand_built import DigitsAreGood, make_datamodule, make_module, make_roles, shift
 
 TERA = 1e12
 

@@ -15,7 +15,7 @@ from lit_rlkv.callbacks.rollout_statistics import (
 )
 from lit_rlkv.objectives.corrections import Correction, masked, truncated, unweighted
 from lit_rlkv.types import Rewards
-from tests.training import ARMS, make_datamodule, make_roles, shift
+from tests.hand_built import ARMS, make_datamodule, make_roles, shift
 
 
 def test_statistics_describe_the_rollout():

@@ -10,7 +10,7 @@ from lit_rlkv.data.tokenizers import build_task_tokenizer, encode, encode_prompt
 from lit_rlkv.data.validation import check_answers, check_completions_fit, check_prompts_fit, measure
 from lit_rlkv.rewards import Numeric
 from lit_rlkv.tasks import ChainSum, JsonlTask, load_problems, read_preferences
-from tests.training import make_model
+from tests.hand_built import make_model
 
 
 def words(*known, template=None):

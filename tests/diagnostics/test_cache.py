@@ -16,7 +16,7 @@ from lit_rlkv.diagnostics.cache import (
     retained,
 )
 from lit_rlkv.types import NEVER, Rollout
-from tests.training import make_datamodule, make_roles
+from tests.hand_built import make_datamodule, make_roles
 
 N = NEVER
 

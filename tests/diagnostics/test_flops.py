@@ -24,8 +24,8 @@ from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switche
 from lit_rlkv.models.backbone import hidden_states
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from lit_rlkv.types import NEVER, Rollout
+from tests.hand_built import make_datamodule, make_roles
 from tests.models_zoo import FAMILIES, HEAD_DIM, HIDDEN, LAYERS, VOCAB, build, tiny_config, tiny_model
-from tests.training import make_datamodule, make_roles
 
 N = NEVER
 LORA = LoraSpec(rank=2, alpha=4, target_modules="all-linear")

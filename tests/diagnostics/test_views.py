@@ -9,7 +9,7 @@ from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from lit_rlkv.types import NEVER
-from tests.training import ARMS, make_datamodule, make_roles, shift
+from tests.hand_built import ARMS, make_datamodule, make_roles, shift
 
 VOCAB = 51
 

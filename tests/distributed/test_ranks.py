@@ -1,6 +1,5 @@
 """Whole runs on several processes: the same numbers as on one, and nobody is left waiting."""
 
-import csv
 import json
 
 import pytest
@@ -9,19 +8,10 @@ from safetensors.torch import load_file
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.fabric_rules import check_shares
-from tests.tiny import config, run, run_on_ranks
+from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
+from tests.tiers import slow
+from tests.whole_runs import config, run, run_on_ranks
 
-SETTINGS = [
-    "stages=[sft,rl]",
-    "reward=mixed",  # this model is seldom right, and groups that agree on that teach nothing
-    "sft.n_steps=100",
-    "sft.optimizer.lr=0.01",
-    "rollout.n_prompts=8",
-    "algorithm.n_iterations=5",
-    "fabric.precision=64-true",
-    "callbacks.samples_every=9",
-    "diagnostics=none",
-]
 DIAGNOSTICS = "lit_rlkv.callbacks"
 GRADIENT = f"{{_target_:{DIAGNOSTICS}.gradient_variance.GradientVariance,every:2}}"
 COUNTERFACTUAL = (
@@ -29,33 +19,9 @@ COUNTERFACTUAL = (
 )
 LOOKED_AT = [
     f"+diagnostics.mismatch={{_target_:{DIAGNOSTICS}.mismatch.Mismatch,every:2,n_rows:7}}",
-    f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.layer_mismatch.LayerMismatch,n_rows:1}}",  # of one rank alone
+    f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.layer_mismatch.LayerMismatch,n_rows:1}}",  # on one rank
     f"+diagnostics.cache={{_target_:{DIAGNOSTICS}.cache_statistics.CacheStatistics}}",
 ]
-OWN = ("time/", "tokens_per_second", "kv/bytes", "kv/attention", "kv/needs_dead_key", "kv/dead_key_on_top")
-"""Metrics that are about the processes themselves; and so are standard errors of a variance, `_se`."""
-
-
-def rows_of(folder):
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows[0].pop("rewards/accuracies", None)  # before the first update, the signs of float errors
-    return [
-        {k: float(v) for k, v in row.items() if v and not k.startswith(OWN) and not k.endswith("_se")}
-        for row in rows
-    ]
-
-
-def weights_of(folder):
-    return load_file(folder / "checkpoints" / "iteration-000005" / "trainable.safetensors")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """In which a first run has left its warm model."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "warm", *SETTINGS, "stages=[sft]")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -63,20 +29,25 @@ def folder(tmp_path_factory):
     [
         ("grpo", ["algorithm.kl.weight=0.1"]),
         # More micro-batches than a rank has prompts.
-        ("minibatches", ["algorithm.n_minibatches=2", "algorithm.n_epochs=2", "algorithm.n_micro_batches=3"]),
-        ("normalised", ["algorithm=reinforce++", "reward.normalize=batch", "algorithm.aggregation=token"]),
-        ("sparse_rl", ["experiment=sparse_rl", "reward.normalize=running"]),
+        slow(
+            "minibatches",
+            ["algorithm.n_minibatches=2", "algorithm.n_epochs=2", "algorithm.n_micro_batches=3"],
+        ),
+        slow(
+            "normalised", ["algorithm=reinforce++", "reward.normalize=batch", "algorithm.aggregation=token"]
+        ),
+        slow("sparse_rl", ["experiment=sparse_rl", "reward.normalize=running"]),
         ("ppo", ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.kl.target=1.0"]),
-        ("variance", [f"+diagnostics.gradient={GRADIENT}", "experiment=tis"]),
-        ("counterfactual", [f"+diagnostics.gradient_sources={COUNTERFACTUAL}", "experiment=shadow"]),
-        ("diagnostics", LOOKED_AT),
-        ("critic_warmup", ["algorithm=ppo", "algorithm.critic_warmup=2", "optimizer.weight_decay=0.1"]),
-        ("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
-        ("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
-        ("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
+        slow("variance", [f"+diagnostics.gradient={GRADIENT}", "experiment=tis"]),
+        slow("counterfactual", [f"+diagnostics.gradient_sources={COUNTERFACTUAL}", "experiment=shadow"]),
+        slow("diagnostics", LOOKED_AT),
+        slow("critic_warmup", ["algorithm=ppo", "algorithm.critic_warmup=2", "optimizer.weight_decay=0.1"]),
+        slow("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
+        slow("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
+        slow("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
     ],
 )
-def test_two_ranks_equal_one_that_samples_in_as_many_shards(folder, name, options):
+def test_two_ranks_equal_one_process_with_two_shards(folder, name, options):
     run(folder, name, *SETTINGS, *options, "rollout.n_shards=2")
     run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *options)
     one, two = rows_of(folder / name), rows_of(folder / f"{name}-two")
@@ -90,10 +61,11 @@ def test_two_ranks_equal_one_that_samples_in_as_many_shards(folder, name, option
         torch.testing.assert_close(value, weights[parameter], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_ranks_train_in_half_precision(folder, precision):
+def test_ranks_train_in_half_precision(folder, sft_model, precision):
     options = [*SETTINGS, f"fabric.precision={precision}", "algorithm.n_iterations=1", "stages=[rl]"]
-    run_on_ranks(folder, precision, 2, *options, f"model.path={folder / 'warm' / 'backbone'}")
+    run_on_ranks(folder, precision, 2, *options, f"model.path={sft_model}")
     (row,), (other,) = rows_of(folder / precision), rows_of(folder / precision / "ranks" / "1")
     assert row["skipped_steps"] == 0
     assert row["grad_norm"] > 1e-3
@@ -109,7 +81,8 @@ def test_other_shards_are_other_responses(folder):
     assert alone[0]["loss"] != shards[0]["loss"]
 
 
-def test_ranks_warm_up_together_and_leave_the_model_of_one(tmp_path):
+@pytest.mark.slow
+def test_sft_on_two_ranks_gives_the_model_of_one(tmp_path):
     options = [*SETTINGS, "stages=[sft]", "sft.n_steps=10", "sft.n_warmup_steps=1"]
     run(tmp_path / "one", "run", *options)
     run_on_ranks(tmp_path / "two", "run", 2, *options)
@@ -125,7 +98,7 @@ def test_ranks_warm_up_together_and_leave_the_model_of_one(tmp_path):
         torch.testing.assert_close(one[embedding], other[embedding], rtol=1e-2, atol=1e-3)
 
 
-def test_ranks_share_an_evaluation_and_find_what_one_finds(folder):
+def test_an_evaluation_on_two_ranks_equals_that_of_one(folder):
     options = [*SETTINGS, "stages=[eval]", "evaluation.batch_size=8", "evaluation.n_prompts=20"]
     run(folder, "scored", *options)
     run_on_ranks(folder, "scored-by-two", 2, *options)
@@ -146,7 +119,7 @@ def test_ranks_share_an_evaluation_and_find_what_one_finds(folder):
         ("sft.batch_size=33", "sft.batch_size=33 cannot be shared out evenly over 2"),
     ],
 )
-def test_work_that_cannot_be_shared_out_is_refused(tmp_path, option, says):
+def test_work_that_does_not_divide_by_the_ranks_is_refused(tmp_path, option, says):
     options = ["algorithm=online_dpo", "algorithm.n_minibatches=5"] if option == "pairs" else [option]
     cfg = config(tmp_path, *SETTINGS, *options)
     with pytest.raises(ConfigError, match=says):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.test_ranks import SETTINGS, rows_of, weights_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,17 +23,11 @@ from lit_rlkv.distributed.sharding import (
     whole_state,
 )
 from lit_rlkv.models.backbone import is_sharded
-from tests.tiny import as_rank, config, free_port, run, run_on_ranks
+from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
+from tests.tiers import slow
+from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
 
 SHARDED = ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """In which a first run has left its warm model."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "warm", *SETTINGS, "stages=[sft]")
-    return folder
 
 
 def assert_same(folder, one, two):
@@ -49,7 +42,7 @@ def assert_same(folder, one, two):
     ("name", "options"),
     [
         ("smd", ["experiment=smd", "roles.gradient_checkpointing=true", "algorithm.n_micro_batches=2"]),
-        (
+        slow(
             "full",
             [
                 *("algorithm=ppo", "roles=ppo", "algorithm.critic_warmup=2"),
@@ -57,12 +50,12 @@ def assert_same(folder, one, two):
                 *("fabric.unshard_rollout=true", "stages=[sft,rl,eval]"),
             ],
         ),
-        ("joint", ["experiment=j_hydra_ppo"]),
-        ("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
-        ("pairs", ["algorithm=online_dpo"]),
+        slow("joint", ["experiment=j_hydra_ppo"]),
+        slow("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
+        slow("pairs", ["algorithm=online_dpo"]),
     ],
 )
-def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, options):
+def test_two_sharded_ranks_equal_one_process(folder, name, options):
     ours = [option for option in options if not option.startswith("fabric.")]
     small = ["evaluation.n_prompts=8", "evaluation.n_mismatch=8"]
     run(folder, name, *SETTINGS, *small, *ours, "rollout.n_shards=2")
@@ -71,7 +64,8 @@ def test_two_ranks_with_half_of_each_layer_equal_one_with_all(folder, name, opti
     assert_same(folder, name, f"{name}-two")
 
 
-def test_a_sharded_run_is_gone_on_with_by_one_process_and_the_reverse(folder):
+@pytest.mark.slow
+def test_a_sharded_run_resumes_on_one_process_and_the_reverse(folder):
     options = ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.lr_schedule=constant"]
     begin = [*SETTINGS, *options, "algorithm.n_iterations=2"]
     run(folder, "whole", *SETTINGS, *options, "rollout.n_shards=2")
@@ -83,7 +77,8 @@ def test_a_sharded_run_is_gone_on_with_by_one_process_and_the_reverse(folder):
     assert_same(folder, "whole", "to-one")
 
 
-def test_a_warm_up_and_an_evaluation_are_those_of_one_process(tmp_path):
+@pytest.mark.slow
+def test_sharded_sft_and_evaluation_equal_those_of_one_process(tmp_path):
     options = [*SETTINGS, "stages=[sft,eval]", "reward=verifier", "sft.n_steps=10", "sft.n_pairs=0"]
     # Three batches, of which the second rank has one.
     options += ["evaluation.n_prompts=20", "evaluation.batch_size=8"]
@@ -108,12 +103,12 @@ def test_a_warm_up_and_an_evaluation_are_those_of_one_process(tmp_path):
         ("fabric.unshard_rollout=3", "neither true nor false"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(tmp_path, option, says):
+def test_settings_that_sharding_does_not_support_are_refused(tmp_path, option, says):
     with pytest.raises(ConfigError, match=says):
         config(tmp_path, *SHARDED, "diagnostics=none", option)
 
 
-def test_nothing_is_unsharded_where_nothing_is_sharded(tmp_path):
+def test_unshard_rollout_without_sharding_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="shards nothing"):
         config(tmp_path, "fabric.unshard_rollout=true")
 
@@ -267,14 +262,15 @@ def check_flags(rank):
     assert alone.param_groups[0]["foreach"] is None
 
 
-def test_a_state_says_nothing_of_how_parameters_are_stepped():
+def test_an_optimizer_state_does_not_carry_the_foreach_flag():
     on_two_ranks(check_flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_shards_train_in_half_precision(folder, precision):
+def test_shards_train_in_half_precision(folder, sft_model, precision):
     options = [*SETTINGS, f"fabric.precision={precision}", "algorithm.n_iterations=1", "stages=[rl]"]
-    options += [f"model.path={folder / 'warm' / 'backbone'}", *SHARDED, "fabric.unshard_rollout=true"]
+    options += [f"model.path={sft_model}", *SHARDED, "fabric.unshard_rollout=true"]
     run_on_ranks(folder, precision, 2, *options)
     (row,) = rows_of(folder / precision)
     assert row["skipped_steps"] == 0

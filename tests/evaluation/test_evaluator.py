@@ -15,7 +15,7 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
-from tests.training import make_roles
+from tests.hand_built import make_roles
 
 SPARSE = CacheSpec(policy="snapkv", budget=7, interval=2, sink=1, window=2)
 

@@ -10,7 +10,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.rewards.judges import right_then_short
 from lit_rlkv.types import NEVER, Problem, Rewards, Rollout
-from tests.training import DigitsAreGood
+from tests.hand_built import DigitsAreGood
 
 # One column of prompt, then responses of three, two, one and two actions.
 LENGTHS = [3, 2, 1, 2]

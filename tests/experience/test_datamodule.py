@@ -7,8 +7,8 @@ import torch
 
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
 from lit_rlkv.experience.reward import RewardConfig
+from tests.hand_built import make_datamodule, make_roles
 from tests.rewards.threaded import InThreads
-from tests.training import make_datamodule, make_roles
 
 
 def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():

@@ -52,7 +52,7 @@ def test_a_response_that_fills_the_rollout_is_rewarded_in_the_last_column():
     assert token_rewards(torch.ones(1), response_mask, torch.zeros(1, 3), 0.1).tolist() == [[0.0, 0.0, 1.0]]
 
 
-def test_a_row_without_actions_earns_nothing():
+def test_a_row_without_response_tokens_gets_no_advantage():
     no_action = torch.zeros(1, 3, dtype=torch.bool)
     assert token_rewards(torch.tensor([math.nan]), no_action, torch.ones(1, 3), 0.1).tolist() == [[0.0] * 3]
     assert gae(torch.ones(1, 3), torch.ones(1, 3), no_action, gamma=0.9, lam=0.9).tolist() == [[0.0] * 3]
@@ -136,7 +136,7 @@ def test_a_perfect_value_function_leaves_no_advantage():
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, 1e30])
-def test_what_stands_outside_the_actions_does_not_matter(junk: float):
+def test_values_outside_the_response_mask_do_not_matter(junk: float):
     def spoilt(values: Tensor) -> Tensor:
         return values.masked_fill(~IS_ACTION, junk)
 

@@ -10,7 +10,7 @@ from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, e
 from lit_rlkv.experience.settings import SamplingConfig, UpdateConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.out_of_memory import MemoryExhaustedError
-from tests.training import ARMS, SPEC, counted_forwards, make_datamodule, make_model, make_roles
+from tests.hand_built import ARMS, SPEC, counted_forwards, make_datamodule, make_model, make_roles
 
 TOO_MUCH = 2**50
 """Bytes, a PiB."""

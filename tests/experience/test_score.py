@@ -12,7 +12,7 @@ from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, replay_logps, response_hidden
 from lit_rlkv.types import Rollout
-from tests.training import counted_forwards, make_datamodule, make_roles, shift
+from tests.hand_built import counted_forwards, make_datamodule, make_roles, shift
 
 TEMPERATURE = 0.7
 VIEWS = {

@@ -52,7 +52,7 @@ def test_greedy_decoding_from_our_cache_is_that_of_transformers(family: str):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_budget_that_is_never_exceeded_samples_as_a_dense_cache_does(policy: str):
+def test_a_budget_that_is_never_exceeded_samples_as_a_dense_cache(policy: str):
     dense = roll_out(CacheSpec.dense())
     enough = roll_out(spec_of(policy, budget=max(LENS) + N_NEW))
     assert torch.equal(enough.input_ids, dense.input_ids)

@@ -14,6 +14,7 @@ from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, build, ragged_prompts, tiny_config
+from tests.tiers import short_tier
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENS = (11, 4)
@@ -54,7 +55,7 @@ def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -
     return [logps.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("policy", SCORED)
+@pytest.mark.parametrize("policy", short_tier(SCORED, ["snapkv", "keydiff"]))
 def test_a_greedy_rollout_and_its_evictions_are_those_of_the_definitions(policy: str):
     fast, plain = (roll_out(kernels, policy, temperature=0.0) for kernels in ("triton", "reference"))
     assert torch.equal(fast.input_ids, plain.input_ids)
@@ -62,7 +63,10 @@ def test_a_greedy_rollout_and_its_evictions_are_those_of_the_definitions(policy:
     assert ((fast.evicted_at > 0) & (fast.evicted_at < NEVER)).any(dim=-1).all(dim=(1, 2)).any()
 
 
-@pytest.mark.parametrize(("policy", "family"), [*((p, "llama") for p in POLICIES), ("h2o", "gemma2")])
+REPLAYED = [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma2")]
+
+
+@pytest.mark.parametrize(("policy", "family"), short_tier(REPLAYED, [("h2o", "llama"), ("h2o", "gemma2")]))
 def test_the_learner_sees_what_the_sampler_saw_when_both_run_kernels(policy: str, family: str):
     rollout = by_triton(policy, family)
     with using("triton"), torch.no_grad():

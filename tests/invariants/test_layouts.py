@@ -13,7 +13,7 @@ from lit_rlkv.experience.reward import RewardConfig
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.modules.ppo import PPO
-from tests.training import TRAINED_HEAD, make_datamodule, make_model, make_ppo, make_roles, train_here
+from tests.hand_built import TRAINED_HEAD, make_datamodule, make_model, make_ppo, make_roles, train_here
 
 STEP_METRICS = ("loss", "policy_loss", "value_loss", "entropy", "value/mean")
 

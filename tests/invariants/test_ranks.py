@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.modules.ppo import PPO
-from tests.training import make_datamodule, make_optimizer, make_roles, shift
+from tests.hand_built import make_datamodule, make_optimizer, make_roles, shift
 
 ALL = ("policy", "reference", "reward", "value")
 

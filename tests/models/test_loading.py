@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.loading import load_causal_lm, without_dropout
-from tests.checkpoints import change_json, save_checkpoint
 from tests.models_zoo import build
+from tests.saved_models import change_json, save_checkpoint
 
 
 @pytest.fixture

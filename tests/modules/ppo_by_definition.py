@@ -14,8 +14,8 @@ from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.models.replay import replay_logps, response_hidden
 from lit_rlkv.modules.ppo import PPO
 from lit_rlkv.types import Rollout, TrainBatch
+from tests.hand_built import ARMS, make_datamodule, make_roles, shift
 from tests.modules.test_grpo import weights_by_definition
-from tests.training import ARMS, make_datamodule, make_roles, shift
 
 BOTH = (("policy", "value"),)
 GAMMA, LAM = 0.9, 0.8

@@ -9,7 +9,7 @@ from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.types import Rewards
-from tests.training import ARMS, make_datamodule, make_module, make_roles, shift
+from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
 
 
 def weights_by_definition(arm, rho, response_mask):

@@ -78,7 +78,7 @@ def test_the_reward_head_alone_learns_to_rank():
     assert "lm_loss" not in rows[-1]
 
 
-def test_the_lm_head_alone_learns_without_a_word_on_rewards():
+def test_the_lm_head_trains_alone_and_logs_no_reward_metrics():
     rows = learn(reward_weight=0.0)
     assert rows[-1]["lm_loss"] < 0.5 * rows[0]["lm_loss"]
     assert rows[-1]["loss"] == rows[-1]["lm_loss"]
@@ -182,7 +182,7 @@ def test_losses_equal_their_definition():
     assert float(found["loss"]) == pytest.approx(total, rel=1e-4)
 
 
-def test_a_head_that_is_given_goes_on_learning():
+def test_a_given_head_is_trained_further():
     module, datamodule = make_run()
     head = module.reward_head
     again = HydraSFT(

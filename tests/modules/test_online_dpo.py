@@ -16,8 +16,8 @@ from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.online_dpo import OnlineDPO
 from lit_rlkv.rewards.judges import right_then_short
 from lit_rlkv.types import Rewards, TrainBatch
+from tests.hand_built import ARMS, gradients_of, make_datamodule, make_dpo, make_roles, shift
 from tests.modules.test_grpo import weights_by_definition
-from tests.training import ARMS, gradients_of, make_datamodule, make_dpo, make_roles, shift
 
 KINDS = [
     {"kind": "sigmoid"},

@@ -11,6 +11,15 @@ from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import ROLES
+from tests.hand_built import (
+    ARMS,
+    counted_forwards,
+    gradients_of,
+    make_ppo,
+    make_roles,
+    shift,
+    train_here,
+)
 from tests.modules.ppo_by_definition import (
     BOTH,
     PAID,
@@ -22,15 +31,6 @@ from tests.modules.ppo_by_definition import (
     step,
 )
 from tests.modules.test_grpo import weights_by_definition
-from tests.training import (
-    ARMS,
-    counted_forwards,
-    gradients_of,
-    make_ppo,
-    make_roles,
-    shift,
-    train_here,
-)
 
 
 @pytest.mark.parametrize("arm", ARMS)

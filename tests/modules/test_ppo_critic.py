@@ -7,8 +7,8 @@ import torch
 
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.modules.ppo import PPO
+from tests.hand_built import make_ppo, make_roles, train_here
 from tests.modules.ppo_by_definition import make_data
-from tests.training import make_ppo, make_roles, train_here
 
 
 @pytest.mark.parametrize("layout", ["hydra", "j_hydra", "lora_ppo", "ppo"])

@@ -83,7 +83,7 @@ def test_sparse_rl_with_nothing_left_weighs_nothing():
 
 @pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-def test_what_stands_outside_the_actions_does_not_matter(function: WeightFn, junk: float):
+def test_values_outside_the_response_mask_do_not_matter(function: WeightFn, junk: float):
     log_ratio = RATIOS.log()
     expected = function(log_ratio, IS_ACTION)
     actual = function(log_ratio.masked_fill(~IS_ACTION, junk), IS_ACTION)

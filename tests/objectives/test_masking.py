@@ -17,7 +17,7 @@ def test_what_is_not_counted_never_matters(reduce):
     torch.testing.assert_close(values.grad, share * is_counted.float())
 
 
-def test_a_mean_of_nothing_is_0_and_not_nan():
+def test_the_mean_over_an_empty_mask_is_0_and_not_nan():
     assert float(masked_mean(torch.tensor([NAN, 1.0]), torch.zeros(2, dtype=torch.bool))) == 0
 
 

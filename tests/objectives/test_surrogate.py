@@ -51,7 +51,7 @@ def test_at_ratio_one_the_gradient_is_that_of_the_plain_policy_gradient():
     assert torch.equal(gradient, advantages)
 
 
-def test_what_stands_outside_the_actions_does_not_matter_not_even_nan():
+def test_values_outside_the_response_mask_do_not_matter_even_nan():
     weight = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
     advantages = torch.tensor([[0.0, 1.0, -1.0, 0.0]])
     results = []

@@ -55,7 +55,7 @@ def test_inside_the_bounds_rounding_makes_no_clip():
     assert not clipped_value(values, old, target, 100.0).is_clipped.any()
 
 
-def test_what_stands_outside_the_actions_does_not_matter_not_even_nan():
+def test_values_outside_the_response_mask_do_not_matter_even_nan():
     weight = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
     results = []
     for junk in (0.0, math.nan):

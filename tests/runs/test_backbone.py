@@ -4,7 +4,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_rlkv.runs.backbone import layers_in_order
-from tests.training import make_model
+from tests.hand_built import make_model
 
 
 class Twice(GradientCheckpointingLayer):

@@ -171,7 +171,7 @@ def files_of_at_most(n_bytes):
 
 
 @pytest.mark.parametrize("large", ["weights", "learner", "data"])
-def test_what_cannot_be_written_leaves_the_older_ones(tmp_path, large):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones(tmp_path, large):
     save(tmp_path, 1)
     many = torch.zeros(10_000)
     weights = {"w": many if large == "weights" else many[:3]}

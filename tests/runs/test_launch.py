@@ -1,14 +1,31 @@
-"""How many processes a run has, by the config and by what a launcher says."""
+"""How many processes a run has, by the config and by its launcher, and that they end with the first one."""
+
+import atexit
+import os
+import select
+import signal
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.utilities import distributed
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT, FORWARD_COORDINATOR
-from lit_rlkv.runs.launch import launch, make_fabric, started_processes, starts_others
-from tests.tiny import as_rank, free_port
+from lit_rlkv.faults import InterruptedRunError
+from lit_rlkv.runs.launch import (
+    FIRST,
+    end_without,
+    ending_together,
+    launch,
+    make_fabric,
+    started_processes,
+    starts_others,
+)
+from tests.whole_runs import as_rank, free_port
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
@@ -37,7 +54,7 @@ def set_all(monkeypatch, variables):
         monkeypatch.setenv(name, value)
 
 
-def test_alone_there_is_one_process_or_as_many_as_asked_for():
+def test_without_a_launcher_the_world_size_is_fabric_devices():
     assert make_fabric(config()).world_size == 1
     assert make_fabric(config(devices=2)).world_size == 2
 
@@ -46,7 +63,7 @@ IN_SALLOC = SLURM | {"SLURM_JOB_NAME": "interactive"}
 
 
 @pytest.mark.parametrize(("variables", "n_ranks"), [(TORCHRUN, 4), (SLURM, 8), (IN_SALLOC, 8)])
-def test_a_launcher_decides(monkeypatch, variables, n_ranks):
+def test_a_launcher_decides_the_world_size(monkeypatch, variables, n_ranks):
     set_all(monkeypatch, variables)
     assert make_fabric(config()).world_size == n_ranks
     assert not starts_others(make_fabric(config()))
@@ -95,13 +112,13 @@ def wait_as_long_as_any_rollout(rank, port):
     dist.destroy_process_group()
 
 
-def test_ranks_wait_for_one_that_samples_for_hours():
+def test_collectives_time_out_later_than_the_longest_rollout():
     args = (free_port(),)
     torch.multiprocessing.start_processes(wait_as_long_as_any_rollout, args, 2, start_method="fork")
     assert COLLECTIVE_TIMEOUT.total_seconds() > 2 * 3600
 
 
-def test_what_would_wait_for_ever_is_refused(monkeypatch):
+def test_launches_that_would_hang_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="by srun or torchrun"):
         make_fabric(config(num_nodes=2))
     set_all(monkeypatch, {**SLURM, "SLURM_NTASKS": "7"})
@@ -116,3 +133,102 @@ def test_what_would_wait_for_ever_is_refused(monkeypatch):
 def test_a_device_that_is_not_there_is_one_clear_error():
     with pytest.raises(ConfigError, match="fabric: "):
         make_fabric(config(accelerator="tpu"))
+
+
+def forked(work):
+    """A child that does this work and nothing else."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(7)
+    return child
+
+
+def ends_with_first(watches, within_s):
+    """Whether a process that would wait for ever ends when the one is killed that started it."""
+    alive, held_open = os.pipe()  # can be read once all that could write to it have ended
+    over = threading.Event()
+
+    def wait():
+        first = os.getppid()
+        os.write(held_open, str(os.getpid()).encode())
+        watches(first, over)
+        signal.pause()
+
+    first = forked(lambda: (forked(wait), signal.pause()))
+    os.close(held_open)
+    waiting = int(os.read(alive, 20))
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    has_ended = bool(select.select([alive], [], [], within_s)[0])
+    if not has_ended:
+        os.kill(waiting, signal.SIGKILL)
+    os.close(alive)
+    return has_ended
+
+
+def watch(first, over):
+    threading.Thread(target=end_without, args=(first, over), daemon=True).start()
+
+
+def watch_until_it_is_over(first, over):
+    watch(first, over)
+    over.set()
+
+
+def test_a_rank_ends_with_rank_zero_but_not_after_the_run_is_over():
+    assert ends_with_first(watch, within_s=20.0)
+    assert not ends_with_first(watch_until_it_is_over, within_s=2.0)
+    assert not ends_with_first(lambda first, over: None, within_s=2.0)
+
+
+def test_a_rank_that_starts_after_rank_zero_has_ended_ends_at_once():
+    nobody = forked(lambda: None)
+    os.waitpid(nobody, 0)
+
+    def start_late():
+        os.environ |= {FIRST: str(nobody), "LOCAL_RANK": "1"}
+        with ending_together(Fabric(accelerator="cpu", devices=2)):
+            threading.Event().wait(20.0)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(start_late), 0)[1]) == 1
+
+
+def takes_leave(error, monkeypatch):
+    """Whether a process that ends by this error takes leave of the others, as Lightning does by NCCL."""
+    monkeypatch.setattr(distributed, "_distributed_is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.torch.distributed, "destroy_process_group", lambda: os._exit(3))
+
+    def end():
+        atexit._clear()
+        try:
+            with ending_together(Fabric(accelerator="cpu", devices=2)):
+                atexit.register(distributed._destroy_dist_connection)
+                if error is not None:
+                    raise error
+        except BaseException:
+            pass
+        finally:
+            atexit._run_exitfuncs()
+
+    status = os.waitstatus_to_exitcode(os.waitpid(forked(end), 0)[1])
+    assert status in (3, 7)
+    return status == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(None, True), (InterruptedRunError("all have agreed"), True), (OSError("of one rank"), False)],
+)
+def test_a_rank_that_fails_alone_does_not_wait_to_destroy_the_process_group(error, expected, monkeypatch):
+    assert takes_leave(error, monkeypatch) == expected
+
+
+def test_a_run_of_one_process_sets_no_rank_zero_id():
+    with ending_together(Fabric(accelerator="cpu", devices=1)):
+        assert FIRST not in os.environ
+    with ending_together(Fabric(accelerator="cpu", devices=2)):
+        assert os.environ[FIRST] == str(os.getpid())
+    assert FIRST not in os.environ

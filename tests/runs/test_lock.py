@@ -12,7 +12,7 @@ from lit_rlkv.runs import lock as locking
 from lit_rlkv.runs.lock import LOCK, BusyError, FolderLock
 
 
-def test_a_folder_has_one_writer_and_a_second_is_told_who(tmp_path):
+def test_a_folder_has_one_writer_and_a_second_gets_its_pid(tmp_path):
     run = tmp_path / "runs" / "mine"
     with FolderLock() as first:
         first.take(run)
@@ -97,7 +97,7 @@ def no_locks(descriptor, operation):
     ("changed", "says"),
     [("fcntl.flock", "No locks available"), ("fcntl", "this system has no flock")],
 )
-def test_where_there_are_no_locks_a_run_goes_on_without(tmp_path, monkeypatch, caplog, changed, says):
+def test_without_file_locks_a_run_starts_with_a_warning(tmp_path, monkeypatch, caplog, changed, says):
     monkeypatch.setattr(f"lit_rlkv.runs.lock.{changed}", no_locks if "flock" in changed else None)
     with FolderLock() as first, FolderLock() as second:
         first.take(tmp_path)

@@ -17,7 +17,7 @@ from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.preflight import check_reward_functions
-from tests.tiny import MODEL, config, run
+from tests.whole_runs import MODEL, config, run
 
 FLAKY = '''
 import time
@@ -84,7 +84,7 @@ def test_a_run_survives_a_function_that_raises_hangs_and_answers_nan(tmp_path, f
     assert saved["after"][0]["accuracy"] == results.after[0].accuracy
 
 
-def test_a_run_stops_where_too_many_fail_and_says_what_the_function_said(tmp_path, file):
+def test_a_run_stops_when_too_many_rewards_fail_and_shows_the_error(tmp_path, file):
     with pytest.raises(
         RewardsFailedError, match=r"16 of 16 .* \(never: OSError: the judge is out \(rewards\.py"
     ):

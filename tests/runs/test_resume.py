@@ -13,7 +13,7 @@ from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.resume import config_to_save, differences, is_done, resumed, warn_of_other_ranks
 from lit_rlkv.runs.resume import found as found_by
-from tests.tiny import TINY
+from tests.whole_runs import TINY
 
 
 def asked(folder, *overrides):
@@ -104,14 +104,14 @@ def test_auto_leaves_a_run_to_the_process_that_is_at_work_on_it_and_begins_no_ot
     assert list(new.iterdir()) == []
 
 
-def test_auto_goes_on_in_the_folder_it_is_given_and_refuses_another_run_there(tmp_path):
+def test_auto_resumes_in_the_given_folder_and_refuses_another_run_there(tmp_path):
     run = leave_run(tmp_path, "mine")
     assert found(asked(tmp_path), run) == run
     with pytest.raises(ConfigError, match=r"another config(.|\n)*cache\.budget: 7 -> 6"):
         found(asked(tmp_path, "cache.budget=6"), run)
 
 
-def test_a_run_goes_on_with_what_may_change_and_nothing_else(tmp_path):
+def test_a_resumed_run_takes_changes_only_of_keys_that_may_change(tmp_path):
     run = leave_run(tmp_path, "mine", "seed=5")
     cfg = asked(tmp_path, f"resume={run}", "callbacks.keep_best=2")
     folder, gone_on = resumed(cfg, [f"resume={run}", "callbacks.keep_best=2"])
@@ -150,7 +150,7 @@ def test_a_setting_of_what_the_run_left_out_brings_it_whole(tmp_path, without):
 
 
 @pytest.mark.parametrize(("n_ranks", "says"), [(2, ""), (4, "had 2 processes and goes on with 4: prompts")])
-def test_it_is_said_what_another_number_of_processes_changes(caplog, n_ranks, says):
+def test_resuming_with_another_number_of_ranks_warns(caplog, n_ranks, says):
     warn_of_other_ranks(Checkpoint(Path("iteration-000001"), 1, {}, n_ranks=2), n_ranks)
     assert says in caplog.text
     assert bool(caplog.text) == bool(says)

@@ -17,7 +17,7 @@ from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.resume import resumed
 from tests.reporting.loggers.offline_run import finished_runs
 from tests.reporting.loggers.recorded import KeepingLogger
-from tests.tiny import TINY, config, run
+from tests.whole_runs import TINY, config, run
 
 QUICK = ("diagnostics=none", "evaluation.budgets=[]", "stages=[rl,eval]")
 
@@ -92,7 +92,7 @@ def killed(cfg, run_dir):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_no_account")
-def test_a_resumed_run_goes_on_in_the_same_wandb_run(warm):
+def test_a_resumed_run_logs_to_the_same_wandb_run(warm):
     folder = warm / "killed"
     killed(config(warm, "logger=wandb", *QUICK), folder)
     (cut_short,) = finished_runs(folder)
@@ -109,7 +109,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(warm):
 
 
 @pytest.mark.slow
-def test_the_axes_of_a_resumed_run_go_on(warm):
+def test_token_and_time_axes_continue_in_a_resumed_run(warm):
     folder = warm / "axes"
     killed(config(warm, *QUICK), folder)
     before = rows_of(folder)[0]

@@ -11,7 +11,7 @@ from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.sft import run_sft
-from tests.tiny import config
+from tests.whole_runs import config
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AskedWhileItScores(RunContext):
         return score
 
 
-def test_what_is_held_ends_after_the_cache_under_way(tmp_path):
+def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     plain = build_context(config(tmp_path, "stages=[sft,eval]"))
     roles = make_policy(plain, run_sft(plain, [])).roles
     interruption, n_scored = Interruption(), []

@@ -20,7 +20,7 @@ from lit_rlkv.runs.starting_model import REWARD_HEAD
 from lit_rlkv.stages import evaluation as reward
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
-from tests.tiny import MODEL
+from tests.whole_runs import MODEL
 
 TINY = [*MODEL, "experiment=none"]
 
@@ -77,7 +77,7 @@ def test_a_reward_model_of_its_own_is_the_critics_backbone(runs, apart):
     assert torch.equal(module.roles.head("value").linear.weight, head["linear.weight"])
 
 
-def test_the_value_head_starts_where_it_is_told(runs, joint):
+def test_the_value_head_starts_from_the_configured_role(runs, joint):
     zero = policy(runs, joint, "algorithm=ppo")
     assert zero.roles.head("value").linear.weight.abs().max() == 0
     warm = policy(runs, joint, "algorithm=ppo", "roles.value_init=reward")
@@ -160,7 +160,7 @@ def counting(calls, function):
     return counted
 
 
-def test_training_does_not_go_on_with_other_rows(joint, tmp_path):
+def test_rl_refuses_to_resume_with_other_rows(joint, tmp_path):
     path = tmp_path / "sums.jsonl"
 
     def train(n_rows, n_iterations):

@@ -23,6 +23,7 @@ from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, sft_model_dir
 from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.tasks import Sorting
+from tests.tiers import slow
 
 TINY = [
     "debug=fast",
@@ -158,12 +159,13 @@ def test_a_ranking_loss_of_no_weight_is_plain_fine_tuning(warm):
     assert weights(folder) == weights(warm(*PLAIN)[1])
 
 
+@pytest.mark.slow
 def test_without_pairs_the_weight_of_their_loss_is_irrelevant(warm):
     assert weights(warm(*PLAIN, "sft.reward_weight=7")[1]) == weights(warm(*PLAIN)[1])
     assert weights(warm("sft.reward_weight=7")[1]) != weights(warm()[1])
 
 
-def test_every_way_to_warm_up_has_a_folder_of_its_own(warm):
+def test_every_sft_config_has_its_own_folder(warm):
     made = [warm(*way) for way in ([], APART, PLAIN, UNWEIGHTED)]
     assert len({folder for _, folder, _ in made}) == 4
     for parts, folder, _ in made:
@@ -174,7 +176,7 @@ def test_every_way_to_warm_up_has_a_folder_of_its_own(warm):
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_warm_up_that_is_broken_off_leaves_nothing(tmp_path, at):
+def test_an_interrupted_sft_leaves_no_files(tmp_path, at):
     # 2 iterations of the LM and 2 of the reward model
     parts = build_context(config(tmp_path, *APART, "sft.n_steps=20"))
     with pytest.raises(KeyboardInterrupt):
@@ -183,10 +185,10 @@ def test_a_warm_up_that_is_broken_off_leaves_nothing(tmp_path, at):
 
 
 @pytest.mark.parametrize(
-    "way", [[], APART, ["sft.on_policy_pairs.n_prompts=32", "sft.on_policy_pairs.n_steps=20"]]
+    "way", [[], slow(APART), slow(["sft.on_policy_pairs.n_prompts=32", "sft.on_policy_pairs.n_steps=20"])]
 )
-@pytest.mark.parametrize("at", [2, 4])
-def test_a_warm_up_that_was_broken_off_goes_on_bit_for_bit(tmp_path, way, at):
+@pytest.mark.parametrize("at", [slow(2), 4])
+def test_an_interrupted_sft_resumes_bit_for_bit(tmp_path, way, at):
     # Two iterations of each pass; the joint one alone has four.
     options = [*way, "sft.n_steps=20" if way else "sft.n_steps=40", "sft.steps_per_iteration=10"]
     straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
@@ -218,7 +220,7 @@ def test_pairs_that_cannot_be_learned_from_are_refused_before_training(tmp_path,
         run_sft(parts, [Fails(at=1)])
 
 
-def test_plain_fine_tuning_asks_nothing_of_the_rejected_side(tmp_path):
+def test_plain_fine_tuning_does_not_check_rejected_completions(tmp_path):
     parts = replace(build_context(config(tmp_path, *PLAIN, "sft.n_steps=10")), task=Forgiving())
     assert (run_sft(parts, []) / SFT_DONE).is_file()
 
@@ -240,7 +242,7 @@ def test_a_mistake_in_the_config_is_refused(tmp_path, overrides, says):
         config(tmp_path, *overrides)
 
 
-def test_steps_of_a_reward_model_that_is_not_trained_are_not_asked_about(tmp_path):
+def test_reward_steps_are_not_checked_where_no_reward_model_is_trained(tmp_path):
     assert config(tmp_path, "sft.reward_steps=15").sft.joint
 
 
@@ -273,6 +275,7 @@ def test_a_finite_task_is_not_asked_for_more_pairs_than_it_has(tmp_path):
     assert len(held_out_pairs(parts)) == n_held_out
 
 
+@pytest.mark.slow
 def test_preferences_without_a_verifier_train_a_reward_head_too(tmp_path):
     # any two digits: the one with more straight lines, 1 4 7, was preferred
     rows = [{"prompt": f"{n}?", "chosen": "147"[n % 3], "rejected": "03689"[n % 5]} for n in range(100)]
@@ -305,12 +308,12 @@ def test_a_pair_too_long_for_the_model_is_named_however_far_down(tmp_path, side)
         run_sft(parts, [Fails(at=1)])
 
 
-def test_plain_fine_tuning_asks_nothing_of_a_long_rejected_side(tmp_path):
+def test_plain_fine_tuning_does_not_check_the_length_of_rejected_completions(tmp_path):
     parts = preferences(tmp_path, rejected="1" * 1024)(*PLAIN, "sft.n_steps=10")
     assert (run_sft(parts, []) / SFT_DONE).is_file()
 
 
-def test_a_warm_up_does_not_go_on_with_other_rows(tmp_path):
+def test_sft_refuses_to_resume_with_other_rows(tmp_path):
     def go_on(parts, *callbacks):
         return run_sft(
             parts("sft.n_steps=20"), callbacks, SFTProgress(parts().fabric, tmp_path / "work", every=1)

@@ -74,7 +74,7 @@ def judge(question):
     return {"+": 1.0, "2": float("nan")}.get(question["completion"][:1], 0.0)
 
 
-def test_what_evaluations_call_right_is_no_mistake_and_neither_is_what_they_could_not_judge(tmp_path):
+def test_right_and_unscored_answers_are_no_rejected_sides(tmp_path):
     parts = build_context(config(tmp_path))
     backbone = load_backbone(parts, None)
 
@@ -90,7 +90,7 @@ def test_what_evaluations_call_right_is_no_mistake_and_neither_is_what_they_coul
         assert beginnings() == [first for first in every if first not in ("+", "2")]
 
 
-def test_another_cache_or_batch_makes_other_mistakes_and_so_another_warm_model(tmp_path):
+def test_another_cache_or_batch_size_is_another_sft_model_with_on_policy_pairs(tmp_path):
     def folder(*overrides):
         return sft_model_dir(config(tmp_path, *overrides))
 
@@ -129,6 +129,7 @@ def test_the_last_pass_moves_the_head_of_the_first(tmp_path):
     assert first.n_mistakes_of == 0
 
 
+@pytest.mark.slow
 def test_apart_the_reward_model_alone_learns_from_them(tmp_path):
     plain = run_sft(build_context(config(tmp_path, "sft.joint=false")), [])
     folder = run_sft(

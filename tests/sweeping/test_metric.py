@@ -7,7 +7,7 @@ import pytest
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.metric import Metric, check_metric, logged_names
-from tests.tiny import config, run
+from tests.whole_runs import config, run
 
 REFUSED = [
     ("lm_loss", [], "metric='lm_loss' is logged by rl and eval of no run"),

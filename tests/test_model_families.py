@@ -1,4 +1,4 @@
-"""Checkpoints of many families through the config: loaded, rolled out, replayed, updated, exported."""
+"""Checkpoints of many model families, through the config: loaded, rolled out, replayed, updated, exported."""
 
 import csv
 
@@ -18,10 +18,11 @@ from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.export import export_policy, policy_logits, probe_tokens
 from lit_rlkv.trainer import Learner
 from lit_rlkv.types import Message
-from tests.checkpoints import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
+from tests.hand_built import shift
 from tests.models_zoo import FAMILIES, build
-from tests.tiny import config, run
-from tests.training import shift
+from tests.saved_models import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
+from tests.tiers import short_tier, slow
+from tests.whole_runs import config, run
 
 LIGHT = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1", "roles.rank=4"]
 
@@ -40,7 +41,7 @@ def metrics_of(folder, name, checkpoint, *overrides):
     return {key: float(value) for key, value in row.items() if value}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short_tier(FAMILIES, ["llama", "gpt2", "gemma2"]))
 def test_a_checkpoint_of_every_family_is_rolled_out_replayed_and_updated(family, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model", family)
     found = metrics_of(tmp_path, "run", checkpoint, "algorithm.kl.weight=0.1")
@@ -48,7 +49,7 @@ def test_a_checkpoint_of_every_family_is_rolled_out_replayed_and_updated(family,
     assert found["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", slow("gemma2")])
 def test_recomputed_layers_give_the_same_update(family, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model", family)
     plain = metrics_of(tmp_path, "plain", checkpoint, "algorithm=ppo")
@@ -59,7 +60,7 @@ def test_recomputed_layers_give_the_same_update(family, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "is_tied"),
-    [("llama", False), ("gpt2", True), ("phi3", False), ("gemma2", True), ("gpt_neox", False)],
+    [("llama", False), ("gpt2", True), slow("phi3", False), slow("gemma2", True), slow("gpt_neox", False)],
 )
 def test_an_export_computes_the_policy_in_plain_transformers(family, is_tied, tmp_path):
     # gpt2 swaps rows and columns, phi3 has projections in one matrix; where tied, the head is the embedding.
@@ -106,7 +107,7 @@ def test_in_bfloat16_replay_is_exact_to_that_precision(tmp_path):
     assert exported(parts, module, checkpoint, tmp_path)[1].dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", [slow("grpo"), "ppo"])
 def test_in_bfloat16_all_that_trains_beside_the_backbone_stays_in_float32(algorithm, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model")
     options = ["fabric.precision=bf16-true", f"algorithm={algorithm}"]

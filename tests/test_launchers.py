@@ -13,7 +13,8 @@ import pytest
 
 from lit_rlkv.faults import EXIT_CODE
 from lit_rlkv.runs.session import INTERRUPTED
-from tests.tiny import TINY, run, said_by
+from tests.tiers import short_tier, slow
+from tests.whole_runs import TINY, config, said_by
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "diagnostics=none", "fabric.accelerator=cpu", "fabric.n_threads=1"]
@@ -22,9 +23,9 @@ LONG = ["algorithm.n_iterations=400", "callbacks.checkpoint_every=1000"]
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
+def warm(tmp_path_factory, share_sft_model):
     folder = tmp_path_factory.mktemp("runs")
-    run(folder, "first", "stages=[sft]")
+    share_sft_model(config(folder))
     return folder
 
 
@@ -58,8 +59,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_launcher_decides_on_the_number_of_processes(warm, name):
+@pytest.mark.parametrize("name", short_tier(LAUNCHERS, ["torchrun"]))
+def test_a_launcher_decides_the_number_of_processes(warm, name):
     process = start(LAUNCHERS[name], f"runs_dir={warm}", f"hydra.run.dir={warm / name}")
     said = said_by(process)
     assert process.returncode == 0, said
@@ -67,7 +68,8 @@ def test_a_launcher_decides_on_the_number_of_processes(warm, name):
     assert said.count("report: ") == 1
 
 
-def test_one_signal_ends_all_ranks_that_one_task_of_slurm_has_started(warm):
+@pytest.mark.slow
+def test_one_signal_ends_all_ranks_started_by_one_slurm_task(warm):
     slurm = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"}
     slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
     folder = warm / "asked"
@@ -82,7 +84,8 @@ def test_one_signal_ends_all_ranks_that_one_task_of_slurm_has_started(warm):
     assert saved.name == f"iteration-{n_rows(folder):06d}"
 
 
-def test_a_signal_ends_all_ranks_between_the_caches_of_an_evaluation(warm):
+@pytest.mark.slow
+def test_a_signal_ends_all_ranks_during_an_evaluation_and_the_run_resumes(warm):
     folder = warm / "asked-while-it-evaluates"
     budgets = f"evaluation.budgets={list(range(5, 105))}".replace(" ", "")
     arguments = ["stages=[rl,eval]", f"runs_dir={warm}", f"hydra.run.dir={folder}", "resume=auto"]
@@ -116,7 +119,7 @@ def test_a_signal_ends_all_ranks_between_the_caches_of_an_evaluation(warm):
         (75, False, 75, True),
     ],
 )
-def test_a_job_goes_on_if_the_run_says_that_it_was_asked_to_end(
+def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
     tmp_path, code, leaves_note, ends_with, is_requeued
 ):
     note = tmp_path / "runs" / "mine" / INTERRUPTED
@@ -140,8 +143,8 @@ def test_a_job_goes_on_if_the_run_says_that_it_was_asked_to_end(
     assert (said[1:] == ["scontrol requeue 7"]) == is_requeued
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_that_dies_takes_the_other_with_it_and_nobody_waits(warm, dies):
+@pytest.mark.parametrize("dies", [slow(0), 1])
+def test_a_rank_that_is_killed_ends_the_other_rank(warm, dies):
     folder = warm / f"dead-{dies}"
     arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
     process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
@@ -153,7 +156,8 @@ def test_a_rank_that_dies_takes_the_other_with_it_and_nobody_waits(warm, dies):
     wait_for_end(other)
 
 
-def test_a_rank_that_is_still_starting_when_the_first_dies_does_not_wait_for_it(warm):
+@pytest.mark.slow
+def test_a_rank_that_is_still_starting_ends_when_rank_zero_is_killed(warm):
     process = start([*PYTHON, "lit_rlkv.fit"], "fabric.devices=2", f"hydra.run.dir={warm / 'never'}")
     deadline = time.monotonic() + 120
     while not (ranks := ranks_started_by(process)) and time.monotonic() < deadline:

@@ -1,11 +1,13 @@
-"""Whole runs at a size that takes a second, for tests that need a run's folder."""
+"""Whole runs composed from the configs at a size that takes a second, for tests that need a run's folder."""
 
 import os
 import socket
 import subprocess
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from lightning.fabric import Fabric
 from omegaconf import OmegaConf
@@ -15,7 +17,10 @@ from lit_rlkv.config import CONF_DIR
 from lit_rlkv.config.fabric_rules import FSDP2
 from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
+from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.launch import fabric_precision, make_fabric
+from lit_rlkv.runs.starting_model import SFT_DONE, SFT_MODELS, sft_model_dir
+from lit_rlkv.stages.sft import run_sft
 
 MODEL = [
     "debug=fast",
@@ -48,8 +53,24 @@ def run(tmp_path, name, *overrides, resumes=False):
     return fit(cfg, tmp_path / name, Console(quiet=True), resumes=resumes)
 
 
+def shared_sft_model(cfg, shared):
+    """Return the folder of the SFT model of this config; the first test worker that needs it trains it.
+
+    `cfg.runs_dir` gets a link to the models in `shared`, so runs in that folder start from them.
+    """
+    models = Path(cfg.runs_dir) / SFT_MODELS
+    if not models.exists():
+        (shared / SFT_MODELS).mkdir(exist_ok=True)
+        models.symlink_to(shared / SFT_MODELS)
+    folder = sft_model_dir(cfg)
+    with FileLock(shared / f"{folder.name}.lock"):
+        if not (folder / SFT_DONE).is_file():
+            run_sft(build_context(cfg), [])
+    return folder
+
+
 def run_on_ranks(tmp_path, name, n_ranks, *overrides, resumes=False):
-    """The same on several processes, which are forks of this one."""
+    """Run on several processes, which are forks of this one."""
     cfg = config(tmp_path, *overrides)
     if cfg.fabric.strategy == FSDP2:  # which Fabric itself starts in no fork
         args = (n_ranks, free_port(), cfg, tmp_path / name, resumes)
@@ -69,7 +90,7 @@ def _fit_as_started(rank, n_ranks, port, cfg, run_dir, resumes):
 
 
 def as_rank(rank, n_ranks, port):
-    """Make this process one of those that torchrun starts."""
+    """Set the environment of one of the processes that torchrun starts."""
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": n_ranks}
     names |= {"LOCAL_WORLD_SIZE": n_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -88,7 +109,7 @@ def _fit_on_a_rank(fabric, cfg, run_dir, resumes):
 
 
 def said_by(process):
-    """What a process, and those that it started, have written when all have ended."""
+    """Return the output of a process and its children, once all have ended."""
     try:
         return process.communicate(timeout=300)[0]
     except subprocess.TimeoutExpired:
@@ -97,7 +118,7 @@ def said_by(process):
 
 
 def scoring(folder):
-    """What the command line of evaluate asks for where nothing else is said."""
+    """Return the default options of evaluate for this run folder."""
     options = OmegaConf.load(CONF_DIR / "evaluate.yaml")
     options.ckpt = str(folder)
     return options

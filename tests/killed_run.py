@@ -1,8 +1,8 @@
-"""A run that is killed again and again: `python -m tests.killed SEED N_KILLS OVERRIDE ...`.
+"""Train a run that is killed again and again: `python -m tests.killed_run SEED N_KILLS OVERRIDE ...`.
 
-Everything is imported once; each attempt is a fork that goes on with the run in `hydra.run.dir`, and all but
-the last of them are killed with SIGKILL at a random moment, checkpoint writes included. Prints the iterations
-that were done at each evicted_at.
+Everything is imported once. Each attempt is a fork that resumes the run in `hydra.run.dir`; all but the
+last are killed with SIGKILL at a random moment, checkpoint writes included. Prints how many iterations were
+done at each kill.
 """
 
 import os
@@ -20,10 +20,10 @@ from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG
-from tests.tiny import TINY
+from tests.whole_runs import TINY
 
 MOST_SAVED = 5
-"""Iterations that an attempt gets before it is killed in any case."""
+"""Iterations after which an attempt is killed in any case."""
 
 
 def attempt(overrides: list[str], run_dir: Path) -> None:
@@ -48,7 +48,7 @@ def fork(overrides: list[str], run_dir: Path) -> int:
 
 
 def wait_for_progress(child: int, run_dir: Path, n_before: int) -> None:
-    """Until this attempt has saved something, so that each of them gets on."""
+    """Wait until this attempt has saved an iteration, so that every attempt makes progress."""
     while n_saved(run_dir) <= n_before:
         assert os.waitpid(child, os.WNOHANG) == (0, 0), "an attempt ended by itself"
         time.sleep(0.005)

@@ -1,0 +1,33 @@
+"""Settings of the runs that are compared between one process and two, and what such runs leave."""
+
+import csv
+
+from safetensors.torch import load_file
+
+SETTINGS = [
+    "stages=[sft,rl]",
+    "reward=mixed",  # this model is seldom right, and groups that agree on that teach nothing
+    "sft.n_steps=100",
+    "sft.optimizer.lr=0.01",
+    "rollout.n_prompts=8",
+    "algorithm.n_iterations=5",
+    "fabric.precision=64-true",
+    "callbacks.samples_every=9",
+    "diagnostics=none",
+]
+OWN = ("time/", "tokens_per_second", "kv/bytes", "kv/attention", "kv/needs_dead_key", "kv/dead_key_on_top")
+"""Metrics of the processes themselves, which are not compared; nor are standard errors, `_se`."""
+
+
+def rows_of(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rows[0].pop("rewards/accuracies", None)  # before the first update, the signs of float errors
+    return [
+        {k: float(v) for k, v in row.items() if v and not k.startswith(OWN) and not k.endswith("_se")}
+        for row in rows
+    ]
+
+
+def weights_of(folder):
+    return load_file(folder / "checkpoints" / "iteration-000005" / "trainable.safetensors")
