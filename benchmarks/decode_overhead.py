@@ -1,4 +1,4 @@
-"""How much the decode loop adds to the model: sampling, scores, eviction, bookkeeping, the record of evictions.
+"""Measure what the decode loop adds to the model: sampling, scores, eviction, bookkeeping.
 
     python benchmarks/decode_overhead.py [--rounds 9]
 

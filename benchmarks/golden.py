@@ -1,7 +1,7 @@
 """Check that two versions of the code train, evaluate and export bit for bit the same.
 
-    python benchmarks/golden.py record FILE [--tree CHECKOUT]   run everything, write the results to FILE
-    python benchmarks/golden.py check FILE [--tree CHECKOUT]    run again, compare; exit code 1 on a difference
+    python benchmarks/golden.py record FILE [--tree CHECKOUT]  run everything, write the results to FILE
+    python benchmarks/golden.py check FILE [--tree CHECKOUT]   run again and compare; exit code 1 if different
 
 Use it before and after a change that must not change any number (a move, a rename, a refactoring). It runs
 `debug=fast` of one experiment per algorithm family, the default run with 20 iterations, and evaluate and

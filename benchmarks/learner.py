@@ -3,10 +3,10 @@
     python benchmarks/learner.py [--plot learner.png]
     python benchmarks/learner.py --preset 1.5b --layers 4 --lengths 4096 16384 --budgets 1024 2048 4096
 
-A decoder of random weights reads a synthetic rollout, whose evictions are those of a simulated h2o, forward and
+A decoder of random weights reads a synthetic rollout with the evictions of a simulated h2o, forward and
 backward with respect to all its weights. The views: `torch dense` is the model's own causal attention by
 torch's SDPA, which knows no evictions; `dense` is replay_logps with every key alive; `shadow` is replay_logps
-under the evictions, which is what learning from an evicting sampler needs, at each budget. Kernels are the plain
+under the evictions, as a learner of evicting rollouts needs it, at each budget. Kernels are the plain
 definitions or Triton's. Before anything is timed, log-probs and gradients of both kernels are compared at a
 length that the definitions can take. Printed are seconds of a step, tokens per second, the peak of memory
 above the weights, and the wall-clock of the first step. Rows go to benchmarks/results/learner.jsonl.

@@ -2,7 +2,7 @@
 
     python benchmarks/shadow_work.py [--seq 16384] [--interval 128] [--kv-heads 8]
 
-Evictions are simulated as h2o leaves them. Printed, as a share of the pairs of dense causal attention: pairs of
+Evictions are simulated after h2o. Printed, as a share of the pairs of dense causal attention: pairs of
 a query and a key that the sampler saw, the least that any exact kernel computes; pairs in the tiles that the
 forward pass and dQ visit; pairs in the tiles that dK and dV visit; and how many slots there are.
 """

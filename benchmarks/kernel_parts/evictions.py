@@ -28,7 +28,7 @@ class Schedule:
     """Tokens prefilled densely, and compacted at once where they exceed the budget."""
 
     def compactions(self, seq: int) -> Iterator[int]:
-        """Tokens seen at each compaction before the sequence ends, which is also the column of the evictions."""
+        """Yield the tokens seen at each compaction before the sequence ends, the column of its evictions."""
         now = self.prompt if self.prompt > self.budget else self.budget + self.interval
         while now < seq:
             yield now
@@ -38,7 +38,7 @@ class Schedule:
 def simulate_evictions(
     lead: Sequence[int], seq: int, schedule: Schedule, seed: int = 0
 ) -> Int[Tensor, "*lead seq"]:
-    """Evictions of each key for every (batch, layer, KV head) of `lead`, on the CPU, the same for the same seed.
+    """Return the eviction table for every (batch, layer, KV head) of `lead`, on the CPU, fixed by the seed.
 
     The attention that a key receives is its weight, drawn once from a heavy tail, times a recency that decays
     with its age, times what drifts from interval to interval, as a share of all living keys. Its score is the

@@ -84,7 +84,7 @@ def explained_variance(
     returns: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Float[Tensor, ""]:
-    """1 − Var(returns − values) / Var(returns) over the response tokens: 1 is perfect, 0 no better than a constant.
+    """1 − Var(returns − values) / Var(returns) over response tokens: 1 is perfect, 0 as good as a constant.
 
     Negative for values that are worse than a constant; 0 where the returns do not vary.
     """

@@ -225,7 +225,7 @@ def hidden_states(
     position_ids: Int[Tensor, "batch seq"],
     **attention: Any,
 ) -> Float[Tensor, "batch seq dim"]:
-    """Last hidden states, with `evicted_at=` (and `probe=`) or `slot_cache=` handed on to the attention function.
+    """Return the last hidden states; `evicted_at=`, `probe=` or `slot_cache=` go to the attention function.
 
     Raises:
         ValueError: the model does not compute our attention, so it would take no notice.

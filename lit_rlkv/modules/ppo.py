@@ -29,7 +29,7 @@ class PPO(ClippedPolicy):
         value_clip: values are clipped to within this distance of the old values; None: not clipped.
         value_shadow: the critic has the shadow view (True) or the dense view (False).
         value_lr_scale: learning rate of the critic's own parameters, relative to the policy's.
-        target_kl: skip the rest of an iteration's updates once KL(π_old ‖ π) of a step exceeds it; None: never.
+        target_kl: skip the rest of an iteration's updates once a step's KL(π_old ‖ π) exceeds it; None: off.
         separate_passes: policy and critic learn from a micro-batch one after the other, so that only one of
             them holds activations at a time.
     """

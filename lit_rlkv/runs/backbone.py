@@ -97,7 +97,7 @@ def shard(context: RunContext, backbone: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def layers_in_order(backbone: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that a forward of text calls, in order; vision layers, for example, are not called."""
+    """Return the layers that a forward of text calls, in order; vision layers are not among them."""
     called: list[nn.Module] = []
 
     def note(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
