@@ -13,7 +13,7 @@ N_LAST_LINES = 5
 
 
 def fit(folder: Path, runs_dir: Path, overrides: Iterable[str], before: Iterable[str] = ()) -> Path:
-    """One run in a folder, from the warm models of `runs_dir`; its log is beside the folder.
+    """One run in a folder, from the SFT models of `runs_dir`; its log is beside the folder.
 
     Args:
         before: what stands before the command, such as taskset.

@@ -98,6 +98,7 @@ def run_all(tree: Path) -> dict:
                 tree, "evaluate", f"ckpt={folder}", "n_samples=2", "temperature=1", "policies=[random,snapkv]"
             )
             evaluation = json.loads((folder / "evaluate.json").read_text())
+            del evaluation["environment"]
             result["evaluate"] = evaluation
             call(tree, "export", f"ckpt={folder}", f"to={Path(work) / 'export'}")
             result["export"] = digests(Path(work) / "export")

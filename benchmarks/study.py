@@ -78,7 +78,7 @@ def run_variances(args: argparse.Namespace) -> bool:
             row = variance.run(*pair, args.runs_dir)
             print(f"variance  {row['arm']:10} seed {row['seed']}  {row['variance']:.4g}", flush=True)
 
-    # One at a time until the warm models are there.
+    # One at a time until the SFT models are there.
     seeds = {seed: arm for arm, seed in missing}
     for seed, arm in seeds.items():
         work((arm, seed))

@@ -31,7 +31,7 @@ def fit(name: str, arguments: list[str], runs_dir: Path) -> Path:
 
 
 def run_sft(arms: list[str], seed: int, runs_dir: Path) -> None:
-    """Leave the warm models that the arms of this seed start from; quick where there is one."""
+    """Leave the SFT models that the arms of this seed start from; quick where there is one."""
     for arm in arms:
         fit(f"testbed-warm-{arm}-{seed}", [f"experiment={arm}", f"seed={seed}", "stages=[sft]"], runs_dir)
 

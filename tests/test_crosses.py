@@ -63,7 +63,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory, share_sft_model) -> Path:
+def sft_runs(tmp_path_factory, share_sft_model) -> Path:
     """A folder that holds the SFT model that all runs start from."""
     folder = tmp_path_factory.mktemp("runs")
     share_sft_model(config(folder))
@@ -90,20 +90,20 @@ Train = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
-def train(warm: Path) -> Train:
+def train(sft_runs: Path) -> Train:
     """From overrides to a finished run of two iterations, done once for each set of overrides."""
 
     @cache
     def done(*overrides: str) -> Done:
-        return run(warm, warm / "run", *overrides)
+        return run(sft_runs, sft_runs / "run", *overrides)
 
     return done
 
 
 def run(
-    warm: Path, folder: Path, *overrides: str, resumes: bool = False, watching: Sequence[RLCallback] = ()
+    sft_runs: Path, folder: Path, *overrides: str, resumes: bool = False, watching: Sequence[RLCallback] = ()
 ) -> Done:
-    cfg = config(warm, "stages=[rl]", *overrides)
+    cfg = config(sft_runs, "stages=[rl]", *overrides)
     parts = build_context(cfg)
     start = find_starting_model(cfg, folder)
     assert start is not None
@@ -148,11 +148,11 @@ def test_every_algorithm_trains_with_every_correction_and_distillation(
     assert done.n_moved == done.n_trainable
 
 
-def test_without_distillation_the_gradient_is_that_of_the_policy_loss(warm: Path, tmp_path: Path):
+def test_without_distillation_the_gradient_is_that_of_the_policy_loss(sft_runs: Path, tmp_path: Path):
     def variances(distillation: str) -> list[tuple[float, ...]]:
         gradient = GradientVariance(every=1, n_parts=2)
         arm = ("algorithm=grpo", "correction=tis", f"distillation={distillation}")
-        rows = run(warm, tmp_path / distillation, *arm, watching=[gradient]).metrics
+        rows = run(sft_runs, tmp_path / distillation, *arm, watching=[gradient]).metrics
         return [tuple(row[f"gradient/{term}/variance"] for term in ("policy", "loss")) for row in rows]
 
     assert all(own == whole > 0 for own, whole in variances("none"))
@@ -171,9 +171,9 @@ def test_every_correction_and_distillation_gives_different_losses(train: Train, 
 
 
 @pytest.mark.parametrize("distillation", ["sparse_student", "dense_student"])
-def test_distillation_on_dense_rollouts_is_refused(warm: Path, distillation: str):
+def test_distillation_on_dense_rollouts_is_refused(sft_runs: Path, distillation: str):
     with pytest.raises(ConfigError, match="distillation needs an evicting cache"):
-        config(warm, "correction=dense", f"distillation={distillation}")
+        config(sft_runs, "correction=dense", f"distillation={distillation}")
 
 
 PPO = ["algorithm=ppo", "distillation=none"]
@@ -286,13 +286,13 @@ def test_options_of_online_dpo_change_the_training(train: Train, options: list[s
     assert done.losses != plain.losses
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(warm: Path, tmp_path: Path):
+def test_a_resumed_run_equals_an_uninterrupted_one(sft_runs: Path, tmp_path: Path):
     """The critic, the KL's weight, the moments of the rewards and the optimizer all come back."""
     steered = ["algorithm.kl.target=1.0", "algorithm.kl.horizon=16.0", "reward.normalize=running"]
     options = [*PPO, *steered, "algorithm.n_iterations=3", "roles=j_hydra"]
-    straight = run(warm, tmp_path / "run", *options)
+    straight = run(sft_runs, tmp_path / "run", *options)
     (tmp_path / "run" / "checkpoints" / "iteration-000003").rename(tmp_path / "last")
-    resumed = run(warm, tmp_path / "run", *options, resumes=True)
+    resumed = run(sft_runs, tmp_path / "run", *options, resumes=True)
     timeless = {name for name in straight.metrics[-1] if not name.startswith(("time/", "tokens_per"))}
     assert len(resumed.metrics) == 1
     assert {n: resumed.metrics[-1][n] for n in timeless} == {n: straight.metrics[-1][n] for n in timeless}

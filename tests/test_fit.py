@@ -25,15 +25,15 @@ def rows_of(path):
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """A folder in which a first run has left its warm model."""
+def sft_runs(tmp_path_factory):
+    """A folder in which a first run has left its SFT model."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, "first")
     return folder
 
 
-def test_a_run_leaves_everything_in_its_folder(warm):
-    folder = warm / "first"
+def test_a_run_leaves_everything_in_its_folder(sft_runs):
+    folder = sft_runs / "first"
     assert OmegaConf.load(folder / "config.yaml").cache.budget == 7
     rows = rows_of(folder / "metrics.csv")
     assert [row["iteration"] for row in rows] == ["1.0", "2.0"]
@@ -53,19 +53,19 @@ def test_a_run_leaves_everything_in_its_folder(warm):
     assert len(list((folder / "checkpoints").glob("iteration-*"))) == 2
 
 
-def test_a_second_run_starts_at_rl_from_the_sft_model(warm):
-    run(warm, "second", "stages=[rl,eval]")
-    assert not (warm / "second" / "sft_metrics.csv").exists()
-    assert (warm / "first" / "sft_metrics.csv").exists()
-    first, second = (rows_of(warm / name / "metrics.csv") for name in ("first", "second"))
+def test_a_second_run_starts_at_rl_from_the_sft_model(sft_runs):
+    run(sft_runs, "second", "stages=[rl,eval]")
+    assert not (sft_runs / "second" / "sft_metrics.csv").exists()
+    assert (sft_runs / "first" / "sft_metrics.csv").exists()
+    first, second = (rows_of(sft_runs / name / "metrics.csv") for name in ("first", "second"))
     assert [row["loss"] for row in first] == [row["loss"] for row in second]
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(warm):
-    before = (warm / "first" / "metrics.csv").read_text()
+def test_a_folder_that_holds_a_run_is_not_overwritten(sft_runs):
+    before = (sft_runs / "first" / "metrics.csv").read_text()
     with pytest.raises(ConfigError, match="holds a run already; give resume="):
-        run(warm, "first", "seed=7")
-    assert (warm / "first" / "metrics.csv").read_text() == before
+        run(sft_runs, "first", "seed=7")
+    assert (sft_runs / "first" / "metrics.csv").read_text() == before
 
 
 def test_without_an_sft_model_rl_is_refused_before_any_work(tmp_path):
@@ -87,19 +87,19 @@ def test_lengths_that_cannot_work_are_refused_before_training(tmp_path, option, 
     assert not (tmp_path / "sft_models").exists()
 
 
-def test_a_diagnostic_that_cannot_measure_the_policy_is_refused_before_it_is_evaluated(warm):
+def test_a_diagnostic_that_cannot_measure_the_policy_is_refused_before_it_is_evaluated(sft_runs):
     with pytest.raises(ConfigError, match=r"diagnostics: only='zzz' is found in none of the"):
-        run(warm, "only", "diagnostics.gradient.only=zzz")
-    assert not (warm / "only" / "evaluation.json").exists()
+        run(sft_runs, "only", "diagnostics.gradient.only=zzz")
+    assert not (sft_runs / "only" / "evaluation.json").exists()
 
 
 ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow")
 
 
 @pytest.mark.parametrize("arm", short_tier(ARMS, ["dense", "tis"]))
-def test_every_experiment_arm_runs_and_gives_different_losses(warm, arm):
-    run(warm, arm, f"experiment={arm}", "stages=[rl]")
-    rows, smd = rows_of(warm / arm / "metrics.csv"), rows_of(warm / "first" / "metrics.csv")
+def test_every_experiment_arm_runs_and_gives_different_losses(sft_runs, arm):
+    run(sft_runs, arm, f"experiment={arm}", "stages=[rl]")
+    rows, smd = rows_of(sft_runs / arm / "metrics.csv"), rows_of(sft_runs / "first" / "metrics.csv")
     assert rows[0].get("smd/kl") is None
     is_sparse_dense_mismatch = arm in ("naive", "tis", "mis", "sparse_rl")
     assert (float(rows[0]["rollout_corr/k3_kl"]) > 1e-6) == is_sparse_dense_mismatch
@@ -119,29 +119,35 @@ def test_every_experiment_arm_runs_and_gives_different_losses(warm, arm):
         slow(["roles.rank=4"]),
     ],
 )
-def test_options_change_the_training(warm, options):
+def test_options_change_the_training(sft_runs, options):
     name = "-".join(options).replace("/", "_")
-    run(warm, name, *options, "stages=[rl]", "diagnostics=none")
-    changed, default = (rows_of(warm / folder / "metrics.csv") for folder in (name, "first"))
+    run(sft_runs, name, *options, "stages=[rl]", "diagnostics=none")
+    changed, default = (rows_of(sft_runs / folder / "metrics.csv") for folder in (name, "first"))
     assert [row["loss"] for row in changed] != [row["loss"] for row in default]
 
 
-def test_fewer_rollout_rows_need_a_smaller_cache(warm):
-    run(warm, "few-rows", "rollout.max_rows=4", "stages=[rl]", "diagnostics=none")
-    few, whole = (rows_of(warm / folder / "metrics.csv") for folder in ("few-rows", "first"))
+def test_fewer_rollout_rows_need_a_smaller_cache(sft_runs):
+    run(sft_runs, "few-rows", "rollout.max_rows=4", "stages=[rl]", "diagnostics=none")
+    few, whole = (rows_of(sft_runs / folder / "metrics.csv") for folder in ("few-rows", "first"))
     # 8 prompts with 2 responses each
     assert float(few[0]["kv/bytes"]) * 4 == float(whole[0]["kv/bytes"])
     assert float(few[0]["kv/replay_gap"]) < 1e-4
 
 
-def test_a_run_and_its_evaluation_use_the_configured_kernels(warm, monkeypatch):
+def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypatch):
     called = []
     monkeypatch.setattr(
         "lit_rlkv.kernels.decode_attention.kernel.decode_attention", lambda *a, **k: called.append(a) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
-        run(warm, "by-triton", "kernels=triton", "stages=[eval]", f"model.path={warm / 'first' / 'backbone'}")
-    options = scoring(warm / "first")
+        run(
+            sft_runs,
+            "by-triton",
+            "kernels=triton",
+            "stages=[eval]",
+            f"model.path={sft_runs / 'first' / 'backbone'}",
+        )
+    options = scoring(sft_runs / "first")
     options.kernels = "triton"
     with pytest.raises(ZeroDivisionError):
         evaluate(options)
@@ -164,50 +170,50 @@ def test_settings_that_the_device_does_not_support_are_refused_before_any_work(t
 
 
 @pytest.mark.parametrize("policy", short_tier(sorted(POLICIES), ["snapkv"]))
-def test_every_policy_runs_in_mixed_precision(warm, policy):
+def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
     run(
-        warm,
+        sft_runs,
         f"mixed-{policy}",
         f"cache.policy={policy}",
         "fabric.precision=bf16-mixed",
         "stages=[rl]",
-        f"model.path={warm / 'first' / 'backbone'}",
+        f"model.path={sft_runs / 'first' / 'backbone'}",
     )
-    assert len(rows_of(warm / f"mixed-{policy}" / "metrics.csv")) == 2
+    assert len(rows_of(sft_runs / f"mixed-{policy}" / "metrics.csv")) == 2
 
 
 @pytest.mark.parametrize(
     "algorithm", [slow("dr_grpo"), slow("dapo"), slow("rloo"), slow("reinforce++"), "ppo", "online_dpo"]
 )
-def test_every_algorithm_runs(warm, algorithm):
+def test_every_algorithm_runs(sft_runs, algorithm):
     # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.
-    run(warm, algorithm, f"algorithm={algorithm}", "stages=[rl]")
-    assert len(rows_of(warm / algorithm / "metrics.csv")) == 2
+    run(sft_runs, algorithm, f"algorithm={algorithm}", "stages=[rl]")
+    assert len(rows_of(sft_runs / algorithm / "metrics.csv")) == 2
 
 
-def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(warm):
+def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(sft_runs):
     overrides = ["experiment=rlhf", "sft.on_policy_pairs.n_prompts=64", "roles.value_init=reward"]
-    results = run(warm, "rlhf", *overrides)
+    results = run(sft_runs, "rlhf", *overrides)
     assert results.reward_model.n_pairs == 16
     assert all(row.learned_reward is not None for row in results.before + results.after)
-    row = rows_of(warm / "rlhf" / "metrics.csv")[-1]
+    row = rows_of(sft_runs / "rlhf" / "metrics.csv")[-1]
     for name in ("rewards/learned", "rewards/exact_match", "value_loss", "value/explained_variance"):
         assert row[name] != "", name
-    page = (warm / "rlhf" / "report.html").read_text()
+    page = (sft_runs / "rlhf" / "report.html").read_text()
     assert "Proxy and gold" in page
     assert "How sure the reward model should be" in page
-    again = evaluate(scoring(warm / "rlhf"))
+    again = evaluate(scoring(sft_runs / "rlhf"))
     assert again.settings["iteration"] == 2
     assert again.rows == results.after
 
 
-def test_evaluate_scores_a_saved_run_as_the_run_itself_did(warm):
-    saved = json.loads((warm / "first" / "evaluation.json").read_text())["after"]
-    assert [asdict(row) for row in evaluate(scoring(warm / "first")).rows] == saved
+def test_evaluate_scores_a_saved_run_as_the_run_itself_did(sft_runs):
+    saved = json.loads((sft_runs / "first" / "evaluation.json").read_text())["after"]
+    assert [asdict(row) for row in evaluate(scoring(sft_runs / "first")).rows] == saved
 
 
-def test_a_local_checkpoint_is_trained_from_its_own_weights(warm):
-    results = run(warm, "from-path", f"model.path={warm / 'first' / 'backbone'}", "stages=[rl,eval]")
+def test_a_local_checkpoint_is_trained_from_its_own_weights(sft_runs):
+    results = run(sft_runs, "from-path", f"model.path={sft_runs / 'first' / 'backbone'}", "stages=[rl,eval]")
     assert len(results.after) == 3
 
 

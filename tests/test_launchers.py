@@ -23,7 +23,7 @@ LONG = ["algorithm.n_iterations=400", "callbacks.checkpoint_every=1000"]
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory, share_sft_model):
+def sft_runs(tmp_path_factory, share_sft_model):
     folder = tmp_path_factory.mktemp("runs")
     share_sft_model(config(folder))
     return folder
@@ -60,20 +60,20 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("name", short_tier(LAUNCHERS, ["torchrun"]))
-def test_a_launcher_decides_the_number_of_processes(warm, name):
-    process = start(LAUNCHERS[name], f"runs_dir={warm}", f"hydra.run.dir={warm / name}")
+def test_a_launcher_decides_the_number_of_processes(sft_runs, name):
+    process = start(LAUNCHERS[name], f"runs_dir={sft_runs}", f"hydra.run.dir={sft_runs / name}")
     said = said_by(process)
     assert process.returncode == 0, said
-    assert n_rows(warm / name) == n_rows(warm / name / "ranks" / "1") == 2
+    assert n_rows(sft_runs / name) == n_rows(sft_runs / name / "ranks" / "1") == 2
     assert said.count("report: ") == 1
 
 
 @pytest.mark.slow
-def test_one_signal_ends_all_ranks_started_by_one_slurm_task(warm):
+def test_one_signal_ends_all_ranks_started_by_one_slurm_task(sft_runs):
     slurm = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"}
     slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
-    folder = warm / "asked"
-    arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
+    folder = sft_runs / "asked"
+    arguments = ["fabric.devices=2", *LONG, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}"]
     process = start([*PYTHON, "lit_rlkv.fit"], *arguments, **slurm)
     wait_for(folder / "ranks" / "1" / "metrics.csv")
     time.sleep(1)
@@ -85,10 +85,10 @@ def test_one_signal_ends_all_ranks_started_by_one_slurm_task(warm):
 
 
 @pytest.mark.slow
-def test_a_signal_ends_all_ranks_during_an_evaluation_and_the_run_resumes(warm):
-    folder = warm / "asked-while-it-evaluates"
+def test_a_signal_ends_all_ranks_during_an_evaluation_and_the_run_resumes(sft_runs):
+    folder = sft_runs / "asked-while-it-evaluates"
     budgets = f"evaluation.budgets={list(range(5, 105))}".replace(" ", "")
-    arguments = ["stages=[rl,eval]", f"runs_dir={warm}", f"hydra.run.dir={folder}", "resume=auto"]
+    arguments = ["stages=[rl,eval]", f"runs_dir={sft_runs}", f"hydra.run.dir={folder}", "resume=auto"]
     process = start(
         [*PYTHON, "lit_rlkv.fit"], *arguments, "fabric.devices=2", budgets, "evaluation.n_prompts=256"
     )
@@ -144,9 +144,9 @@ def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
 
 
 @pytest.mark.parametrize("dies", [slow(0), 1])
-def test_a_rank_that_is_killed_ends_the_other_rank(warm, dies):
-    folder = warm / f"dead-{dies}"
-    arguments = ["fabric.devices=2", *LONG, f"runs_dir={warm}", f"hydra.run.dir={folder}"]
+def test_a_rank_that_is_killed_ends_the_other_rank(sft_runs, dies):
+    folder = sft_runs / f"dead-{dies}"
+    arguments = ["fabric.devices=2", *LONG, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}"]
     process = start([*PYTHON, "lit_rlkv.fit"], *arguments)
     wait_for(folder / "ranks" / "1" / "metrics.csv")
     (other,) = ranks_started_by(process)
@@ -157,8 +157,8 @@ def test_a_rank_that_is_killed_ends_the_other_rank(warm, dies):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_still_starting_ends_when_rank_zero_is_killed(warm):
-    process = start([*PYTHON, "lit_rlkv.fit"], "fabric.devices=2", f"hydra.run.dir={warm / 'never'}")
+def test_a_rank_that_is_still_starting_ends_when_rank_zero_is_killed(sft_runs):
+    process = start([*PYTHON, "lit_rlkv.fit"], "fabric.devices=2", f"hydra.run.dir={sft_runs / 'never'}")
     deadline = time.monotonic() + 120
     while not (ranks := ranks_started_by(process)) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -23,15 +23,15 @@ SIZES = ["rollout.n_prompts=8", "algorithm.group_size=2", "cache.budget=5", "cac
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory, share_sft_model):
+def sft_runs(tmp_path_factory, share_sft_model):
     return share_sft_model(config(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.mark.slow
-def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, warm):
+def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, sft_runs):
     # Of 2 layers, 16 rows, 4 KV heads, 8 dims in float32:
     # 2 · 2 · 16 · 4 · (2^38 + 2) · 8 · 4 = 2^13 · 2^38 bytes and 16 KiB = 2048 TiB
-    overrides = [f"model.path={warm}", "stages=[rl]", *SIZES, f"cache.budget={2**38}"]
+    overrides = [f"model.path={sft_runs}", "stages=[rl]", *SIZES, f"cache.budget={2**38}"]
     done = subprocess.run(
         [sys.executable, "-m", "lit_rlkv.fit", *TINY, *overrides, f"hydra.run.dir={tmp_path}/run"],
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -65,8 +65,8 @@ def run_within(n_bytes, tmp_path, name, *overrides):
     return (tmp_path / f"{name}.txt").read_text()
 
 
-def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_budget_fits(tmp_path, warm):
-    options = [f"model.path={warm}", "stages=[rl]", "diagnostics=none", *SIZES]
+def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_budget_fits(tmp_path, sft_runs):
+    options = [f"model.path={sft_runs}", "stages=[rl]", "diagnostics=none", *SIZES]
     # 2 · 2 · 16 · 4 · (2^20 + 2) · 8 · 4 = 2^13 · 2^20 bytes and a little: four pools of 2 GiB
     said = run_within(3 * GIB, tmp_path, "large", *options, f"cache.budget={2**20}")
     assert said.startswith("MemoryExhaustedError: out of memory in the rollout")
@@ -74,7 +74,7 @@ def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_budget_fits(
     assert run_within(3 * GIB, tmp_path, "small", *options) == "nothing"
 
 
-def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_path, warm):
+def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_path, sft_runs):
     heard = []
 
     class Large(RLCallback):
@@ -85,9 +85,9 @@ def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_p
         def on_exception(self, trainer, pl_module, exception):
             heard.append(exception)
 
-    cfg = config(tmp_path, f"model.path={warm}", "stages=[rl]", "algorithm.n_minibatches=2", *SIZES)
+    cfg = config(tmp_path, f"model.path={sft_runs}", "stages=[rl]", "algorithm.n_minibatches=2", *SIZES)
     parts = build_context(cfg)
-    module = make_policy(parts, warm)
+    module = make_policy(parts, sft_runs)
     with pytest.raises(
         MemoryExhaustedError, match="out of memory in the update, 8 sequences of up to"
     ) as caught:

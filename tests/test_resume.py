@@ -47,8 +47,8 @@ def assert_same_run(folder, straight):
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """A folder in which a first run has left its warm model."""
+def sft_runs(tmp_path_factory):
+    """A folder in which a first run has left its SFT model."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, "first")
     return folder
@@ -58,13 +58,13 @@ def warm(tmp_path_factory):
     ("algorithm", "n_kills", "n_iterations"),
     [("grpo", 3, 40), slow("grpo", 20, 140), slow("ppo", 3, 40), slow("online_dpo", 3, 40)],
 )
-def test_a_run_killed_at_random_moments_resumes_bit_for_bit(warm, algorithm, n_kills, n_iterations):
+def test_a_run_killed_at_random_moments_resumes_bit_for_bit(sft_runs, algorithm, n_kills, n_iterations):
     options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
-    straight, folder = (warm / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
-    run(warm, straight.name, *options)
+    straight, folder = (sft_runs / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
+    run(sft_runs, straight.name, *options)
     command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *options]
     done = subprocess.run(
-        [*command, f"runs_dir={warm}", f"hydra.run.dir={folder}"],
+        [*command, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -87,11 +87,11 @@ def wait_for(path):
 
 
 @pytest.mark.slow
-def test_a_run_that_gets_sigterm_saves_and_the_same_command_resumes_it(warm):
+def test_a_run_that_gets_sigterm_saves_and_the_same_command_resumes_it(sft_runs):
     options = [*OPTIONS, "callbacks.checkpoint_every=100", "algorithm.n_iterations=40"]
-    run(warm, "straight", *options)
-    folder = warm / "asked"
-    arguments = [*options, f"runs_dir={warm}", f"hydra.run.dir={folder}", "resume=auto"]
+    run(sft_runs, "straight", *options)
+    folder = sft_runs / "asked"
+    arguments = [*options, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}", "resume=auto"]
     process = start(*arguments)
     wait_for(folder / "metrics.csv")
     time.sleep(1.0)
@@ -108,13 +108,13 @@ def test_a_run_that_gets_sigterm_saves_and_the_same_command_resumes_it(warm):
     assert process.returncode == 0, said
     assert f"resume after iteration {n_done}" in said
     assert seconds_of(folder, "rl") > stopped_after_s
-    assert_same_run(folder, warm / "straight")
+    assert_same_run(folder, sft_runs / "straight")
 
 
 @pytest.mark.slow
-def test_a_second_process_on_one_run_is_refused_with_the_pid_of_the_first(warm):
-    folder = warm / "wanted-by-two"
-    arguments = [*OPTIONS, "algorithm.n_iterations=4000", f"runs_dir={warm}", f"hydra.run.dir={folder}"]
+def test_a_second_process_on_one_run_is_refused_with_the_pid_of_the_first(sft_runs):
+    folder = sft_runs / "wanted-by-two"
+    arguments = [*OPTIONS, "algorithm.n_iterations=4000", f"runs_dir={sft_runs}", f"hydra.run.dir={folder}"]
     both = [start(*arguments, "resume=auto") for _ in range(2)]
     while all(process.poll() is None for process in both):
         time.sleep(0.1)
@@ -141,7 +141,7 @@ def test_a_second_process_on_one_run_is_refused_with_the_pid_of_the_first(warm):
 
 
 @pytest.mark.slow
-def test_an_evaluation_with_other_settings_is_repeated_also_before_training(warm, monkeypatch, caplog):
+def test_an_evaluation_with_other_settings_is_repeated_also_before_training(sft_runs, monkeypatch, caplog):
     options = ["stages=[rl,eval]", "diagnostics=none", "evaluation.n_prompts=16"]
     save, n_saves = Results.save, []
 
@@ -153,28 +153,28 @@ def test_an_evaluation_with_other_settings_is_repeated_also_before_training(warm
 
     with monkeypatch.context() as patch:
         patch.setattr(Results, "save", on_a_full_disk)
-        first = run(warm, "asked-otherwise", *options)
+        first = run(sft_runs, "asked-otherwise", *options)
     assert "evaluation.json in" in caplog.text
     assert "No space left" in caplog.text
-    again = run(warm, "asked-otherwise", *options, resumes=True)
+    again = run(sft_runs, "asked-otherwise", *options, resumes=True)
     assert again.before == first.before
-    more = run(warm, "asked-otherwise", *options[:2], "evaluation.n_prompts=24", resumes=True)
+    more = run(sft_runs, "asked-otherwise", *options[:2], "evaluation.n_prompts=24", resumes=True)
     assert {row.n_problems for row in (*more.before, *more.after)} == {24}
     assert {row.n_problems for row in (*first.before, *first.after)} == {16}
 
 
-def test_a_run_with_a_damaged_checkpoint_resumes_from_the_one_before(warm, caplog):
+def test_a_run_with_a_damaged_checkpoint_resumes_from_the_one_before(sft_runs, caplog):
     options = [*OPTIONS, "algorithm.n_iterations=4"]
-    run(warm, "whole", *options)
-    copytree(warm / "whole", warm / "damaged")
-    weights = warm / "damaged" / "checkpoints" / "iteration-000004" / "trainable.safetensors"
+    run(sft_runs, "whole", *options)
+    copytree(sft_runs / "whole", sft_runs / "damaged")
+    weights = sft_runs / "damaged" / "checkpoints" / "iteration-000004" / "trainable.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    run(warm, "damaged", *options, resumes=True)
+    run(sft_runs, "damaged", *options, resumes=True)
     assert "iteration-000004/trainable.safetensors is not the file that was written" in caplog.text
-    assert_same_run(warm / "damaged", warm / "whole")
+    assert_same_run(sft_runs / "damaged", sft_runs / "whole")
 
 
-def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(warm, monkeypatch, caplog):
+def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(sft_runs, monkeypatch, caplog):
     import lit_rlkv.runs.checkpoint as module
 
     write, written = module.save_file, []
@@ -186,42 +186,42 @@ def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(warm, monke
         write(weights, path)
 
     monkeypatch.setattr(module, "save_file", full_at_first)
-    run(warm, "full", *OPTIONS, "algorithm.n_iterations=3", "callbacks.checkpoint_every=2")
+    run(sft_runs, "full", *OPTIONS, "algorithm.n_iterations=3", "callbacks.checkpoint_every=2")
     assert "iteration 2 cannot be saved" in caplog.text
     assert "No space left on device" in caplog.text
-    assert [path.name for path in (warm / "full" / "checkpoints").iterdir()] == ["iteration-000003"]
+    assert [path.name for path in (sft_runs / "full" / "checkpoints").iterdir()] == ["iteration-000003"]
     monkeypatch.setattr(module, "save_file", lambda *args: full_at_first(*args) or written.clear())
     written.clear()
     with pytest.raises(OSError, match="there is no checkpoint to resume from"):
-        run(warm, "full-at-the-end", *OPTIONS, "algorithm.n_iterations=1")
+        run(sft_runs, "full-at-the-end", *OPTIONS, "algorithm.n_iterations=1")
 
 
-def test_the_best_checkpoint_by_the_configured_metric_is_kept(warm):
+def test_the_best_checkpoint_by_the_configured_metric_is_kept(sft_runs):
     options = [*OPTIONS, "algorithm.n_iterations=6", "callbacks.keep_last=1", "callbacks.keep_best=1"]
-    run(warm, "best", *options, "callbacks.best_metric=entropy", "callbacks.best_mode=min")
-    entropies = [float(row["entropy"]) for row in rows_of(warm / "best")]
+    run(sft_runs, "best", *options, "callbacks.best_metric=entropy", "callbacks.best_mode=min")
+    entropies = [float(row["entropy"]) for row in rows_of(sft_runs / "best")]
     best = 1 + min(range(6), key=entropies.__getitem__)
-    kept = {path.name for path in (warm / "best" / "checkpoints").iterdir()}
+    kept = {path.name for path in (sft_runs / "best" / "checkpoints").iterdir()}
     assert kept == {"best", f"iteration-{best:06d}", "iteration-000006"}
-    assert (warm / "best" / "checkpoints" / "best").resolve().name == f"iteration-{best:06d}"
+    assert (sft_runs / "best" / "checkpoints" / "best").resolve().name == f"iteration-{best:06d}"
 
 
 @pytest.mark.slow
-def test_settings_that_may_change_on_resume_are_saved_in_the_run_folder(warm):
-    run(warm, "watched", "stages=[rl]", "algorithm.n_iterations=1")
-    folder, command = warm / "watched", [sys.executable, "-m", "lit_rlkv.fit"]
+def test_settings_that_may_change_on_resume_are_saved_in_the_run_folder(sft_runs):
+    run(sft_runs, "watched", "stages=[rl]", "algorithm.n_iterations=1")
+    folder, command = sft_runs / "watched", [sys.executable, "-m", "lit_rlkv.fit"]
     given = [f"resume={folder}", "stages=[eval]", "diagnostics=none", "logger=lightning_csv"]
-    subprocess.run([*command, *given, f"hydra.run.dir={warm / 'other'}"], cwd=ROOT, check=True)
+    subprocess.run([*command, *given, f"hydra.run.dir={sft_runs / 'other'}"], cwd=ROOT, check=True)
     assert (folder / "lightning_csv" / "version_0").is_dir()
     assert "diagnostics: {}" in (folder / "config.yaml").read_text()
-    assert not (warm / "other").exists()
+    assert not (sft_runs / "other").exists()
 
 
 @pytest.mark.slow
-def test_resuming_another_run_is_refused_with_the_differences(warm):
+def test_resuming_another_run_is_refused_with_the_differences(sft_runs):
     for arguments, says in (
         (["resume=no-such-run"], "error: resume=no-such-run is not a run folder"),
-        ([f"resume={warm / 'first'}", "seed=3"], "seed: 0 -> 3"),
+        ([f"resume={sft_runs / 'first'}", "seed=3"], "seed: 0 -> 3"),
     ):
         process = subprocess.run(
             [sys.executable, "-m", "lit_rlkv.fit", *arguments],
@@ -231,15 +231,15 @@ def test_resuming_another_run_is_refused_with_the_differences(warm):
         assert says in process.stderr
 
 
-def test_a_checkpoint_is_refused_on_another_backbone(warm):
-    run(warm, "on-its-own", *OPTIONS, "algorithm.n_iterations=1")
-    copytree(warm / "on-its-own", warm / "on-others")
-    weights = warm / "on-others" / "backbone" / "model.safetensors"
+def test_a_checkpoint_is_refused_on_another_backbone(sft_runs):
+    run(sft_runs, "on-its-own", *OPTIONS, "algorithm.n_iterations=1")
+    copytree(sft_runs / "on-its-own", sft_runs / "on-others")
+    weights = sft_runs / "on-others" / "backbone" / "model.safetensors"
     changed = load_file(weights)
     changed["model.norm.weight"] += 1
     save_file(changed, weights, {"format": "pt"})
     says = "iteration-000001 was trained on other weights than those in"
     with pytest.raises(ConfigError, match=says):
-        run(warm, "on-others", *OPTIONS, "algorithm.n_iterations=1", resumes=True)
+        run(sft_runs, "on-others", *OPTIONS, "algorithm.n_iterations=1", resumes=True)
     with pytest.raises(ConfigError, match=says):
-        evaluate(scoring(warm / "on-others"))
+        evaluate(scoring(sft_runs / "on-others"))

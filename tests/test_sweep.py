@@ -37,7 +37,7 @@ RUNS = with_parameters(
     GRID,
     seed={"values": [0, 1]},
     cache__budget={"values": [5, 7]},
-    sft__seed={"value": 0},  # one warm model for all
+    sft__seed={"value": 0},  # one SFT model for all
     algorithm__n_iterations={"value": N_ITERATIONS},
 )
 
@@ -152,7 +152,7 @@ def test_a_killed_sweep_goes_on_without_repeating_a_finished_run(tmp_path):
     ]  # fmt: skip
     assert all(row["state"] == "finished" and "eval/accuracy" in row["metrics"] for row in results)
     assert (folder / "sweep.png").is_file()
-    # One run made the warm model, and the others waited for it.
+    # One run made the SFT model, and the others waited for it.
     assert sum((run / "sft_metrics.csv").is_file() for run in runs_of(folder)) == 1
 
 

@@ -40,7 +40,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 def run(cfg: DictConfig, callbacks: list[RLCallback], trained: Path | None = None) -> None:
-    """RL with these callbacks and the config's distillation, from the warm model or from a run's adapters."""
+    """RL with these callbacks and the config's distillation, from the SFT model or from a run's adapters."""
     parts = build_context(cfg)
     with tempfile.TemporaryDirectory() as folder:
         start = find_starting_model(cfg, Path(folder)) or run_sft(parts, [])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, build
-from lit_rlkv.data.demonstrations import WarmupBatch
+from lit_rlkv.data.demonstrations import SFTBatch
 from lit_rlkv.data.pairs import DemonstrationBatch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.experience.datamodule import RolloutDataModule
@@ -110,7 +110,7 @@ class Demonstrations(L.LightningDataModule):
         self.setting = setting
         self.batch = batch
 
-    def train_dataloader(self) -> DataLoader[WarmupBatch]:
+    def train_dataloader(self) -> DataLoader[SFTBatch]:
         setting = self.setting
         seq_len = setting.prompt_len + setting.response_len
         input_ids = torch.randint(1, setting.size.vocab_size, (self.batch, seq_len))
@@ -118,7 +118,7 @@ class Demonstrations(L.LightningDataModule):
         demonstrations = DemonstrationBatch(
             input_ids, torch.ones_like(is_target), is_target, n_tokens=input_ids.shape[1]
         )
-        return DataLoader([WarmupBatch(demonstrations, None)], batch_size=None)  # type: ignore[arg-type]
+        return DataLoader([SFTBatch(demonstrations, None)], batch_size=None)  # type: ignore[arg-type]
 
 
 def sft_run(setting: Setting) -> Run:

@@ -42,7 +42,7 @@ def pairs_of(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row
 
 
 def place(row: Row) -> tuple[int, str]:
-    """Seed and kind of processor, which together make a warm model."""
+    """Seed and kind of processor, which together make a SFT model."""
     return row["seed"], processor(row)
 
 
@@ -120,7 +120,7 @@ def rollouts_to(row: Row, accuracy: float) -> int | None:
 
 
 def gained(row: Row, view: str) -> float:
-    """Accuracy after training minus the warm model's, `sparse` or `dense`."""
+    """Accuracy after training minus the SFT model's, `sparse` or `dense`."""
     return row[f"{view}_accuracy_after"] - row[f"{view}_accuracy_before"]
 
 

@@ -1,4 +1,4 @@
-"""How many actions of a warm model eviction can touch, and what room its cache has, by task and budget."""
+"""How many actions of a SFT model eviction can touch, and what room its cache has, by task and budget."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def places() -> list[Setting]:
 
 
 def overrides(place: Setting) -> list[str]:
-    """One rollout of the warm model, of which nothing is learned."""
+    """One rollout of the SFT model, of which nothing is learned."""
     look = "+diagnostics.cache={_target_:lit_rlkv.callbacks.cache_statistics.CacheStatistics}"
     return [*place.overrides, "stages=[sft,rl]", "callbacks.samples_every=1", look]
 

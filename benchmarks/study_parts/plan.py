@@ -27,8 +27,8 @@ TASKS = {
     "long_chain": ("task=chain_sum", "task.n_terms=8", "rollout.max_new_tokens=40"),
     "half_learned": ("task=chain_sum", "rollout.max_new_tokens=24", "sft.n_steps=150"),
 }
-"""Arithmetic with a scratchpad; recall; a long chain; and the first after so short a warm-up that the model
-with all keys is wrong on about every second problem, which leaves rewards something to teach."""
+"""Arithmetic with a scratchpad; recall; a long chain; and the first after so short an SFT stage that
+the model with all keys is wrong on about every second problem, which leaves rewards something to teach."""
 
 MAIN_TASK, MAIN_POLICY = "chain_sum", "random"
 BUDGETS = {"chain_sum": 16, "recall": 32, "long_chain": 28, "half_learned": 16}

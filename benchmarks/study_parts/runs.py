@@ -55,7 +55,7 @@ def found(folder: Path, budget: int) -> dict:
 
 
 def run_sft(setting: Setting, runs_dir: Path) -> None:
-    """Leave the warm model that the runs of this task and seed start from; quick where there is one."""
+    """Leave the SFT model that the runs of this task and seed start from; quick where there is one."""
     fit(f"{setting.folder}-warm", [*setting.overrides, "stages=[sft]"], runs_dir)
 
 

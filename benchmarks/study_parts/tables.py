@@ -49,7 +49,7 @@ LEARNERS = {
     "mis": "all keys, tokens with ratios outside of [0.5, 2] masked, the rest weighed",
     "sparse_rl": "all keys, tokens and responses rejected, the rest reweighted",
     "shadow": "replays what the sampler saw",
-    "smd": "replay, and the sparse policy learns from the warm model with all keys",
+    "smd": "replay, and the sparse policy learns from the SFT model with all keys",
     "smd_dense": "replay, and the dense policy is drawn to the sparse one: the paper's formula and weight",
     "smd_current": "`smd` with the policy itself as the teacher",
     "distill": "`smd` without the policy gradient",
@@ -67,7 +67,7 @@ def by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def accuracy_table(arms: Mapping[str, Sequence[Row]]) -> str:
-    """Accuracy under the budget and with all keys, and points gained over the warm model; what it took."""
+    """Accuracy under the budget and with all keys, and points gained over the SFT model; what it took."""
     headings = ["arm", "n", "budget", "gained", "all keys", "gained", f"responses to {GOAL:.0%}", "lr"]
     body = []
     for name, rows in arms.items():
@@ -89,7 +89,7 @@ def accuracy_table(arms: Mapping[str, Sequence[Row]]) -> str:
 
 
 def summary_table(arms: Mapping[str, Sequence[Row]]) -> str:
-    """Points gained over the warm model, with the anchor and without, as the README shows them."""
+    """Points gained over the SFT model, with the anchor and without, as the README shows them."""
     headings = ["arm", "its learner", "with the anchor: budget", "all keys", "without: budget", "all keys"]
     body = []
     for arm, learner in LEARNERS.items():
@@ -134,7 +134,7 @@ def places_table(groups: Mapping[str, Iterable[Row]]) -> str:
 
 
 def start_line(arms: Mapping[str, Sequence[Row]]) -> str:
-    """The warm models of these seeds."""
+    """The SFT models of these seeds."""
     by_seed = {row["seed"]: row for rows in arms.values() for row in rows}
     rows = list(by_seed.values())
     return (
@@ -246,7 +246,7 @@ def report(
     if rounds:
         parts += ["## Seconds of an iteration", timing.table(rounds)]
     if variances:
-        parts += ["## Gradients of the warm model", variance.table(variances)]
+        parts += ["## Gradients of the SFT model", variance.table(variances)]
         parts += [variance.sample_sizes(variances)]
     if exposures:
         parts += ["## What eviction touches", exposure.table(exposures)]

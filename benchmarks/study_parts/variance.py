@@ -35,7 +35,7 @@ METRICS = {
 
 
 def overrides(arm: str, seed: int) -> list[str]:
-    """A run that learns nothing, so that every iteration is one more rollout of the warm model.
+    """A run that learns nothing, so that every iteration is one more rollout of the SFT model.
 
     The sampler's random numbers depend on seed and iteration alone: arms that evict see the same rollouts.
     """

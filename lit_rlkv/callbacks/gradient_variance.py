@@ -36,7 +36,7 @@ class GradientVariance(GradientDiagnostic):
     Each part of the rollout is an estimate of the same gradient from other prompts, so that their scatter
     is that of the gradient from rollout to rollout, for the policy as it is before the first update. See
     `lit_rlkv.diagnostics.gradient`. A critic's loss is left out, also where it trains the same adapter; while
-    a critic warms up alone, the gradient is that which the policy would get.
+    the critic learns alone, the gradient is the one that the policy would get.
 
     Args:
         terms: of which losses, from `TERMS`.

@@ -85,7 +85,7 @@ def check_shares(cfg: DictConfig, n_ranks: int) -> None:
     """Every rank must have as much to do as any other, for they wait for each other.
 
     Raises:
-        ConfigError: prompts, or the rows of warm-up, cannot be shared out evenly.
+        ConfigError: prompts, or the rows of the SFT stage, cannot be shared out evenly.
     """
     n_shards = cfg.rollout.n_shards or n_ranks
     if n_shards % n_ranks:

@@ -13,7 +13,7 @@ def check_precision(cfg: DictConfig) -> None:
     """Refuse to keep in bfloat16 what learns: an update below half a step of its numbers is lost.
 
     Raises:
-        ConfigError: warm-up or the layout trains the backbone's own weights.
+        ConfigError: the SFT stage or the layout trains the backbone's own weights.
     """
     for who, instead in _trainers_of_weights(cfg) if cfg.fabric.precision == "bf16-true" else ():
         raise ConfigError(

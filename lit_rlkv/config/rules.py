@@ -261,7 +261,7 @@ def _check_reward(cfg: DictConfig) -> None:
 
 
 def _trains_head(sft: DictConfig) -> bool:
-    """Whether warm-up leaves a reward head."""
+    """True if the SFT stage trains a reward head."""
     on_pairs = sft.n_pairs > 0 and (sft.reward_weight > 0 or not sft.joint)
     return bool(on_pairs or (sft.on_policy_pairs.n_prompts > 0 and sft.on_policy_pairs.reward_weight > 0))
 

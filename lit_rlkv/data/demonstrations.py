@@ -23,7 +23,7 @@ from lit_rlkv.types import TensorBatch
 
 
 @dataclass(frozen=True)
-class WarmupBatch(TensorBatch):
+class SFTBatch(TensorBatch):
     """Demonstrations, and for the first of them a rejected completion of the same prompt."""
 
     chosen: DemonstrationBatch
@@ -76,16 +76,16 @@ class PreferenceDataModule(L.LightningDataModule):
         self.seed = seed
         self.n_batches = 0
 
-    def train_dataloader(self) -> DataLoader[WarmupBatch]:
+    def train_dataloader(self) -> DataLoader[SFTBatch]:
         return DataLoader(_Stream(self), batch_size=None)
 
-    def next_batch(self) -> WarmupBatch:
+    def next_batch(self) -> SFTBatch:
         """The next problems of the source; the batch's number names the stream that corrupts them."""
         rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
         chosen = encode_demonstrations(self.tokenizer, self.source.take(self.batch_size))
         n_targets = sum(self.ranks.gather_list([int(chosen.is_target.sum())]))
-        return WarmupBatch(chosen, rejected, n_targets, self.ranks.size)
+        return SFTBatch(chosen, rejected, n_targets, self.ranks.size)
 
     def _rejected(self) -> DemonstrationBatch:
         """Of this rank. One stream corrupts those of all, so that any number of ranks sees the same."""
@@ -102,10 +102,10 @@ class PreferenceDataModule(L.LightningDataModule):
         self.source.load_state_dict(state_dict["source"])
 
 
-class _Stream(IterableDataset[WarmupBatch]):
+class _Stream(IterableDataset[SFTBatch]):
     def __init__(self, module: PreferenceDataModule) -> None:
         self.module = module
 
-    def __iter__(self) -> Iterator[WarmupBatch]:
+    def __iter__(self) -> Iterator[SFTBatch]:
         for _ in range(self.module.steps_per_loader):
             yield self.module.next_batch()

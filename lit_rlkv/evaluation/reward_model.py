@@ -101,7 +101,7 @@ def report_margins(margins: Float[Tensor, " pair"]) -> RewardReport:
     if n_broken:
         raise ValueError(
             f"{n_broken} of {n_pairs} pairs have rewards that are not finite, so training diverged; lower "
-            "its learning rate and warm up again"
+            "its learning rate and run the SFT stage again"
         )
     margins = margins.cpu().double()
     confidence = torch.cat([margins, -margins]).sigmoid().clamp(max=ALMOST_ONE)

@@ -104,7 +104,7 @@ class PolicyModule(L.LightningModule, ABC):
 
     @property
     def warmup_part(self) -> tuple[str, ...]:
-        """What learns while a critic warms up."""
+        """The roles that learn during critic warmup."""
         return ("value",)
 
     @abstractmethod

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from lit_rlkv.data.demonstrations import WarmupBatch
+from lit_rlkv.data.demonstrations import SFTBatch
 from lit_rlkv.data.pairs import DemonstrationBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
 from lit_rlkv.models.backbone import head_logits, text_config
@@ -68,7 +68,7 @@ class HydraSFT(L.LightningModule):
         self.n_steps = n_steps
         self.n_warmup_steps = n_warmup_steps
 
-    def training_step(self, batch: WarmupBatch, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: SFTBatch, batch_idx: int) -> dict[str, Tensor]:
         """`loss` with its gradient, and metrics of the heads that learn."""
         chosen = batch.chosen
         if self.lm_weight == 0:
@@ -94,7 +94,7 @@ class HydraSFT(L.LightningModule):
             metrics["margin"] = (better - worse).detach().mean() / batch.n_ranks
         return {"loss": add_zero_grads_for_unused(self, torch.stack(losses).sum()), **metrics}
 
-    def _rejected(self, batch: WarmupBatch) -> DemonstrationBatch:
+    def _rejected(self, batch: SFTBatch) -> DemonstrationBatch:
         if batch.rejected is None:
             raise ValueError(
                 f"reward_weight={self.reward_weight} ranks pairs, and this batch has none; give the data "

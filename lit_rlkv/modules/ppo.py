@@ -81,7 +81,7 @@ class PPO(ClippedPolicy):
 
     @property
     def warmup_part(self) -> tuple[str, ...]:
-        """A critic that shares the policy's adapter warms up by its head, or the policy would move along."""
+        """A critic that shares the policy's adapter trains only its head, or the policy would change too."""
         is_joint = self.roles.layout.adapter["policy"] is not None and (
             self.roles.layout.adapter["policy"] == self.roles.layout.adapter["value"]
         )

@@ -37,7 +37,7 @@ class SavedRun:
 
     @property
     def start(self) -> str | Path:
-        """The model that RL started from: the warm model kept in the run, or the `model.path` given.
+        """The model that RL started from: the SFT model kept in the run, or the `model.path` given.
 
         Raises:
             ConfigError: the run ended before there was a model.

@@ -13,7 +13,7 @@ from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, TrainState, trai
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 
 REWARD_MODEL = "reward_model"
-"""Folder in a warm model for a reward model with weights of its own."""
+"""Folder in a SFT model for a reward model with weights of its own."""
 LOADED = ("*.safetensors", f"{REWARD_MODEL}/*.safetensors")
 """What a run takes from the folder of its model; there may be other models below it, or runs."""
 

@@ -1,4 +1,4 @@
-"""What a warm-up has done so far, kept in the folder of its run, so that a kill does not cost all of it."""
+"""The passes of an SFT stage, and its checkpoints in the run folder, so that a killed stage resumes."""
 
 import shutil
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def training_passes(cfg: DictConfig) -> list[SFTPass]:
 
 
 class SFTProgress:
-    """The finished passes of a warm-up as model folders, and checkpoints of the one under way.
+    """The finished passes of an SFT stage as model folders, and checkpoints of the one under way.
 
     Args:
         root: of its own for each run.

@@ -16,13 +16,13 @@ from lit_rlkv.runs.saver import REWARD_MODEL
 
 REWARD_HEAD = "reward_head.safetensors"
 SFT_FORMAT = 1
-"""Raised when warm-up changes what it writes or computes, so that no older result is taken for a new one."""
+"""Increased when the SFT stage changes what it computes or writes, so that no older model is reused."""
 SFT_MODELS, SFT_DONE = "sft_models", "sft.json"
 """The shared folder of all SFT models, and the file that marks a finished one."""
 
 
 def critic_dir(start: str | Path) -> str | Path:
-    """Where the critics' backbone and reward head are: the warm model itself unless it has them apart."""
+    """Where the critics' backbone and reward head are: the SFT model itself unless it has them apart."""
     apart = Path(start) / REWARD_MODEL
     return apart if apart.is_dir() else start
 
@@ -34,7 +34,7 @@ def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
 
 
 def sft_model_dir(cfg: DictConfig) -> Path:
-    """Where the warm model of this config is, or will be: named by everything that it depends on."""
+    """Where the SFT model of this config is, or will be: named by everything that it depends on."""
     has_mistakes = cfg.sft.on_policy_pairs.n_prompts > 0
     # The model's own mistakes are those that it makes under this cache, drawn a batch at a time.
     names = ("task", "model", "sft", *(("cache", "rollout") if has_mistakes else ()))
@@ -50,23 +50,23 @@ def sft_model_dir(cfg: DictConfig) -> Path:
 
 
 def find_starting_model(cfg: DictConfig, run_dir: Path) -> str | Path | None:
-    """The model that RL and evaluation start from, None while it still has to be warmed up.
+    """Return the model that RL and evaluation start from; None if the SFT stage has to train it.
 
-    A run that is resumed has its own; then, unless `stages` take `model.path` as it is, comes the warm model.
+    A run that is resumed has its own; then, unless `stages` take `model.path` as it is, comes the SFT model.
 
     Raises:
-        ConfigError: `stages` leave out sft, and there is neither a warm model nor a `model.path`.
+        ConfigError: `stages` leave out sft, and there is neither a SFT model nor a `model.path`.
     """
-    warm = sft_model_dir(cfg)
+    shared = sft_model_dir(cfg)
     if (run_dir / BACKBONE / SFT_DONE).is_file():
         return run_dir / BACKBONE
     if "sft" not in cfg.stages and cfg.model.path is not None:
         return expanded(cfg.model.path)
-    if (warm / SFT_DONE).is_file():
-        return warm
+    if (shared / SFT_DONE).is_file():
+        return shared
     if "sft" in cfg.stages:
         return None
     raise ConfigError(
-        f"stages={list(cfg.stages)} start from a warm model, but no earlier run left one for this config "
-        f"in {warm.parent}; add sft to stages, or give model.path"
+        f"stages={list(cfg.stages)} start from a SFT model, but no earlier run left one for this config "
+        f"in {shared.parent}; add sft to stages, or give model.path"
     )

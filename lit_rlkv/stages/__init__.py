@@ -1,1 +1,1 @@
-"""The stages of a run, each a function of its config: warm up, train by RL, evaluate."""
+"""The stages of a run: sft, rl, evaluation, and export of a finished one."""

@@ -164,7 +164,7 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
     if "reward" in roles.needed:
         with acting_as(roles, "reward") as backbone:
             return evaluate_reward(context, backbone, roles.head("reward"))
-    # Before training the policy's backbone holds the warm weights, so that no copy of them is needed.
+    # Before training the policy's backbone holds the starting model's weights; no second copy is needed.
     if folder == start:
         backbone = roles.backbone("policy")
     else:

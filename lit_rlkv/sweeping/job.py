@@ -145,7 +145,7 @@ def is_worked_in(folder: Path) -> bool:
 
 
 def can_resume(folder: Path) -> bool:
-    """Whether a run has begun: fit itself finds what of its warm-up and training it can go on from."""
+    """Whether a run has begun: fit itself finds what of its SFT stage and training it can go on from."""
     return (folder / CONFIG).is_file()
 
 

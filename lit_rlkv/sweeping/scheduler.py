@@ -45,11 +45,11 @@ class FitLauncher:
         return FitJob.start(folder, self.plan.arguments(run.values, folder))
 
     def must_wait(self, run: Run, running: Sequence[Run]) -> bool:
-        """Runs share their warm models, so only one of those that need the same makes it."""
-        warm = self._warm_model_to_make(run)
-        return warm is not None and any(self._warm_model_to_make(other) == warm for other in running)
+        """Runs share their SFT models, so only one of those that need the same makes it."""
+        missing = self._sft_model_to_make(run)
+        return missing is not None and any(self._sft_model_to_make(other) == missing for other in running)
 
-    def _warm_model_to_make(self, run: Run) -> Path | None:
+    def _sft_model_to_make(self, run: Run) -> Path | None:
         if run.number not in self._configs:
             self._configs[run.number] = self.plan.compose(run.values, run.folder).cfg
         cfg = self._configs[run.number]

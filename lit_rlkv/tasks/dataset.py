@@ -31,7 +31,7 @@ def load_problems(
         prompt_column: a text, or chat messages that end in the user's.
         answer_column: texts or numbers; None takes what follows `answer_after` in the solution, or where
             there is no solution either, gives prompts alone.
-        solution_column: worked solutions for the warm-up; None shows the answer alone.
+        solution_column: worked solutions for the SFT stage; None shows the answer alone.
         extra_columns: what reward functions get beside prompt, answer and solution.
         system_prompt: a message before every prompt that brings none of its own.
         answer_after: the marker before the final answer ("####" in GSM8K), for the task's own score. Without

@@ -12,7 +12,7 @@ class Recall:
     """`a4;k7;c1;k?a?` is solved by `k7;a4`: each pair asked for, in the order of the questions.
 
     A value follows its key at once: with a sign between them a small model trained from scratch did not learn
-    to look a key up in any of the warm-ups tried (notebooks/LOG.md).
+    to look a key up in any of the SFT settings tried (notebooks/LOG.md).
 
     Raises:
         ValueError: values without digits, no question, or more questions than pairs.

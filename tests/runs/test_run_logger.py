@@ -28,8 +28,8 @@ def rows_of(folder):
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """A folder with a warm model."""
+def sft_runs(tmp_path_factory):
+    """A folder with a SFT model."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, "first", "diagnostics=none", "stages=[sft]")
     return folder
@@ -51,21 +51,21 @@ def keeping(monkeypatch, **settings):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_no_account")
-def test_everything_of_a_run_is_in_its_wandb_run(warm):
-    run(warm, "wandb", "logger=wandb", "logger.log_model=true", *QUICK)
-    (found,) = finished_runs(warm / "wandb")
+def test_everything_of_a_run_is_in_its_wandb_run(sft_runs):
+    run(sft_runs, "wandb", "logger=wandb", "logger.log_model=true", *QUICK)
+    (found,) = finished_runs(sft_runs / "wandb")
     assert found.config["seed"] == 0
     assert found.config["cache"]["budget"] == 7
     assert found.config["environment"]["packages"]["torch"]
     assert found.step_metric["*"] == "rollout/tokens"
     logged = [row for row in found.history if "reward" in row]
-    for row, written in zip(logged, rows_of(warm / "wandb"), strict=True):
+    for row, written in zip(logged, rows_of(sft_runs / "wandb"), strict=True):
         assert {name: row[name] for name in written} == pytest.approx(
             {name: float(value) for name, value in written.items()}, nan_ok=True
         )
     assert [row[0] for draw in found.table("samples") for row in draw] == [1] * 4 + [2] * 4
     assert {row[0] for row in found.table("evaluation")[0]} == {"before", "after"}
-    final = json.loads((warm / "wandb" / "evaluation.json").read_text())["final"]
+    final = json.loads((sft_runs / "wandb" / "evaluation.json").read_text())["final"]
     assert any(row.get("eval/accuracy") == final["eval/accuracy"] for row in found.history)
     shown = {key.split("/")[1] for row in found.history for key in row if key.startswith("figures/")}
     assert {"reward", "accuracy_against_budget", "key_lifetimes_in_one_sequence"} <= shown
@@ -92,9 +92,9 @@ def killed(cfg, run_dir):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_no_account")
-def test_a_resumed_run_logs_to_the_same_wandb_run(warm):
-    folder = warm / "killed"
-    killed(config(warm, "logger=wandb", *QUICK), folder)
+def test_a_resumed_run_logs_to_the_same_wandb_run(sft_runs):
+    folder = sft_runs / "killed"
+    killed(config(sft_runs, "logger=wandb", *QUICK), folder)
     (cut_short,) = finished_runs(folder)
     assert cut_short.exit_code == 1
     again, cfg = resumed(compose_resume(folder))
@@ -109,9 +109,9 @@ def test_a_resumed_run_logs_to_the_same_wandb_run(warm):
 
 
 @pytest.mark.slow
-def test_token_and_time_axes_continue_in_a_resumed_run(warm):
-    folder = warm / "axes"
-    killed(config(warm, *QUICK), folder)
+def test_token_and_time_axes_continue_in_a_resumed_run(sft_runs):
+    folder = sft_runs / "axes"
+    killed(config(sft_runs, *QUICK), folder)
     before = rows_of(folder)[0]
     again, cfg = resumed(compose_resume(folder))
     fit(cfg, again, Console(quiet=True), resumes=True)
@@ -122,16 +122,16 @@ def test_token_and_time_axes_continue_in_a_resumed_run(warm):
 
 
 @pytest.mark.slow
-def test_lightnings_logger_writes_into_the_folder_of_the_run_that_goes_on_also_where_it_was_moved(warm):
-    killed(config(warm, "logger=lightning_csv", *QUICK), warm / "there")
-    assert [path.name for path in (warm / "there" / "lightning_csv").iterdir()] == ["version_0"]
-    folder = (warm / "there").rename(warm / "here")
+def test_lightnings_logger_writes_into_the_folder_of_the_run_that_goes_on_also_where_it_was_moved(sft_runs):
+    killed(config(sft_runs, "logger=lightning_csv", *QUICK), sft_runs / "there")
+    assert [path.name for path in (sft_runs / "there" / "lightning_csv").iterdir()] == ["version_0"]
+    folder = (sft_runs / "there").rename(sft_runs / "here")
     again, cfg = resumed(compose_resume(folder))
     fit(cfg, again, Console(quiet=True), resumes=True)
     assert {path.name for path in (folder / "lightning_csv").iterdir()} == {"version_0", "version_1"}
-    assert not (warm / "there").exists()
-    run(warm, "elsewhere", "logger=lightning_csv", f"+logger.save_dir={warm / 'given'}", *QUICK)
-    assert (warm / "given" / "lightning_csv" / "version_0").is_dir()
+    assert not (sft_runs / "there").exists()
+    run(sft_runs, "elsewhere", "logger=lightning_csv", f"+logger.save_dir={sft_runs / 'given'}", *QUICK)
+    assert (sft_runs / "given" / "lightning_csv" / "version_0").is_dir()
 
 
 def compose_resume(folder):
@@ -141,44 +141,44 @@ def compose_resume(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails_at", ["open", "scalars", "table", "figures", "file", "close"])
-def test_a_logger_that_fails_anywhere_stops_no_run(warm, monkeypatch, caplog, fails_at):
+def test_a_logger_that_fails_anywhere_stops_no_run(sft_runs, monkeypatch, caplog, fails_at):
     logger = keeping(monkeypatch, fails_at={fails_at})
-    results = run(warm, f"fails-{fails_at}", "logger=wandb", *QUICK)
+    results = run(sft_runs, f"fails-{fails_at}", "logger=wandb", *QUICK)
     assert logger.named(fails_at)
     assert len(results.after) == 2
-    assert len(rows_of(warm / f"fails-{fails_at}")) == 2
-    assert (warm / f"fails-{fails_at}" / "report.html").is_file()
+    assert len(rows_of(sft_runs / f"fails-{fails_at}")) == 2
+    assert (sft_runs / f"fails-{fails_at}" / "report.html").is_file()
     assert sum("no space left" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.slow
-def test_figures_during_training_show_the_rollout_of_the_iteration(warm, monkeypatch):
+def test_figures_during_training_show_the_rollout_of_the_iteration(sft_runs, monkeypatch):
     logger = keeping(monkeypatch, figures_every=2)
-    run(warm, "figures", "logger=wandb", *QUICK)
+    run(sft_runs, "figures", "logger=wandb", *QUICK)
     during, at_end = logger.named("figures")
     assert during[1]["iteration"] == at_end[1]["iteration"] == 2
     assert "Cache fill" in [picture.name for picture in during[0]]
 
 
 @pytest.mark.slow
-def test_a_run_can_be_watched_in_tensorboard(warm):
+def test_a_run_can_be_watched_in_tensorboard(sft_runs):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(warm, "tb", "logger=tensorboard", *QUICK)
-    events = EventAccumulator(str(warm / "tb" / tensorboard.FOLDER))
+    run(sft_runs, "tb", "logger=tensorboard", *QUICK)
+    events = EventAccumulator(str(sft_runs / "tb" / tensorboard.FOLDER))
     events.Reload()
-    written = [float(row["reward"]) for row in rows_of(warm / "tb")]
+    written = [float(row["reward"]) for row in rows_of(sft_runs / "tb")]
     assert [event.value for event in events.Scalars("reward")] == pytest.approx(written)
     assert "figures/reward" in events.Tags()["images"]
     assert "samples/text_summary" in events.Tags()["tensors"]
 
 
 @pytest.mark.slow
-def test_a_run_without_a_logger_still_notes_its_environment(warm):
-    (start,) = json.loads((warm / "first" / "environment.json").read_text())
+def test_a_run_without_a_logger_still_notes_its_environment(sft_runs):
+    (start,) = json.loads((sft_runs / "first" / "environment.json").read_text())
     assert start["seeds"] == {"seed": 0, "sft.seed": 0}
-    assert not (warm / "first" / "wandb").exists()
+    assert not (sft_runs / "first" / "wandb").exists()
 
 
 @pytest.mark.usefixtures("_as_users_run_it")

@@ -1,4 +1,4 @@
-"""From a config and a warm model to the RL module, or to an error that says what they lack."""
+"""From a config and a SFT model to the RL module, or to an error that says what they lack."""
 
 import json
 import re
@@ -80,9 +80,9 @@ def test_a_reward_model_of_its_own_is_the_critics_backbone(runs, apart):
 def test_the_value_head_starts_from_the_configured_role(runs, joint):
     zero = policy(runs, joint, "algorithm=ppo")
     assert zero.roles.head("value").linear.weight.abs().max() == 0
-    warm = policy(runs, joint, "algorithm=ppo", "roles.value_init=reward")
+    policy_module = policy(runs, joint, "algorithm=ppo", "roles.value_init=reward")
     assert torch.equal(
-        warm.roles.head("value").linear.weight, load_file(joint / REWARD_HEAD)["linear.weight"]
+        policy_module.roles.head("value").linear.weight, load_file(joint / REWARD_HEAD)["linear.weight"]
     )
 
 

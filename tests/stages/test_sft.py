@@ -77,8 +77,8 @@ def config(folder, *overrides):
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """From overrides to a run's parts, its warm folder, and the rows of its metrics; each is made once."""
+def sft_runs(tmp_path_factory):
+    """From overrides to a run's parts, its SFT folder, and the rows of its metrics; each is made once."""
     runs, made = tmp_path_factory.mktemp("runs"), {}
 
     def get(*overrides):
@@ -111,8 +111,8 @@ def has_heads(folder):
     return [(path / REWARD_HEAD).is_file() for path in (folder, folder / REWARD_MODEL)]
 
 
-def test_both_heads_learn_in_one_pass(warm):
-    parts, folder, rows = warm()
+def test_both_heads_learn_in_one_pass(sft_runs):
+    parts, folder, rows = sft_runs()
     assert folder == sft_model_dir(parts.cfg)
     assert has_heads(folder) == [True, False]
     assert not (folder / REWARD_MODEL).exists()
@@ -120,8 +120,8 @@ def test_both_heads_learn_in_one_pass(warm):
     assert report_of(parts, folder).pair_accuracy > 0.9
 
 
-def test_a_reward_model_of_its_own_learns_after_the_lm(warm):
-    parts, folder, rows = warm(*APART)
+def test_a_reward_model_of_its_own_learns_after_the_lm(sft_runs):
+    parts, folder, rows = sft_runs(*APART)
     assert has_heads(folder) == [False, True]
     assert (folder / REWARD_MODEL / "config.json").is_file()
     assert report_of(parts, folder / REWARD_MODEL).pair_accuracy > 0.9
@@ -131,42 +131,42 @@ def test_a_reward_model_of_its_own_learns_after_the_lm(warm):
     assert [bool(row["reward_loss"]) for row in rows] == [False] * 12 + [True] * 12
 
 
-def test_a_reward_model_of_its_own_leaves_the_lm_bit_for_bit(warm):
-    lm_only = weights(warm(*PLAIN)[1])
-    assert weights(warm(*APART)[1]) == lm_only
-    assert weights(warm(*APART)[1] / REWARD_MODEL) != lm_only
-    assert weights(warm()[1]) != lm_only
+def test_a_reward_model_of_its_own_leaves_the_lm_bit_for_bit(sft_runs):
+    lm_only = weights(sft_runs(*PLAIN)[1])
+    assert weights(sft_runs(*APART)[1]) == lm_only
+    assert weights(sft_runs(*APART)[1] / REWARD_MODEL) != lm_only
+    assert weights(sft_runs()[1]) != lm_only
 
 
-def test_a_reward_model_of_its_own_starts_from_the_finished_lm(warm):
-    _, folder, _ = warm(*APART, "sft.reward_steps=1", "sft.n_warmup_steps=100")
-    _, untrained, _ = warm(*PLAIN, "sft.n_steps=1", "sft.n_warmup_steps=100")
+def test_a_reward_model_of_its_own_starts_from_the_finished_lm(sft_runs):
+    _, folder, _ = sft_runs(*APART, "sft.reward_steps=1", "sft.n_warmup_steps=100")
+    _, untrained, _ = sft_runs(*PLAIN, "sft.n_steps=1", "sft.n_warmup_steps=100")
     # Adam's first step moves no weight by more than the learning rate, here 5e-3 / 100, but for weight decay.
     assert 0 < largest_change(folder / REWARD_MODEL, folder) < 6e-5
     assert largest_change(folder / REWARD_MODEL, untrained) > 1e-2
 
 
-def test_without_pairs_there_is_no_reward_head(warm):
-    _, folder, rows = warm(*PLAIN)
+def test_without_pairs_there_is_no_reward_head(sft_runs):
+    _, folder, rows = sft_runs(*PLAIN)
     assert has_heads(folder) == [False, False]
     assert float(rows[-1]["lm_loss"]) < 0.5 * float(rows[0]["lm_loss"])
     assert "reward_loss" not in rows[0]
 
 
-def test_a_ranking_loss_of_no_weight_is_plain_fine_tuning(warm):
-    _, folder, _ = warm(*UNWEIGHTED)
+def test_a_ranking_loss_of_no_weight_is_plain_fine_tuning(sft_runs):
+    _, folder, _ = sft_runs(*UNWEIGHTED)
     assert has_heads(folder) == [False, False]
-    assert weights(folder) == weights(warm(*PLAIN)[1])
+    assert weights(folder) == weights(sft_runs(*PLAIN)[1])
 
 
 @pytest.mark.slow
-def test_without_pairs_the_weight_of_their_loss_is_irrelevant(warm):
-    assert weights(warm(*PLAIN, "sft.reward_weight=7")[1]) == weights(warm(*PLAIN)[1])
-    assert weights(warm("sft.reward_weight=7")[1]) != weights(warm()[1])
+def test_without_pairs_the_weight_of_their_loss_is_irrelevant(sft_runs):
+    assert weights(sft_runs(*PLAIN, "sft.reward_weight=7")[1]) == weights(sft_runs(*PLAIN)[1])
+    assert weights(sft_runs("sft.reward_weight=7")[1]) != weights(sft_runs()[1])
 
 
-def test_every_sft_config_has_its_own_folder(warm):
-    made = [warm(*way) for way in ([], APART, PLAIN, UNWEIGHTED)]
+def test_every_sft_config_has_its_own_folder(sft_runs):
+    made = [sft_runs(*way) for way in ([], APART, PLAIN, UNWEIGHTED)]
     assert len({folder for _, folder, _ in made}) == 4
     for parts, folder, _ in made:
         saved = json.loads((folder / SFT_DONE).read_text())["config"]
@@ -246,8 +246,8 @@ def test_reward_steps_are_not_checked_where_no_reward_model_is_trained(tmp_path)
     assert config(tmp_path, "sft.reward_steps=15").sft.joint
 
 
-def test_a_reward_head_is_judged_on_the_pairs_of_held_out_problems(warm):
-    parts, folder, _ = warm()
+def test_a_reward_head_is_judged_on_the_pairs_of_held_out_problems(sft_runs):
+    parts, folder, _ = sft_runs()
     problems = PromptSource(parts.task, split="eval", seed=parts.cfg.seed).take(100)
     pairs = held_out_pairs(parts)
     assert pairs == held_out_pairs(parts)
@@ -259,8 +259,8 @@ def test_a_reward_head_is_judged_on_the_pairs_of_held_out_problems(warm):
     assert report_of(parts, folder).n_pairs == 100
 
 
-def test_an_untrained_reward_head_ranks_nothing(warm):
-    parts, folder, _ = warm()
+def test_an_untrained_reward_head_ranks_nothing(sft_runs):
+    parts, folder, _ = sft_runs()
     report = evaluate_reward(parts, load_backbone(parts, folder), ScalarHead(32))
     assert (report.pair_accuracy, report.margin_mean, report.calibration_error) == (0.0, 0.0, 0.0)
 
@@ -326,7 +326,7 @@ def test_sft_refuses_to_resume_with_other_rows(tmp_path):
     assert (go_on(preferences(tmp_path)) / SFT_DONE).is_file()
 
 
-def test_progress_of_the_judgement_is_shown(warm, capfd):
-    parts, folder, _ = warm()
+def test_progress_of_the_judgement_is_shown(sft_runs, capfd):
+    parts, folder, _ = sft_runs()
     report_of(parts, folder)
     assert "reward 100/100" in capfd.readouterr().err

@@ -29,7 +29,7 @@ def test_a_run_is_done_by_its_report_and_no_other_file(tmp_path):
     assert (outcome.state, outcome.history, outcome.metrics["kl"]) == ("finished", [0.2], 0.2)
     (tmp_path / "config.yaml").unlink()
     assert not can_resume(tmp_path)
-    (tmp_path / "config.yaml").write_text("seed: 0\n")  # fit looks for what there is, if only of a warm-up
+    (tmp_path / "config.yaml").write_text("seed: 0\n")  # fit looks for what there is, if only of an SFT stage
     assert can_resume(tmp_path)
 
 
