@@ -5,7 +5,7 @@ import torch
 
 from lit_rlkv.callbacks import performance
 from lit_rlkv.callbacks.performance import Performance
-from lit_rlkv.diagnostics.flops import costs_of, sampler_work
+from lit_rlkv.diagnostics.flops import flop_costs, rollout_work
 from lit_rlkv.models.hydra import acting_as
 from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
 from tests.hand_built import DigitsAreGood, make_datamodule, make_module, make_roles, shift
@@ -37,9 +37,9 @@ def test_times_and_speeds_match_hand_arithmetic(monkeypatch):
     roles, diagnostic = started(peak_flops=1e9)
     experience = make_datamodule(roles).collect()
     with acting_as(roles, "policy") as backbone:
-        costs = costs_of(backbone)
+        costs = flop_costs(backbone)
     assert costs is not None
-    work, n_positions = sampler_work(experience.rollout, 4)
+    work, n_positions = rollout_work(experience.rollout, 4)
     flops = float(costs.forward(work)) + n_positions * costs.forward_per_position
     clock = Clock(monkeypatch)
     for name, seconds in {"rollout": 4.0, "score": 2.0, "reward": 0.5}.items():
@@ -64,7 +64,7 @@ def test_an_update_is_measured_by_the_passes_that_were_run(monkeypatch):
     clock.now += 8.0
     diagnostic.on_phase_end("update", 0)
     found = diagnostic.scalars
-    # Every token but those of the last column, which predicts nothing.
+    # Every token but those of the last column, which response_queries nothing.
     assert found["perf/tokens_per_second/update"] == int(batch.rollout.attention_mask[:, :-1].sum()) / 8
     assert found["perf/mfu/update"] == pytest.approx(found["perf/tflops/update"] * TERA / 1e9)
     assert found["perf/tflops/update"] * TERA * 8 > 6 * float(batch.rollout.response_mask.sum())
@@ -134,29 +134,19 @@ def test_a_diagnostic_between_the_phases_is_in_none_of_them(monkeypatch):
 
 def test_a_data_module_that_announces_no_phases_is_noticed():
     roles, diagnostic = started()
-    with pytest.raises(ValueError, match=r"told of no rollout.*; give RolloutDataModule phases="):
+    with pytest.raises(ValueError, match=r"saw no rollout phase.*; give RolloutDataModule phases="):
         diagnostic.on_rollout_end(make_datamodule(roles).collect())
 
 
 @pytest.mark.parametrize("peak", [0, -1.0])
 def test_a_peak_that_is_no_speed_is_refused(peak):
-    with pytest.raises(ValueError, match=r"diagnostics\.performance\.peak_flops=.* is no speed"):
+    with pytest.raises(ValueError, match=r"diagnostics\.performance\.peak_flops=.* must be above 0"):
         Performance(peak_flops=peak)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("arm", ["shadow", "tis", "dense"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_training_is_the_same_to_the_last_bit(algorithm, arm, precision):
-    options = {"arm": arm, "precision": precision, **ALGORITHMS[algorithm]}
-    measured = trained([Performance()], **options)
-    assert_same_training(trained([], **options), measured)
-    assert measured[0][1]["perf/tflops/update"] > 0
 
 
 @pytest.mark.parametrize("layout", ["ppo", "lora_ppo", "dynamic_lora", "j_hydra", "hydra"])
 def test_every_layout_is_measured(layout):
-    (_, row), _ = trained([Performance()], layout=layout, **ALGORITHMS["ppo"])
+    (_, row), *_ = trained([Performance()], layout=layout, **ALGORITHMS["ppo"])
     assert row["perf/tflops/rollout"] > 0
     assert row["perf/tflops/update"] > 0
 
