@@ -72,11 +72,11 @@ def test_an_update_is_measured_by_the_passes_that_were_run(monkeypatch):
 
 
 def test_without_a_known_peak_only_what_was_achieved_is_logged():
-    rows, _ = trained([Performance()])
+    rows, *_ = trained([Performance()])
     assert {name for name in rows[1] if name.startswith("perf/")} == {
         f"perf/{what}/{phase}" for what in ("tokens_per_second", "tflops") for phase in ("rollout", "update")
     }
-    rows, _ = trained([Performance(peak_flops=1e12)])
+    rows, *_ = trained([Performance(peak_flops=1e12)])
     for phase in ("rollout", "update"):
         assert rows[1][f"perf/mfu/{phase}"] == pytest.approx(rows[1][f"perf/tflops/{phase}"])
 
@@ -89,7 +89,7 @@ def test_the_peak_is_looked_up_once_at_the_precision_of_the_products(monkeypatch
         return 2e12
 
     monkeypatch.setattr(performance, "peak_flops", look_up)
-    rows, _ = trained([Performance()], precision="bf16-mixed")
+    rows, *_ = trained([Performance()], precision="bf16-mixed")
     assert asked == [("cpu", torch.bfloat16)]
     assert rows[1]["perf/mfu/update"] == pytest.approx(rows[1]["perf/tflops/update"] / 2)
     trained([Performance()])
@@ -105,7 +105,7 @@ class SlowToJudge(DigitsAreGood):
 
 
 def test_phases_are_parts_of_what_the_loop_times():
-    rows, _ = trained([Performance()], task=SlowToJudge(n_terms=3))
+    rows, *_ = trained([Performance()], task=SlowToJudge(n_terms=3))
     for row in rows:
         parts = [row[f"time/{phase}"] for phase in ("rollout", "score", "reward")]
         assert 0 < min(parts) < sum(parts) < row["time/data"]
@@ -114,7 +114,7 @@ def test_phases_are_parts_of_what_the_loop_times():
 
 
 def test_it_measures_at_its_interval():
-    rows, _ = trained([Performance(every=2)])
+    rows, *_ = trained([Performance(every=2)])
     first, second = ({name for name in row if name.split("/")[0] in ("perf", "memory")} for row in rows)
     assert first
     assert not second
