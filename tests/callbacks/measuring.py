@@ -8,7 +8,7 @@ from lit_rlkv.experience.advantages import GAEAdvantage, PairAdvantage
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.trainer import train
 from tests.callbacks.gradients import DISTILLATION
-from tests.training import (
+from tests.hand_built import (
     ARMS,
     MetricLog,
     make_datamodule,

@@ -8,7 +8,7 @@ from lit_rlkv.callbacks.cache_statistics import CacheStatistics
 from lit_rlkv.diagnostics.eviction_counts import lifetimes, retained_fraction
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.types import NEVER
-from tests.training import ARMS, make_datamodule, make_module, make_roles, shift
+from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
 
 TRIVIAL = {
     "kv/retained": 1.0,

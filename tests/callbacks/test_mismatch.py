@@ -9,7 +9,7 @@ from lit_rlkv.diagnostics.distributions import layer_kls, view_overlap
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.layouts import LAYOUTS
-from tests.training import ARMS, counted_forwards, make_datamodule, make_module, make_roles, shift
+from tests.hand_built import ARMS, counted_forwards, make_datamodule, make_module, make_roles, shift
 
 DENSE_NAMES = (
     "kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "training_log_ppl", "log_ppl_diff",

@@ -17,8 +17,8 @@ from lit_rlkv.rewards import Numeric, RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.types import Problem
+from tests.hand_built import make_roles
 from tests.rewards.threaded import InThreads
-from tests.training import make_roles
 
 SPARSE = CacheSpec(policy="snapkv", budget=7, interval=2, sink=1, window=2)
 
