@@ -13,12 +13,12 @@ from rich.console import Console
 from lit_rlkv.cli import compose_arguments, exit_in_one_line
 from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.commands import check_draws, check_evaluation
-from lit_rlkv.evaluation.estimates import Estimates, estimate
-from lit_rlkv.evaluation.evaluator import Sample
+from lit_rlkv.evaluation.estimates import CacheEstimates, estimate
+from lit_rlkv.evaluation.evaluator import ScoredResponse
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.files import write_atomically
 from lit_rlkv.out_of_memory import MemoryExhaustedError
-from lit_rlkv.reporting.scores import score_table
+from lit_rlkv.reporting.tables import score_table
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
@@ -35,9 +35,9 @@ class Evaluation:
     run_dir: Path
     settings: dict[str, Any]
     """What was scored, on what and how, in plain types."""
-    scored: list[tuple[EvalRow, Estimates]]
+    scored: list[tuple[EvalRow, CacheEstimates]]
     """By cache."""
-    samples: list[Sample]
+    samples: list[ScoredResponse]
 
     @property
     def rows(self) -> list[EvalRow]:

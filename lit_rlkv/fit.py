@@ -31,7 +31,7 @@ def main() -> None:
     from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption, NonFiniteError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
     from lit_rlkv.reporting.progress import stderr_console
-    from lit_rlkv.reporting.summary import summary_table
+    from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.runs.context import REPORT
     from lit_rlkv.runs.session import discard_if_empty, open_session
 

@@ -1,8 +1,8 @@
-"""Quantities as people read them."""
+"""Human-readable sizes and durations."""
 
 
 def human_bytes(n_bytes: int) -> str:
-    """Three digits and a binary unit: 1536 is 1.50 KiB."""
+    """Format bytes with three digits and a binary unit, such as 1.50 KiB."""
     size, unit = float(n_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         # 1023.5 and more would be rounded to four digits
@@ -16,7 +16,7 @@ def human_bytes(n_bytes: int) -> str:
 
 
 def human_seconds(seconds: float | int) -> str:
-    """7.1 s, 1:35 or 2:03:04."""
+    """Format seconds as 7.1 s, 1:35 or 2:03:04."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, whole_seconds = divmod(round(seconds), 60)

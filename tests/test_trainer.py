@@ -5,8 +5,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lit_rlkv.callbacks.distillation import ShadowDistillation
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.trainer import Learner, MetricSums, train

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, build
 from lit_rlkv.config.rules import check_config
-from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.runs.context import CHECKPOINTS, build_context
 from lit_rlkv.runs.policy import make_policy

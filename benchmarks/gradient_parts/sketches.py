@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.diagnostics.gradient import PartGradients, block_of
-from lit_rlkv.diagnostics.sketch import CountSketch
+from lit_rlkv.diagnostics.covariance import CountSketch, PartGradients, block_of
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 

@@ -10,7 +10,7 @@ from study_parts import runs
 from study_parts.plan import BUDGETS, Setting, budgets
 
 from lit_rlkv.data.tokenizers import build_task_tokenizer
-from lit_rlkv.reporting.markdown import markdown_table
+from lit_rlkv.reporting.tables import markdown_table
 
 NAME = "study_exposure"
 SEED = 2

@@ -18,7 +18,7 @@ from study_parts.analysis import (
 )
 from study_parts.plan import ARMS, TUNING_SEED
 
-from lit_rlkv.reporting.markdown import markdown_table
+from lit_rlkv.reporting.tables import markdown_table
 
 ABSENT = "–"
 GOAL = 0.75

@@ -9,7 +9,7 @@ from study_parts import runs
 from study_parts.analysis import mean_sd, processor
 from study_parts.plan import Setting, timed
 
-from lit_rlkv.reporting.markdown import markdown_table
+from lit_rlkv.reporting.tables import markdown_table
 
 NAME = "study_timing"
 N_ROUNDS = 3

@@ -12,7 +12,7 @@ from study_parts import runs
 from study_parts.analysis import place
 from study_parts.plan import ARMS, BUDGETS, MAIN_TASK, SEEDS, TASKS
 
-from lit_rlkv.reporting.markdown import markdown_table
+from lit_rlkv.reporting.tables import markdown_table
 
 NAME = "study_variance"
 VARIANCE_ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow", "smd", "smd_dense")

@@ -1,1 +1,1 @@
-"""Callbacks: what rides on the training loop without being in it."""
+"""Callbacks of the training loop: shadow distillation and diagnostics."""

@@ -1,21 +1,21 @@
-"""The cache of a rollout: how much it kept, how long, and what the dense policy still wanted of the rest."""
+"""Cache statistics of a rollout: retained keys, lifetimes, attention on evicted keys."""
 
 from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.diagnostics.cache import (
+from lit_rlkv.diagnostics.attention_mass import EvictedAttention
+from lit_rlkv.diagnostics.distributions import check_rows, evenly_spaced_rows, rows_in_pass
+from lit_rlkv.diagnostics.eviction_counts import (
     Lifetimes,
-    affected,
+    affected_fraction,
     age_histogram,
     lifetimes,
     mean_age,
     median_age,
-    retained,
+    retained_fraction,
 )
-from lit_rlkv.diagnostics.dead_attention import DeadAttention
-from lit_rlkv.diagnostics.positions import bin_starts
-from lit_rlkv.diagnostics.views import check_rows, rows_in_pass, spread_rows
+from lit_rlkv.diagnostics.position_bins import bin_starts
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
@@ -25,27 +25,26 @@ from lit_rlkv.types import Rollout
 MAX_AGE_BINS = 32
 """Bars in the picture of lifetimes."""
 
-NOTHING_DIED = {
+WITHOUT_EVICTIONS = {
     "kv/attention_kept": 1.0,
     "kv/attention_kept_p05": 1.0,
     "kv/attention_on_dead": 0.0,
     "kv/needs_dead_key": 0.0,
     "kv/dead_key_on_top": 0.0,
 }
-"""What the attention of any model says of a cache that has every key."""
+"""Attention metrics of a cache that evicted nothing."""
 
 
 class CacheStatistics(Diagnostic):
-    """`kv/*`: retained keys and lifetimes of the whole rollout, and attention on dead keys of a part of it.
+    """`kv/*`: retained keys and lifetimes of the rollout, and attention on evicted keys of some responses.
 
-    Attention is that of the policy before its update, in one dense forward of `n_rows` responses. A rollout
-    in which nothing was evicted, such as a dense one, is not run again: all is retained, nothing is dead.
-    Of several ranks each looks at the attention of responses of its own, for percentiles do not add up.
+    Attention is measured in one dense forward of `n_rows` responses by the policy before its update. A
+    rollout without evictions is not run again: everything is retained. With several ranks each measures
+    the attention of its own responses, because percentiles do not add up.
 
     Args:
-        n_rows: responses that the dense policy reads, from the first to the last of the rollout; no more than
-            make up 65,536 tokens.
-        needed: attention from which on a query is said to need a single dead key.
+        n_rows: evenly spaced responses that the dense policy reads, at most 65,536 tokens.
+        needed: attention on a single evicted key from which a query counts as needing it.
     """
 
     name = "cache"
@@ -54,27 +53,27 @@ class CacheStatistics(Diagnostic):
         super().__init__(every)
         check_rows(self.name, n_rows, None)
         if not 0 < needed < 1:
-            raise ValueError(f"diagnostics.cache.needed={needed} is no share of attention; give 0 to 1")
+            raise ValueError(f"diagnostics.cache.needed={needed} must be between 0 and 1")
         self.n_rows = n_rows
         self.needed = needed
 
     def measure(self, experience: Experience) -> None:
         rollout = experience.rollout
-        fraction, at_last = retained(rollout, experience.ranks)
+        fraction, at_last = retained_fraction(rollout, experience.ranks)
         lived = lifetimes(rollout, experience.ranks)
         n_kept, n_evicted = int(lived.n_kept.sum()), int(lived.n_evicted.sum())
         self.scalars = {
             "kv/retained": float(fraction.mean()),
             "kv/retained_last": float(at_last.mean()),
             "kv/never_evicted": n_kept / max(n_kept + n_evicted, 1),
-            "kv/affected": float(affected(rollout, experience.ranks)),
+            "kv/affected": float(affected_fraction(rollout, experience.ranks)),
         }
         if n_evicted > 0:
             self._add_lifetimes(lived)
             n_rows = min(self.n_rows, rows_in_pass(rollout, None))
-            self._add_attention(rollout.rows(spread_rows(rollout, n_rows)))
+            self._add_attention(rollout.rows(evenly_spaced_rows(rollout, n_rows)))
         else:
-            self.scalars |= NOTHING_DIED
+            self.scalars |= WITHOUT_EVICTIONS
 
     def _add_lifetimes(self, lived: Lifetimes) -> None:
         of_all = lived.evicted.sum(dim=(0, 1))
@@ -88,7 +87,7 @@ class CacheStatistics(Diagnostic):
         }
 
     def _add_attention(self, rollout: Rollout) -> None:
-        attention = DeadAttention(rollout, self.needed)
+        attention = EvictedAttention(rollout, self.needed)
         with acting_as(self.policy.roles, "policy") as backbone:
             hidden_states(
                 backbone,
@@ -114,5 +113,5 @@ class CacheStatistics(Diagnostic):
 
 
 def _plain(table: Float[Tensor, "layer entry"]) -> list[list[float | None]]:
-    """A table as JSON takes it: None for what is not there."""
+    """Return a table for JSON, with None in place of NaN."""
     return [[None if value != value else round(value, 6) for value in row] for row in table.tolist()]

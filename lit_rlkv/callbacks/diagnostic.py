@@ -1,4 +1,4 @@
-"""The base of callbacks that measure and change nothing: their interval, their cost, what they found."""
+"""Base classes of diagnostics: interval, cost and results of a measurement."""
 
 import json
 import time
@@ -11,7 +11,7 @@ import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import is_count
-from lit_rlkv.diagnostics.views import check_rows
+from lit_rlkv.diagnostics.distributions import check_rows
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
@@ -32,7 +32,7 @@ class Diagnostic(RLCallback):
     def __init__(self, every: int = 1) -> None:
         if not is_count(every):
             raise ValueError(
-                f"diagnostics.{self.name}.every={every} is no interval; give a whole number of at least 1, "
+                f"diagnostics.{self.name}.every={every} must be a whole number of at least 1; change it, "
                 f"or diagnostics.{self.name}=null to leave it out"
             )
         self.every = every
@@ -61,10 +61,10 @@ class Diagnostic(RLCallback):
                 self.measure_updates(experience, split)
 
     def measure(self, experience: Experience) -> None:
-        """Look at a rollout, without gradients; fill `scalars` and `arrays`."""
+        """Measure a rollout without gradients; fill `scalars` and `arrays`."""
 
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
-        """Look at what is about to be learned from it; gradients may be taken, none left behind."""
+        """Measure before the first update; gradients may be computed, and none may be left behind."""
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         if self._elapsed_s > 0:
@@ -80,11 +80,11 @@ class Diagnostic(RLCallback):
 
 
 class RowsDiagnostic(Diagnostic):
-    """Looks at whole distributions, so at a part of the rollout.
+    """A diagnostic of full-vocabulary distributions on some responses of the rollout.
 
     Args:
-        n_rows: responses that it looks at.
-        rows_per_pass: most responses in one forward; None takes what makes up 65,536 tokens.
+        n_rows: number of responses that are measured.
+        rows_per_pass: most responses in one forward; None takes as many as hold 65,536 tokens.
     """
 
     def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
@@ -98,7 +98,7 @@ class DiagnosticsFile(RLCallback):
     """Appends the arrays of each measurement to diagnostics.jsonl; stands behind the diagnostics.
 
     One line per measurement: its iteration (counted from 1), the diagnostic's name and its arrays. A resumed
-    run keeps what it had up to the iteration it goes on from.
+    run keeps the lines up to its checkpoint.
     """
 
     def __init__(self, run_dir: Path, diagnostics: Sequence[Diagnostic], resumed_at: int = 0) -> None:
@@ -119,5 +119,5 @@ class DiagnosticsFile(RLCallback):
 
 
 def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """The measurements of a file; none where there is none."""
+    """Return the measurements of a file; none if there is no file."""
     return [json.loads(line) for line in complete_lines(path)]

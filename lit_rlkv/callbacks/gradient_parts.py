@@ -1,4 +1,4 @@
-"""Gradients of the policy, read part by part from the rollout that it is about to learn from."""
+"""Gradients of the policy from parts of the rollout, before the update."""
 
 import re
 from collections import defaultdict
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.diagnostics.gradient import BLOCKS, block_of, chosen
-from lit_rlkv.diagnostics.sketch import CountSketch
+from lit_rlkv.diagnostics.covariance import BLOCKS, CountSketch, block_of, chosen
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.hydra import acting_as
@@ -29,11 +28,11 @@ Losses = dict[str, Tensor]
 
 
 class GradientDiagnostic(Diagnostic):
-    """Reads gradients of the policy, part by part, and leaves none behind.
+    """Base of diagnostics that compute gradients of parts of a rollout; leaves no gradient behind.
 
     Args:
         n_parts: most parts that a rollout is cut into; no more than it has prompts.
-        blocks: what parameters are counted together, one of `lit_rlkv.diagnostics.gradient.BLOCKS`.
+        blocks: grouping of the parameters, one of `lit_rlkv.diagnostics.covariance.BLOCKS`.
         sketch: numbers that each block of a gradient is sketched to, so that memory does not grow with the
             model by more than the gradient itself; None keeps them whole. The relative error of a block's
             variance is about √(2 / sketch).
@@ -52,7 +51,7 @@ class GradientDiagnostic(Diagnostic):
         super().__init__(every)
         where = f"diagnostics.{self.name}"
         if not isinstance(n_parts, int) or n_parts < 2:
-            raise ValueError(f"{where}.n_parts={n_parts} has nothing to compare; give at least 2")
+            raise ValueError(f"{where}.n_parts={n_parts} must be at least 2")
         if blocks not in BLOCKS:
             raise ValueError(f"{where}.blocks={blocks!r} is unknown; choose one of {', '.join(BLOCKS)}")
         if only is not None:
@@ -60,7 +59,7 @@ class GradientDiagnostic(Diagnostic):
                 re.compile(only)
             except re.error as error:
                 raise ValueError(
-                    f"{where}.only={only!r} is no regular expression: {error}; mend it, or leave it out"
+                    f"{where}.only={only!r} must be a regular expression: {error}; correct it or leave it out"
                 ) from error
         self.n_parts = n_parts
         self.blocks = blocks
@@ -78,14 +77,14 @@ class GradientDiagnostic(Diagnostic):
         return min(self.n_parts, len(experience.problems) // experience.group_size)
 
     def has_parts(self, experience: Experience) -> bool:
-        """Whether there are two parts to compare, on all processes together."""
+        """True if there are at least two parts, counted over all processes."""
         n_parts = torch.tensor(self.parts_of(experience), device=experience.has_eos.device)
         return bool(over_ranks(n_parts) > 1)
 
     def gradients(
         self, forward: Callable[[], tuple[StepOutputs, Losses]]
     ) -> tuple[StepOutputs, dict[str, Vectors]]:
-        """Of each loss that one forward of the policy gives, and what that forward found.
+        """Return the outputs of one forward, and the gradient of each of its losses.
 
         The graph of checkpointed layers can be walked back once, because a role is recomputed in once. The
         forward is then repeated for each loss.
@@ -102,7 +101,7 @@ class GradientDiagnostic(Diagnostic):
         return outputs, found
 
     def gradient(self, loss: Tensor, *, keeps_graph: bool) -> Vectors:
-        """Of a loss, with respect to the parameters, in float32 or better."""
+        """Return the gradient of a loss with respect to the parameters, in float32 or better."""
         # As training does it: the forward pass under autocast, the backward pass outside of it.
         scale = HALF_SCALE if is_half_autocast(loss.device) else 1.0
         with torch.autocast(loss.device.type, enabled=False):
@@ -122,14 +121,14 @@ class GradientDiagnostic(Diagnostic):
         return {block: torch.stack(vectors).sum(dim=0) for block, vectors in pieces.items()}
 
 
-def own_term(module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
-    """What the algorithm itself makes the policy learn, without KL and callbacks."""
+def algorithm_loss(module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
+    """Return the algorithm's own objective, without KL and callbacks' terms."""
     objective, _ = module.objective(batch, outputs)
     return module.policy_weight * torch.stack(list(objective.values())).sum()
 
 
 def policy_outputs(module: PolicyModule, batch: TrainBatch, *, shadow: bool) -> StepOutputs:
-    """One forward of the policy under either view."""
+    """Run one forward of the policy, under the shadow mask or dense."""
     # What autocast has kept of the weights may come from a forward without gradients.
     torch.clear_autocast_cache()
     with acting_as(module.roles, "policy") as backbone:
@@ -139,7 +138,7 @@ def policy_outputs(module: PolicyModule, batch: TrainBatch, *, shadow: bool) -> 
 
 
 def added(gradient: Vectors, more: Vectors) -> Vectors:
-    """The sum, of which the first may be empty."""
+    """Return the sum of two gradients, of which the first may be empty."""
     return {block: gradient[block] + vector if gradient else vector for block, vector in more.items()}
 
 

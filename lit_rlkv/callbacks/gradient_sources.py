@@ -1,4 +1,4 @@
-"""Where the variance of the policy's gradient comes from: sampling, rewards, reweighting."""
+"""Sources of the variance of the policy's gradient: sampling, rewards, reweighting."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,10 +14,10 @@ from lit_rlkv.callbacks.gradient_parts import (
     Losses,
     Vectors,
     added,
-    own_term,
+    algorithm_loss,
     policy_outputs,
 )
-from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutPart, RolloutSplit
@@ -29,9 +29,9 @@ from lit_rlkv.types import TrainBatch
 
 
 class GradientSources(GradientDiagnostic):
-    """Three variances of the algorithm's own gradient Σ_t w_t·A_t·s_t, s_t the score ∇ log π_t of an action.
+    """Three variances of the algorithm's own gradient Σ_t w_t·A_t·s_t, s_t = ∇ log π_t.
 
-    `sampling` is V[c·s], in which each action has the same advantage c, the root mean square of A: what
+    `sampling` is V[c·s], in which each token has the same advantage c, the root mean square of A: what
     scores alone would give if rewards of that size said nothing of the responses. `rewards` is
     V[A·s] − V[c·s], what the rewards' relation to the responses adds or takes away. `reweighting` is
     V[w·A·s] − V[A·s], what the off-policy correction adds by its weights and, where it rejects, by the loss
@@ -41,8 +41,8 @@ class GradientSources(GradientDiagnostic):
     A preference pair has advantages 1 and −1, and its objective no other: `rewards` is 0 then.
 
     Args:
-        counterfactual: one of `CORRECTIONS`, to ask of a learner that replays: what would the same rollout
-            have given a dense learner that corrects so? None does not ask.
+        counterfactual: one of `CORRECTIONS`: also measure the gradient that a dense learner with this
+            correction would get from the same rollout. None skips it.
     """
 
     name = "gradient_sources"
@@ -62,7 +62,7 @@ class GradientSources(GradientDiagnostic):
         module = self.policy
         self._decompose("gradient/sources", experience, split, shadow=module.replays)
         if self.counterfactual is not None and module.replays:
-            experience = self._seen_densely(experience, split, CORRECTIONS[self.counterfactual])
+            experience = self._with_dense_learner(experience, split, CORRECTIONS[self.counterfactual])
             self._decompose("gradient/counterfactual", experience, split, shadow=False)
         torch.clear_autocast_cache()
 
@@ -83,7 +83,7 @@ class GradientSources(GradientDiagnostic):
             self.scalars[f"{prefix}/total"] = total
 
     def _variances(self, variants: Iterable[Sequence[RolloutPart]], n: int, *, shadow: bool) -> list[float]:
-        """Of the rollout's gradient in each of its n variants; none where too few parts count in one."""
+        """Return the variance of each of n variants of the gradient; none if too few parts count in one."""
         found = [PartGradients() for _ in range(n)]
         for parts in variants:
             gradients: list[Vectors] = [{} for _ in parts]
@@ -96,13 +96,13 @@ class GradientSources(GradientDiagnostic):
         return [float(spread.variance.sum()) for spread in spreads] if len(spreads) == n else []
 
     def _forward(self, batches: Sequence[TrainBatch], *, shadow: bool) -> tuple[StepOutputs, Losses]:
-        """One forward for batches of the same responses, which differ in what their actions are worth."""
+        """One forward for batches of the same responses, which differ in weights and advantages only."""
         outputs = policy_outputs(self.policy, batches[0], shadow=shadow)
-        losses = {str(i): own_term(self.policy, batch, outputs) for i, batch in enumerate(batches)}
+        losses = {str(i): algorithm_loss(self.policy, batch, outputs) for i, batch in enumerate(batches)}
         return outputs, losses
 
-    def _seen_densely(self, experience: Experience, split: RolloutSplit, weigh: WeightFn) -> Experience:
-        """The rollout as a dense learner would have taken it."""
+    def _with_dense_learner(self, experience: Experience, split: RolloutSplit, weigh: WeightFn) -> Experience:
+        """Return the rollout with the log-probs and weights of a dense learner."""
         module, rollout, ref_logps = self.policy, experience.rollout, experience.ref_logps
         first = next(iter(split(experience, self.parts_of(experience))))
         scores = score_rollout(
@@ -127,14 +127,14 @@ class GradientSources(GradientDiagnostic):
 
 
 def is_weighted(experience: Experience) -> bool:
-    """Whether the arm does anything to the actions at all, on any process."""
+    """True if the correction changes the weight of any response token, on any process."""
     weights, response_mask = experience.weights, experience.rollout.response_mask
     is_changed = ((weights.weight != 1) & response_mask) | (weights.is_counted != response_mask)
     return bool(over_ranks(is_changed.any().long()) > 0)
 
 
 def rms_advantage(parts: Iterable[RolloutPart]) -> Float[Tensor, ""]:
-    """√(Σ share·A² / Σ share) over the actions, by their shares in the loss of the rollout."""
+    """Return √(Σ share·A² / Σ share) over the tokens, weighted by their shares of the loss."""
     sums: Tensor | float = 0.0
     for part in parts:
         for batch in part.batches:
@@ -146,7 +146,7 @@ def rms_advantage(parts: Iterable[RolloutPart]) -> Float[Tensor, ""]:
 
 
 def with_advantage(value: Float[Tensor, ""], parts: Iterable[RolloutPart]) -> Iterator[RolloutPart]:
-    """The same parts, each action of which has this advantage."""
+    """Yield the same parts with this advantage at every response token."""
     for part in parts:
         batches = [
             replace(batch, advantages=torch.where(batch.rollout.response_mask, value, 0.0))

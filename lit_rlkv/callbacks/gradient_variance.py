@@ -12,10 +12,10 @@ from lit_rlkv.callbacks.gradient_parts import (
     Losses,
     Vectors,
     added,
-    own_term,
+    algorithm_loss,
     policy_outputs,
 )
-from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
 from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.experience.batch import Experience
@@ -27,19 +27,19 @@ from lit_rlkv.modules.base import StepOutputs
 from lit_rlkv.types import TrainBatch
 
 TERMS = ("policy", "loss")
-"""The algorithm's own objective; and all that the policy learns from, callbacks' terms and KL included."""
+"""`policy`: the algorithm's own objective. `loss`: the policy's whole loss with KL and callbacks' terms."""
 
 
 class GradientVariance(GradientDiagnostic):
     """Variance, signal-to-noise ratio and noise scale of the policy's gradient, and verl's proxies of it.
 
-    Each part of the rollout is an estimate of the same gradient from other prompts, so that their scatter
-    is that of the gradient from rollout to rollout, for the policy as it is before the first update. See
-    `lit_rlkv.diagnostics.gradient`. A critic's loss is left out, also where it trains the same adapter; while
+    Each part of the rollout estimates the same gradient from other prompts, so the scatter of the parts
+    gives the variance from rollout to rollout, for the policy before its first update. See
+    `lit_rlkv.diagnostics.covariance`. A critic's loss is left out, also if it trains the same adapter. While
     the critic learns alone, the gradient is the one that the policy would get.
 
     Args:
-        terms: of which losses, from `TERMS`.
+        terms: the losses to measure, from `TERMS`.
     """
 
     name = "gradient"
@@ -71,10 +71,10 @@ class GradientVariance(GradientDiagnostic):
         self._report(found, sums)
 
     def size_of(self, part: RolloutPart, term: str) -> tuple[int, float]:
-        """How many prompts of the part count in this term, and its share of the term's denominator.
+        """Return the number of prompts of the part that count in this term, and its share of the denominator.
 
-        What callbacks add to the loss is averaged over all actions, whatever the algorithm's own leaves out.
-        A loss of both has two denominators. It is taken for a mean over actions: the gradient of a KL is
+        Loss terms of callbacks are averaged over all response tokens, also over those the algorithm drops.
+        A loss of both has two denominators. It is treated as a mean over tokens: the gradient of a KL is
         mostly signal, which a wrong share would count as noise, and that of rewards mostly noise.
         """
         if term == "loss" and self.policy.loss_terms:
@@ -82,7 +82,7 @@ class GradientVariance(GradientDiagnostic):
         return part.n_groups, part.share
 
     def of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
-        """The gradient of each term from one micro-batch, and what the proxies add up of it."""
+        """Return the gradient of each term from one micro-batch, and its sums for the proxies."""
         outputs, found = self.gradients(partial(self._forward, batch))
         of_terms = {term: found[term if term in found else "loss"] for term in self.terms}
         return of_terms, self._proxy_sums(batch, outputs)
@@ -106,17 +106,17 @@ class GradientVariance(GradientDiagnostic):
             self.scalars |= variance_proxy(sums, square)
 
     def _forward(self, batch: TrainBatch) -> tuple[StepOutputs, Losses]:
-        """The terms; where nothing but the algorithm's own makes up the loss, that one alone."""
+        """Return the losses to differentiate; one if the loss is the algorithm's own objective."""
         module = self.policy
         if self.terms == ("policy",):
             outputs = policy_outputs(module, batch, shadow=module.replays)
-            return outputs, {"policy": own_term(module, batch, outputs)}
+            return outputs, {"policy": algorithm_loss(module, batch, outputs)}
         torch.clear_autocast_cache()
         outputs, losses, _ = module.policy_terms(batch)
         whole = {"loss": torch.stack(list(losses.values())).sum()}
         if self.terms == ("loss",) or losses.keys() == module.objective(batch, outputs)[0].keys():
             return outputs, whole
-        return outputs, {"policy": own_term(module, batch, outputs)} | whole
+        return outputs, {"policy": algorithm_loss(module, batch, outputs)} | whole
 
     def _proxy_sums(self, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
         module = self.policy

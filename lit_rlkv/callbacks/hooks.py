@@ -1,4 +1,4 @@
-"""The hooks that our loop calls, declared once; a callback with any other one is refused at start-up."""
+"""Hooks of the training loop, and the check that refuses callbacks with unknown hooks."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -13,7 +13,21 @@ from lit_rlkv.types import TrainBatch
 
 
 class RLCallback(Callback):
-    """Lightning's callback with the moments that only reinforcement learning has."""
+    """Base class of callbacks with hooks for reinforcement learning.
+
+    A plain `lightning.Callback` subclass is accepted too, with those of its hooks that are in HOOKS; its
+    trainer argument is None. The loop calls, in this order:
+
+    - `on_fit_start(trainer, pl_module)`: once, before the first iteration; `pl_module` is being trained.
+    - `on_phase_start(phase, iteration)`, `on_phase_end(phase, iteration)`: around each phase.
+    - `on_rollout_end(experience)`: after sampling, scoring and rewards, before the first update.
+    - `on_update_start(experience, split)`: right before the first optimizer step on the rollout.
+    - `loss_terms(module, batch, outputs)`: in each micro-batch; returns terms to add to the loss.
+    - `on_before_optimizer_step(trainer, pl_module, optimizer)`: after the backward passes of each step.
+    - `on_iteration_end(iteration, n_iterations, metrics)`: after the last step; may add to `metrics`.
+    - `on_fit_end(trainer, pl_module)`: once, after the last iteration.
+    - `on_exception(trainer, pl_module, exception)`: when training fails or is interrupted.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -21,27 +35,29 @@ class RLCallback(Callback):
         return ()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
-        """Before a part of an iteration, which counts from 0: rollout, score, reward, and then update."""
+        """Called before a phase: rollout, score, reward or update; `iteration` counts from 0."""
 
     def on_phase_end(self, phase: str, iteration: int) -> None:
-        """After it; the device may still be at work."""
+        """Called after a phase; the device may still be busy."""
 
     def on_rollout_end(self, experience: Experience) -> None:
-        """After sampling and scoring; before the first update."""
+        """Called after sampling and scoring, before the first update."""
 
     def on_update_start(self, experience: Experience, split: RolloutSplit) -> None:
-        """Before the first update on a rollout. `split(experience, n)` cuts it into n parts of whole groups,
-        all with the denominators of one optimizer step on the whole rollout, so that their gradients add up
-        to that step's."""
+        """Called before the first update on a rollout.
+
+        `split(experience, n)` cuts it into n parts of whole groups, with the denominators of one optimizer
+        step on the whole rollout: the gradients of the parts add up to the gradient of that step.
+        """
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
-        """Terms to add to the loss of this step, and metrics to log with it."""
+        """Return terms to add to the loss of this step, and metrics to log with it."""
         return {}, {}
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        """After the last update on a rollout, with all that was logged of it; `iteration` counts from 1."""
+        """Called after the last update on a rollout with its metrics; `iteration` counts from 1."""
 
 
 HOOKS = (
@@ -55,12 +71,12 @@ HOOKS = (
     "on_fit_end",
     "on_exception",
 )
-"""All that our loop calls, in order; Lightning's own come with its own arguments, the trainer being None."""
+"""Hooks that the loop calls, in order; Lightning's hooks keep their arguments, with None for the trainer."""
 
 
 TERMS = "loss_terms"
 NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
-"""Lightning's, which carry a trainer's state."""
+"""Lightning's hooks for a trainer's state, which the loop does not call."""
 
 
 def bound_hooks(callbacks: Iterable[Callback], name: str) -> list[Any]:
@@ -69,24 +85,26 @@ def bound_hooks(callbacks: Iterable[Callback], name: str) -> list[Any]:
 
 
 def loss_terms_of(callbacks: Iterable[Callback]) -> list[LossTerm]:
-    """The hooks of those that add to the loss; with none, the loss is the algorithm's own."""
+    """Return the `loss_terms` hooks of the callbacks that override it."""
     terms = bound_hooks(callbacks, TERMS)
     return [term for term in terms if getattr(term, "__func__", None) is not RLCallback.loss_terms]
 
 
 def check_hooks(callbacks: Iterable[Callback], kind: type[Callback] = Callback) -> None:
-    """Refuse callbacks with a method that nothing would ever call.
+    """Refuse callbacks with a hook that the loop never calls.
 
     Args:
-        kind: what the loop expects of each of them.
+        kind: class that each callback must derive from.
 
     Raises:
-        TypeError: a hook of another loop, one that is misspelt, such as `on_rolout_end`, or no such callback.
+        TypeError: an unknown hook, a misspelt one such as `on_rolout_end`, or a callback of another class.
     """
     for callback in callbacks:
         own = type(callback)
         if not isinstance(callback, kind):
-            raise TypeError(f"{own.__name__} is no {kind.__name__}; derive it from {kind.__module__}")
+            raise TypeError(
+                f"a callback must derive from {kind.__module__}.{kind.__name__}, got {own.__name__}"
+            )
         for name in dir(own):
             is_overridden = getattr(own, name) is not getattr(Callback, name, None)
             is_meant = not name.startswith("_") and get_close_matches(name, [TERMS], cutoff=0.9)

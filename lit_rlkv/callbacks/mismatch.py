@@ -1,38 +1,38 @@
-"""How far eviction moves the sampler from a dense learner, and what each correction would make of it."""
+"""Mismatch between the rollout policy and a dense learner: of the whole policy, and by layer."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
-from lit_rlkv.diagnostics.arms import arm_statistics
-from lit_rlkv.diagnostics.mismatch import dense_mismatch
-from lit_rlkv.diagnostics.positions import (
+from lit_rlkv.diagnostics.distributions import (
+    evenly_spaced_rows,
+    has_no_evictions,
+    layer_kls,
+    rows_in_pass,
+    split_into_passes,
+    view_overlap,
+)
+from lit_rlkv.diagnostics.importance_ratios import correction_statistics, dense_mismatch
+from lit_rlkv.diagnostics.position_bins import (
     as_lists,
     log_ratios_by_position,
     overlaps_by_position,
     prefixes_by_position,
 )
 from lit_rlkv.diagnostics.scalars import as_floats
-from lit_rlkv.diagnostics.views import (
-    in_passes,
-    nothing_died,
-    rows_in_pass,
-    spread_rows,
-    view_overlap,
-)
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
 
 
-class Mismatch(RowsDiagnostic):
-    """The sampler against a learner that sees every key, in whatever arm the run trains.
+class DenseMismatch(RowsDiagnostic):
+    """Mismatch of the rollout policy with a learner that sees every key, under any training method.
 
-    Under a dense learner π_old is that learner already. Under replay one more forward asks what it would
-    say, and tells what the other arms would have made of the same rollout. Where nothing was evicted no
-    forward is run. Whole distributions are compared on a part of the responses, at the cost of two more
-    forwards of them. On several ranks all of it is of the responses of all.
+    A dense learner's π_old is that learner already. Under replay one more forward computes its log-probs, and
+    with them the effect of each correction on the same rollout. Without evictions no forward is run. Full
+    distributions are compared on `n_rows` responses, which costs two more forwards of them. With several
+    ranks everything covers the responses of all ranks.
     """
 
     name = "mismatch"
@@ -43,13 +43,13 @@ class Mismatch(RowsDiagnostic):
         rollout = experience.all_gather().rollout
         response_mask = rollout.response_mask
         log_ratio = dense_logps - rollout.rollout_logps
-        at_actions = overlap[response_mask & ~overlap.isnan()]
+        at_tokens = overlap[response_mask & ~overlap.isnan()]
         self.scalars = as_floats(
             {
                 **dense_mismatch(dense_logps, rollout.rollout_logps, response_mask),
-                **arm_statistics(log_ratio, response_mask),
-                "kv/overlap_mean": at_actions.mean(),
-                "kv/overlap_p05": at_actions.quantile(0.05),
+                **correction_statistics(log_ratio, response_mask),
+                "kv/overlap_mean": at_tokens.mean(),
+                "kv/overlap_p05": at_tokens.quantile(0.05),
             }
         )
         self.arrays = as_lists(
@@ -61,9 +61,9 @@ class Mismatch(RowsDiagnostic):
         )
 
     def _dense_logps(self, experience: Experience) -> Float[Tensor, "batch seq"]:
-        """Log-probs of the actions for the policy as it sampled, with every key in sight."""
+        """Return the log-probs of the response tokens for the policy that sampled, with every key visible."""
         rollout = experience.rollout
-        if not self.policy.replays or nothing_died(rollout):
+        if not self.policy.replays or has_no_evictions(rollout):
             return experience.old_logps
         found = score_rollout(
             self.policy.roles,
@@ -75,18 +75,43 @@ class Mismatch(RowsDiagnostic):
         return found["policy"]
 
     def _overlap(self, experience: Experience) -> Float[Tensor, "batch seq"]:
-        """Of the responses that are looked at; NaN at the others."""
+        """Return the overlap of the measured responses; NaN for the others."""
         rollout = experience.rollout
-        rows = spread_rows(rollout, self.n_rows, experience.ranks)
+        rows = evenly_spaced_rows(rollout, self.n_rows, experience.ranks)
         some = rollout.rows(rows)
         overlap = torch.full_like(rollout.rollout_logps, torch.nan)
-        if nothing_died(some):
+        if has_no_evictions(some):
             overlap[rows] = some.response_mask.to(overlap.dtype)
             return overlap
         with acting_as(self.policy.roles, "policy") as backbone:
             parts = [
                 view_overlap(backbone, part, self.policy.temperature)
-                for part in in_passes(some, self.rows_per_pass)
+                for part in split_into_passes(some, self.rows_per_pass)
             ]
         overlap[rows] = torch.cat(parts).to(overlap.dtype)
         return overlap
+
+
+class LayerMismatch(RowsDiagnostic):
+    """KL from the dense policy to the policy with one layer's evictions, for each layer.
+
+    Costs n_layers + 2 forwards of `n_rows` responses, chosen over all ranks. Without evictions all values are
+    0, and no forward is run.
+    """
+
+    name = "layers"
+
+    def measure(self, experience: Experience) -> None:
+        rollout, ranks = experience.rollout, experience.ranks
+        some = rollout.rows(evenly_spaced_rows(rollout, self.n_rows, ranks))
+        kls = torch.zeros(
+            rollout.evicted_at.shape[1] + 1, dtype=torch.float64, device=rollout.evicted_at.device
+        )
+        if not has_no_evictions(some):
+            with acting_as(self.policy.roles, "policy") as backbone:
+                for part in split_into_passes(some, self.rows_per_pass):
+                    kls += layer_kls(backbone, part, self.policy.temperature).double().sum(dim=1)
+        *by_layer, all_layers = (ranks.total(kls) / ranks.total(some.response_mask.sum())).tolist()
+        self.scalars = {f"kv/layer_kl/{layer}": value for layer, value in enumerate(by_layer)}
+        self.scalars["kv/layer_kl/all"] = all_layers
+        self.arrays = {"layer_kl": by_layer, "all_layers_kl": all_layers}

@@ -1,17 +1,167 @@
-"""Time, memory and flops of the parts of an iteration."""
+"""Time, memory and flops of the phases of an iteration."""
 
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
+from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.callbacks.flop_counter import PassCounter
-from lit_rlkv.callbacks.memory import Meter
-from lit_rlkv.diagnostics.flops import costs_of, sampler_work
-from lit_rlkv.diagnostics.peak import peak_flops
+from lit_rlkv.diagnostics.flops import FlopCosts, flop_costs, learner_work, peak_flops, rollout_work
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.adapters import active_adapter, lora_layers
+from lit_rlkv.models.backbone import n_kv_heads, text_config
+from lit_rlkv.models.hydra import Roles, acting_as
+
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""Written to the second file, resets the peak to the current resident set (proc(5))."""
+
+
+class MemoryMeter:
+    """Reads what torch has allocated on a CUDA device; elsewhere, on Linux, the resident set of the process.
+
+    The peak of a resident set is the kernel's, and begins anew at `reset_peak`; what `getrusage` and `time`
+    say of the process then begins anew too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._knows_peak = False
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def reset_peak(self) -> None:
+        """Reset the peak to the current size."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK)
+            self._knows_peak = True
+        except OSError:  # not Linux, or not allowed: the peak of all time is not that of a phase
+            self._knows_peak = False
+
+    def read(self) -> dict[str, int]:
+        """Return bytes by name; sizes that this platform does not report are left out."""
+        if self.is_cuda:
+            return {
+                "allocated": torch.cuda.memory_allocated(self.device),
+                "peak": torch.cuda.max_memory_allocated(self.device),
+            }
+        status = _status()
+        fields = {"resident": "VmRSS"} | ({"resident_peak": "VmHWM"} if self._knows_peak else {})
+        return {name: status[field] for name, field in fields.items() if field in status}
+
+
+def _status() -> dict[str, int]:
+    """Return the kernel's sizes of this process in bytes; empty if there is no such file."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return {}
+    fields = [line.split() for line in lines]
+    return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields if field[-1:] == ["kB"]}
+
+
+class FlopCounter:
+    """Counts flops from `start` to `stop`: each forward under an eviction table, and its backward pass.
+
+    A forward that a backward pass repeats (checkpointing) does not count. The host waits for the device
+    only when it reads the totals.
+    """
+
+    def __init__(self, roles: Roles) -> None:
+        self.roles = roles
+        self._handles: list[RemovableHandle] = []
+        self._adapted: dict[int, list[LoraLayer]] = {}
+        """LoRA layers of each backbone, looked up once."""
+        self._costs: dict[tuple[int, str | None], FlopCosts | None] = {}
+        self._flops: list[Tensor] = []
+        self._learned: list[Tensor] = []
+        self._tracker = ModuleTracker()
+
+    def start(self) -> None:
+        """Reset the totals and start counting."""
+        self._flops, self._learned, self._costs = [], [], {}
+        for name in self.roles.backbones:
+            backbone = self.roles.named_backbone(name)
+            self._adapted[id(backbone)] = lora_layers(backbone)
+            of_body, of_head = partial(self._on_body, backbone), partial(self._on_head, backbone)
+            self._handles += [
+                backbone.base_model.register_forward_hook(of_body, with_kwargs=True),
+                backbone.get_output_embeddings().register_forward_hook(of_head),
+            ]
+
+    def stop(self) -> None:
+        """Stop counting; the totals stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def flops(self) -> float | None:
+        """Total flops; None if a model's costs are unknown."""
+        return None if None in self._costs.values() else _total(self._flops)
+
+    @property
+    def n_learned(self) -> float:
+        """Tokens that backward passes went through; one that two of them went through counts twice."""
+        return _total(self._learned)
+
+    def _on_body(
+        self, backbone: PreTrainedModel, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if "evicted_at" not in kwargs or self._tracker.is_bw:
+            return
+        work = learner_work(
+            kwargs["evicted_at"], text_config(backbone).num_hidden_layers, n_kv_heads(backbone)
+        )
+        costs = self._costs_now(backbone)
+        if costs is not None:
+            self._flops.append(costs.forward(work))
+        hidden: Tensor = output.last_hidden_state
+        if hidden.requires_grad:
+            flops = [] if costs is None else [costs.backward(work)]
+
+            def on_gradient(gradient: Tensor) -> None:
+                self._flops += flops
+                self._learned.append(work.n_tokens)
+
+            # It is never called where no loss depends on these states.
+            hidden.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def _on_head(self, backbone: PreTrainedModel, module: nn.Module, args: Any, logits: Tensor) -> None:
+        costs = self._costs_now(backbone)
+        if costs is None or self._tracker.is_bw:
+            return
+        n_positions = torch.tensor(logits.shape[:-1].numel())
+        self._flops.append(n_positions * costs.forward_per_position)
+        if logits.requires_grad:
+            flops = n_positions * costs.backward_per_position
+            logits.register_hook(lambda gradient: self._flops.append(flops))  # type: ignore[no-untyped-call]
+
+    def _costs_now(self, backbone: PreTrainedModel) -> FlopCosts | None:
+        """Return the costs of a backbone in its active role."""
+        key = id(backbone), active_adapter(self._adapted[id(backbone)])
+        if key not in self._costs:
+            self._costs[key] = flop_costs(backbone)
+        return self._costs[key]
+
+
+def _total(counts: list[Tensor]) -> float:
+    """Return the sum of device counters with one transfer."""
+    return float(sum(counts))
 
 
 class Performance(Diagnostic):
@@ -31,19 +181,19 @@ class Performance(Diagnostic):
         super().__init__(every)
         if peak_flops is not None and peak_flops <= 0:
             raise ValueError(
-                f"diagnostics.performance.peak_flops={peak_flops} is no speed; give flops per second such as "
-                "9.9e14, or null to look the device up"
+                f"diagnostics.performance.peak_flops={peak_flops} must be above 0; give flops per second, "
+                "such as 9.9e14, or null to look the device up"
             )
         self.peak_flops = peak_flops
-        self.meter = Meter(torch.device("cpu"))
+        self.meter = MemoryMeter(torch.device("cpu"))
         self._seconds: dict[str, float] = {}
         self._started_at = 0.0
         self._is_looked_up = peak_flops is not None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
-        self.meter = Meter(self.policy.roles.backbone("policy").device)
-        self.passes = PassCounter(self.policy.roles)
+        self.meter = MemoryMeter(self.policy.roles.backbone("policy").device)
+        self.passes = FlopCounter(self.policy.roles)
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
         if iteration % self.every != 0:
@@ -76,16 +226,16 @@ class Performance(Diagnostic):
         """
         if "rollout" not in self._seconds:
             raise ValueError(
-                "Performance was told of no rollout, so it cannot time one; give RolloutDataModule "
+                "Performance saw no rollout phase, so it cannot time one; give RolloutDataModule "
                 "on_phase_start=[diagnostic.on_phase_start], on_phase_end=[diagnostic.on_phase_end]"
             )
         n_sampled = int(experience.rollout.response_mask.sum())
         with acting_as(self.policy.roles, "policy") as backbone:
-            costs = costs_of(backbone)
+            costs = flop_costs(backbone)
             self._look_up(backbone.dtype)
         flops = None
         if costs is not None:
-            work, n_positions = sampler_work(experience.rollout, experience.group_size)
+            work, n_positions = rollout_work(experience.rollout, experience.group_size)
             flops = float(costs.forward(work)) + n_positions * costs.forward_per_position
         self._add_speed("rollout", n_sampled, flops)
 
@@ -99,7 +249,7 @@ class Performance(Diagnostic):
             self.scalars[f"perf/mfu/{phase}"] = flops / elapsed_s / self.peak_flops
 
     def _look_up(self, dtype: torch.dtype) -> None:
-        """Find the peak of this device once, at the precision of its products."""
+        """Look up the device's peak flops once, for the precision of its matrix products."""
         if self._is_looked_up:
             return
         device = self.meter.device

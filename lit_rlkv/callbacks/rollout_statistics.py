@@ -1,4 +1,4 @@
-"""Scalars of each rollout under the names that TRL and verl users already plot."""
+"""Scalars of each rollout, under the names of TRL and verl."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.diagnostics.mismatch import rollout_correction
+from lit_rlkv.diagnostics.importance_ratios import rollout_correction
 from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
@@ -17,7 +17,7 @@ from lit_rlkv.types import Rewards
 
 
 def rollout_statistics(experience: Experience) -> dict[str, float]:
-    """Rewards, lengths, mismatch and cache bytes of one rollout, that of all ranks."""
+    """Return rewards, lengths, mismatch and cache bytes of the rollout of all ranks."""
     rollout = experience.rollout
     lengths = rollout.response_mask.sum(dim=1).float()
     scalars = {
@@ -38,7 +38,7 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
 
 
 def group_statistics(rewards: Rewards, group_size: int) -> dict[str, Tensor]:
-    """Mean and spread of the scores that did not fail, and how often a group has nothing to teach."""
+    """Return mean and std of the valid scores, and the share of groups with zero reward std."""
     scores = rewards.scores.view(-1, group_size)
     is_valid = torch.ones_like(scores, dtype=torch.bool)
     if rewards.is_failed is not None:
@@ -55,7 +55,7 @@ def group_statistics(rewards: Rewards, group_size: int) -> dict[str, Tensor]:
 
 
 def reward_statistics(rewards: Rewards) -> dict[str, Tensor]:
-    """Each component before weights; of reward functions mean and std where they have answered."""
+    """Return the mean of each reward component before weights, and for reward functions the std too."""
     found = {}
     for name, scores in rewards.components.items():
         if name in OWN:
@@ -70,7 +70,7 @@ def reward_statistics(rewards: Rewards) -> dict[str, Tensor]:
 
 
 def critic_statistics(experience: Experience) -> dict[str, Tensor]:
-    """How much of the returns' variance the critic explains: 1 − Var(returns − values) / Var(returns)."""
+    """Return the critic's explained variance: 1 − Var(returns − values) / Var(returns)."""
     values, rollout = experience.values, experience.rollout
     if values is None:
         return {}
@@ -82,7 +82,7 @@ def critic_statistics(experience: Experience) -> dict[str, Tensor]:
 
 
 def reference_statistics(experience: Experience) -> dict[str, Tensor]:
-    """KL(π_old ‖ reference) per response (k1), as TRL's `objective/kl`, and the weight it has."""
+    """Return KL(π_old ‖ reference) per response (k1), as TRL's `objective/kl`, and its weight."""
     if experience.ref_logps is None:
         return {}
     log_ratio = experience.old_logps - experience.ref_logps
@@ -94,10 +94,10 @@ def reference_statistics(experience: Experience) -> dict[str, Tensor]:
 
 
 class RolloutStatistics(RLCallback):
-    """Adds the statistics of the rollout to the metrics of its iteration; stands first of the callbacks.
+    """Adds the statistics of the rollout to the metrics of its iteration; must be the first callback.
 
-    So it sees when the rollout was there, and what time went by until the update: that of diagnostics, which
-    is no part of `tokens_per_second`.
+    It measures the time between the rollout and the update, in which diagnostics run, and leaves it out of
+    `tokens_per_second`.
     """
 
     def __init__(self) -> None:

@@ -16,27 +16,28 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
+from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.diagnostics.cache import live_keys, predicts
+from lit_rlkv.diagnostics.eviction_counts import cached_keys, response_queries
 from lit_rlkv.models.adapters import active_adapter, lora_layers
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.types import Rollout
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one forward has to do."""
+class ForwardWork:
+    """Amount of work in one forward."""
 
     n_tokens: Int[Tensor, ""]
-    """That are no padding."""
+    """Tokens without padding."""
     n_pairs: Int[Tensor, ""]
     """Keys that a query sees, over all its queries, layers and KV heads."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class FlopCosts:
     """Flops of a backbone in the role it has: of its body, and apart from it of its output head."""
 
     forward_per_token: int
@@ -44,20 +45,20 @@ class Costs:
     forward_per_pair: int
     """For each query, key that it sees and KV head; the backward pass is twice that."""
     forward_per_position: int
-    """Of the output head."""
+    """Flops of the output head per position."""
     backward_per_position: int
 
-    def forward(self, work: Work) -> Tensor:
+    def forward(self, work: ForwardWork) -> Tensor:
         """Flops of a forward pass without its output head."""
         return work.n_tokens * self.forward_per_token + work.n_pairs * self.forward_per_pair
 
-    def backward(self, work: Work) -> Tensor:
+    def backward(self, work: ForwardWork) -> Tensor:
         """Flops of the backward pass through it."""
         return work.n_tokens * self.backward_per_token + work.n_pairs * 2 * self.forward_per_pair
 
 
-def costs_of(model: PreTrainedModel) -> Costs | None:
-    """What the model costs with the adapter that is on now.
+def flop_costs(model: PreTrainedModel) -> FlopCosts | None:
+    """Return the flop costs of a model with its active adapter.
 
     None where not every weight is of a matrix that each token meets once, as in a mixture of experts, and
     where heads of some layers are wider than those of others.
@@ -74,7 +75,7 @@ def costs_of(model: PreTrainedModel) -> Costs | None:
     n_trained = sum(_n_weights(p) for p in matrices if p.requires_grad)
     head = model.get_output_embeddings().weight
     n_heads: int = text_config(model).num_attention_heads
-    return Costs(
+    return FlopCosts(
         forward_per_token=2 * n_weights,
         backward_per_token=2 * (n_weights + n_trained),
         forward_per_pair=4 * dims.pop() * n_heads // n_kv_heads(model),
@@ -83,11 +84,14 @@ def costs_of(model: PreTrainedModel) -> Costs | None:
     )
 
 
-def learner_work(evicted_at: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n_kv_heads: int) -> Work:
-    """Of one forward under a eviction table, in which padding is dead at birth.
+def learner_work(
+    evicted_at: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n_kv_heads: int
+) -> ForwardWork:
+    """Return the work of one forward under an eviction table, in which padding has 0 lifetime.
 
     Args:
-        evicted_at: of every layer and KV head, or one for all of either; no query after a row's last token counts.
+        evicted_at: for every layer and KV head, or one for all of them; queries after a row's last token do
+            not count.
     """
     column = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
     layers = evicted_at.unbind(dim=1)  # the table may be large: what is computed of it is held for one layer
@@ -97,33 +101,35 @@ def learner_work(evicted_at: Int[Tensor, "batch layer kv_head seq"], n_layers: i
     for layer in layers:
         n_pairs += torch.minimum(layer, end[:, None, None]).sub_(column).clamp_(min=0).sum()
     shared_by = (n_layers // evicted_at.shape[1]) * (n_kv_heads // evicted_at.shape[2])
-    return Work(attention_mask.sum(), n_pairs * shared_by)
+    return ForwardWork(attention_mask.sum(), n_pairs * shared_by)
 
 
-def sampler_work(rollout: Rollout, group_size: int) -> tuple[Work, int]:
-    """Of the sampling of a rollout, each prompt being read once for its group; and the logits' positions.
+def rollout_work(rollout: Rollout, group_size: int) -> tuple[ForwardWork, int]:
+    """Return the work of sampling a rollout, and its number of logit positions.
+
+    Each prompt is read once for its group.
 
     A response of n tokens takes n − 1 steps behind its prompt: the last one is never read.
     """
     n_layers, n_kv_heads = rollout.evicted_at.shape[1:3]
-    is_step = rollout.response_mask & predicts(rollout.response_mask)
+    is_step = rollout.response_mask & response_queries(rollout.response_mask)
     steps = is_step.sum()
     prompt_lens = (rollout.attention_mask & ~rollout.response_mask)[::group_size].sum(dim=1)
     n_pairs = (prompt_lens * (prompt_lens + 1) // 2).sum() * n_layers * n_kv_heads
     for layer in range(n_layers):
-        n_pairs = n_pairs + live_keys(rollout, layer).masked_fill(~is_step[:, None], 0).sum()
-    return Work(prompt_lens.sum() + steps, n_pairs), len(prompt_lens) + int(steps)
+        n_pairs = n_pairs + cached_keys(rollout, layer).masked_fill(~is_step[:, None], 0).sum()
+    return ForwardWork(prompt_lens.sum() + steps, n_pairs), len(prompt_lens) + int(steps)
 
 
 def _language_model(model: PreTrainedModel) -> nn.Module:
-    """What tokens pass through below the output head, without the towers of a model that reads images too."""
+    """Return the language model below the output head, without vision towers."""
     kind = type(text_config(model))
     parts = (part for part in model.base_model.modules() if isinstance(part, PreTrainedModel))
     return next((part for part in parts if isinstance(part.config, kind)), model.base_model)
 
 
 def _matrices(body: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights of products; a table that tokens are looked up in is none."""
+    """Yield the weights of matrix products; embedding tables are not among them."""
     tables = {id(module.weight) for module in body.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in body.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in tables:
@@ -131,6 +137,30 @@ def _matrices(body: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _n_weights(parameter: Tensor) -> int:
-    """Those that it stands for: bitsandbytes packs two of 4 bits into each of its elements."""
+    """Return the number of weights; bitsandbytes packs two 4-bit weights into one element."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
+
+
+H200 = {torch.float32: 66.9e12, "tf32": 494.7e12, torch.bfloat16: 989.4e12, torch.float16: 989.4e12}
+NVL = {torch.float32: 60e12, "tf32": 417.5e12, torch.bfloat16: 835.5e12, torch.float16: 835.5e12}
+HOPPER = {"H200 NVL": NVL, "H100 NVL": NVL, "H200": H200}
+"""NVIDIA's data sheets, one card, without sparsity, by what a name contains; the first that fits.
+
+Lightning has these with sparsity or of two cards, twice as much, and misses "NVIDIA H200" as drivers call it.
+"""
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak flops per second of a device for dense products; None if it is unknown.
+
+    float32 is that of the tensor cores (TF32) where torch may use them for it.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peaks in HOPPER.items():
+            if known in name:
+                is_tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+                return peaks.get("tf32" if is_tf32 else dtype)
+    found = get_available_flops(device, dtype)
+    return None if found is None else float(found)

@@ -1,4 +1,4 @@
-"""Numbers on the device by name, and their way to the host."""
+"""Named scalars on the device, and their transfer to the host."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ Scalars = dict[str, Tensor]
 
 
 def as_floats(scalars: Mapping[str, Tensor]) -> dict[str, float]:
-    """The numbers on the host, fetched at once."""
+    """Return the scalars as floats, with one transfer."""
     if not scalars:
         return {}
     device = next(iter(scalars.values())).device  # a callback's own term may lie on another

@@ -1,4 +1,4 @@
-"""verl's `variance_proxy/*`: what the probabilities alone say of a policy gradient's variance."""
+"""verl's `variance_proxy/*`: proxies of the policy gradient's variance from probabilities."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,8 +11,8 @@ from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 
 @torch.no_grad()
 def squared_probs(
-    hidden: Float[Tensor, "action dim"], head: Head, temperature: float, vocab_size: int
-) -> Float[Tensor, " action"]:
+    hidden: Float[Tensor, "token dim"], head: Head, temperature: float, vocab_size: int
+) -> Float[Tensor, " token"]:
     """Σ_v π_v² = exp(logsumexp(2z) − 2·logsumexp(z)) at each position, z the logits over the temperature.
 
     The logits of a whole batch never exist at once.
@@ -34,12 +34,12 @@ def proxy_sums(
     weights: Float[Tensor, "batch seq"],
     is_counted: Bool[Tensor, "batch seq"],
 ) -> Float[Tensor, " sum"]:
-    """What adds up over responses: how many, A², W and w̄²·A²·max(W_on, 0); see `variance_proxy`.
+    """Return sums over responses: their number, A², W and w̄²·A²·max(W_on, 0); see `variance_proxy`.
 
     Args:
-        squares: Σ_v π_v² of each action.
-        weights: of the off-policy correction.
-        is_counted: actions of the policy's loss; a response without any counts as one of A = W = 0.
+        squares: Σ_v π_v² at each response token.
+        weights: weights of the off-policy correction.
+        is_counted: True on tokens that the policy's loss counts; a response without any has A = W = 0.
     """
     energy = 1 - 2 * logps.exp() + squares
     n = is_counted.sum(dim=1).clamp(min=1)
@@ -67,8 +67,7 @@ def variance_proxy(sums: Float[Tensor, " sum"], square: float | None) -> dict[st
     proxy3_pure_noise = max(proxy2 − proxy1, 0) / (N − 1).
 
     Power and signal are of different gradients, with respect to the logits and to the parameters: that is
-    verl's formula, and good for a trend within one run. What `lit_rlkv.diagnostics.gradient` measures has no
-    such flaw.
+    verl's formula, and good for a trend within one run. `lit_rlkv.diagnostics.covariance` has no such flaw.
 
     Args:
         square: ‖ḡ‖² of the rollout's policy gradient, for which verl takes the norm of its updates; None

@@ -1,1 +1,1 @@
-"""How good a policy is: accuracy by cache, pass@k with intervals, and the quality of a reward model."""
+"""Evaluation: accuracy by cache, pass@k with intervals, quality of a reward model."""

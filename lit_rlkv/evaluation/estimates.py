@@ -1,33 +1,87 @@
-"""What the samples of an evaluation say of the policy, and how surely."""
+"""CacheEstimates from the samples of an evaluation: accuracy, length and pass@k with bootstrap intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import comb
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from lit_rlkv.diagnostics.bootstrap import Estimate, bootstrap_mean
-from lit_rlkv.diagnostics.pass_at_k import pass_at_k
-from lit_rlkv.evaluation.evaluator import Sample
+from lit_rlkv.evaluation.evaluator import ScoredResponse
 from lit_rlkv.rng import stream
 
-RIGHT = 1.0
-"""The score from which on a sample counts as right for pass@k; accuracy is the mean score."""
+
+def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k from one prompt's responses: 1 − C(n − c, k) / C(n, k).
+
+    Chen et al. 2021, arXiv:2107.03374. The share of k-sets of the samples that hold a right one, in exact
+    integers up to one division.
+
+    Raises:
+        ValueError: k is not one to `n_samples`, or more are right than there are samples.
+    """
+    if not 1 <= k <= n_samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {n_samples} samples; give k from 1 to n_samples")
+    if not 0 <= n_right <= n_samples:
+        raise ValueError(f"n_right={n_right} of n_samples={n_samples} must be between 0 and n_samples")
+    n_sets = comb(n_samples, k)
+    return (n_sets - comb(n_samples - n_right, k)) / n_sets
 
 
 @dataclass(frozen=True)
-class Estimates:
+class IntervalEstimate:
+    """A mean with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def bootstrap_mean(
+    values: Float[Tensor, " prompt"], *, level: float, n_resamples: int, generator: torch.Generator
+) -> IntervalEstimate:
+    """Return the mean with its bootstrap percentile interval over prompts (Efron 1979).
+
+    The prompts are what is sampled: responses to one prompt are no independent evidence, so give one value
+    for each prompt. The bounds are the (1 ± level) / 2 quantiles of the means of the resamples. Intervals of
+    equal generators draw the same prompts. With one prompt, or equal values, the interval is a point and
+    says nothing.
+
+    Raises:
+        ValueError: no values, a level outside of 0 to 1, or no resamples.
+    """
+    if len(values) == 0:
+        raise ValueError("values must hold at least one prompt, got none")
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} must be a probability between 0 and 1, such as 0.95")
+    if n_resamples < 1:
+        raise ValueError(f"n_resamples={n_resamples} must be at least 1, better 1000 or more")
+    values = values.double().cpu()
+    drawn = torch.randint(len(values), (n_resamples, len(values)), generator=generator)
+    bounds = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = values[drawn].mean(dim=1).quantile(bounds).tolist()
+    return IntervalEstimate(values.mean().item(), low, high)
+
+
+RIGHT = 1.0
+"""Lowest score that counts as correct for pass@k; accuracy is the mean score."""
+
+
+@dataclass(frozen=True)
+class CacheEstimates:
     """Means over the problems, each with its interval."""
 
-    accuracy: Estimate
-    mean_length: Estimate
+    accuracy: IntervalEstimate
+    mean_length: IntervalEstimate
     """Tokens per response."""
-    pass_at_k: dict[int, Estimate]
+    pass_at_k: dict[int, IntervalEstimate]
 
 
 def estimate(
-    samples: Sequence[Sample], ks: Sequence[int], *, level: float, n_resamples: int, seed: int
-) -> Estimates:
+    samples: Sequence[ScoredResponse], ks: Sequence[int], *, level: float, n_resamples: int, seed: int
+) -> CacheEstimates:
     """Accuracy, length and pass@k of the samples of one cache; all resample the same problems.
 
     Raises:
@@ -37,15 +91,15 @@ def estimate(
         list(group) for _, group in groupby(sorted(samples, key=lambda s: s.problem), key=lambda s: s.problem)
     ]
 
-    def mean(value: Callable[[list[Sample]], float]) -> Estimate:
+    def mean(value: Callable[[list[ScoredResponse]], float]) -> IntervalEstimate:
         values = torch.tensor([value(group) for group in by_problem], dtype=torch.float64)
         generator = stream(seed, "bootstrap")
         return bootstrap_mean(values, level=level, n_resamples=n_resamples, generator=generator)
 
-    def passing(k: int) -> Estimate:
+    def passing(k: int) -> IntervalEstimate:
         return mean(lambda group: pass_at_k(len(group), sum(s.score >= RIGHT for s in group), k))
 
-    return Estimates(
+    return CacheEstimates(
         accuracy=mean(lambda group: sum(s.score for s in group) / len(group)),
         mean_length=mean(lambda group: sum(s.n_tokens for s in group) / len(group)),
         pass_at_k={k: passing(k) for k in ks},

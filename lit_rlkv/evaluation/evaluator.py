@@ -1,6 +1,6 @@
-"""Score a policy on held-out prompts, with each cache that a user may want to run it with."""
+"""Score a policy on held-out prompts with one cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
-from lit_rlkv.evaluation.correctness import Accuracy, accuracy_of
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.experience.sample import sample_responses
 from lit_rlkv.experience.score import score_rollout
@@ -20,36 +19,54 @@ from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.objectives.masking import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.rewards import RewardManager, score
 from lit_rlkv.rng import stream
 from lit_rlkv.tasks import Task
 from lit_rlkv.types import EvalRow, Problem, Rollout, prompt_text
 
+Accuracy = Callable[[Sequence[Problem], Sequence[str]], Float[Tensor, " batch"]]
+"""Maps completions to scores from 0 to 1 (1.0 is correct); NaN if scoring failed."""
+
+
+def accuracy_of(task: Task, rewards: RewardManager | None = None, function: str | None = None) -> Accuracy:
+    """Return the accuracy by the task's own score, or by a reward function."""
+
+    def own(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
+        return score(task.score, problems, completions).total
+
+    def by_function(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
+        assert rewards is not None
+        assert function is not None
+        return rewards.ask(problems, completions, [function]).collect().scores[function]
+
+    return own if function is None else by_function
+
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """How a policy is scored."""
+    """Settings of an evaluation."""
 
     max_new_tokens: int
     temperature: float
-    """Of the responses that are scored; 0 is greedy."""
+    """Temperature of the scored responses; 0 is greedy."""
     sampling_temperature: float
-    """Of the responses that mismatch and replay gap are measured on: a greedy choice has no log-prob."""
+    """Temperature of the responses for mismatch and replay gap; greedy decoding has no log-probs."""
     n_mismatch: int
     batch_size: int
-    """Most responses under way, or replayed, at a time."""
+    """Most responses that are sampled or replayed at a time."""
     seed: int
     n_samples: int = 1
     """Responses to each prompt that are scored."""
     rows_per_pass: int | None = None
     """Most responses in one forward when the reward role scores them; None: all of a batch."""
     cuda_graph: bool | None = None
-    """Whether the decode step is captured; None: on CUDA."""
+    """True to capture the decode step as a CUDA graph; None captures on CUDA."""
     max_failed: float | int = 0.5
     """Share of all completions of a cache that may have no score."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class ScoredResponse:
     """One response that was scored."""
 
     cache: str
@@ -67,10 +84,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class CacheScore:
-    """What one cache scored."""
+    """Result of one cache."""
 
     row: EvalRow
-    samples: list[Sample]
+    samples: list[ScoredResponse]
     """Every response that the row's accuracy is the mean of; those to one problem side by side."""
     rollout: Rollout | None
     """On which the mismatch was measured; None on all ranks but the first, which did that."""
@@ -78,21 +95,21 @@ class CacheScore:
 
 @dataclass(frozen=True)
 class _Answered:
-    """One batch."""
+    """Results of one batch."""
 
     number: int
-    samples: list[Sample]
+    samples: list[ScoredResponse]
     score: float
     """Sum over the samples; those that nobody could score are not right."""
     n_failed: int
     learned: float
-    """The same of the reward role's."""
+    """Sum of the reward role's scores."""
     kv_bytes: int
 
 
 @dataclass(frozen=True)
-class _Mismatch:
-    """Of sampler and learner, on the first rank alone: all rows of a rollout draw from one generator."""
+class _CacheMismatch:
+    """Mismatch of rollout and learner, measured on the first rank only: a rollout has one generator."""
 
     rollout: Rollout
     kl: float
@@ -100,15 +117,15 @@ class _Mismatch:
 
 
 class Evaluator:
-    """The policy on one list of held-out problems; where there is a reward role, its opinion too.
+    """Evaluates the policy on a list of held-out problems, with the reward role's scores if there is one.
 
     Ranks share the batches, and the first one measures the mismatch; each has the result.
 
     Args:
-        task: whose score is the accuracy, where no other is given.
+        task: its score is the accuracy, unless `accuracy` is given.
         problems: the same on every rank.
-        accuracy: what a completion is worth; None: what the task makes of it.
-        ranks: that share the work.
+        accuracy: scores completions; None takes the task's score.
+        ranks: the ranks that share the work.
     """
 
     def __init__(
@@ -130,10 +147,10 @@ class Evaluator:
 
     @torch.no_grad()
     def score_cache(self, cache: CacheSpec) -> CacheScore:
-        """Accuracy and mismatch with one cache.
+        """Return accuracy and mismatch with one cache.
 
         Raises:
-            MemoryExhaustedError: it finds too little memory; says what to lower.
+            MemoryExhaustedError: too little memory; the message says what to lower.
             RewardsFailedError: more completions than `max_failed` allows have no score.
         """
         at_once = self.config.batch_size
@@ -159,7 +176,7 @@ class Evaluator:
         if n_failed > self.config.max_failed * n_scored:
             raise RewardsFailedError(
                 f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
-                f"{self.config.max_failed} allows; fit.log says what reward.accuracy has said"
+                f"{self.config.max_failed} allows; see fit.log for the errors of reward.accuracy"
             )
         row = EvalRow(
             cache=cache.label,
@@ -177,18 +194,18 @@ class Evaluator:
         return CacheScore(row, samples, None if mismatch is None else mismatch.rollout)
 
     def _own_batches(self) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
-        """This rank's, each with its number among those of all."""
+        """Yield this rank's batches, each with its number among all batches."""
         # The first rank comes last: it has the mismatch to measure.
         first = (self.ranks.rank - 1) % self.ranks.size
         return islice(enumerate(self._batches()), first, None, self.ranks.size)
 
-    def _mismatch(self, cache: CacheSpec) -> _Mismatch:
+    def _mismatch(self, cache: CacheSpec) -> _CacheMismatch:
         config = self.config
         problems = self.problems[: config.n_mismatch]
         sampled = self._generate(problems, cache, config.sampling_temperature, len(self.problems))
         shadow = self._replayed(sampled, shadow=True)
         dense = shadow if cache.is_dense else self._replayed(sampled, shadow=False)
-        return _Mismatch(
+        return _CacheMismatch(
             rollout=sampled,
             kl=float(masked_mean(sampled.rollout_logps - dense, sampled.response_mask)),
             replay_gap=float((shadow - sampled.rollout_logps).abs().max()),
@@ -219,8 +236,8 @@ class Evaluator:
 
     def _sample(
         self, cache: CacheSpec, problem: int, sample: int, text: str, n_tokens: int, score: float
-    ) -> Sample:
-        return Sample(
+    ) -> ScoredResponse:
+        return ScoredResponse(
             cache=cache.label,
             problem=problem,
             sample=sample,
@@ -232,7 +249,7 @@ class Evaluator:
         )
 
     def _batches(self) -> Iterator[tuple[int, int, int, int]]:
-        """Problems [start, stop) and which of their samples [first, last) are drawn together.
+        """Problems [start, stop) and which of their samples [first, last) share a batch.
 
         Many samples of one problem are drawn in several rounds, so that `batch_size` always holds.
         """
@@ -253,7 +270,7 @@ class Evaluator:
             )
 
     def _learned_reward(self, rollout: Rollout) -> float:
-        """Sum over the responses; 0 where there is no reward role."""
+        """Return the reward role's sum over the responses; 0 without a reward role."""
         if "reward" not in self.roles.needed:
             return 0.0
         rows_per_pass = self.config.rows_per_pass

@@ -1,4 +1,4 @@
-"""How good a reward head is on pairs that it never saw: what it ranks right, and how sure it should be."""
+"""Accuracy and calibration of a reward head on held-out pairs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lit_rlkv.models.heads import ScalarHead, last_token
 from lit_rlkv.types import PreferencePair
 
 N_BINS = 10
-"""Of equal width, in which confidences are compared with how often they were right."""
+"""Number of equally wide bins of confidence for the calibration error."""
 
 ALMOST_ONE = 1 - torch.finfo(torch.float64).eps
 """Highest confidence: torchmetrics would take one of exactly 1 out of the last bin, into a bin of its own."""
@@ -22,25 +22,25 @@ ALMOST_ONE = 1 - torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True)
 class RewardReport:
-    """What a reward head makes of held-out pairs.
+    """Quality of a reward head on held-out pairs.
 
     Its confidence that the first of two completions is the better one is σ(r_first − r_second), the model of
-    Bradley and Terry. It is asked in both orders of every pair, so it can be too high and too low.
+    Bradley and Terry. Every pair is scored in both orders, so confidence can be too high and too low.
     """
 
     n_pairs: int
     pair_accuracy: float
-    """Share of pairs whose better side has the higher reward; a tie is not right."""
+    """Share of pairs whose better side has the higher reward; a tie counts as wrong."""
     margin_mean: float
-    """Of r_better − r_worse."""
+    """Mean of r_better − r_worse."""
     margin_std: float
-    """Of r_better − r_worse over these pairs: divided by their number, so 0 for a single one."""
+    """Population standard deviation of r_better − r_worse; 0 for a single pair."""
     calibration_error: float
     """Expected calibration error: the mean |accuracy − confidence| of bins, weighted by their counts."""
     bin_confidence: list[float]
     """Mean confidence in each bin that is not empty, in ascending order."""
     bin_accuracy: list[float]
-    """How often the first side was the better one, in the same bins."""
+    """Share of comparisons whose first side was better, in the same bins."""
     bin_counts: list[int]
     """Comparisons in the same bins, two for each pair."""
 
@@ -54,7 +54,7 @@ def score_pairs(
     *,
     on_scored: Callable[[int], object] | None = None,
 ) -> RewardReport:
-    """Reads both sides of each pair in full, in whatever role the backbone has now.
+    """Score both sides of each pair in full, with the backbone's active role.
 
     Args:
         batch_size: pairs at once.
@@ -92,7 +92,7 @@ def _margins(
 
 
 def report_margins(margins: Float[Tensor, " pair"]) -> RewardReport:
-    """The report on pairs with these r_better − r_worse.
+    """Return the report for these margins r_better − r_worse.
 
     Raises:
         ValueError: a margin is not finite.
@@ -101,7 +101,7 @@ def report_margins(margins: Float[Tensor, " pair"]) -> RewardReport:
     if n_broken:
         raise ValueError(
             f"{n_broken} of {n_pairs} pairs have rewards that are not finite, so training diverged; lower "
-            "its learning rate and run the SFT stage again"
+            "the learning rate of the SFT stage and train again"
         )
     margins = margins.cpu().double()
     confidence = torch.cat([margins, -margins]).sigmoid().clamp(max=ALMOST_ONE)

@@ -1,1 +1,1 @@
-"""What people see of a run: progress, samples, plots, the HTML report, loggers."""
+"""Reporting: progress, samples, tables, figures, the HTML report, loggers."""

@@ -1,4 +1,4 @@
-"""How far the work is: a rich bar on a terminal, an occasional plain line where there is none."""
+"""Progress of long work: a rich bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,18 +20,18 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.units import human_seconds
 
 N_PLAIN_LINES = 10
-"""Lines that a whole piece of work writes where there is no terminal."""
+"""Number of plain lines per piece of work without a terminal."""
 
 Field = float | int | str
 
 
 @cache
 def stderr_console() -> Console:
-    """The one console of this package: a text printed on another would tear the bar."""
+    """Return the shared console; printing on another one would break the progress bar."""
     return Console(stderr=True)
 
 
-class Meter:
+class ProgressMeter:
     """One piece of work under way, started by its first `show` or by `start`, and ended by `stop`."""
 
     def __init__(self, description: str, console: Console | None = None) -> None:
@@ -91,7 +91,7 @@ class ProgressBar(RLCallback):
     """Iterations done, with the reward (or else the loss) and the speed of the last one."""
 
     def __init__(self, description: str = "iteration", console: Console | None = None) -> None:
-        self._meter = Meter(description, console)
+        self._meter = ProgressMeter(description, console)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._meter.start()
@@ -122,8 +122,8 @@ def track(description: str, total: int, console: Console | None = None) -> Itera
         ValueError: nothing to do, or an advance backwards or beyond the total.
     """
     if total < 1:
-        raise ValueError(f"total={total} leaves nothing to track; call it only for work of at least 1 unit")
-    meter = Meter(description, console)
+        raise ValueError(f"total={total} must be at least 1")
+    meter = ProgressMeter(description, console)
     n_done = 0
 
     def advance(n: int = 1, **fields: Field) -> None:

@@ -1,4 +1,4 @@
-"""Texts of the policy now and then: on the console, in a file, and kept for the report."""
+"""Sample responses of the policy on the console, in samples.jsonl and in the report."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ N_REPORTED = 24
 
 
 @dataclass(frozen=True)
-class Sample:
+class LoggedSample:
     """One response with its score; `iteration` counts from 1."""
 
     prompt: str
@@ -49,16 +49,16 @@ class Samples(RLCallback):
     ) -> None:
         for name, value in {"every_n_iterations": every_n_iterations, "n": n}.items():
             if value < 1:
-                raise ValueError(f"samples.{name}={value} would never show a text; give at least 1")
+                raise ValueError(f"samples.{name}={value} must be at least 1")
         if not run_dir.is_dir():
-            raise ValueError(f"run_dir={str(run_dir)!r} is not a directory; make it before the run starts")
+            raise ValueError(f"run_dir={str(run_dir)!r} must be an existing directory; create it first")
         self.path = run_dir / FILE_NAME
         self.every_n_iterations = every_n_iterations
         self.n = n
         self.console = console or stderr_console()
         if self.path.is_file():  # what a crash cut short would spoil the line that comes next
             write_atomically(self.path, "".join(f"{line}\n" for line in complete_lines(self.path)))
-        self.latest: list[Sample] = []
+        self.latest: list[LoggedSample] = []
         self.samples = thinned(_read_back(self.path), N_REPORTED)
 
     def on_rollout_end(self, experience: Experience) -> None:
@@ -73,25 +73,25 @@ class Samples(RLCallback):
         self.console.print(render(self.latest))
 
 
-def recorded(path: Path) -> list[Sample]:
+def recorded(path: Path) -> list[LoggedSample]:
     """All samples of a file; what was drawn again after a resume takes the place of what it was before."""
     latest = {(sample.iteration, sample.prompt): sample for sample in _read_back(path)}
     return sorted(latest.values(), key=lambda sample: sample.iteration)
 
 
-def thinned(samples: list[Sample], n_kept: int) -> list[Sample]:
-    """At most `n_kept`: those of the first iteration, up to half of all, and the latest."""
+def thinned(samples: list[LoggedSample], n_kept: int) -> list[LoggedSample]:
+    """Keep at most `n_kept` samples: the first iteration's, up to half of all, and the latest."""
     first = [sample for sample in samples if sample.iteration == samples[0].iteration][: n_kept // 2]
     n_latest = min(n_kept, len(samples)) - len(first)
     return first + samples[len(samples) - n_latest :]
 
 
-def draw(experience: Experience, n: int) -> list[Sample]:
+def draw(experience: Experience, n: int) -> list[LoggedSample]:
     """The first response to each of the first `n` prompts, or to all where there are fewer."""
     rewards = experience.rewards.scores.tolist()
     rows = range(0, len(rewards), experience.group_size)[:n]
     return [
-        Sample(
+        LoggedSample(
             prompt=prompt_text(experience.problems[row].prompt),
             completion=experience.completions[row],
             reward=rewards[row],
@@ -101,8 +101,8 @@ def draw(experience: Experience, n: int) -> list[Sample]:
     ]
 
 
-def render(samples: list[Sample]) -> Group:
-    """What the console shows of one draw; a model's text is neither markup nor terminal codes."""
+def render(samples: list[LoggedSample]) -> Group:
+    """Return the console view of samples; their text is escaped, never markup or terminal codes."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("Reward", justify="right")
     table.add_column("Prompt", overflow="fold")
@@ -119,5 +119,5 @@ def _shown(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in cut)
 
 
-def _read_back(path: Path) -> list[Sample]:
-    return [Sample(**json.loads(line)) for line in complete_lines(path)]
+def _read_back(path: Path) -> list[LoggedSample]:
+    return [LoggedSample(**json.loads(line)) for line in complete_lines(path)]

@@ -15,7 +15,7 @@ from lit_rlkv.config.rules import WEIGHT_DTYPES
 from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.data.validation import Sizes, measure
 from lit_rlkv.distributed.sharding import ShardedStrategy
-from lit_rlkv.evaluation.correctness import Accuracy, accuracy_of
+from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.rewards import RewardManager

@@ -10,10 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import as_config_errors, build
-from lit_rlkv.reporting.axes import Place
 from lit_rlkv.reporting.loggers import GuardedLogger, RunStart, as_run_logger
 from lit_rlkv.reporting.loggers.base import Cell, RunLogger
 from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.run_metrics import AxisValues
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import RunContext
@@ -52,7 +52,7 @@ def log_outcome(
     evaluations: Mapping[str, Sequence[EvalRow]],
     final: Mapping[str, float],
     pictures: Sequence[Picture],
-    place: Place,
+    place: AxisValues,
     report: Path,
     checkpoint: Checkpoint | None,
 ) -> None:

@@ -21,11 +21,10 @@ from lit_rlkv.config.extensions import build_user_callbacks
 from lit_rlkv.faults import Interruption
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.reporting.axes import SECONDS, RunAxes, place_of
-from lit_rlkv.reporting.logging_callback import LoggingCallback
-from lit_rlkv.reporting.metrics_file import MetricsFile
+from lit_rlkv.reporting.loggers.logging_callback import LoggingCallback
 from lit_rlkv.reporting.progress import ProgressBar
 from lit_rlkv.reporting.report import Picture, RunReport, figures, write_report
+from lit_rlkv.reporting.run_metrics import SECONDS, MetricsFile, RunAxes, last_axis_values
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
@@ -126,7 +125,7 @@ class TrainingRun:
 
     def keep_trained_seconds(self) -> None:
         """Count the training time that the metrics file knows of: a killed process saved no stage time."""
-        trained_s = place_of(self.metrics.history)[SECONDS]
+        trained_s = last_axis_values(self.metrics.history)[SECONDS]
         seconds = self.results.stage_seconds
         seconds["rl"] = max(seconds["rl"], trained_s)
         self.save_results()
@@ -166,7 +165,7 @@ class TrainingRun:
                 {"before": self.results.before, "after": self.results.after},
                 self.results.final,
                 pictures,
-                place_of(self.metrics.history),
+                last_axis_values(self.metrics.history),
                 self.run_dir / REPORT,
                 self.checkpoints.latest(),
             )

@@ -20,8 +20,8 @@ from lit_rlkv.models.adapters import lora_layers, switched
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles, acting_as, make_head
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.reporting.final import final_metrics
 from lit_rlkv.reporting.progress import track
+from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.context import RunContext

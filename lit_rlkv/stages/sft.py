@@ -26,8 +26,8 @@ from lit_rlkv.models.backbone import check_length, text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import ProgressBar, track
+from lit_rlkv.reporting.run_metrics import MetricsFile
 from lit_rlkv.rng import derive_seed, stream
 from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.checkpoint import load_trainable

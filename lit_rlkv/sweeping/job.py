@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lit_rlkv.reporting.metrics_file import read_metrics
+from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.runs.context import CONFIG, EVALUATION, METRICS
 from lit_rlkv.runs.resume import is_done
 

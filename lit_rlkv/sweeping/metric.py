@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lit_rlkv.checks import is_number
 from lit_rlkv.config import ConfigError
 from lit_rlkv.experience.advantages import PairAdvantage
-from lit_rlkv.reporting.final import FINAL_METRICS
+from lit_rlkv.reporting.run_metrics import FINAL_METRICS
 from lit_rlkv.runs.policy import needed_roles
 
 DICTIONARY = Path(__file__).parents[2] / "METRICS.md"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.files import write_atomically
-from lit_rlkv.reporting.summary import ABSENT
+from lit_rlkv.reporting.tables import ABSENT
 from lit_rlkv.sweeping.job import Outcome
 from lit_rlkv.sweeping.metric import Metric
 from lit_rlkv.sweeping.parameters import Parameter

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.config import ConfigError, quoted
-from lit_rlkv.reporting.progress import Field, Meter
+from lit_rlkv.reporting.progress import Field, ProgressMeter
 from lit_rlkv.runs.lock import FolderLock
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.runs.starting_model import find_starting_model, sft_model_dir
@@ -73,7 +73,7 @@ class Scheduler:
         self._jobs: dict[int, tuple[Run, FitJob]] = {}
         self._held: list[Run] = []
         self._n_failed = 0  # of the runs that ended since the sweep was started
-        self._meter = Meter("sweep", console)
+        self._meter = ProgressMeter("sweep", console)
 
     def run(self, check: Callable[[], None] = lambda: None) -> None:
         """Until every run has ended; whatever ends it earlier, no process is left behind.

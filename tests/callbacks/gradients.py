@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.callbacks.distillation import ShadowDistillation
+from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.experience.advantages import GAEAdvantage, GroupAdvantage, PairAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule

@@ -1,11 +1,13 @@
-"""A toy run with callbacks that measure, and what it takes to see that they changed nothing."""
+"""Toy trainings with callbacks, and a comparison of two trainings to the last bit."""
 
 import torch
 from lightning.fabric import Fabric
 
+from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.experience.advantages import GAEAdvantage, PairAdvantage
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.trainer import train
+from tests.callbacks.gradients import DISTILLATION
 from tests.hand_built import (
     ARMS,
     MetricLog,
@@ -35,27 +37,34 @@ def trained(
     precision="32-true",
     layout="hydra",
     accelerator="cpu",
+    distills=False,
     **options,
 ):
-    """Rows of metrics of two iterations, and the parameters at their end."""
+    """Train two iterations; return the rows of metrics, the final parameters and the state of torch's RNG."""
+    torch.manual_seed(3)
     roles = shift(make_roles(layout, needed=ROLES if make is make_ppo else ("policy", "reference")))
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
     roles.to(fabric.device)
     module = make(roles, replays=ARMS[arm].replays)
     datamodule = make_datamodule(roles, correction=ARMS[arm], **options)
+    module.loss_terms = [DISTILLATION.loss_terms] if distills else []
     log = MetricLog()
     callbacks = [*diagnostics, log]
+    check_hooks(callbacks)
+    datamodule.on_update_start = [callback.on_update_start for callback in callbacks]
     datamodule.on_rollout_end = [callback.on_rollout_end for callback in callbacks]
     datamodule.on_phase_start = [callback.on_phase_start for callback in callbacks]
     datamodule.on_phase_end = [callback.on_phase_end for callback in callbacks]
     train(fabric, module, datamodule, callbacks=callbacks, n_iterations=2, max_grad_norm=1.0)
-    return log.rows, {name: p.detach().clone() for name, p in module.named_parameters()}
+    parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return log.rows, parameters, torch.get_rng_state()
 
 
 def assert_same_training(plain, measured):
-    """The same metrics, but for times and what was measured, and the same parameters, to the last bit."""
-    (rows, parameters), (measured_rows, measured_parameters) = plain, measured
+    """Parameters, random state and metrics agree to the last bit, except times and added metrics."""
+    (rows, parameters, state), (measured_rows, measured_parameters, measured_state) = plain, measured
     for row, measured_row in zip(rows, measured_rows, strict=True):
         names = [name for name in row if not name.startswith("time/")]
         assert {name: row[name] for name in names} == {name: measured_row[name] for name in names}
     assert all(torch.equal(value, measured_parameters[name]) for name, value in parameters.items())
+    assert torch.equal(state, measured_state)

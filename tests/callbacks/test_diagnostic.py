@@ -32,7 +32,7 @@ def iterate(diagnostic, file, n_iterations, first=0):
     return rows
 
 
-def test_it_measures_at_its_interval_and_says_what_it_took(tmp_path):
+def test_a_diagnostic_measures_at_its_interval_and_logs_its_time(tmp_path):
     diagnostic = Counting(every=2)
     rows = iterate(diagnostic, DiagnosticsFile(tmp_path, [diagnostic]), 4)
     assert [row.get("n") for row in rows] == [1.0, None, 2.0, None]
@@ -49,7 +49,7 @@ def test_arrays_are_written_once_and_an_iteration_without_a_measurement_adds_no_
 
 
 @pytest.mark.parametrize(("resumed_at", "kept"), [(2, [1, 2]), (0, []), (4, [1, 2, 3, 4])])
-def test_a_resumed_run_keeps_what_it_had_up_to_where_it_goes_on(tmp_path, resumed_at, kept):
+def test_a_resumed_run_keeps_measurements_up_to_its_checkpoint(tmp_path, resumed_at, kept):
     diagnostic = Counting()
     iterate(diagnostic, DiagnosticsFile(tmp_path, [diagnostic]), 4)
     again = Counting()
@@ -68,8 +68,8 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
 
 @pytest.mark.usefixtures("_as_users_run_it")
 @pytest.mark.parametrize("every", [0, -1, 5.5, "abc", None, True])
-def test_what_is_no_interval_is_refused(every):
-    with pytest.raises(ValueError, match=r"diagnostics\.counting\.every=.* is no interval; give a whole"):
+def test_an_invalid_interval_is_refused(every):
+    with pytest.raises(ValueError, match=r"diagnostics\.counting\.every=.* must be a whole number"):
         Counting(every=every)
 
 

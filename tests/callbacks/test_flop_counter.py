@@ -1,8 +1,8 @@
 import pytest
 
-from lit_rlkv.callbacks.distillation import ShadowDistillation
-from lit_rlkv.callbacks.flop_counter import PassCounter
-from lit_rlkv.diagnostics.flops import costs_of, learner_work
+from lit_rlkv.callbacks.performance import FlopCounter
+from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
+from lit_rlkv.diagnostics.flops import flop_costs, learner_work
 from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.layouts import ROLES
@@ -13,7 +13,7 @@ from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles,
 def counted(module, datamodule):
     """Flops and learned tokens of one iteration's updates, and its batches."""
     batches = list(datamodule.splitter.minibatches(datamodule.collect()))
-    counter = PassCounter(module.roles)
+    counter = FlopCounter(module.roles)
     counter.start()
     for batch in batches:
         module.training_step(batch, 0)["loss"].backward()
@@ -28,7 +28,7 @@ def expected(roles, batch, role="policy", shadow=True, has_head=True):
     evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
     work = learner_work(evicted_at[..., :-1], n_layers=2, n_kv_heads=2)
     with acting_as(roles, role) as backbone:
-        costs = costs_of(backbone)
+        costs = flop_costs(backbone)
     assert costs is not None
     n_positions = int(rollout.response_mask.sum()) if has_head else 0
     forward = int(costs.forward(work)) + n_positions * costs.forward_per_position
@@ -85,7 +85,7 @@ def test_a_teacher_has_no_backward_pass(layout, teacher):
     of_teacher, _, _ = expected(roles, batch, teacher, shadow=False)
     # The student's states are those of the policy; its head is read once more, by the KL.
     with acting_as(roles, "policy") as backbone:
-        costs = costs_of(backbone)
+        costs = flop_costs(backbone)
     head = int(batch.rollout.response_mask.sum()) * (costs.forward_per_position + costs.backward_per_position)
     assert counter.flops == forward + backward + of_teacher + head
     assert counter.n_learned == n_tokens

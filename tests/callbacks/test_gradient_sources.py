@@ -46,7 +46,7 @@ def test_the_sources_add_up_to_the_variance_of_the_policys_term(arm: str):
     assert (abs(parts[2]) > 1e-4 * sum(parts)) == is_weighted
 
 
-def test_reweighting_is_what_an_arm_has_more_than_the_naive_one_on_the_same_rollout():
+def test_reweighting_is_the_variance_beyond_that_without_weights():
     naive = sources("naive")
     for arm in ("tis", "mis", "sparse_rl"):
         found = sources(arm)
@@ -71,7 +71,7 @@ def test_the_counterfactual_sees_the_reference_densely_too(place: str):
 
 
 @pytest.mark.parametrize("correction", ["tis", "mis", "sparse_rl"])
-def test_the_counterfactual_of_replay_is_the_arm_that_corrects_on_the_same_rollout(correction: str):
+def test_the_counterfactual_of_replay_equals_training_with_that_correction(correction: str):
     found = measured(GradientSources(every=1, counterfactual=correction), make_run())
     expected = sources(correction)
     for name in (*SOURCES, "total"):

@@ -50,12 +50,12 @@ def test_hooks_of_the_loop_are_accepted():
     check_hooks([Right(), RLCallback(), L.Callback()])
     check_hooks([Right(), RLCallback()], RLCallback)
     with pytest.raises(
-        TypeError, match=r"Callback is no RLCallback; derive it from lit_rlkv\.callbacks\.hooks"
+        TypeError, match=r"must derive from lit_rlkv\.callbacks\.hooks\.RLCallback, got Callback"
     ):
         check_hooks([L.Callback()], RLCallback)
 
 
-def test_who_adds_nothing_to_the_loss_is_not_asked():
+def test_callbacks_without_loss_terms_are_left_out():
     class Nothing(RLCallback):
         pass
 

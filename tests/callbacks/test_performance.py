@@ -5,7 +5,7 @@ import torch
 
 from lit_rlkv.callbacks import performance
 from lit_rlkv.callbacks.performance import Performance
-from lit_rlkv.diagnostics.flops import costs_of, sampler_work
+from lit_rlkv.diagnostics.flops import flop_costs, rollout_work
 from lit_rlkv.models.hydra import acting_as
 from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
 from tests.hand_built import DigitsAreGood, make_datamodule, make_module, make_roles, shift
@@ -37,9 +37,9 @@ def test_times_and_speeds_match_hand_arithmetic(monkeypatch):
     roles, diagnostic = started(peak_flops=1e9)
     experience = make_datamodule(roles).collect()
     with acting_as(roles, "policy") as backbone:
-        costs = costs_of(backbone)
+        costs = flop_costs(backbone)
     assert costs is not None
-    work, n_positions = sampler_work(experience.rollout, 4)
+    work, n_positions = rollout_work(experience.rollout, 4)
     flops = float(costs.forward(work)) + n_positions * costs.forward_per_position
     clock = Clock(monkeypatch)
     for name, seconds in {"rollout": 4.0, "score": 2.0, "reward": 0.5}.items():
@@ -64,7 +64,7 @@ def test_an_update_is_measured_by_the_passes_that_were_run(monkeypatch):
     clock.now += 8.0
     diagnostic.on_phase_end("update", 0)
     found = diagnostic.scalars
-    # Every token but those of the last column, which predicts nothing.
+    # Every token but those of the last column, which response_queries nothing.
     assert found["perf/tokens_per_second/update"] == int(batch.rollout.attention_mask[:, :-1].sum()) / 8
     assert found["perf/mfu/update"] == pytest.approx(found["perf/tflops/update"] * TERA / 1e9)
     assert found["perf/tflops/update"] * TERA * 8 > 6 * float(batch.rollout.response_mask.sum())
@@ -72,11 +72,11 @@ def test_an_update_is_measured_by_the_passes_that_were_run(monkeypatch):
 
 
 def test_without_a_known_peak_only_what_was_achieved_is_logged():
-    rows, _ = trained([Performance()])
+    rows, *_ = trained([Performance()])
     assert {name for name in rows[1] if name.startswith("perf/")} == {
         f"perf/{what}/{phase}" for what in ("tokens_per_second", "tflops") for phase in ("rollout", "update")
     }
-    rows, _ = trained([Performance(peak_flops=1e12)])
+    rows, *_ = trained([Performance(peak_flops=1e12)])
     for phase in ("rollout", "update"):
         assert rows[1][f"perf/mfu/{phase}"] == pytest.approx(rows[1][f"perf/tflops/{phase}"])
 
@@ -89,7 +89,7 @@ def test_the_peak_is_looked_up_once_at_the_precision_of_the_products(monkeypatch
         return 2e12
 
     monkeypatch.setattr(performance, "peak_flops", look_up)
-    rows, _ = trained([Performance()], precision="bf16-mixed")
+    rows, *_ = trained([Performance()], precision="bf16-mixed")
     assert asked == [("cpu", torch.bfloat16)]
     assert rows[1]["perf/mfu/update"] == pytest.approx(rows[1]["perf/tflops/update"] / 2)
     trained([Performance()])
@@ -105,7 +105,7 @@ class SlowToJudge(DigitsAreGood):
 
 
 def test_phases_are_parts_of_what_the_loop_times():
-    rows, _ = trained([Performance()], task=SlowToJudge(n_terms=3))
+    rows, *_ = trained([Performance()], task=SlowToJudge(n_terms=3))
     for row in rows:
         parts = [row[f"time/{phase}"] for phase in ("rollout", "score", "reward")]
         assert 0 < min(parts) < sum(parts) < row["time/data"]
@@ -114,7 +114,7 @@ def test_phases_are_parts_of_what_the_loop_times():
 
 
 def test_it_measures_at_its_interval():
-    rows, _ = trained([Performance(every=2)])
+    rows, *_ = trained([Performance(every=2)])
     first, second = ({name for name in row if name.split("/")[0] in ("perf", "memory")} for row in rows)
     assert first
     assert not second
@@ -134,29 +134,19 @@ def test_a_diagnostic_between_the_phases_is_in_none_of_them(monkeypatch):
 
 def test_a_data_module_that_announces_no_phases_is_noticed():
     roles, diagnostic = started()
-    with pytest.raises(ValueError, match=r"told of no rollout.*; give RolloutDataModule phases="):
+    with pytest.raises(ValueError, match=r"saw no rollout phase.*; give RolloutDataModule on_phase_start="):
         diagnostic.on_rollout_end(make_datamodule(roles).collect())
 
 
 @pytest.mark.parametrize("peak", [0, -1.0])
 def test_a_peak_that_is_no_speed_is_refused(peak):
-    with pytest.raises(ValueError, match=r"diagnostics\.performance\.peak_flops=.* is no speed"):
+    with pytest.raises(ValueError, match=r"diagnostics\.performance\.peak_flops=.* must be above 0"):
         Performance(peak_flops=peak)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("arm", ["shadow", "tis", "dense"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_training_is_the_same_to_the_last_bit(algorithm, arm, precision):
-    options = {"arm": arm, "precision": precision, **ALGORITHMS[algorithm]}
-    measured = trained([Performance()], **options)
-    assert_same_training(trained([], **options), measured)
-    assert measured[0][1]["perf/tflops/update"] > 0
 
 
 @pytest.mark.parametrize("layout", ["ppo", "lora_ppo", "dynamic_lora", "j_hydra", "hydra"])
 def test_every_layout_is_measured(layout):
-    (_, row), _ = trained([Performance()], layout=layout, **ALGORITHMS["ppo"])
+    (_, row), *_ = trained([Performance()], layout=layout, **ALGORITHMS["ppo"])
     assert row["perf/tflops/rollout"] > 0
     assert row["perf/tflops/update"] > 0
 

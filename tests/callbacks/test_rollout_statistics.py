@@ -134,13 +134,13 @@ VERL_NAMES = {
 
 
 @pytest.mark.parametrize("arm", ["shadow", "mis"])
-def test_every_arm_logs_the_names_of_verl(arm):
+def test_every_training_method_logs_the_names_of_verl(arm):
     found = rollout_statistics(make_datamodule(make_roles(), correction=ARMS[arm]).collect())
     prefix = "rollout_corr/"
     assert {name.removeprefix(prefix) for name in found if name.startswith(prefix)} == VERL_NAMES
 
 
-def test_what_the_arm_of_the_run_rejects_is_counted():
+def test_tokens_rejected_by_the_runs_correction_are_counted():
     narrow = Correction(samples_dense=False, replays=False, weigh=partial(masked, low=0.98, high=1.02))
     experience = make_datamodule(shift(make_roles(), std=0.1), correction=narrow).collect()
     response_mask = experience.rollout.response_mask

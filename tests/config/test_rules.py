@@ -16,7 +16,7 @@ JUDGED = [
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["distillation.teacher=critic"], "distillation teacher 'critic' is unknown"),
+        (["distillation.teacher=critic"], "distillation.teacher='critic' is unknown"),
         (["distillation.weight=0", "distillation.anchor_weight=0"], "anchor_weight=0 has no effect"),
         (
             ["experiment=shadow", "algorithm.policy_weight=0"],

@@ -16,8 +16,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lit_rlkv.diagnostics.cache import predicts
-from lit_rlkv.diagnostics.flops import Work, costs_of, learner_work, sampler_work
+from lit_rlkv.diagnostics.eviction_counts import response_queries
+from lit_rlkv.diagnostics.flops import ForwardWork, flop_costs, learner_work, peak_flops, rollout_work
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switched
@@ -35,7 +35,7 @@ LAYER_INPUTS_AND_OUTPUTS = 4 * 2 * HIDDEN - 2 * HIDDEN // 2 + 3 * (HIDDEN + 64)
 
 
 def test_a_token_costs_two_flops_a_weight_forward_and_four_more_backward():
-    costs = costs_of(build(tiny_config("llama")))
+    costs = flop_costs(build(tiny_config("llama")))
     assert costs is not None
     assert costs.forward_per_token == 2 * LAYERS * LAYER
     assert costs.backward_per_token == 4 * LAYERS * LAYER
@@ -55,7 +55,7 @@ def lora_model():
 def test_a_frozen_weight_needs_no_gradient_of_its_own():
     model = lora_model()
     with switched(lora_layers(model), "policy"):
-        costs = costs_of(model)
+        costs = flop_costs(model)
     assert costs is not None
     adapter = LORA.rank * LAYER_INPUTS_AND_OUTPUTS
     assert costs.forward_per_token == 2 * LAYERS * (LAYER + adapter)
@@ -64,7 +64,7 @@ def test_a_frozen_weight_needs_no_gradient_of_its_own():
 
 
 def test_adapters_that_are_off_cost_nothing():
-    costs = costs_of(lora_model())
+    costs = flop_costs(lora_model())
     assert costs is not None
     assert costs.forward_per_token == costs.backward_per_token == 2 * LAYERS * LAYER
 
@@ -85,7 +85,7 @@ MIXTURES = [
 def test_the_flops_of_a_mixture_of_experts_are_not_known(config: PretrainedConfig):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert costs_of(model) is None
+    assert flop_costs(model) is None
 
 
 def test_what_reads_images_costs_a_token_nothing():
@@ -95,12 +95,12 @@ def test_what_reads_images_costs_a_token_nothing():
     }  # fmt: skip
     text = tiny_config("gemma3")
     config = Gemma3Config(text_config=text.to_dict(), vision_config=tower, mm_tokens_per_image=4)
-    assert costs_of(build(config)) == costs_of(build(text)) is not None
+    assert flop_costs(build(config)) == flop_costs(build(text)) is not None
 
 
 def test_weights_of_4_bits_count_as_what_they_stand_for():
     model = build(tiny_config("llama")).requires_grad_(False)
-    before = costs_of(model)
+    before = flop_costs(model)
     for layer in model.model.layers:
         for module in layer.modules():
             if isinstance(module, nn.Linear):
@@ -108,7 +108,7 @@ def test_weights_of_4_bits_count_as_what_they_stand_for():
                 state = SimpleNamespace(shape=module.weight.shape)
                 module.weight = nn.Parameter(packed, requires_grad=False)
                 module.weight.quant_state = state  # as bitsandbytes has it, which needs a GPU
-    assert costs_of(model) == before is not None
+    assert flop_costs(model) == before is not None
 
 
 def products(run) -> int:
@@ -124,7 +124,7 @@ def test_products_of_full_training_are_those_that_torch_counts(family: str):
     model, input_ids = tiny_model(family), torch.arange(24).view(2, 12) % VOCAB
     evicted_at = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
     positions = torch.arange(12).expand(2, -1)
-    costs = costs_of(model)
+    costs = flop_costs(model)
     assert costs is not None
     forward = partial(hidden_states, model, input_ids, positions, evicted_at=evicted_at)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_products_of_lora_are_those_that_torch_counts_but_for_the_states_of_the_
     evicted_at = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
     positions = torch.arange(12).expand(2, -1)
     with switched(lora_layers(model), "policy"):
-        costs = costs_of(model)
+        costs = flop_costs(model)
         assert costs is not None
         counted = products(
             lambda: hidden_states(model, input_ids, positions, evicted_at=evicted_at).sum().backward()
@@ -161,9 +161,9 @@ def test_pairs_of_the_learner_are_what_the_table_lets_it_see():
 
 
 def test_flops_are_tokens_and_pairs_by_their_costs():
-    costs = costs_of(build(tiny_config("llama")))
+    costs = flop_costs(build(tiny_config("llama")))
     assert costs is not None
-    work = Work(torch.tensor(10), torch.tensor(100))
+    work = ForwardWork(torch.tensor(10), torch.tensor(100))
     assert int(costs.forward(work)) == 10 * costs.forward_per_token + 100 * costs.forward_per_pair
     assert int(costs.backward(work)) == 10 * costs.backward_per_token + 200 * costs.forward_per_pair
 
@@ -177,12 +177,12 @@ def two_responses() -> Rollout:
 
 
 def test_the_sampler_reads_a_prompt_once_and_a_response_without_its_last_token():
-    work, n_positions = sampler_work(two_responses(), group_size=2)
+    work, n_positions = rollout_work(two_responses(), group_size=2)
     assert int(work.n_tokens) == 2 + 2
     # The prompt: 1 + 2. Column 3 sees its own key and that of 2; column 4 those of 3 and 4.
     assert int(work.n_pairs) == 3 + 2 + 2
     assert n_positions == 1 + 2
-    alone, n_positions = sampler_work(two_responses(), group_size=1)
+    alone, n_positions = rollout_work(two_responses(), group_size=1)
     assert int(alone.n_tokens) == 2 * 2 + 2
     assert n_positions == 2 + 2
 
@@ -192,9 +192,53 @@ def test_pairs_of_a_rollout_are_counted_as_they_are_defined():
     is_seen = visible(replay_evicted_at(rollout))
     assert int(learner_work(replay_evicted_at(rollout), 2, 2).n_pairs) == int(is_seen.sum())
     # The sampler asked with every token but the last of each row, and read prompts before it evicted.
-    is_asked = rollout.attention_mask & predicts(rollout.attention_mask)
+    is_asked = rollout.attention_mask & response_queries(rollout.attention_mask)
     of_sampler = is_seen.sum(dim=(1, 2, 4))[is_asked].sum()
-    work, _ = sampler_work(rollout, group_size=1)
+    work, _ = rollout_work(rollout, group_size=1)
     assert int(work.n_pairs) == int(of_sampler)
     assert int(work.n_tokens) == int(is_asked.sum())
     assert not torch.equal(of_sampler, visible(dense_evicted_at(rollout.attention_mask)).sum() * 4)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def named(monkeypatch):
+    def name_it(name):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda *_: True)
+
+    before = torch.get_float32_matmul_precision()
+    yield name_it
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+    ],
+)
+def test_products_of_bfloat16_are_counted_without_sparsity(named, name, tflops):
+    named(name)
+    assert peak_flops(CUDA, torch.bfloat16) == pytest.approx(tflops * 1e12)
+
+
+def test_float32_is_that_of_tensor_cores_where_they_may_be_used(named):
+    named("NVIDIA H200")
+    torch.set_float32_matmul_precision("highest")
+    assert peak_flops(CUDA, torch.float32) == pytest.approx(66.9e12)
+    torch.set_float32_matmul_precision("high")
+    assert peak_flops(CUDA, torch.float32) == pytest.approx(494.7e12)
+
+
+def test_a_device_that_nobody_knows_has_no_peak(named):
+    assert peak_flops(torch.device("cpu"), torch.float32) is None
+    named("NVIDIA of tomorrow")
+    with pytest.warns(UserWarning, match="not found"):
+        assert peak_flops(CUDA, torch.bfloat16) is None

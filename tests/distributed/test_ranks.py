@@ -18,8 +18,8 @@ COUNTERFACTUAL = (
     f"{{_target_:{DIAGNOSTICS}.gradient_sources.GradientSources,every:2,counterfactual:sparse_rl}}"
 )
 LOOKED_AT = [
-    f"+diagnostics.mismatch={{_target_:{DIAGNOSTICS}.mismatch.Mismatch,every:2,n_rows:7}}",
-    f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.layer_mismatch.LayerMismatch,n_rows:1}}",  # on one rank
+    f"+diagnostics.mismatch={{_target_:{DIAGNOSTICS}.mismatch.DenseMismatch,every:2,n_rows:7}}",
+    f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.mismatch.LayerMismatch,n_rows:1}}",  # of one rank alone
     f"+diagnostics.cache={{_target_:{DIAGNOSTICS}.cache_statistics.CacheStatistics}}",
 ]
 

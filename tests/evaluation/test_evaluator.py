@@ -9,13 +9,16 @@ import torch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.evaluation.evaluator import EvalConfig, Evaluator
+from lit_rlkv.evaluation.evaluator import EvalConfig, Evaluator, accuracy_of
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.replay import replay_logps
+from lit_rlkv.rewards import Numeric, RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
+from lit_rlkv.types import Problem
 from tests.hand_built import make_roles
+from tests.rewards.threaded import InThreads
 
 SPARSE = CacheSpec(policy="snapkv", budget=7, interval=2, sink=1, window=2)
 
@@ -161,7 +164,7 @@ def test_every_sample_of_every_problem_is_kept_with_its_score():
         (5, 3, [(i, i + 1, *part) for i in range(24) for part in ((0, 3), (3, 5))]),
     ],
 )
-def test_no_batch_is_larger_than_asked_for(n_samples, batch_size, batches):
+def test_no_batch_exceeds_the_batch_size(n_samples, batch_size, batches):
     evaluator = make_evaluator(n_samples=n_samples, batch_size=batch_size)
     assert list(evaluator._batches()) == batches
     assert all((stop - start) * (last - first) <= batch_size for start, stop, first, last in batches)
@@ -196,3 +199,26 @@ def failing_on(places):
         return torch.tensor([math.nan if next(asked) in places else 1.0 for _ in completions])
 
     return accuracy
+
+
+PROBLEMS = [Problem("7+3=", "7,10", "10")] * 3
+COMPLETIONS = ["7,10", "it is 10", "7,11"]
+
+
+def fails_on_words(question):
+    return float("nan") if "it" in question["completion"] else 1.0
+
+
+def test_the_task_says_what_is_right_unless_a_function_does():
+    panel = RewardManager({"correct": Numeric()})
+    assert accuracy_of(ChainSum(n_terms=2))(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 0.0]
+    assert accuracy_of(ChainSum(n_terms=2), panel)(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 0.0]
+    asked = accuracy_of(ChainSum(n_terms=2), panel, "correct")
+    # 7,10 is a list of totals for the task, and no number for a function that reads numbers.
+    assert asked(PROBLEMS, COMPLETIONS).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_where_the_function_fails_there_is_no_score():
+    with RewardManager({"correct": InThreads(ask=fails_on_words)}) as panel:
+        scores = accuracy_of(ChainSum(), panel, "correct")(PROBLEMS, COMPLETIONS)
+    assert scores.nan_to_num(nan=-1.0).tolist() == [1.0, -1.0, 1.0]

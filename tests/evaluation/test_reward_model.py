@@ -184,7 +184,7 @@ def test_a_single_pair_has_a_report():
     assert (report.n_pairs, report.margin_std, report.bin_counts) == (1, 0.0, [1, 1])
 
 
-def test_what_cannot_be_scored_is_refused():
+def test_pairs_without_finite_rewards_are_refused():
     with pytest.raises(ValueError, match="no pairs to score"):
         score_pairs(*make_reward_model(), TOKENIZER, [], batch_size=4)
     with pytest.raises(ValueError, match="2 of 3 pairs have rewards that are not finite"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.diagnostics.gradient import PartGradients
+from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.experience.group_baselines import ESTIMATORS
 from lit_rlkv.rng import stream
 

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from lit_rlkv.diagnostics.flops import costs_of
+from lit_rlkv.diagnostics.flops import flop_costs
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models import attention, prepare_backbone, replay_logps
@@ -336,5 +336,5 @@ def test_heads_of_layers_may_differ_in_width():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert head_dims(model) == {8, 16}
-    assert costs_of(model) is None
+    assert flop_costs(model) is None
     assert head_dims(tiny_model("llama")) == {HEAD_DIM}

@@ -115,7 +115,7 @@ def test_an_advance_backwards_or_beyond_the_end_is_refused(steps):
 
 
 def test_tracking_nothing_is_refused():
-    with pytest.raises(ValueError, match="total=0 leaves nothing to track"), track("work", 0, plain()):
+    with pytest.raises(ValueError, match="total=0 must be at least 1"), track("work", 0, plain()):
         pass
 
 

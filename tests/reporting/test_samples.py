@@ -10,7 +10,7 @@ from rich.console import Console
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
-from lit_rlkv.reporting.samples import MAX_SHOWN_CHARACTERS, Sample, Samples, draw, render, thinned
+from lit_rlkv.reporting.samples import MAX_SHOWN_CHARACTERS, LoggedSample, Samples, draw, render, thinned
 from lit_rlkv.types import Problem, Rewards, Rollout
 
 
@@ -55,8 +55,8 @@ def test_its_hooks_are_ones_that_are_called(tmp_path):
 
 def test_the_first_response_to_each_of_the_first_prompts_is_drawn():
     assert draw(make_experience(iteration=4), n=2) == [
-        Sample("question 0", "answer 0 of 4", 0.0, 5),
-        Sample("question 1", "answer 2 of 4", 0.5, 5),
+        LoggedSample("question 0", "answer 0 of 4", 0.0, 5),
+        LoggedSample("question 1", "answer 2 of 4", 0.5, 5),
     ]
 
 
@@ -99,14 +99,14 @@ def test_large_draws_are_written_whole_and_share_the_report(tmp_path, n):
 
 
 def test_thinning_keeps_everything_that_fits():
-    samples = [Sample("", "", 0.0, iteration) for iteration in (1, 1, 2)]
+    samples = [LoggedSample("", "", 0.0, iteration) for iteration in (1, 1, 2)]
     assert thinned(samples, 3) == samples
     assert thinned(samples, 2) == [samples[0], samples[2]]
     assert thinned(samples[:2], 2) == samples[:2]
     assert thinned([], 2) == []
 
 
-def test_a_resumed_run_goes_on_with_its_samples_and_draws_the_lost_ones_again(tmp_path):
+def test_a_resumed_run_keeps_its_samples_and_draws_the_lost_ones_again(tmp_path):
     first = make_samples(tmp_path, every_n_iterations=1, n=1)
     for iteration in range(4):
         first.on_rollout_end(make_experience(iteration))
@@ -119,14 +119,14 @@ def test_a_resumed_run_goes_on_with_its_samples_and_draws_the_lost_ones_again(tm
 
 
 def test_a_text_is_neither_markup_nor_terminal_codes():
-    text = shown([Sample("[bold]", "[/nonsense] \x1b[2J", 1.0, 1)])
+    text = shown([LoggedSample("[bold]", "[/nonsense] \x1b[2J", 1.0, 1)])
     assert "[bold]" in text
     assert "[/nonsense] \\x1b[2J" in text
     assert "\x1b" not in text
 
 
 def test_the_console_shows_the_beginning_of_a_long_text():
-    text = shown([Sample("p", "y" * 2 * MAX_SHOWN_CHARACTERS, 1.0, 1)])
+    text = shown([LoggedSample("p", "y" * 2 * MAX_SHOWN_CHARACTERS, 1.0, 1)])
     assert text.count("y") == MAX_SHOWN_CHARACTERS
     assert "…" in text
 
@@ -141,8 +141,8 @@ def test_the_console_shows_each_draw(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 0}, "samples.n=0 would never show a text"),
-        ({"every_n_iterations": 0}, "samples.every_n_iterations=0 would never"),
+        ({"n": 0}, "samples.n=0 must be at least 1"),
+        ({"every_n_iterations": 0}, "samples.every_n_iterations=0 must be at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, options, message):
@@ -151,5 +151,5 @@ def test_settings_that_cannot_work_are_refused(tmp_path, options, message):
 
 
 def test_a_missing_run_dir_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is not a directory"):
+    with pytest.raises(ValueError, match="must be an existing directory"):
         make_samples(tmp_path / "nowhere")

@@ -10,7 +10,7 @@ from rich.console import Console
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
-from lit_rlkv.reporting.loggers import tensorboard
+from lit_rlkv.reporting.loggers import lightning_loggers
 from lit_rlkv.reporting.loggers.base import RunLogger
 from lit_rlkv.runs import run_logger as recording
 from lit_rlkv.runs.checkpoint import CheckpointDir
@@ -166,7 +166,7 @@ def test_a_run_can_be_watched_in_tensorboard(sft_runs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(sft_runs, "tb", "logger=tensorboard", *QUICK)
-    events = EventAccumulator(str(sft_runs / "tb" / tensorboard.FOLDER))
+    events = EventAccumulator(str(sft_runs / "tb" / lightning_loggers.FOLDER))
     events.Reload()
     written = [float(row["reward"]) for row in rows_of(sft_runs / "tb")]
     assert [event.value for event in events.Scalars("reward")] == pytest.approx(written)
@@ -186,10 +186,10 @@ def test_a_run_without_a_logger_still_notes_its_environment(sft_runs):
     ("overrides", "says"),
     [
         (["logger=wandb", "+logger.projct=x"], "unexpected 'projct'; it takes project, entity, name"),
-        (["logger=wandb", "logger.project=a/b"], "project='a/b' is no name for W&B"),
+        (["logger=wandb", "logger.project=a/b"], "project='a/b' must be a W&B project name"),
         (["logger=wandb", "logger.log_model=1"], "log_model=1 is neither true nor false"),
-        (["logger=wandb", "logger.figures_every=0"], "figures_every=0 is no interval"),
-        (["logger=tensorboard", "logger.figures_every=-1"], "figures_every=-1 is no interval"),
+        (["logger=wandb", "logger.figures_every=0"], "figures_every=0 must be a whole number"),
+        (["logger=tensorboard", "logger.figures_every=-1"], "figures_every=-1 must be a whole number"),
     ],
 )
 def test_a_mistake_in_a_loggers_settings_is_refused_before_work(tmp_path, overrides, says):
@@ -200,7 +200,7 @@ def test_a_mistake_in_a_loggers_settings_is_refused_before_work(tmp_path, overri
 
 
 def test_tensorboard_without_its_package_is_refused_before_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(lightning_loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'logger=tensorboard needs the package .*\[tensorboard\]"'):
         config(tmp_path, "logger=tensorboard")
 

@@ -14,7 +14,7 @@ from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.config.rules import check_config
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.models.heads import ScalarHead
-from lit_rlkv.reporting.metrics_file import MetricsFile
+from lit_rlkv.reporting.run_metrics import MetricsFile
 from lit_rlkv.runs.backbone import load_backbone
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.saver import REWARD_MODEL

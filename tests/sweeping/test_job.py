@@ -2,7 +2,7 @@
 
 import time
 
-from lit_rlkv.reporting.metrics_file import read_metrics
+from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.sweeping import job
 from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_worked_in

@@ -1,21 +1,20 @@
-"""Where a run is recorded beside its folder: W&B, TensorBoard, or any of Lightning's loggers."""
+"""Loggers beside the run folder: W&B, TensorBoard, or any of Lightning's."""
 
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from lit_rlkv.reporting.loggers.base import RunLogger, RunStart
-from lit_rlkv.reporting.loggers.guarded import GuardedLogger
-from lit_rlkv.reporting.loggers.lightning_logger import LightningLogger
+from lit_rlkv.reporting.loggers.base import GuardedLogger, RunLogger, RunStart
+from lit_rlkv.reporting.loggers.lightning_loggers import LightningLogger
 
 __all__ = ["GuardedLogger", "RunLogger", "RunStart", "as_run_logger"]
 
 
 def as_run_logger(built: Any) -> RunLogger:
-    """What a config's logger is to a run.
+    """Return a configured logger as a RunLogger.
 
     Raises:
-        TypeError: it is no logger.
+        TypeError: it is neither a RunLogger nor a Lightning logger.
     """
     if isinstance(built, RunLogger):
         return built

@@ -1,14 +1,18 @@
-"""What a run hands to its logger; each kind of logger keeps of it what it can."""
+"""Interface of a run's logger, and the guard that keeps its failures from stopping a run."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
+from rich.console import Console
+
 from lit_rlkv.checks import is_count
-from lit_rlkv.reporting.axes import Place
 from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.run_metrics import AxisValues
 
 Cell = str | float | int | None
 FileKind = Literal["report", "model"]
@@ -16,14 +20,14 @@ FileKind = Literal["report", "model"]
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is known of a run when it starts or goes on."""
+    """A run at its start or resume."""
 
     run_dir: Path
     config: Mapping[str, Any]
     """Resolved, in plain types."""
     environment: Mapping[str, Any]
     resumed_at: int = 0
-    """Iterations that the checkpoint holds from which the run goes on; 0 at its first start."""
+    """Iterations in the checkpoint that the run resumes from; 0 at its first start."""
 
 
 class RunLogger(ABC):
@@ -36,20 +40,19 @@ class RunLogger(ABC):
     figures_every: int | None = None
     """Iterations between figures during training; None draws them at the end only."""
     last_iteration = 0
-    """The last iteration that it holds from before a resume: what came after it is handed over once more, and
-    what is done again up to it is not."""
+    """Last iteration that it holds from before a resume; later rows are sent again, earlier ones are not."""
     keeps_tables = True
-    """Whether the rows that grew a table before a resume are still in it."""
+    """True if a growing table still has its rows after a resume."""
 
     @abstractmethod
     def open(self, start: RunStart) -> str | None:
-        """Begin the record of a run, or go on with it, and note its config and environment.
+        """Start or resume the record of a run with its config and environment.
 
-        Returns what the user should know of it.
+        Returns a message for the user, or None.
         """
 
     @abstractmethod
-    def scalars(self, metrics: Mapping[str, float | int], place: Place) -> None:
+    def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
         """Numbers by name, at their place on the axes."""
 
     def table(  # noqa: B027
@@ -57,13 +60,13 @@ class RunLogger(ABC):
         name: str,
         headings: Sequence[str],
         rows: Sequence[Sequence[Cell]],
-        place: Place,
+        place: AxisValues,
         *,
         grows: bool = False,
     ) -> None:
         """A table as a whole, or more rows of one that grows."""
 
-    def figures(self, pictures: Sequence[Picture], place: Place) -> None:  # noqa: B027
+    def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:  # noqa: B027
         """Pictures, each under its name; a later one stands beside the earlier one of that name."""
 
     def file(self, path: Path, kind: FileKind) -> None:  # noqa: B027
@@ -71,10 +74,10 @@ class RunLogger(ABC):
 
     @abstractmethod
     def close(self, is_complete: bool) -> str | None:
-        """End the record; returns what the user should know of it.
+        """End the record; returns a message for the user, or None.
 
         Args:
-            is_complete: the run came to its end, and was not cut short by an error.
+            is_complete: True if the run reached its end without an error.
         """
 
 
@@ -82,13 +85,78 @@ def checked_interval(name: str, figures_every: int | None) -> int | None:
     """The interval between figures.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a positive whole number.
     """
     if figures_every is None:
         return None
     if not is_count(figures_every):
         raise ValueError(
-            f"{name}.figures_every={figures_every} is no interval; give a whole number of iterations, or "
+            f"{name}.figures_every={figures_every} must be a whole number of iterations of at least 1, or "
             "null for figures at the end only"
         )
     return figures_every
+
+
+log = logging.getLogger(__name__)
+
+
+class GuardedLogger:
+    """Opens a logger for the time of a `with` block; without a logger, everything is left out.
+
+    Errors of the run itself pass through, and Ctrl-C does while the logger is at work.
+    """
+
+    def __init__(self, logger: RunLogger | None, start: RunStart, console: Console) -> None:
+        self.logger = logger
+        self.start = start
+        self.console = console
+        self.is_broken = False
+
+    def __enter__(self) -> "GuardedLogger":
+        self.send("starting", lambda logger: self._say(logger.open(self.start)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.logger is not None and self.is_broken:
+            self._end_quietly(self.logger)
+        self.send("ending", lambda logger: self._say(logger.close(is_complete=kind is None)))
+
+    @property
+    def figures_every(self) -> int | None:
+        """Iterations between figures during training; None while nothing would take them."""
+        return None if self.logger is None or self.is_broken else self.logger.figures_every
+
+    def send(self, doing: str, action: Callable[[RunLogger], object]) -> None:
+        """Let the logger do something, as long as it has not failed.
+
+        Args:
+            doing: what a warning says that it failed at.
+        """
+        if self.logger is None or self.is_broken:
+            return
+        try:
+            action(self.logger)
+        except Exception as error:
+            self.is_broken = True
+            log.warning(
+                "%s failed at %s and gets nothing more; the run continues, with metrics in metrics.csv: %s",
+                type(self.logger).__name__,
+                doing,
+                error,
+            )
+
+    def _end_quietly(self, logger: RunLogger) -> None:
+        """Close a failed logger, which may still save its data."""
+        try:
+            logger.close(is_complete=False)
+        except Exception as error:
+            log.debug("%s could not be ended either: %s", type(logger).__name__, error)
+
+    def _say(self, sentence: str | None) -> None:
+        if sentence is not None:
+            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -11,11 +12,77 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from lit_rlkv.files import write_atomically
-from lit_rlkv.reporting.axes import AXES, ITERATION, TOKENS, Place
 from lit_rlkv.reporting.loggers.base import Cell, FileKind, RunLogger, RunStart, checked_interval
-from lit_rlkv.reporting.loggers.wandb_files import SYNCED, last_iteration, repair, segments
 from lit_rlkv.reporting.plots import pixels
 from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.run_metrics import AXES, ITERATION, TOKENS, AxisValues
+
+SYNCED = ".wandb.synced"
+"""Ending of the file beside another for which `wandb sync` passes over that."""
+BLOCK, HEADER, RECORD_HEADER = 32768, 7, 7
+"""Bytes of LevelDB's log format, in which wandb writes."""
+UNUSED, FULL, LAST = 0, 1, 4
+"""Kinds of pieces: the rest of a block, a whole record, the end of one."""
+
+
+def segments(run_dir: Path, run_id: str) -> list[Path]:
+    """The files of a W&B run, one for each start."""
+    # Two starts within a second differ by a number at the end of their folders' names.
+    return sorted(run_dir.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb"))
+
+
+def repair(path: Path) -> None:
+    """Cut off a record that a kill has cut short, which would keep `wandb sync` from what comes after it.
+
+    A file without any record is removed: there is nothing in it to upload.
+    """
+    log = path.read_bytes()
+    end = max((end for end, _ in records(log)), default=0)
+    if end == 0:
+        path.unlink()
+    elif end < len(log):
+        os.truncate(path, end)
+
+
+def last_iteration(path: Path, metric: str) -> int:
+    """Return the highest logged value of the iteration metric; 0 if there is none."""
+    from wandb.proto import wandb_internal_pb2  # here: it takes a second
+
+    highest = 0
+    for _, data in records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
+        if record.WhichOneof("record_type") != "history":
+            continue
+        values = [item.value_json for item in record.history.item if _name(item) == metric]
+        highest = max([highest, *(int(json.loads(value)) for value in values)])
+    return highest
+
+
+def records(log: bytes) -> Iterator[tuple[int, bytes]]:
+    """Each whole record, and where it ends."""
+    position, pieces = HEADER, b""
+    while position + RECORD_HEADER <= len(log):
+        left = BLOCK - position % BLOCK
+        if left < RECORD_HEADER:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", log, position)
+        if kind == UNUSED:
+            position += left
+            continue
+        position += RECORD_HEADER
+        if position + length > len(log):
+            return
+        pieces += log[position : position + length]
+        position += length
+        if kind in (FULL, LAST):
+            yield position, pieces
+            pieces = b""
+
+
+def _name(item: Any) -> str:
+    return str(item.key or "/".join(item.nested_key))
+
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +102,7 @@ class WandbRun(RunLogger):
 
     W&B only ever appends, and gives its own step to what it gets, so the axes are metrics of ours. After a
     resume it is found out what the W&B run holds: an iteration that is done again is not logged twice, and
-    what a kill has kept from the service is made up for. A run that was offline and goes on with an account
+    what a kill has kept from the service is made up for. A run that was offline and resumes with an account
     sends what the service lacks, but for figures, and `wandb sync` then passes over its offline parts.
 
     Args:
@@ -64,14 +131,12 @@ class WandbRun(RunLogger):
     ) -> None:
         if not project or any(character in FORBIDDEN for character in project):
             raise ValueError(
-                f"logger.project={project!r} is no name for W&B; give one without {' '.join(FORBIDDEN)}"
+                f"logger.project={project!r} must be a W&B project name without {' '.join(FORBIDDEN)}"
             )
         if offline is not None and not isinstance(offline, bool):
-            raise ValueError(f"logger.offline={offline} is none of true, false and null")
+            raise ValueError(f"logger.offline={offline} must be true, false or null")
         if finish_timeout_s <= 0:
-            raise ValueError(
-                f"logger.finish_timeout_s={finish_timeout_s} is no time to wait; give more than 0"
-            )
+            raise ValueError(f"logger.finish_timeout_s={finish_timeout_s} must be above 0 seconds")
         self.labels: dict[str, Any] = {
             "project": project,
             "entity": entity,
@@ -102,7 +167,7 @@ class WandbRun(RunLogger):
         _write_id(start.run_dir, self.run.id)
         is_online = not (self.run.offline or self.run.disabled)
         self._sent = earlier if is_online else []
-        # What the service has is the truth for a run that goes on there, and it may have nothing yet.
+        # What the service has counts for a run that resumes there, and it may have nothing yet.
         self.last_iteration = int(self.run.summary.get(ITERATION, 0)) if is_online else held
         self.keeps_tables = bool(self.run.resumed)
         for axis in AXES:
@@ -112,7 +177,7 @@ class WandbRun(RunLogger):
         self.run.config.update(config, allow_val_change=True)
         return None if self.run.offline else f"W&B: {self.run.url}"
 
-    def scalars(self, metrics: Mapping[str, float | int], place: Place) -> None:
+    def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
         self.run.log({**metrics, **place})
 
     def table(
@@ -120,7 +185,7 @@ class WandbRun(RunLogger):
         name: str,
         headings: Sequence[str],
         rows: Sequence[Sequence[Cell]],
-        place: Place,
+        place: AxisValues,
         *,
         grows: bool = False,
     ) -> None:
@@ -135,7 +200,7 @@ class WandbRun(RunLogger):
             table.add_data(*row)
         self.run.log({name: table, **place})
 
-    def figures(self, pictures: Sequence[Picture], place: Place) -> None:
+    def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:
         images = {
             picture.key: self._wandb.Image(pixels(picture.figure), caption=picture.caption)
             for picture in pictures

@@ -1,21 +1,29 @@
-"""Pictures of a run: pure functions from what was measured to matplotlib figures, without pyplot."""
+"""Figures of a run: pure functions from measurements to matplotlib figures, without pyplot."""
 
-from lit_rlkv.reporting.plots.arms import effective_samples
-from lit_rlkv.reporting.plots.cache import cache_fill, live_keys, queries
-from lit_rlkv.reporting.plots.evaluation import accuracy_against_budget
-from lit_rlkv.reporting.plots.history import SMOOTHING, History, series
-from lit_rlkv.reporting.plots.image import pixels
-from lit_rlkv.reporting.plots.layers import layer_mismatch
-from lit_rlkv.reporting.plots.lifetimes import MAX_LABELLED_TOKENS, key_lifetimes
-from lit_rlkv.reporting.plots.phases import has_memory, memory_per_phase, time_per_phase
-from lit_rlkv.reporting.plots.positions import (
+from lit_rlkv.reporting.plots.accuracy import accuracy_against_budget, reliability
+from lit_rlkv.reporting.plots.curves import (
+    MISMATCHES,
+    effective_samples,
+    mismatch,
+    proxy_and_gold,
+    reward_curve,
+)
+from lit_rlkv.reporting.plots.divergence import (
+    layer_mismatch,
     mismatch_by_position,
     overlap_by_position,
     weights_by_position,
 )
-from lit_rlkv.reporting.plots.retention import ages_at_eviction, attention_kept, attention_on_dead
-from lit_rlkv.reporting.plots.reward import proxy_and_gold, reliability
-from lit_rlkv.reporting.plots.speed import time_per_stage
+from lit_rlkv.reporting.plots.kept_keys import (
+    MAX_LABELLED_TOKENS,
+    ages_at_eviction,
+    attention_kept,
+    attention_on_evicted,
+    cache_fill,
+    cached_keys,
+    key_lifetimes,
+    queries,
+)
 from lit_rlkv.reporting.plots.style import (
     BLUE,
     FULL_WIDTH,
@@ -26,9 +34,18 @@ from lit_rlkv.reporting.plots.style import (
     MUTED,
     PURPLE,
     SAND,
+    SMOOTHING,
     VERMILLION,
+    History,
+    pixels,
+    series,
 )
-from lit_rlkv.reporting.plots.training import MISMATCHES, mismatch, reward_curve
+from lit_rlkv.reporting.plots.time_and_memory import (
+    has_memory,
+    memory_per_phase,
+    time_per_phase,
+    time_per_stage,
+)
 
 __all__ = [
     "BLUE",
@@ -48,13 +65,13 @@ __all__ = [
     "accuracy_against_budget",
     "ages_at_eviction",
     "attention_kept",
-    "attention_on_dead",
+    "attention_on_evicted",
     "cache_fill",
+    "cached_keys",
     "effective_samples",
     "has_memory",
     "key_lifetimes",
     "layer_mismatch",
-    "live_keys",
     "memory_per_phase",
     "mismatch",
     "mismatch_by_position",

@@ -1,9 +1,13 @@
-"""What all pictures share: sizes, colours, quiet axes, and legends that hide no data."""
+"""Shared parts of all figures: sizes, colours, axes, legends, curves of logged metrics, pixels."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+from jaxtyping import UInt8
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.text import Text
 
 HALF_WIDTH, FULL_WIDTH, HEIGHT = 5.2, 10.4, 3.2
@@ -78,3 +82,33 @@ def nothing(figure: Figure, axes: Axes, reason: str) -> Figure:
     axes.set_axis_off()
     axes.text(0.5, 0.5, reason, ha="center", va="center", fontsize=NORMAL, color=MUTED)
     return figure
+
+
+History = Sequence[Mapping[str, float | int]]
+"""Logged metrics, one mapping per iteration; "iteration" is always there, a metric may be missing."""
+
+SMOOTHING = 10
+"""Window of moving averages in iterations."""
+
+
+def series(history: History, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Iterations at which a metric was logged and finite, and its values there."""
+    points = [(row["iteration"], row[metric]) for row in history if np.isfinite(row.get(metric, np.nan))]
+    iteration, value = np.array(points, dtype=float).reshape(-1, 2).T
+    return iteration, value
+
+
+def trailing_mean(values: np.ndarray) -> np.ndarray:
+    """Return the moving average over the last SMOOTHING values, or fewer at the start."""
+    return np.array([values[max(0, end - SMOOTHING) : end].mean() for end in range(1, len(values) + 1)])
+
+
+PIXELS_PER_INCH = 150
+
+
+def pixels(figure: Figure) -> UInt8[np.ndarray, "height width 3"]:
+    """The figure on white, in red, green and blue."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, facecolor="white")
+    buffer.seek(0)
+    return np.round(imread(buffer)[..., :3] * 255).astype(np.uint8)

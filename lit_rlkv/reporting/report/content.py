@@ -1,18 +1,34 @@
-"""What a report is about: all that a run measured, and what it gained in a sentence or two."""
+"""Content of a report: its pictures' type, everything that a run measured, and the headline."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
 
 from lit_rlkv.evaluation.reward_model import RewardReport
 from lit_rlkv.reporting import plots
-from lit_rlkv.reporting.samples import Sample
+from lit_rlkv.reporting.samples import LoggedSample
 from lit_rlkv.types import EvalRow, Rollout
+
+
+class Picture(NamedTuple):
+    """A figure with what stands under it."""
+
+    figure: Figure
+    name: str
+    caption: str
+
+    @property
+    def key(self) -> str:
+        """Name for loggers, such as figures/cache_fill."""
+        return "figures/" + re.sub(r"\W+", "_", self.name.lower())
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """All that the page shows; what a run did not do is empty or None, and its section is left out."""
+    """Data of the page; missing parts are empty or None, and their sections are left out."""
 
     title: str
     config_yaml: str
@@ -22,25 +38,25 @@ class RunReport:
     rollout: Rollout | None
     """An evaluation rollout under the budget."""
     budget: int | None
-    """Of the run's own cache; None if it is dense."""
+    """Budget of the run's own cache; None if it is dense."""
     interval: int | None
     stage_seconds: dict[str, float]
-    samples: list[Sample]
+    samples: list[LoggedSample]
     versions: dict[str, str]
     reward_model: RewardReport | None = None
-    """What the reward head is worth on held-out pairs."""
+    """Quality of the reward head on held-out pairs."""
     token_labels: Mapping[int, str] | None = None
-    """What to write for each token id beside the key lifetimes."""
+    """Label of each token id for the figure of key lifetimes."""
     diagnostics: Sequence[Mapping[str, Any]] = ()
     """The lines of diagnostics.jsonl."""
 
     def measured(self, name: str) -> list[Mapping[str, Any]]:
-        """What a diagnostic has written, in the order of iterations."""
+        """Return the lines of one diagnostic in the order of iterations."""
         return [row for row in self.diagnostics if row["name"] == name]
 
 
 def headline(report: RunReport) -> list[str]:
-    """What the run achieved, in one sentence or two."""
+    """Return the results of the run in one or two sentences."""
     sentences = [_accuracy_sentence(report)] if report.before or report.after else []
     _, reward = plots.series(report.history, "reward")
     if len(reward):

@@ -10,15 +10,64 @@ import numpy as np
 
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting import plots
-from lit_rlkv.reporting.report.content import RunReport, headline
-from lit_rlkv.reporting.report.picture import Picture
+from lit_rlkv.reporting.report.content import Picture, RunReport, headline
 from lit_rlkv.reporting.report.pictures import figures
-from lit_rlkv.reporting.report.template import PAGE, STYLE
-from lit_rlkv.reporting.samples import Sample
-from lit_rlkv.reporting.summary import KL_MEANING, evaluation_cells, learned_cells
+from lit_rlkv.reporting.samples import LoggedSample
+from lit_rlkv.reporting.tables import KL_MEANING, evaluation_cells, learned_cells
+
+STYLE = """
+:root { color-scheme: light dark;
+  --ink: #1f2430; --muted: #5f6673; --line: #e3e6eb; --paper: #ffffff; --card: #f6f7f9 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7ec; --muted: #9aa2b1; --line: #30363f; --paper: #14171c; --card: #1c2027 }
+  figure img { filter: invert(1) hue-rotate(180deg) }
+}
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 1060px; font: 15px/1.5 system-ui, sans-serif;
+  background: var(--paper); color: var(--ink) }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; overflow-wrap: anywhere }
+h2 { font-size: 1.1rem; margin: 2.25rem 0 .5rem }
+.headline { font-size: 1.15rem; margin: .25rem 0 }
+.note, figcaption, footer { color: var(--muted); font-size: .87rem }
+.note { max-width: 48rem }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; font-size: .92rem }
+th, td { padding: .35rem 1.1rem .35rem 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top }
+th { font-weight: 600; white-space: nowrap }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+.samples { width: 100% }
+table:not(.samples) td { white-space: nowrap }
+.text { font: .85rem ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+.figures { display: grid; gap: 1.5rem 1.25rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)) }
+figure { margin: 0; min-width: 0 }
+figure.wide { grid-column: 1 / -1 }
+figure img { max-width: 100%; height: auto; display: block }
+figcaption { margin-top: .35rem }
+figcaption b { color: var(--ink) }
+details { margin-top: 2.25rem }
+summary { cursor: pointer; font-weight: 600 }
+pre { background: var(--card); padding: 1rem; overflow-x: auto; font-size: .82rem; border-radius: 6px }
+footer { margin-top: 2rem }
+"""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
 
 PIXELS_PER_INCH = 200
-"""Of the pictures; the page shows them at half of it, so they are sharp on dense screens."""
+"""Resolution of the figures; the page shows them at half size for high-density screens."""
 
 
 def write_report(path: Path, report: RunReport, pictures: Sequence[Picture] | None = None) -> None:
@@ -79,7 +128,7 @@ def _figure(picture: Picture) -> str:
     return f"<figure{' class=wide' if is_wide else ''}>{image}{below}</figure>"
 
 
-def _samples(samples: Sequence[Sample]) -> str:
+def _samples(samples: Sequence[LoggedSample]) -> str:
     if not samples:
         return ""
     rows = "".join(

@@ -5,12 +5,8 @@ from collections.abc import Iterable, Mapping
 from matplotlib.figure import Figure
 
 from lit_rlkv.reporting import plots
-from lit_rlkv.reporting.report.content import RunReport
-from lit_rlkv.reporting.report.eviction import of_eviction
-from lit_rlkv.reporting.report.phases import of_phases
-from lit_rlkv.reporting.report.picture import Picture
-from lit_rlkv.reporting.report.retention import of_retention
-from lit_rlkv.reporting.summary import reward_sentence
+from lit_rlkv.reporting.report.content import Picture, RunReport
+from lit_rlkv.reporting.tables import reward_sentence
 from lit_rlkv.types import Rollout
 from lit_rlkv.units import human_seconds
 
@@ -118,9 +114,121 @@ def _is_logged(history: plots.History, metrics: Iterable[str]) -> bool:
 
 
 def _lifetimes(rollout: Rollout, token_labels: Mapping[int, str] | None) -> Figure:
-    """Of the longest sequence, where the most is evicted."""
+    """Draw the lifetimes of the longest sequence, which has the most evictions."""
     row = int(rollout.attention_mask.sum(dim=1).argmax())
     if token_labels is None:
         return plots.key_lifetimes(rollout, row)
     input_ids = rollout.input_ids[row][rollout.attention_mask[row]].tolist()
     return plots.key_lifetimes(rollout, row, [token_labels.get(id_, "?") for id_ in input_ids])
+
+
+def of_eviction(report: RunReport) -> list[Picture]:
+    """Return the pictures of eviction effects from the last measurement of each diagnostic."""
+    return [*_by_position(report), *_by_layer(report), *_of_arms(report)]
+
+
+def _by_position(report: RunReport) -> list[Picture]:
+    rows = report.measured("mismatch")
+    if not rows:
+        return []
+    last = rows[-1]
+    when = f"In iteration {last['iteration']}"
+    return [
+        Picture(
+            plots.mismatch_by_position(last),
+            "Mismatch by position",
+            f"{when}: how far the sampler is from a policy that sees every key; it sets in where keys are "
+            "first evicted, and a high percentile far above the mean says that few tokens carry it.",
+        ),
+        Picture(
+            plots.overlap_by_position(last),
+            "Overlap by position",
+            f"{when}: the probability that both distributions give to the same tokens; where the 5th "
+            "percentile falls to 0, some responses go where the dense policy never would.",
+        ),
+        Picture(
+            plots.weights_by_position(last),
+            "Why reweighting explodes with length",
+            f"{when}: the weight of a response is a product over its tokens, so its log wanders off as the "
+            "response grows, and of all responses so far only the share on the left still counts.",
+        ),
+    ]
+
+
+def _by_layer(report: RunReport) -> list[Picture]:
+    rows = report.measured("layers")
+    if not rows:
+        return []
+    return [
+        Picture(
+            plots.layer_mismatch(rows[0], rows[-1]),
+            "Which layer's eviction matters",
+            "A bar is what the evictions of one layer alone would do to the policy; a bar as high as the "
+            "dashed line does as much damage as all layers together.",
+        )
+    ]
+
+
+def _of_arms(report: RunReport) -> list[Picture]:
+    if len(plots.series(report.history, "kv/arms/tis/ess")[0]) == 0:
+        return []
+    return [
+        Picture(
+            plots.effective_samples(report.history),
+            "What each correction would make of the rollouts",
+            "The share of response tokens that would still count once they are weighted, and the share that "
+            "would be thrown away or weighted by less than is right; replay needs neither.",
+        )
+    ]
+
+
+def of_retention(report: RunReport) -> list[Picture]:
+    """Return the pictures of the last measurement with evictions."""
+    rows = report.measured("cache")
+    if not rows:
+        return []
+    last = rows[-1]
+    when = f"In iteration {last['iteration']}"
+    return [
+        Picture(
+            plots.attention_kept(last),
+            "Attention that eviction left",
+            f"{when}: of what each head of the policy looks at when it sees every key, the share that the "
+            "cache still held; on the right for the queries that lost most.",
+        ),
+        Picture(
+            plots.attention_on_evicted(last),
+            "Evicted and later needed",
+            f"{when}: the attention that the dense policy gives to keys that were gone; where it stays near "
+            "0, eviction took what nobody reads.",
+        ),
+        Picture(
+            plots.ages_at_eviction(last),
+            "Age of keys at their eviction",
+            f"{when}: a policy that keeps what is recent evicts at one age; a head whose median is high "
+            "holds on to what it has.",
+        ),
+    ]
+
+
+def of_phases(report: RunReport) -> list[Picture]:
+    """Return the pictures of time and memory per phase, if they were measured."""
+    if len(plots.series(report.history, "time/rollout")[0]) == 0:
+        return []
+    shown = [
+        Picture(
+            plots.time_per_phase(report.history),
+            "Time per phase",
+            "Where an iteration spends its time; diagnostics stand on top, where they measured.",
+        )
+    ]
+    if plots.has_memory(report.history):
+        shown.append(
+            Picture(
+                plots.memory_per_phase(report.history),
+                "Memory per phase",
+                "The most that each phase held, what lay there before it included; a line that climbs is a "
+                "leak, or responses that grow.",
+            )
+        )
+    return shown

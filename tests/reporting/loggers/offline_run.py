@@ -8,7 +8,7 @@ from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-from lit_rlkv.reporting.loggers.wandb_files import records
+from lit_rlkv.reporting.loggers.wandb_run import records
 
 PATIENCE_S = 120.0
 

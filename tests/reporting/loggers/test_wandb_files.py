@@ -2,7 +2,7 @@ import struct
 
 import pytest
 
-from lit_rlkv.reporting.loggers.wandb_files import BLOCK, HEADER, last_iteration, records, repair, segments
+from lit_rlkv.reporting.loggers.wandb_run import BLOCK, HEADER, last_iteration, records, repair, segments
 
 
 def piece(kind, data):

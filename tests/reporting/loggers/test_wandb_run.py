@@ -92,7 +92,7 @@ def test_figures_are_images_with_their_captions(tmp_path):
 
 
 @pytest.mark.parametrize("log_model", [True, False])
-def test_the_report_is_an_artifact_and_the_model_if_it_is_asked_for(tmp_path, log_model):
+def test_the_report_is_an_artifact_and_the_model_on_request(tmp_path, log_model):
     (tmp_path / "report.html").write_text("<html>")
     (tmp_path / "iteration-2").mkdir()
     (tmp_path / "iteration-2" / "state.json").write_text("{}")
@@ -214,13 +214,13 @@ def test_a_service_that_does_not_end_is_left_after_a_while(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"project": "a/b"}, "project='a/b' is no name"),
-        ({"project": ""}, "project='' is no name"),
-        ({"project": "a", "offline": "yes"}, "offline=yes is none of true, false and null"),
-        ({"project": "a", "figures_every": 0}, "figures_every=0 is no interval"),
-        ({"project": "a", "finish_timeout_s": 0}, "finish_timeout_s=0 is no time"),
+        ({"project": "a/b"}, "project='a/b' must be a W&B project name"),
+        ({"project": ""}, "project='' must be a W&B project name"),
+        ({"project": "a", "offline": "yes"}, "offline=yes must be true, false or null"),
+        ({"project": "a", "figures_every": 0}, "figures_every=0 must be a whole number"),
+        ({"project": "a", "finish_timeout_s": 0}, "finish_timeout_s=0 must be above 0 seconds"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused_before_wandb_is_asked(settings, says):
+def test_invalid_settings_are_refused_before_wandb_is_imported(settings, says):
     with pytest.raises(ValueError, match=says):
         WandbRun(**settings)

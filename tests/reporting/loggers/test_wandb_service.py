@@ -60,7 +60,7 @@ def test_sync_makes_one_run_of_parts_that_a_kill_has_torn_apart(service, tmp_pat
     assert [row["_step"] for row in history] == list(range(18))
 
 
-def test_a_run_with_an_account_goes_on_in_the_service(service, tmp_path):
+def test_a_run_with_an_account_resumes_in_the_service(service, tmp_path):
     first = record(tmp_path / "run", range(1, 4))
     again = record(tmp_path / "run", range(3, 6), resumed_at=2)
     assert again.run.id == first.run.id

@@ -14,14 +14,14 @@ from tests.reporting.plots.drawn import NOTHING, TWO_HEADS, rewards
         (lambda: plots.mismatch([{"iteration": 1, "reward": 0.5}]), "no mismatch was logged"),
         (lambda: plots.accuracy_against_budget([], []), "no evaluation was run"),
         (lambda: plots.time_per_stage({}), "no stage was timed"),
-        (lambda: plots.proxy_and_gold(rewards([0.5])), "no reward model was asked"),
+        (lambda: plots.proxy_and_gold(rewards([0.5])), "no learned reward was logged"),
         (lambda: plots.reliability([], [], []), "no pairs were scored"),
         (lambda: plots.cache_fill(NOTHING), "the rollout is empty"),
         (lambda: plots.mismatch_by_position(None), "no mismatch was measured"),
         (lambda: plots.overlap_by_position(None), "no overlap was measured"),
         (lambda: plots.weights_by_position(None), "no weights were measured"),
         (lambda: plots.layer_mismatch(None, None), "no layer was measured"),
-        (lambda: plots.effective_samples([]), "no arm was measured"),
+        (lambda: plots.effective_samples([]), "no correction was measured"),
     ],
 )
 def test_a_figure_without_data_says_so(draw, reason):

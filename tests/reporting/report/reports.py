@@ -3,7 +3,7 @@
 import torch
 
 from lit_rlkv.reporting.report import RunReport
-from lit_rlkv.reporting.samples import Sample
+from lit_rlkv.reporting.samples import LoggedSample
 from lit_rlkv.types import NEVER, EvalRow, Rollout
 
 
@@ -39,6 +39,6 @@ FULL = RunReport(
     budget=16,
     interval=4,
     stage_seconds={"sft": 90.0, "rl": 5.0},
-    samples=[Sample("1 < 2 & 3", "<img src=x onerror=y>", 0.5, 7)],
+    samples=[LoggedSample("1 < 2 & 3", "<img src=x onerror=y>", 0.5, 7)],
     versions={"torch": "2.13.0", "<b>": "1"},
 )

@@ -3,8 +3,10 @@ from dataclasses import replace
 import pytest
 
 from lit_rlkv.evaluation.reward_model import RewardReport
-from lit_rlkv.reporting.report import figures
-from tests.reporting.report.reports import FULL
+from lit_rlkv.reporting.report import figures, render
+from tests.reporting.plots.drawn import POSITIONS, arm_history, layers
+from tests.reporting.plots.test_kept_keys import CACHE
+from tests.reporting.report.reports import EMPTY, FULL
 
 
 def named(report, name):
@@ -45,3 +47,64 @@ def test_a_dense_run_has_no_budget_to_mark():
     dense = replace(FULL, budget=None, interval=None)
     figure = named(dense, "Cache fill")
     assert not [line for line in figure.axes[0].lines if "budget" in str(line.get_label())]
+
+
+BY_POSITION = ["Mismatch by position", "Overlap by position", "Why reweighting explodes with length"]
+
+
+def names(report):
+    return [picture.name for picture in figures(report)]
+
+
+def test_each_measurement_has_its_pictures():
+    assert names(EMPTY) == []
+    assert names(replace(EMPTY, diagnostics=[POSITIONS])) == BY_POSITION
+    assert names(replace(EMPTY, diagnostics=[layers(1, 0.1)])) == ["Which layer's eviction matters"]
+    assert names(replace(EMPTY, history=arm_history(0.5))) == [
+        "What each correction would make of the rollouts"
+    ]
+
+
+def test_the_last_measurement_is_the_one_that_is_shown():
+    earlier = {**POSITIONS, "iteration": 1, "overlap_mean": [0.1] * 4}
+    pictures = figures(replace(EMPTY, diagnostics=[earlier, layers(1, 0.1), POSITIONS]))
+    (overlap,) = (picture for picture in pictures if picture.name == "Overlap by position")
+    assert overlap.figure.axes[0].lines[0].get_ydata()[1] == 0.9
+    assert overlap.caption.startswith("In iteration 7:")
+
+
+def test_the_page_has_them():
+    page = render(replace(EMPTY, diagnostics=[POSITIONS, layers(1, 0.1)]))
+    assert page.count("<figure") == 4
+
+
+def test_the_last_measurement_has_its_pictures():
+    earlier = {**CACHE, "iteration": 1, "attention_kept": [[0.0, 0.0]] * 3}
+    shown = figures(replace(EMPTY, diagnostics=[earlier, CACHE]))
+    assert [picture.name for picture in shown] == [
+        "Attention that eviction left",
+        "Evicted and later needed",
+        "Age of keys at their eviction",
+    ]
+    assert all(picture.caption.startswith("In iteration 11:") for picture in shown)
+    assert shown[0].figure.axes[0].images[0].get_array()[0, 0] == 0.9
+
+
+def test_a_run_that_evicted_nothing_has_none():
+    assert figures(replace(EMPTY, diagnostics=[])) == []
+
+
+TIMES = {"time/rollout": 3.0, "time/score": 1.0, "time/reward": 0.5, "time/update": 2.0}
+
+
+def names_for(history):
+    return [picture.name for picture in figures(replace(EMPTY, history=history))]
+
+
+def test_phases_that_were_measured_have_their_pictures():
+    assert names_for([{"iteration": 1, "time/update": 2.0}]) == []
+    assert names_for([{"iteration": 1, **TIMES}]) == ["Time per phase"]
+    assert names_for([{"iteration": 1, **TIMES, "memory/rollout/peak": 2.0**20}]) == [
+        "Time per phase",
+        "Memory per phase",
+    ]

@@ -1,0 +1,116 @@
+"""Callback that adds the loss of Shadow Mask Distillation to each training step."""
+
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import response_hidden
+from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.objectives.distillation import distillation_kl
+from lit_rlkv.types import TrainBatch
+
+DIRECTIONS = ("dense_student", "sparse_student")
+TEACHERS = ("policy", "reference")
+
+
+class _Term(NamedTuple):
+    """One KL of the loss: which role teaches under which view, and which view of the policy learns."""
+
+    name: str
+    weight: float | int
+    teacher: str
+    teacher_shadow: bool
+    student_shadow: bool
+    reverse: bool
+
+
+class ShadowDistillation(RLCallback):
+    """Adds weight · KL over the full vocabulary at every response token to the loss (arXiv:2605.06850).
+
+    `dense_student` is KL(π_dense ‖ sg π_shadow), the authors' formula. `sparse_student` is
+    KL(sg π_dense ‖ π_shadow): the policy under the shadow mask learns what eviction removed. The teacher,
+    behind the stop-gradient, is the current policy or the frozen reference.
+
+    Replay trains only the sparse policy; the dense policy changes as a side effect. `anchor_weight` adds
+    anchor_weight · KL(sg π_reference ‖ π) on dense contexts, which holds the dense policy at the reference.
+    With weight=0 the anchor is the only term, and works with any correction: it is the control for the
+    regularisation that a frozen teacher brings.
+
+    Raises:
+        ValueError: an unknown direction or teacher, a negative weight, or no positive weight at all.
+    """
+
+    def __init__(
+        self, direction: str, weight: float | int, teacher: str, anchor_weight: float | int = 0.0
+    ) -> None:
+        if direction not in DIRECTIONS:
+            raise ValueError(
+                f"distillation.direction={direction!r} is unknown; choose one of {', '.join(DIRECTIONS)}"
+            )
+        if teacher not in TEACHERS:
+            raise ValueError(
+                f"distillation.teacher={teacher!r} is unknown; choose one of {', '.join(TEACHERS)}"
+            )
+        if weight < 0 or anchor_weight < 0 or weight == anchor_weight == 0:
+            raise ValueError(
+                f"distillation.weight={weight} with distillation.anchor_weight={anchor_weight} has no effect "
+                "or is negative; both must be at least 0 and one above 0, or set distillation=none"
+            )
+        self.direction = direction
+        self.weight = weight
+        self.teacher = teacher
+        self.anchor_weight = anchor_weight
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Roles that it reads beside the policy."""
+        reads_reference = (self.weight > 0 and self.teacher == "reference") or self.anchor_weight > 0
+        return ("reference",) if reads_reference else ()
+
+    def loss_terms(
+        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
+    ) -> tuple[Terms, Terms]:
+        """Return the weighted mean KLs over the response tokens of the optimizer step, and metrics."""
+        to_sparse = self.direction == "sparse_student"
+        backbone = module.roles.backbone("policy")
+
+        @cache
+        def hidden(role: str, *, shadow: bool, trains: bool) -> Float[Tensor, "token dim"]:
+            """Return the hidden states of the response tokens; each forward runs at most once a step."""
+            if role == "policy" and shadow == module.replays:
+                return outputs.hidden if trains else outputs.hidden.detach()
+            with nullcontext() if trains else torch.no_grad(), acting_as(module.roles, role) as acting:
+                return response_hidden(acting, batch.rollout, shadow=shadow)
+
+        terms = (
+            _Term("smd", self.weight, self.teacher, not to_sparse, to_sparse, reverse=not to_sparse),
+            _Term("smd/anchor", self.anchor_weight, "reference", False, False, reverse=False),
+        )
+        losses: Terms = {}
+        metrics: Terms = {}
+        for term in terms:
+            if term.weight > 0:
+                student = hidden("policy", shadow=term.student_shadow, trains=True)
+                teacher = hidden(term.teacher, shadow=term.teacher_shadow, trains=False)
+                mean_kl = distillation_kl(
+                    teacher,
+                    student,
+                    partial(head_logits, module.roles.backbone(term.teacher)),
+                    partial(head_logits, backbone),
+                    module.temperature,
+                    text_config(backbone).vocab_size,
+                    batch.n_response_tokens,
+                    reverse=term.reverse,
+                    heads_are_frozen=head_is_frozen(backbone),
+                )
+                losses[f"{term.name}/loss"] = term.weight * mean_kl
+                metrics[f"{term.name}/loss"] = losses[f"{term.name}/loss"]
+                metrics[f"{term.name}/kl"] = mean_kl.detach()
+        return losses, metrics

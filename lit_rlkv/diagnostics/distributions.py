@@ -1,0 +1,116 @@
+"""Full-vocabulary distributions of the policy under two views of a rollout: sparse and dense."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.checks import is_count
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, tempered
+from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
+from lit_rlkv.models.backbone import head_logits, text_config
+from lit_rlkv.models.replay import response_hidden, scatter_to_response
+from lit_rlkv.types import NEVER, Rollout
+
+MAX_TOKENS = 2**16
+"""Default tokens per forward of a diagnostic, which must fit beside the memory of the run."""
+
+
+@torch.no_grad()
+def view_overlap(
+    model: PreTrainedModel, rollout: Rollout, temperature: float, max_logits: int = MAX_CHUNK_LOGITS
+) -> Float[Tensor, "batch seq"]:
+    """Return Σ_v min(μ_v, π_v) at each response token: μ sees the cached keys, π sees all keys.
+
+    1 where eviction changed nothing, 0 where the two share no token: it is 1 minus their total variation
+    distance. Its low percentiles are reported to announce a collapse that the mean hides (arXiv:2606.08446).
+
+    Args:
+        max_logits: most logits of one view that are held at a time.
+    """
+
+    def of_chunk(*views: Tensor) -> tuple[Tensor]:
+        probs = [tempered(head_logits(model, hidden), temperature).softmax(dim=-1) for hidden in views]
+        return (torch.minimum(*probs).sum(dim=-1),)
+
+    hidden = [response_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
+    size = max(max_logits // text_config(model).vocab_size, 1)
+    (overlap,) = in_chunks(of_chunk, *hidden, size=size, is_linearised=False)
+    return scatter_to_response(rollout, overlap)
+
+
+@torch.no_grad()
+def layer_kls(
+    model: PreTrainedModel, rollout: Rollout, temperature: float
+) -> Float[Tensor, "layer_or_all token"]:
+    """Return KL(π_layer ‖ π_dense) at each response token in nats; the last row is for all layers at once.
+
+    In π_layer only this layer evicts its keys; every other layer sees all keys. Costs n_layers + 2 forwards.
+    The effects of layers do not add up, so the full eviction table has its own row.
+    """
+    # By the same path as the others, so that a layer without evictions differs by nothing at all.
+    dense = response_hidden(model, _with_evictions_of(rollout, []), shadow=True)
+    head = partial(head_logits, model)
+
+    def kl(view: Rollout) -> Tensor:
+        hidden = response_hidden(model, view, shadow=True)
+        return policy_kl(hidden, dense, head, head, temperature, text_config(model).vocab_size)
+
+    alone = [kl(_with_evictions_of(rollout, [layer])) for layer in range(rollout.evicted_at.shape[1])]
+    return torch.stack([*alone, kl(rollout)])
+
+
+def _with_evictions_of(rollout: Rollout, layers: list[int]) -> Rollout:
+    """Return the rollout with the evictions of these layers only."""
+    evicted_at = torch.full_like(rollout.evicted_at, NEVER)
+    evicted_at[:, layers] = rollout.evicted_at[:, layers]
+    return replace(rollout, evicted_at=evicted_at)
+
+
+def has_no_evictions(rollout: Rollout) -> bool:
+    """True if no query lost a key, so that both views of the rollout are the same."""
+    is_kept = rollout.evicted_at >= rollout.input_ids.shape[1]
+    return bool((is_kept | ~rollout.attention_mask[:, None, None]).all())
+
+
+def evenly_spaced_rows(rollout: Rollout, n_rows: int, ranks: Ranks = SINGLE_PROCESS) -> Int[Tensor, " row"]:
+    """Return the indices of `n_rows` evenly spaced responses; all of them if there are fewer.
+
+    Args:
+        ranks: choose from the responses of all ranks; the result holds this rank's rows, perhaps none.
+    """
+    mine = ranks.mine(len(rollout.input_ids))
+    n = len(rollout.input_ids) * ranks.size
+    rows = torch.linspace(0, n - 1, min(n_rows, n), dtype=torch.float64).round().long()
+    rows = rows[(mine.start <= rows) & (rows < mine.stop)] - mine.start
+    return rows.to(rollout.input_ids.device)
+
+
+def check_rows(name: str, n_rows: int, rows_per_pass: int | None) -> None:
+    """Check the sizes of a diagnostic.
+
+    Raises:
+        ValueError: naming the option of the diagnostic.
+    """
+    for option, value in {"n_rows": n_rows, "rows_per_pass": rows_per_pass}.items():
+        if value is None and option == "rows_per_pass":
+            continue
+        if not is_count(value):
+            raise ValueError(f"diagnostics.{name}.{option}={value} must be a whole number of at least 1")
+
+
+def rows_in_pass(rollout: Rollout, rows_per_pass: int | None) -> int:
+    """Return the responses per forward: `rows_per_pass`, or as many as hold MAX_TOKENS tokens."""
+    return rows_per_pass or max(MAX_TOKENS // rollout.input_ids.shape[1], 1)
+
+
+def split_into_passes(rollout: Rollout, rows_per_pass: int | None) -> Iterator[Rollout]:
+    """Yield the rollout in pieces of one forward each."""
+    size = rows_in_pass(rollout, rows_per_pass)
+    for start in range(0, len(rollout.input_ids), size):
+        yield rollout.rows(slice(start, start + size))

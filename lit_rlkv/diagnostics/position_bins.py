@@ -1,0 +1,99 @@
+"""Statistics of log ρ by position in the response, in bins of neighbouring positions."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_rlkv.diagnostics.importance_ratios import effective_share
+
+MAX_BINS = 64
+"""Longer responses are cut into so many bins of neighbouring positions."""
+
+Arrays = dict[str, Tensor]
+
+
+def bin_starts(response_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, " bin"]:
+    """Return the first position of each bin; the first response token has position 0."""
+    _, n_positions = _extent(response_mask)
+    return torch.arange(0, n_positions, _width(n_positions))
+
+
+def by_position(
+    values: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "bin entry"]:
+    """Return the values at the response tokens of each bin, NaN elsewhere.
+
+    All responses of a rollout begin in the same column, so a column is a position.
+    """
+    first, n_positions = _extent(response_mask)
+    shown = slice(first, first + n_positions)
+    found = values[:, shown].masked_fill(~response_mask[:, shown], torch.nan)
+    width = _width(n_positions)
+    found = F.pad(found, (0, -n_positions % width), value=torch.nan)
+    return found.reshape(len(found), -1, width).transpose(0, 1).flatten(1)
+
+
+def log_ratios_by_position(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Arrays:
+    """k1 and k3 estimates of KL(sampler ‖ learner) and the tail of |log ρ|, in nats, by position.
+
+    `position` is where a bin starts, and `n_response_tokens` how many tokens it has.
+    """
+    log_ratio = log_ratio.masked_fill(~response_mask, 0.0)
+    size = by_position(log_ratio.abs(), response_mask)
+    return {
+        "position": bin_starts(response_mask),
+        "n_response_tokens": (~size.isnan()).sum(dim=1),
+        "k1": by_position(-log_ratio, response_mask).nanmean(dim=1),
+        "k3": by_position(log_ratio.expm1() - log_ratio, response_mask).nanmean(dim=1),
+        "abs_log_ratio_p95": size.nanquantile(0.95, dim=1),
+        "abs_log_ratio_p99": size.nanquantile(0.99, dim=1),
+    }
+
+
+def prefixes_by_position(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Arrays:
+    """Return statistics of Π ρ over each response so far, the weight of unbiased reweighting.
+
+    |log Π ρ| over all responses, those that have ended with their last value: its mean and 95th percentile
+    in nats; and the effective sample size (Σ w)² / (n Σ w²) of the weights w = Π ρ, 1/n to 1.
+    """
+    so_far = log_ratio.masked_fill(~response_mask, 0.0).cumsum(dim=1)
+    is_shown = response_mask.any(dim=0).expand_as(response_mask)
+    size = by_position(so_far.abs(), is_shown)
+    share = effective_share(so_far.T)[None]
+    return {
+        "prefix_abs_log_ratio": size.nanmean(dim=1),
+        "prefix_abs_log_ratio_p95": size.nanquantile(0.95, dim=1),
+        "prefix_ess": by_position(share, is_shown[:1]).nanmean(dim=1),
+    }
+
+
+def overlaps_by_position(
+    overlap: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Arrays:
+    """Return mean and 5th percentile of Σ_v min(μ_v, π_v) by position; NaN marks unmeasured responses."""
+    found = by_position(overlap, response_mask)
+    return {"overlap_mean": found.nanmean(dim=1), "overlap_p05": found.nanquantile(0.05, dim=1)}
+
+
+def as_lists(arrays: Arrays) -> dict[str, list[float | int | None]]:
+    """Return plain numbers for JSON, None in place of NaN."""
+    return {
+        name: [None if value != value else value for value in values.tolist()]
+        for name, values in arrays.items()
+    }
+
+
+def _extent(response_mask: Bool[Tensor, "batch seq"]) -> tuple[int, int]:
+    """Return the first response column, and the number of columns from it to the last one."""
+    columns = response_mask.any(dim=0).nonzero().flatten().tolist()
+    return (columns[0], columns[-1] + 1 - columns[0]) if columns else (0, 0)
+
+
+def _width(n_positions: int) -> int:
+    """Positions in a bin."""
+    return max(-(-n_positions // MAX_BINS), 1)

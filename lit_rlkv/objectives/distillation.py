@@ -1,0 +1,47 @@
+"""Shadow Mask Distillation's loss: the KL between a teacher and a student over the full vocabulary."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lit_rlkv.kernels.token_logps import Head, policy_kl
+
+
+def distillation_kl(
+    teacher: Float[Tensor, "action dim"],
+    student: Float[Tensor, "action dim"],
+    teacher_head: Head,
+    student_head: Head,
+    temperature: float,
+    vocab_size: int,
+    n_response_tokens: int,
+    *,
+    reverse: bool,
+    heads_are_frozen: bool = False,
+) -> Float[Tensor, ""]:
+    """Return Σ KL / n_response_tokens in nats, with a stop-gradient on the teacher (arXiv:2605.06850).
+
+    The KL of a token is KL(teacher ‖ student) = Σ_v p_teacher (log p_teacher − log p_student), or
+    KL(student ‖ teacher) if `reverse`. The logits of a whole batch never exist at once.
+
+    Args:
+        teacher: the teacher's last hidden states at the response tokens.
+        student: the student's last hidden states at the same tokens; gradients flow into these.
+        teacher_head: maps hidden states to logits; its gradient is stopped.
+        student_head: the same for the student.
+        temperature: divides the logits of both.
+        n_response_tokens: the denominator, counted over the whole optimizer step and all ranks.
+        heads_are_frozen: True if no parameter of either head needs a gradient.
+
+    Raises:
+        ValueError: `heads_are_frozen` is True, and a parameter of the student's head requires a gradient.
+    """
+
+    def stopped_head(hidden: Tensor) -> Tensor:
+        return teacher_head(hidden).detach()
+
+    sides = ((teacher.detach(), stopped_head), (student, student_head))
+    (hidden_p, head_p), (hidden_q, head_q) = reversed(sides) if reverse else sides
+    token_kl = policy_kl(
+        hidden_p, hidden_q, head_p, head_q, temperature, vocab_size, heads_are_frozen=heads_are_frozen
+    )
+    return token_kl.sum() / n_response_tokens

@@ -1,0 +1,94 @@
+"""Lightning's loggers: any of them for config and metrics, TensorBoard with figures and tables too."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+from lit_rlkv.reporting.loggers.base import Cell, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.plots import pixels
+from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.run_metrics import ITERATION, AxisValues
+from lit_rlkv.reporting.tables import markdown_table
+
+
+class LightningLogger(RunLogger):
+    """Hands config, environment and metrics on; the step is the iteration."""
+
+    def __init__(self, logger: Logger) -> None:
+        self.logger = logger
+
+    def open(self, start: RunStart) -> str | None:
+        self.logger.log_hyperparams({**start.config, "environment": dict(start.environment)})
+        self.last_iteration = start.resumed_at
+        return None
+
+    def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
+        numbers = {name: float(value) for name, value in {**metrics, **place}.items()}
+        self.logger.log_metrics(numbers, step=int(place[ITERATION]))
+        self.logger.save()
+
+    def close(self, is_complete: bool) -> str | None:
+        self.logger.finalize("success" if is_complete else "failed")
+        return None
+
+
+FOLDER = "tensorboard"
+"""In the run's folder."""
+
+
+class TensorBoard(RunLogger):
+    """Event files in the run's folder; a resumed run hides what an earlier part did after its checkpoint.
+
+    Raises:
+        ValueError: the package is not installed, or an interval is invalid.
+    """
+
+    def __init__(self, figures_every: int | None = None) -> None:
+        if find_spec("tensorboard") is None:
+            raise ValueError(
+                "logger=tensorboard needs the package tensorboard, which is not installed; "
+                'pip install -e ".[tensorboard]", or use logger=csv'
+            )
+        self.figures_every = checked_interval("logger", figures_every)
+
+    def open(self, start: RunStart) -> str | None:
+        self.logger = TensorBoardLogger(
+            save_dir=start.run_dir,
+            name=FOLDER,
+            version="",
+            default_hp_metric=False,
+            purge_step=start.resumed_at + 1,  # also where a run begins again that was killed too soon
+        )
+        self.logger.log_hyperparams({**start.config, "environment": dict(start.environment)})
+        described = json.dumps(dict(start.environment), indent=1, default=str)
+        self.logger.experiment.add_text("environment", f"```\n{described}\n```", start.resumed_at)
+        self.last_iteration = start.resumed_at
+        return f"to watch: tensorboard --logdir {self.logger.log_dir}"
+
+    def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
+        numbers = {name: float(value) for name, value in {**metrics, **place}.items()}
+        self.logger.log_metrics(numbers, step=int(place[ITERATION]))
+        self.logger.experiment.flush()  # a kill must not cost more than the checkpoint does
+
+    def table(
+        self,
+        name: str,
+        headings: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        place: AxisValues,
+        *,
+        grows: bool = False,
+    ) -> None:
+        self.logger.experiment.add_text(name, markdown_table(headings, rows), int(place[ITERATION]))
+
+    def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:
+        for picture in pictures:
+            self.logger.experiment.add_image(
+                picture.key, pixels(picture.figure), int(place[ITERATION]), dataformats="HWC"
+            )
+
+    def close(self, is_complete: bool) -> str | None:
+        self.logger.finalize("success" if is_complete else "failed")
+        return None

@@ -1,0 +1,137 @@
+"""Figures of how eviction moves the policy: by position in the response, by layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+
+from lit_rlkv.reporting.plots.style import (
+    BLUE,
+    GREEN,
+    GRID,
+    INK,
+    NORMAL,
+    SMALL,
+    VERMILLION,
+    legend,
+    nothing,
+    single,
+)
+
+Measured = Mapping[str, Any]
+"""One line of diagnostics.jsonl that the diagnostic `mismatch` has written."""
+
+ROUNDING = 1e-6
+"""Nats below which a mismatch is rounding, and is not drawn."""
+
+RARE = 0.05
+"""Positions with a smaller share of the responses than this are shaded."""
+
+X_LABEL = "Position in the response"
+
+
+def mismatch_by_position(measured: Measured | None) -> Figure:
+    """KL and the tail of |log ρ| at each position, on a log axis."""
+    figure, axes = single(X_LABEL, "Mismatch (nats)")
+    if measured is None:
+        return nothing(figure, axes, "no mismatch was measured")
+    position = _column(measured, "position")
+    highest = ROUNDING
+    for name, color, label in (
+        ("abs_log_ratio_p99", VERMILLION, "|log ρ|, 99th percentile"),
+        ("abs_log_ratio_p95", GREEN, "95th"),
+        ("k3", BLUE, "KL, mean"),
+    ):
+        value = _column(measured, name)
+        value[value < ROUNDING] = np.nan
+        highest = np.nanmax([highest, *value])
+        axes.plot(position, value, color=color, lw=1.8, marker=".", ms=4, label=label)
+    axes.set_yscale("log")
+    axes.set_ylim(ROUNDING, 10 ** np.ceil(np.log10(highest) + 0.1))
+    axes.yaxis.set_minor_locator(NullLocator())
+    return _finished(figure, axes, measured)
+
+
+def overlap_by_position(measured: Measured | None) -> Figure:
+    """Draw the overlap of the sparse and the dense distribution at each position."""
+    figure, axes = single(X_LABEL, "Overlap Σ min(μ, π)")
+    if measured is None:
+        return nothing(figure, axes, "no overlap was measured")
+    position = _column(measured, "position")
+    axes.plot(position, _column(measured, "overlap_mean"), color=BLUE, lw=1.8, marker=".", ms=4, label="mean")
+    low = _column(measured, "overlap_p05")
+    axes.plot(position, low, color=VERMILLION, lw=1.8, marker=".", ms=4, label="5th percentile")
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    return _finished(figure, axes, measured)
+
+
+def weights_by_position(measured: Measured | None) -> Figure:
+    """Draw the cost of unbiased reweighting of the response so far: effective sample size, |log Π ρ|."""
+    figure, axes = single(X_LABEL, "Effective sample size")
+    if measured is None:
+        return nothing(figure, axes, "no weights were measured")
+    position = _column(measured, "position")
+    share = _column(measured, "prefix_ess")
+    axes.plot(position, share, color=BLUE, lw=2, label="sample size, left axis")
+    axes.set_yscale("log")
+    axes.set_ylim(10 ** np.floor(np.log10(share.min()) - 0.01), 1.3)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    right = axes.twinx()
+    right.set_ylabel("|log Π ρ| (nats)", color=VERMILLION, size=NORMAL)
+    right.tick_params(colors=VERMILLION, labelsize=SMALL, length=0)
+    right.spines[:].set_visible(False)
+    for name, style, label in (
+        ("prefix_abs_log_ratio", "-", "|log Π ρ|, mean"),
+        ("prefix_abs_log_ratio_p95", (0, (5, 3)), "95th percentile"),
+    ):
+        right.plot(position, _column(measured, name), color=VERMILLION, lw=1.4, ls=style)
+        axes.plot([], [], color=VERMILLION, lw=1.4, ls=style, label=label)  # for the legend
+    right.set_ylim(bottom=0)
+    return _finished(figure, axes, measured)
+
+
+def _column(measured: Measured, name: str) -> np.ndarray:
+    """Numbers of a measurement, NaN where there was nothing to measure."""
+    return np.array(measured[name], dtype=float)
+
+
+def _finished(figure: Figure, axes: Axes, measured: Measured) -> Figure:
+    """With positions that few responses reach behind a shade, and a legend."""
+    position, n_response_tokens = _column(measured, "position"), _column(measured, "n_response_tokens")
+    is_rare = n_response_tokens < RARE * n_response_tokens[0]
+    if is_rare.any():
+        half = (position[1] - position[0]) / 2
+        low, high = position[is_rare.argmax()] - half, position[-1] + half
+        label = f"fewer than {RARE:.0%} get here"
+        axes.axvspan(low, high, color=GRID, alpha=0.6, lw=0, label=label, zorder=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend(axes)
+    return figure
+
+
+def layer_mismatch(first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> Figure:
+    """KL from the dense policy when one layer alone had evicted its keys, layer by layer.
+
+    Args:
+        first: the first line of diagnostics.jsonl that the diagnostic `layers` has written, to compare with.
+        last: the line to draw.
+    """
+    figure, axes = single("Layer that evicts", "KL from the dense policy (nats)")
+    if first is None or last is None:
+        return nothing(figure, axes, "no layer was measured")
+    layer = np.arange(len(last["layer_kl"]))
+    axes.bar(layer, last["layer_kl"], color=BLUE, width=0.6, label=f"iteration {last['iteration']}")
+    if first["iteration"] != last["iteration"]:
+        axes.plot(
+            layer, first["layer_kl"], "o", mfc="white", mec=INK, ms=5, label=f"iteration {first['iteration']}"
+        )
+    axes.axhline(last["all_layers_kl"], color=VERMILLION, lw=1.4, ls=(0, (5, 3)), label="all layers evict")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend(axes)
+    return figure

@@ -1,0 +1,142 @@
+"""Metrics of a run: the axes they are plotted over, metrics.csv, and the final numbers."""
+
+import csv
+import io
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.files import complete_lines, write_atomically
+from lit_rlkv.types import EvalRow
+
+ITERATION, TOKENS, SECONDS = "iteration", "rollout/tokens", "time/wall_clock_s"
+AXES = (ITERATION, TOKENS, SECONDS)
+
+AxisValues = dict[str, float]
+"""A value for each of AXES."""
+
+History = Sequence[Mapping[str, float | int]]
+
+
+class RunAxes(RLCallback):
+    """Adds `rollout/tokens` and `time/wall_clock_s`; stands behind the statistics of the rollout.
+
+    Both continue from the last row of `history`, the rows of the run before a resume. Time between a stop and
+    a resume does not count, nor do repeated iterations.
+    """
+
+    def __init__(self, history: History = ()) -> None:
+        earlier = last_axis_values(history)
+        self.n_tokens = earlier[TOKENS]
+        self.earlier_s = earlier[SECONDS]
+        self._started_at = time.perf_counter()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._started_at = time.perf_counter()
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        self.n_tokens += metrics["num_tokens"]
+        metrics[TOKENS] = self.n_tokens
+        metrics[SECONDS] = self.earlier_s + time.perf_counter() - self._started_at
+
+
+def last_axis_values(history: History) -> AxisValues:
+    """Return the axis values of the last row; zeros if there is none."""
+    return {axis: float(history[-1][axis]) if history else 0.0 for axis in AXES}
+
+
+log = logging.getLogger(__name__)
+
+
+class MetricsFile(RLCallback):
+    """One row per iteration in a CSV file, which is whole at any moment.
+
+    `history` holds the rows; rows of the run before a resume are read back, up to its checkpoint.
+    """
+
+    def __init__(self, path: Path, resumed_at: int = 0) -> None:
+        self.path = path
+        earlier = read_metrics(path) if resumed_at else []
+        self.history = [row for row in earlier if row["iteration"] <= resumed_at]
+        self.columns = dict.fromkeys(name for row in self.history for name in row)
+        self._is_behind = False
+        """The file lacks rows, or ends within one."""
+        self._rewrite()
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        row = {"iteration": float(iteration), **metrics}
+        self.history.append(row)
+        is_known = row.keys() <= self.columns.keys() and not self._is_behind
+        self.columns |= dict.fromkeys(row)
+        try:
+            if is_known:
+                with self.path.open("a", newline="") as file:
+                    csv.DictWriter(file, list(self.columns)).writerow(row)
+            else:
+                self._rewrite()
+            self._is_behind = False
+        except OSError as error:  # such as a full disk
+            if not self._is_behind:
+                log.warning("%s cannot be written now, and is rewritten later: %s", self.path, error)
+            self._is_behind = True
+
+    def _rewrite(self) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(self.columns))
+        writer.writeheader()
+        writer.writerows(self.history)
+        write_atomically(self.path, text.getvalue())
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the complete rows of a metrics file, also while it is written; empty cells are left out."""
+    rows = csv.DictReader(complete_lines(path))
+    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
+
+
+FINAL_METRICS = (
+    "eval/accuracy",
+    "eval/dense_accuracy",
+    "eval/accuracy_gain",
+    "eval/dense_accuracy_gain",
+    "eval/kl",
+    "eval/kv_bytes",
+    "eval/learned_reward",
+)
+"""Names that `final_metrics` may return, in order."""
+
+
+def final_metrics(
+    before: Sequence[EvalRow], after: Sequence[EvalRow], budget: int | None
+) -> dict[str, float]:
+    """Return the results of the evaluation at the end of a run; empty if there was none.
+
+    `eval/accuracy`, `eval/kl`, `eval/kv_bytes` and `eval/learned_reward` are under the run's own cache,
+    `eval/dense_accuracy` with all keys; a gain is the accuracy after training less the one before, and stands
+    only where both were measured.
+
+    Args:
+        budget: of the run's own cache; None where it keeps all keys.
+    """
+    found: dict[str, float] = {}
+    own, dense = _row(after, budget), _row(after, None)
+    if own is not None:
+        found |= {"eval/accuracy": own.accuracy, "eval/kl": own.kl, "eval/kv_bytes": float(own.kv_bytes)}
+        if own.learned_reward is not None:
+            found["eval/learned_reward"] = own.learned_reward
+    if dense is not None:
+        found["eval/dense_accuracy"] = dense.accuracy
+    for name, row, earlier in (
+        ("eval/accuracy_gain", own, _row(before, budget)),
+        ("eval/dense_accuracy_gain", dense, _row(before, None)),
+    ):
+        if row is not None and earlier is not None:
+            found[name] = row.accuracy - earlier.accuracy
+    return {name: found[name] for name in FINAL_METRICS if name in found}
+
+
+def _row(rows: Sequence[EvalRow], budget: int | None) -> EvalRow | None:
+    return next((row for row in rows if row.budget == budget), None)

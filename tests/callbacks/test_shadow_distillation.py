@@ -1,0 +1,165 @@
+import pytest
+import torch
+
+from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.replay import (
+    dense_evicted_at,
+    replay_evicted_at,
+    response_hidden,
+    response_logps_and_entropy,
+)
+from lit_rlkv.modules.base import StepOutputs
+from tests.hand_built import make_datamodule, make_module, make_roles, shift
+
+
+@pytest.fixture
+def run():
+    torch.manual_seed(0)
+    roles = shift(make_roles(), std=0.1)
+    module = make_module(roles)
+    batch = next(iter(make_datamodule(roles).train_dataloader()))
+    return module, batch
+
+
+def outputs_of(module, batch):
+    with acting_as(module.roles, "policy") as backbone:
+        hidden = response_hidden(backbone, batch.rollout, shadow=module.replays)
+        return StepOutputs(hidden, *response_logps_and_entropy(backbone, batch.rollout, hidden, 1.0))
+
+
+def full_log_softmax(module, batch, role, *, shadow):
+    """[action, vocab] by one plain forward, nothing shared with the callback."""
+    rollout = batch.rollout
+    evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
+    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    with acting_as(module.roles, role) as backbone:
+        logits = backbone(
+            input_ids=rollout.input_ids,
+            position_ids=positions,
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            evicted_at=evicted_at,
+            use_cache=False,
+        ).logits
+    return logits[:, :-1][rollout.response_mask[:, 1:]].log_softmax(-1)
+
+
+def expected_kl(batch, log_p, log_q):
+    per_action = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return per_action.sum() / batch.n_response_tokens
+
+
+@pytest.mark.parametrize("teacher", ["policy", "reference"])
+@pytest.mark.parametrize("direction", ["sparse_student", "dense_student"])
+@pytest.mark.parametrize("replays", [True, False])
+def test_loss_is_the_full_vocabulary_kl_of_teacher_and_student(run, direction, teacher, replays):
+    module, batch = run
+    module.replays = replays
+    losses, metrics = ShadowDistillation(direction, 0.5, teacher).loss_terms(
+        module, batch, outputs_of(module, batch)
+    )
+    if direction == "sparse_student":
+        log_p = full_log_softmax(module, batch, teacher, shadow=False)
+        log_q = full_log_softmax(module, batch, "policy", shadow=True)
+    else:
+        log_p = full_log_softmax(module, batch, "policy", shadow=False)
+        log_q = full_log_softmax(module, batch, teacher, shadow=True)
+    expected = expected_kl(batch, log_p, log_q)
+    assert expected.item() > 1e-3
+    torch.testing.assert_close(losses["smd/loss"], 0.5 * expected, rtol=1e-4, atol=1e-6)
+    assert float(metrics["smd/kl"]) > 0
+
+
+@pytest.mark.parametrize("direction", ["sparse_student", "dense_student"])
+def test_gradient_flows_through_the_student_only(run, direction):
+    module, batch = run
+    module.replays = True
+    ours = ShadowDistillation(direction, 1.0, "policy").loss_terms(module, batch, outputs_of(module, batch))
+    ours[0]["smd/loss"].backward()
+    gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+
+    dense = full_log_softmax(module, batch, "policy", shadow=False)
+    shadow = full_log_softmax(module, batch, "policy", shadow=True)
+    if direction == "sparse_student":
+        expected_kl(batch, dense.detach(), shadow).backward()
+    else:
+        expected_kl(batch, dense, shadow.detach()).backward()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+    module.zero_grad()
+    # The twin: without the stop-gradient the comparison above would fail.
+    expected_kl(
+        batch,
+        full_log_softmax(module, batch, "policy", shadow=False),
+        full_log_softmax(module, batch, "policy", shadow=True),
+    ).backward()
+    worst = max(
+        float((gradients[n] - p.grad).abs().max()) for n, p in module.named_parameters() if p.grad is not None
+    )
+    assert worst > 1e-4
+
+
+def test_anchor_is_the_kl_of_the_dense_policy_from_the_reference(run):
+    module, batch = run
+    callback = ShadowDistillation("sparse_student", 0.5, "reference", anchor_weight=0.2)
+    losses, _ = callback.loss_terms(module, batch, outputs_of(module, batch))
+    expected = expected_kl(
+        batch,
+        full_log_softmax(module, batch, "reference", shadow=False),
+        full_log_softmax(module, batch, "policy", shadow=False),
+    )
+    torch.testing.assert_close(losses["smd/anchor/loss"], 0.2 * expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_weight_zero_leaves_the_anchor_alone_and_it_is_the_same_for_either_learner(run, replays):
+    module, batch = run
+    module.replays = replays
+    callback = ShadowDistillation("sparse_student", 0.0, "reference", anchor_weight=0.2)
+    losses, metrics = callback.loss_terms(module, batch, outputs_of(module, batch))
+    expected = expected_kl(
+        batch,
+        full_log_softmax(module, batch, "reference", shadow=False),
+        full_log_softmax(module, batch, "policy", shadow=False),
+    )
+    assert losses.keys() == {"smd/anchor/loss"}
+    assert metrics.keys() == {"smd/anchor/loss", "smd/anchor/kl"}
+    torch.testing.assert_close(losses["smd/anchor/loss"], 0.2 * expected, rtol=1e-4, atol=1e-6)
+    assert callback.needs == ("reference",)
+
+
+def test_policy_weight_scales_the_algorithms_loss_and_not_the_distillation(run):
+    module, batch = run
+    callback = ShadowDistillation("sparse_student", 0.5, "reference")
+    module.loss_terms = [callback.loss_terms]
+    whole = module.training_step(batch, 0)
+    module.policy_weight = 0
+    alone = module.training_step(batch, 0)
+    assert whole["loss"] != alone["loss"]
+    torch.testing.assert_close(alone["loss"], whole["smd/loss"], rtol=0, atol=0)
+    torch.testing.assert_close(alone["policy_loss"], whole["policy_loss"], rtol=0, atol=0)
+
+
+def test_training_step_adds_the_distillation_loss(run):
+    module, batch = run
+    plain = module.training_step(batch, 0)["loss"]
+    callback = ShadowDistillation("sparse_student", 0.5, "reference")
+    module.loss_terms = [callback.loss_terms]
+    with_term = module.training_step(batch, 0)
+    torch.testing.assert_close(with_term["loss"], plain + with_term["smd/loss"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("backwards", 0.3, "reference"), "distillation.direction='backwards' is unknown"),
+        (("sparse_student", 0.3, "critic"), "distillation.teacher='critic' is unknown"),
+        (("sparse_student", 0.0, "reference"), "has no effect"),
+    ],
+)
+def test_invalid_options_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        ShadowDistillation(*arguments)

@@ -1,0 +1,144 @@
+import csv
+
+import numpy as np
+import pytest
+import yaml
+from lightning.pytorch.loggers import CSVLogger
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from lit_rlkv.reporting.loggers import as_run_logger, lightning_loggers
+from lit_rlkv.reporting.loggers.lightning_loggers import TensorBoard
+from lit_rlkv.reporting.report import Picture
+from tests.reporting.loggers.recorded import KeepingLogger, place, start_in
+
+
+def test_lightnings_csv_logger_gets_config_and_metrics_over_iterations(tmp_path):
+    logger = as_run_logger(CSVLogger(tmp_path, name="lightning_csv"))
+    logger.open(start_in(tmp_path, seed=3))
+    for iteration in (1, 2):
+        logger.scalars({"reward": iteration / 2}, place(iteration))
+    logger.close(is_complete=True)
+    folder = tmp_path / "lightning_csv" / "version_0"
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["reward"], row["rollout/tokens"]) for row in rows] == [
+        ("1", "0.5", "100.0"),
+        ("2", "1.0", "200.0"),
+    ]
+    noted = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert noted == {"seed": 3, "environment": {"python": "3.11"}}
+
+
+def test_a_row_is_on_the_disk_before_the_next_one(tmp_path):
+    logger = as_run_logger(CSVLogger(tmp_path, name="csv"))
+    logger.open(start_in(tmp_path))
+    logger.scalars({"reward": 0.5}, place(1))
+    assert "0.5" in (tmp_path / "csv" / "version_0" / "metrics.csv").read_text()
+
+
+def test_a_resumed_run_keeps_the_files_of_before(tmp_path):
+    for resumed_at in (0, 1):
+        logger = as_run_logger(CSVLogger(tmp_path, name="csv"))
+        logger.open(start_in(tmp_path, resumed_at))
+        assert logger.last_iteration == resumed_at
+        logger.scalars({"reward": 0.5}, place(resumed_at + 1))
+        logger.close(is_complete=False)
+    assert sorted(path.name for path in (tmp_path / "csv").iterdir()) == ["version_0", "version_1"]
+
+
+def test_an_object_that_is_not_a_logger_is_refused():
+    logger = KeepingLogger()
+    assert as_run_logger(logger) is logger
+    with pytest.raises(TypeError, match="logger is a dict"):
+        as_run_logger({})
+
+
+pytest.importorskip("tensorboard")
+
+
+def events(run_dir):
+    """What TensorBoard shows of a run's folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run_dir / lightning_loggers.FOLDER))
+    found.Reload()
+    return found
+
+
+def opened(run_dir, resumed_at=0):
+    logger = TensorBoard()
+    logger.open(start_in(run_dir, resumed_at, seed=3))
+    return logger
+
+
+def test_scalars_stand_over_iterations_and_the_axes_beside_them(tmp_path):
+    logger = opened(tmp_path)
+    for iteration in (1, 2):
+        logger.scalars({"reward": iteration / 2}, place(iteration))
+    logger.close(is_complete=True)
+    found = events(tmp_path)
+    assert [(event.step, event.value) for event in found.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
+    assert [event.value for event in found.Scalars("rollout/tokens")] == [100, 200]
+
+
+def test_config_and_environment_are_there(tmp_path):
+    opened(tmp_path).close(is_complete=True)
+    (text,) = events(tmp_path).Tensors("environment/text_summary")
+    assert b'"python": "3.11"' in text.tensor_proto.string_val[0]
+    assert "seed: 3" in (tmp_path / lightning_loggers.FOLDER / "hparams.yaml").read_text()
+
+
+def test_a_table_is_text_and_a_figure_an_image(tmp_path):
+    logger = opened(tmp_path)
+    logger.table("samples", ["prompt", "reward"], [["1+1=", 0.5]], place(4), grows=True)
+    logger.figures([Picture(Figure(figsize=(2, 1)), "Cache fill", "how full")], place(4))
+    logger.close(is_complete=True)
+    found = events(tmp_path)
+    (text,) = found.Tensors("samples/text_summary")
+    assert (text.step, b"| 1+1= | 0.5 |" in text.tensor_proto.string_val[0]) == (4, True)
+    (image,) = found.Images("figures/cache_fill")
+    assert (image.step, image.width, image.height) == (4, 300, 150)
+    path = tmp_path / "image.png"
+    path.write_bytes(image.encoded_image_string)
+    assert np.all(imread(path)[..., :3] == 1)  # an empty figure, on white
+
+
+def test_a_row_can_be_read_while_the_run_goes_on(tmp_path):
+    opened(tmp_path).scalars({"reward": 0.5}, place(1))
+    assert len(events(tmp_path).Scalars("reward")) == 1
+
+
+def test_a_resumed_run_hides_what_was_done_after_its_checkpoint(tmp_path):
+    first = opened(tmp_path)
+    for iteration in (1, 2, 3):
+        first.scalars({"reward": iteration / 10}, place(iteration))
+    first.close(is_complete=False)
+    again = opened(tmp_path, resumed_at=2)
+    assert again.last_iteration == 2
+    again.scalars({"reward": 0.9}, place(3))
+    again.close(is_complete=True)
+    seen = [(event.step, event.value) for event in events(tmp_path).Scalars("reward")]
+    assert seen == [(1, pytest.approx(0.1)), (2, pytest.approx(0.2)), (3, pytest.approx(0.9))]
+
+
+def test_a_run_that_begins_again_hides_what_it_had_done(tmp_path):
+    for value in (0.1, 0.9):  # killed before there was a checkpoint
+        logger = opened(tmp_path)
+        logger.scalars({"reward": value}, place(1))
+        logger.close(is_complete=False)
+    seen = [(event.step, event.value) for event in events(tmp_path).Scalars("reward")]
+    assert seen == [(1, pytest.approx(0.9))]
+
+
+def test_a_missing_package_is_named_before_work(monkeypatch):
+    monkeypatch.setattr(lightning_loggers, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r'pip install -e "\.\[tensorboard\]"'):
+        TensorBoard()
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+def test_an_invalid_interval_is_refused():
+    for figures_every in (0, -1, True):
+        with pytest.raises(ValueError, match="must be a whole number of iterations"):
+            TensorBoard(figures_every=figures_every)

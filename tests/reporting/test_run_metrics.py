@@ -1,0 +1,172 @@
+import csv
+import time
+from pathlib import Path
+
+import pytest
+
+from lit_rlkv.reporting.run_metrics import (
+    FINAL_METRICS,
+    SECONDS,
+    TOKENS,
+    MetricsFile,
+    RunAxes,
+    final_metrics,
+    last_axis_values,
+    read_metrics,
+)
+from lit_rlkv.types import EvalRow
+
+
+def rows_of(axes, *n_tokens):
+    """What the axes add to iterations that sampled so many tokens."""
+    rows = []
+    for iteration, n in enumerate(n_tokens, start=1):
+        metrics = {"num_tokens": float(n)}
+        axes.on_iteration_end(iteration, 9, metrics)
+        rows.append({"iteration": float(iteration), **metrics})
+    return rows
+
+
+def test_tokens_add_up_and_time_runs():
+    axes = RunAxes()
+    axes.on_fit_start(None, None)
+    rows = rows_of(axes, 100, 50, 7)
+    assert [row[TOKENS] for row in rows] == [100, 150, 157]
+    assert 0 < rows[0][SECONDS] < rows[1][SECONDS] < rows[2][SECONDS] < 60
+
+
+def test_a_resumed_run_continues_its_axes_without_the_time_in_between():
+    before = [
+        {"iteration": 1.0, TOKENS: 100.0, SECONDS: 1000.0},
+        {"iteration": 2.0, TOKENS: 180.0, SECONDS: 2000.0},
+    ]
+    axes = RunAxes(before)
+    time.sleep(0.2)  # loading and warming up are no training either
+    axes.on_fit_start(None, None)
+    (row,) = rows_of(axes, 20)
+    assert row[TOKENS] == 200
+    assert 2000 < row[SECONDS] < 2000.2
+
+
+def test_a_run_begins_at_zero():
+    assert last_axis_values([]) == {"iteration": 0.0, TOKENS: 0.0, SECONDS: 0.0}
+
+
+def test_the_statistics_of_the_rollout_have_to_come_first():
+    with pytest.raises(KeyError, match="num_tokens"):
+        RunAxes().on_iteration_end(1, 1, {})
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_each_iteration_is_a_row_and_new_metrics_make_a_column(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.csv")
+    metrics.on_iteration_end(1, 3, {"reward": 0.5})
+    metrics.on_iteration_end(2, 3, {"reward": 0.6})
+    metrics.on_iteration_end(3, 3, {"reward": 0.7, "kl": 0.1})
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["reward"] for row in rows] == ["0.5", "0.6", "0.7"]
+    assert [row["kl"] for row in rows] == ["", "", "0.1"]
+
+
+def test_a_resumed_run_keeps_its_past_and_drops_what_it_will_do_again(tmp_path):
+    first = MetricsFile(tmp_path / "metrics.csv")
+    for iteration in (1, 2, 3):
+        first.on_iteration_end(iteration, 4, {"reward": iteration / 10})
+    again = MetricsFile(tmp_path / "metrics.csv", resumed_at=2)
+    again.on_iteration_end(3, 4, {"reward": 0.9})
+    rows = read(tmp_path / "metrics.csv")
+    assert [(row["iteration"], row["reward"]) for row in rows] == [
+        ("1.0", "0.1"),
+        ("2.0", "0.2"),
+        ("3.0", "0.9"),
+    ]
+    assert [row["iteration"] for row in again.history] == [1.0, 2.0, 3.0]
+
+
+def test_a_row_that_was_cut_is_no_row(tmp_path):
+    path = tmp_path / "metrics.csv"
+    first = MetricsFile(path)
+    for iteration in (9, 10, 11):
+        first.on_iteration_end(iteration, 20, {"reward": 1.5e-3})
+    path.write_bytes(path.read_bytes()[:-4])
+    assert [row["iteration"] for row in MetricsFile(path, resumed_at=11).history] == [9.0, 10.0]
+
+
+def test_a_file_that_is_being_written_gives_its_whole_rows(tmp_path):
+    path = tmp_path / "metrics.csv"
+    assert read_metrics(path) == []
+    path.write_text("iteration,reward,kl\r\n1.0,0.5,\r\n2.0,0.75,0.1\r\n3.0,0.8")
+    assert read_metrics(path) == [
+        {"iteration": 1.0, "reward": 0.5},
+        {"iteration": 2.0, "reward": 0.75, "kl": 0.1},
+    ]
+
+
+def test_a_full_disk_costs_a_warning_and_no_row(tmp_path, monkeypatch, caplog):
+    metrics = MetricsFile(tmp_path / "metrics.csv")
+    metrics.on_iteration_end(1, 4, {"reward": 0.1})
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        for iteration in (2, 3):
+            metrics.on_iteration_end(iteration, 4, {"reward": 0.1})
+    metrics.on_iteration_end(4, 4, {"reward": 0.1})
+    assert [row["iteration"] for row in read(tmp_path / "metrics.csv")] == ["1.0", "2.0", "3.0", "4.0"]
+    assert caplog.text.count("No space left on device") == 1
+
+
+def full(*args, **options):
+    raise OSError(28, "No space left on device")
+
+
+def row(budget, accuracy, kl=0.0, kv_bytes=1000, learned=None):
+    return EvalRow(
+        cache="dense" if budget is None else f"random {budget}+5",
+        budget=budget,
+        accuracy=accuracy,
+        n_problems=10,
+        mean_length=5.0,
+        kv_bytes=kv_bytes,
+        kl=kl,
+        replay_gap=0.0,
+        learned_reward=learned,
+    )
+
+
+BEFORE = [row(None, 0.99), row(16, 0.6, 0.5), row(12, 0.4)]
+AFTER = [row(None, 0.95), row(16, 0.8, 0.1, 500), row(12, 0.5)]
+
+
+def test_final_metrics_cover_the_runs_own_budget_and_the_dense_cache():
+    found = final_metrics(BEFORE, AFTER, 16)
+    assert found == pytest.approx(
+        {
+            "eval/accuracy": 0.8,
+            "eval/dense_accuracy": 0.95,
+            "eval/accuracy_gain": 0.2,
+            "eval/dense_accuracy_gain": -0.04,
+            "eval/kl": 0.1,
+            "eval/kv_bytes": 500.0,
+        }
+    )
+    assert final_metrics(BEFORE, AFTER, 12)["eval/accuracy"] == 0.5
+
+
+def test_a_dense_run_has_one_accuracy_under_both_names():
+    found = final_metrics([], [row(None, 0.9)], None)
+    assert (found["eval/accuracy"], found["eval/dense_accuracy"]) == (0.9, 0.9)
+    assert "eval/accuracy_gain" not in found
+
+
+def test_missing_measurements_are_left_out():
+    assert final_metrics(BEFORE, [], 16) == {}
+    assert "eval/learned_reward" not in final_metrics([], AFTER, 16)
+    assert final_metrics([], [row(16, 0.8, learned=1.5)], 16)["eval/learned_reward"] == 1.5
+
+
+def test_no_name_is_missing_in_the_list_of_all():
+    full = final_metrics(BEFORE, [row(None, 0.9), row(16, 0.8, learned=1.5)], 16)
+    assert tuple(full) == FINAL_METRICS
