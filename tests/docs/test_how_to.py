@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.tiny import scoring
 
 from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import ConfigError, check_keys
@@ -17,6 +16,7 @@ from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import NEVER
+from tests.whole_runs import scoring
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 SMALL = [
