@@ -46,7 +46,7 @@ def _outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.launch.torch.empty", poisoned)
 
 
-# Every length and every group, with evictions of any kind and of a real schedule, not the whole cross of them.
+# Every length and every group, with random evictions and those of a real schedule; not a full cross.
 SHAPES = [
     pytest.param(1, 1, None, id="one position"),
     pytest.param(1, 2, 16, id="one position, listed"),

@@ -36,9 +36,16 @@ class Launch:
 
 
 def fits(
-    query: Float[Tensor, "batch kv_head group dim"], values: Float[Tensor, "batch kv_head slot dim_v"]
+    query: Float[Tensor, "batch kv_head group dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    values: Float[Tensor, "batch kv_head slot dim_v"],
+    *args: object,
+    **kwargs: object,
 ) -> bool:
-    """Whether they can on an L40S, A100 or H100; in 16 bit they can for 128 heads of 256 dimensions."""
+    """Return True if one program can hold the query heads of a group on an L40S, A100 or H100.
+
+    Takes the arguments of `decode_attention`. In 16 bit 128 heads of 256 dimensions fit.
+    """
     return _query_bytes(query, values) <= MAX_QUERY_BYTES
 
 
