@@ -184,8 +184,8 @@ def test_no_gradient_is_recorded():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 0}, r"max_new_tokens=0 leaves nothing to sample; give at least 1"),
-        ({"temperature": -0.5}, r"temperature=-0\.5 is negative; use 0 for greedy"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -0.5}, r"temperature must be at least 0, got -0\.5; use 0 for greedy"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str):
@@ -201,7 +201,7 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], messag
         ([[0, 0, 0], [1, 1, 1]], "a prompt is empty"),
         (
             [[1, 1]],
-            r"attention_mask has shape \(1, 2\) but input_ids \(1, 3\); give one entry for each token",
+            r"attention_mask must have the shape of input_ids \(1, 3\), got \(1, 2\)",
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_prompts_that_are_not_left_padded_are_refused(rows: list[list[int]], mes
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_no_prompts_are_refused(shape: tuple[int, int]):
-    with pytest.raises(ValueError, match=r"hold no prompt; give at least one token"):
+    with pytest.raises(ValueError, match=r"input_ids must hold at least one prompt of one token"):
         run(torch.zeros(shape, dtype=torch.long), torch.ones(shape))
 
 
