@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,11 +14,17 @@ from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, build, ragged_prompts, tiny_config, tiny_model
 from tests.rollout.recorded import RecordedRunner, Recording
+from tests.tiers import diagonal, slow
 
 LENS = (14, 9, 4, 1, 11, 6)
 N_NEW = 24
 DETERMINISTIC = sorted({*POLICIES, "dense"} - {"random"})
 REPLAY_TOLERANCE = 1e-4
+
+
+def some_of(policies: Iterable[str]) -> list[Any]:
+    """A policy of each kind of evidence in the short tier: attention, queries, keys; and none evicted."""
+    return [p if p in ("h2o", "snapkv", "keydiff", "dense") else slow(p) for p in policies]
 
 
 def spec_of(policy: str) -> CacheSpec:
@@ -69,7 +76,7 @@ class Forwards:
         self.hook.remove()
 
 
-@pytest.mark.parametrize("policy", DETERMINISTIC)
+@pytest.mark.parametrize("policy", some_of(DETERMINISTIC))
 def test_greedy_samples_of_a_prompt_are_those_of_the_prompt_given_again(policy: str):
     input_ids, is_prompt = ragged_prompts(LENS)
     together = run(policy, temperature=0.0, num_return_sequences=3)
@@ -109,8 +116,7 @@ def test_samples_of_a_prompt_share_what_is_kept_of_it(policy: str):
     assert not torch.equal(rollout.input_ids[0], rollout.input_ids[1])
 
 
-@pytest.mark.parametrize("policy", DETERMINISTIC)
-@pytest.mark.parametrize("max_rows", [2, 5])
+@pytest.mark.parametrize(("policy", "max_rows"), diagonal(DETERMINISTIC, [2, 5]))
 def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: int):
     settings = {"temperature": 0.0, "eos_token_id": stops(run(policy, temperature=0.0))}
     everyone = run(policy, **settings)
@@ -121,7 +127,7 @@ def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: i
     assert waited.kv_bytes * len(LENS) == everyone.kv_bytes * max_rows
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", some_of(POLICIES))
 def test_what_rows_wrote_one_after_the_other_is_replayed_exactly(policy: str):
     rollout = run(policy, eos_token_id=stops(run(policy)), num_return_sequences=2, max_rows=4)
     assert len(rollout.response_mask.sum(dim=1).unique()) >= 3
@@ -170,8 +176,7 @@ def test_the_cache_is_freed_with_the_rollout_not_at_the_next_garbage_collection(
         gc.enable()
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "dense"])
-@pytest.mark.parametrize("max_rows", [None, 2])
+@pytest.mark.parametrize(("policy", "max_rows"), diagonal([*POLICIES, "dense"], [None, 2]))
 def test_a_step_replayed_without_its_python_gives_the_same_rollout(
     policy: str, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ):

@@ -9,6 +9,7 @@ from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
+from tests.tiers import slow
 
 N_NEW = 20
 LENS = (14, 9, 4, 1)
@@ -135,7 +136,10 @@ def test_padding_is_dead_from_the_start_on_both_sides():
     assert torch.equal(is_dead_at_birth, ~rollout.attention_mask)
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"random"}))
+@pytest.mark.parametrize(
+    "policy",
+    [p if p in ("h2o", "snapkv", "keydiff") else slow(p) for p in sorted(set(POLICIES) - {"random"})],
+)
 def test_rows_do_not_depend_on_who_shares_the_batch(policy: str):
     input_ids, is_prompt = ragged_prompts(LENS)
     settings = {"cache": spec_of(policy), "temperature": 0.0, "eos_token_id": eos()}
