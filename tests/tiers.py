@@ -38,7 +38,7 @@ def pairwise(cases: Sequence[tuple[object, ...]]) -> list[object]:
 
 
 def diagonal(*axes: Iterable[object]) -> list[object]:
-    """Return the full cross of the axes; marked slow are all cases but one for each value of the longest axis.
+    """Return the full cross of the axes; all cases but one per value of the longest axis are marked slow.
 
     Case number n of the short tier takes value n of each axis; shorter axes start over.
     """

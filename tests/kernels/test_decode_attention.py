@@ -137,7 +137,7 @@ def test_real_sizes_are_as_accurate_as_plain_torch(shape: Shape, dtype: torch.dt
     assert max(excess_errors(partial(decode_attention, kernels="triton"), inputs)) <= bound(dtype)
 
 
-def test_the_kernels_never_read_a_dead_value(kernel_call):
+def test_the_kernels_never_read_an_unused_slot(kernel_call):
     inputs = make_inputs(TOY, torch.float32)
     dead = torch.arange(TOY.n_slots, device=DEVICE) >= inputs.n_live[:, None]
     poisoned = inputs._replace(values=inputs.values.masked_fill(dead[:, None, :, None], torch.nan))
@@ -248,7 +248,7 @@ def test_the_comparison_catches_scores_that_do_not_start_afresh():
     assert accumulation_error(forgets, make_inputs(TOY, torch.float32)) > 10.0
 
 
-def test_accumulation_leaves_dead_slots_alone(attend):
+def test_accumulation_leaves_unused_slots_unchanged(attend):
     inputs = make_inputs(TOY, torch.float32)
     scores, _ = running_scores(inputs)
     attend(*inputs, SCALING, received=scores, accumulates=True)
@@ -257,7 +257,7 @@ def test_accumulation_leaves_dead_slots_alone(attend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float16)])
-def test_probabilities_sum_to_one_and_dead_slots_get_none(attend, dtype: torch.dtype):
+def test_probabilities_sum_to_one_and_are_zero_in_unused_slots(attend, dtype: torch.dtype):
     inputs = make_inputs(TOY, dtype)
     received = torch.full(inputs.keys.shape[:3], torch.nan, device=DEVICE)
     attend(*inputs, SCALING, received=received)
@@ -267,7 +267,7 @@ def test_probabilities_sum_to_one_and_dead_slots_get_none(attend, dtype: torch.d
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_a_row_without_a_live_slot_gives_zero(attend, accumulates: bool):
+def test_a_row_without_a_key_gives_zero(attend, accumulates: bool):
     query, keys, values, _ = make_inputs(TOY, torch.float32)
     n_live = torch.tensor([0, 5, 0], device=DEVICE)
     received = torch.ones(keys.shape[:3], device=DEVICE)

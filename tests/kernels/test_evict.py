@@ -267,7 +267,7 @@ def test_scores_that_only_64_bits_tell_apart_are_ties(kernels: str):
 
 @pytest.mark.parametrize("score", [slow(NAN), -NAN, slow(torch.inf), -torch.inf, slow(2.0)])
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_exactly_the_budget_survives_when_all_scores_are_equal_whatever_they_are(kernels: str, score: float):
+def test_equal_scores_keep_exactly_budget_keys(kernels: str, score: float):
     pool = small_pool([score] * 9)
     after = evicted(pool, 6, kernels, sink=0, window=0)
     assert after.columns[0, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -287,7 +287,7 @@ def test_padding_is_not_kept_and_gets_no_evicted_at(kernels: str):
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_rows_that_are_not_due_keep_every_bit_whatever_their_scores(kernels: str):
+def test_rows_that_are_not_due_do_not_change(kernels: str):
     pool = make_pool(33)
     pool.scores[1] = NAN
     pool.keys[1, 0, 3] = NAN

@@ -57,7 +57,7 @@ SHAPES = {
     "63, listed": (63, 1, 16),
     "130": (130, 1, None),
 }
-SHORT = {
+SHORT_TIER = {
     ("one position", torch.float16),
     ("17, listed", torch.float32),
     ("33, listed", torch.float16),
@@ -70,7 +70,7 @@ SHORT = {
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        (shape, dtype) if (name, dtype) in SHORT else slow(shape, dtype)
+        (shape, dtype) if (name, dtype) in SHORT_TIER else slow(shape, dtype)
         for name, shape in SHAPES.items()
         for dtype in (torch.float32, torch.float16)
     ],
@@ -84,7 +84,7 @@ def test_kernels_are_as_accurate_as_plain_torch(shape: tuple[int, int, int | Non
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float16)])
-def test_slots_that_change_hands_many_times_give_every_key_its_own_gradient(dtype: torch.dtype):
+def test_keys_that_share_a_slot_over_time_get_their_own_gradients(dtype: torch.dtype):
     evicted_at = cache_evictions(130)
     plan = layer_plan(evicted_at, 16)
     n_living = (evicted_at > torch.arange(130)).sum(-1)
@@ -109,7 +109,7 @@ CHANGES = {
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
 @pytest.mark.parametrize(("change", "block"), diagonal(CHANGES, [None, 16]))
-def test_kernels_take_whatever_models_and_caches_give(change: str, block: int | None):
+def test_kernels_are_accurate_for_all_shapes_and_eviction_tables(change: str, block: int | None):
     shape, evicted_at = CHANGES[change]
     assert max(errors(make_case(33, 2, evicted_at, **shape), torch.float32, block)) <= bound(torch.float32)
 

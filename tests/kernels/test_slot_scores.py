@@ -296,7 +296,7 @@ def test_rows_that_are_not_due_score_zero_and_change_no_other_row(name: str, ker
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - {"key_norm"}))
-def test_what_padding_holds_changes_no_score_of_a_live_key(name: str, kernels: str):
+def test_the_content_of_padding_does_not_change_scores(name: str, kernels: str):
     inputs = make_inputs(SHAPES[1])
     junk = torch.where(inputs.is_live[..., None], inputs.keys, 1e3)
     scores = score(name, replace(inputs, keys=junk), kernels)

@@ -15,7 +15,7 @@ def _as_users_run_it() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_slots_are_budget_plus_interval_whatever_the_length():
+def test_slots_are_budget_plus_interval_for_any_length():
     spec = CacheSpec(policy="snapkv", budget=512, interval=128)
     assert spec.n_slots(100) == spec.n_slots(100_000) == 640
 

@@ -117,7 +117,7 @@ def test_samples_of_a_prompt_share_what_is_kept_of_it(policy: str):
 
 
 @pytest.mark.parametrize(("policy", "max_rows"), diagonal(DETERMINISTIC, [2, 5]))
-def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: int):
+def test_waiting_prompts_give_the_same_greedy_rollout(policy: str, max_rows: int):
     settings = {"temperature": 0.0, "eos_token_id": stops(run(policy, temperature=0.0))}
     everyone = run(policy, **settings)
     lengths = everyone.response_mask.sum(dim=1)
@@ -128,7 +128,7 @@ def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: i
 
 
 @pytest.mark.parametrize("policy", some_of(POLICIES))
-def test_what_rows_wrote_one_after_the_other_is_replayed_exactly(policy: str):
+def test_sequences_that_reuse_a_row_are_replayed_exactly(policy: str):
     rollout = run(policy, eos_token_id=stops(run(policy)), num_return_sequences=2, max_rows=4)
     assert len(rollout.response_mask.sum(dim=1).unique()) >= 3
     assert ((rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)).any(dim=-1).float().mean() > 0.3

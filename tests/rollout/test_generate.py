@@ -66,7 +66,7 @@ def test_attention_masks_of_any_type_mean_the_same(dtype: torch.dtype):
     assert equal(run(input_ids, is_prompt.to(dtype)), run())
 
 
-def test_prompts_stand_first_and_every_column_after_them_is_an_action():
+def test_prompts_come_first_and_every_later_column_is_a_response_token():
     rollout = run()
     input_ids, is_prompt = ragged_prompts(LENS)
     assert torch.equal(rollout.input_ids[:, :WIDTH], input_ids)
@@ -78,7 +78,7 @@ def test_prompts_stand_first_and_every_column_after_them_is_an_action():
     assert (rollout.rollout_logps[~rollout.response_mask] == 0).all()
 
 
-def test_greedy_actions_are_certain():
+def test_greedy_tokens_have_log_prob_zero():
     assert (unstopped("snapkv").rollout_logps == 0).all()
 
 
@@ -117,7 +117,7 @@ def test_columns_that_no_row_needs_are_cut():
     assert rollout.response_mask[:, -1].any()
 
 
-def test_nothing_dies_after_the_end_of_a_row():
+def test_nothing_is_evicted_after_the_end_of_a_row():
     rollout, full = run(eos_token_id=eos(), temperature=0.0), unstopped("snapkv")
     for row in range(len(LENS)):
         # The query one column before the last action is the last that predicted anything.
@@ -129,7 +129,7 @@ def test_nothing_dies_after_the_end_of_a_row():
     assert (full.evicted_at[full.evicted_at != NEVER] > WIDTH + 10).any()
 
 
-def test_padding_is_dead_from_the_start_on_both_sides():
+def test_padding_is_evicted_at_0_on_both_sides():
     rollout = run(eos_token_id=eos(), temperature=0.0)
     assert (~rollout.attention_mask[:, WIDTH:]).any()
     is_dead_at_birth = (rollout.evicted_at == 0).all(dim=(1, 2))

@@ -243,5 +243,5 @@ def decode_attention(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of products: float32 as float32, not in the tensor cores' shorter format."""
+    """Return the precision of products: full float32 for float32 inputs, not TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"

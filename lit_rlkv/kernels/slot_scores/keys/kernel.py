@@ -135,7 +135,7 @@ def _similarity_to_direction(
 @triton.jit
 @no_type_check
 def _inverse_norms(norms, is_live, slot, n_slots):
-    """1/‖k‖ of a block of slots, 0 where a key is dead."""
+    """1/‖k‖ of a block of slots, 0 on padding."""
     norm = tl.load(norms + slot, mask=slot < n_slots, other=1.0)
     is_wanted = load_flags(is_live, slot, n_slots)
     return tl.where(is_wanted, 1.0 / tl.maximum(norm, SMALLEST_NORM), 0.0), is_wanted
