@@ -215,7 +215,7 @@ class RolloutDataModule(L.LightningDataModule):
                         pad_token_id=pad,
                         temperature=config.temperature,
                         generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
-                        n_samples=config.group_size,
+                        num_return_sequences=config.group_size,
                         max_rows=config.max_rows,
                         cuda_graph=config.cuda_graph,
                     )
