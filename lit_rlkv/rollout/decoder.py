@@ -90,7 +90,7 @@ class Decoder:
         self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
         # The definition of eviction reads on the host which rows are full, which a graph cannot.
         evicts_on_device = cuda_graph and uses_triton(torch.empty(0, device=device, dtype=model.dtype))
-        self._evict = CudaGraphRunner(generator, is_enabled=evicts_on_device)
+        self._evict = CudaGraphRunner(generator, is_enabled=True) if evicts_on_device else None
 
     def prefill(
         self,
@@ -114,7 +114,11 @@ class Decoder:
     def step(self) -> None:
         """Sample one more token for every running row. Never waits for the device."""
         self._step(self._decode)
-        if self.kv.levels.step():
+        if not self.kv.levels.step():
+            return
+        if self._evict is None:
+            self.kv.evict()
+        else:
             self._evict(self.kv.evict)
 
     def read_rows(self, rows: Sequence[int]) -> DecodedRows:
