@@ -78,7 +78,7 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
         ({"policies": ["snapvk"]}, "policies: unknown cache policy 'snapvk'; choose from dense, "),
         ({"budgets": 4}, r"budgets=4 is not a list; write budgets=\[4\]"),
         ({"budgets": [4.5]}, r"budgets: 4\.5 is no number of keys"),
-        ({"budgets": [2]}, r"cache: sink=1 \+ window=2 leave no slot to choose in budget=2"),
+        ({"budgets": [2]}, r"cache: budget must be at least sink \+ window \+ 1 = 4, got 2"),
         ({"batch_size": 0}, "batch_size=0 is not a count"),
         ({"temperature": -1}, "temperature=-1 is not a number of at least 0"),
         ({"level": 95}, "level=95 is no probability between 0 and 1"),

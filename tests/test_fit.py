@@ -224,7 +224,7 @@ def command(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        slow(["cache.budget=3"], "error: cache: sink=1 + window=2 leave no slot to choose in budget=3"),
+        slow(["cache.budget=3"], "error: cache: budget must be at least sink + window + 1 = 4, got 3"),
         (["cache.bugdet=3"], "error: unknown key 'cache.bugdet': did you mean 'cache.budget'?"),
     ],
 )

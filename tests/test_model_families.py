@@ -130,7 +130,7 @@ def rolled_out(parts, module, prompts, **options):
         return generate(
             backbone, batch.input_ids, batch.attention_mask, cache=parts.cache, max_new_tokens=16,
             pad_token_id=parts.tokenizer.pad_token_id, generator=torch.Generator().manual_seed(0),
-            **{"eos_token_id": end_token_ids(parts.tokenizer), "n_samples": 64} | options,
+            **{"eos_token_id": end_token_ids(parts.tokenizer), "num_return_sequences": 64} | options,
         )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_a_chat_goes_through_the_template_of_the_checkpoint_and_padding_is_its_e
         for row, attention_mask in zip(batch.input_ids, batch.attention_mask, strict=True)
     ]
     assert texts == ["add\n1+2=\na:", "7\na:"]
-    rollout = rolled_out(parts, module, [chat, "7"], n_samples=4)
+    rollout = rolled_out(parts, module, [chat, "7"], num_return_sequences=4)
     with acting_as(module.roles, "policy") as backbone, torch.no_grad():
         replayed = replay_logps(backbone, rollout)
     assert float((replayed - rollout.rollout_logps).abs().max()) < 1e-4

@@ -75,7 +75,7 @@ def test_the_sweeps_that_readme_shows_can_be_started(tmp_path):
     [
         ("cache.budget:", "cache.buget:", "unknown key 'cache.buget': did you mean 'cache.budget'"),
         ("sparse_rl, shadow", "sparse_lr, shadow", "experiment=sparse_lr is no option"),
-        ("[12, 14, 16]", "[4, 14, 16]", "leave no slot to choose in budget=4"),
+        ("[12, 14, 16]", "[4, 14, 16]", "got 4; raise the budget"),
     ],
 )
 def test_a_mistake_in_a_shipped_file_would_be_found(tmp_path, was, now, says):

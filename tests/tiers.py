@@ -1,7 +1,7 @@
 """Choose what of a large cross runs in the short tier (`make test`); the rest is marked `slow`."""
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
@@ -35,6 +35,16 @@ def pairwise(cases: Sequence[tuple[object, ...]]) -> list[object]:
         chosen.append(best)
         missing -= _pairs(best)
     return short_tier(cases, chosen)
+
+
+def diagonal(*axes: Iterable[object]) -> list[object]:
+    """Return the full cross of the axes; all cases but one per value of the longest axis are marked slow.
+
+    Case number n of the short tier takes value n of each axis; shorter axes start over.
+    """
+    values = [list(axis) for axis in axes]
+    longest = max(map(len, values))
+    return short_tier(product(*values), [tuple(a[n % len(a)] for a in values) for n in range(longest)])
 
 
 def _pairs(case: tuple[object, ...]) -> set[tuple[object, object]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
+from kernel_parts import flex
 from kernel_parts.accuracy import require_accurate
 from kernel_parts.case import Arm, Builders, Case, Setting
 from kernel_parts.counts import Work, attention_work
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from lit_rlkv.kernels.shadow_attention import SlotPlan, flex, plan_slots, shadow_attention
+from lit_rlkv.kernels.shadow_attention import SlotPlan, plan_slots, shadow_attention
 
 REAL = dict.fromkeys((16384, 4096, 8192, 32768), (1024, 2048, 4096))
 TOY = {96: (16, 32), 160: (16,)}

@@ -299,7 +299,7 @@ class Evaluator:
                 max_new_tokens=self.config.max_new_tokens,
                 temperature=temperature,
                 generator=stream(self.config.seed, *names, device=backbone.device),
-                n_samples=n_samples,
+                num_return_sequences=n_samples,
                 max_rows=max(self.config.batch_size, n_samples),
                 cuda_graph=self.config.cuda_graph,
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -30,7 +31,7 @@ from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import Task
-from lit_rlkv.types import Problem, PromptBatch, Rollout, TrainBatch
+from lit_rlkv.types import Problem, Rollout, TrainBatch
 
 PhaseListener = Callable[[str, int], None]
 """Called with the phase (rollout, score or reward) and the iteration, which counts from 0."""
@@ -197,30 +198,30 @@ class RolloutDataModule(L.LightningDataModule):
         # All ranks use the same columns, on which the random numbers of an eviction depend.
         width = self.ranks.largest(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
-        rollouts = [self._sample_shard(number, padded(part, width, pad)) for number, part in encoded.items()]
+        config = self.sampling
+        rollouts = []
+        with acting_as(self.roles, "policy") as backbone:
+            for number, part in encoded.items():
+                prompts = padded(part, width, pad).to(backbone.device)
+                shape = (len(prompts.input_ids), width)
+                with explain_out_of_memory(partial(explain_rollout, backbone, self.cache, shape, config)):
+                    rollout = generate(
+                        backbone,
+                        prompts.input_ids,
+                        prompts.attention_mask,
+                        cache=self.cache,
+                        max_new_tokens=config.max_new_tokens,
+                        eos_token_id=end_token_ids(self.tokenizer),
+                        pad_token_id=pad,
+                        temperature=config.temperature,
+                        generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
+                        num_return_sequences=config.group_size,
+                        max_rows=config.max_rows,
+                        cuda_graph=config.cuda_graph,
+                    )
+                rollouts.append(rollout)
         n_columns = self.ranks.largest(max(rollout.input_ids.shape[1] for rollout in rollouts))
         return joined(rollouts, n_columns, pad)
-
-    def _sample_shard(self, number: int, prompts: PromptBatch) -> Rollout:
-        config = self.sampling
-        shape = (len(prompts.input_ids), prompts.input_ids.shape[1])
-        explained = explain_out_of_memory(lambda: explain_rollout(backbone, self.cache, shape, config))
-        with acting_as(self.roles, "policy") as backbone, explained:
-            prompts = prompts.to(backbone.device)
-            return generate(
-                backbone,
-                prompts.input_ids,
-                prompts.attention_mask,
-                cache=self.cache,
-                max_new_tokens=config.max_new_tokens,
-                eos_token_id=end_token_ids(self.tokenizer),
-                pad_token_id=self.tokenizer.pad_token_id,
-                temperature=config.temperature,
-                generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
-                n_samples=config.group_size,
-                max_rows=config.max_rows,
-                cuda_graph=config.cuda_graph,
-            )
 
     def _score(self, rollout: Rollout) -> dict[str, Tensor]:
         """Return each role's log-probs, values or rewards; without "policy" where π_old is the sampler."""

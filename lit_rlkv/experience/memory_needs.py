@@ -11,7 +11,7 @@ from lit_rlkv.experience.settings import SamplingConfig, UpdateConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
-from lit_rlkv.rollout.generate import rows_under_way
+from lit_rlkv.rollout.generate import n_concurrent_rows
 from lit_rlkv.units import human_bytes
 
 EVICTED_AT_BYTES = 4
@@ -48,7 +48,7 @@ def rollout_needs(
     """
     config = text_config(model)
     (n_prompts, n_prompt_columns), group = prompts_shape, sampling.group_size
-    n_rows = rows_under_way(n_prompts, group, sampling.max_rows)
+    n_rows = n_concurrent_rows(n_prompts, group, sampling.max_rows)
     n_columns = n_prompt_columns + sampling.max_new_tokens
     layers, heads = {"layers": int(config.num_hidden_layers)}, {"KV heads": n_kv_heads(model)}
     itemsize = _computes_in(model).itemsize

@@ -1,1 +1,1 @@
-"""The hot operations: for each a folder with the plain definition and, where there is one, a fast kernel."""
+"""The hot operations, one folder each: the plain definition, and the Triton kernel that computes the same."""

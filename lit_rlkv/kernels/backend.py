@@ -1,9 +1,11 @@
-"""Which implementation of a hot operation runs: the plain definition or the Triton kernel."""
+"""Choose the implementation of an operation: the plain definition or the Triton kernel."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,14 +17,14 @@ KERNELS = ("auto", "reference", "triton")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _chosen = "auto"
-"""Of the whole process, not of a thread: a backward pass runs in threads of its own."""
+"""The choice of the whole process, not of one thread, because a backward pass runs in threads of its own."""
 
 
 def set_kernels(kernels: str) -> None:
-    """Choose for all calls that do not choose themselves: `auto` is Triton on CUDA, the definition elsewhere.
+    """Set the implementation for the process: `auto` is Triton on CUDA and the definition elsewhere.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: `kernels` is not in `KERNELS`.
     """
     global _chosen
     _chosen = _checked(kernels)
@@ -30,7 +32,7 @@ def set_kernels(kernels: str) -> None:
 
 @contextmanager
 def using(kernels: str) -> Iterator[None]:
-    """`set_kernels` for the length of a block."""
+    """Set the implementation within a `with` block, and restore the previous choice at its end."""
     before = _chosen
     set_kernels(kernels)
     try:
@@ -40,13 +42,14 @@ def using(kernels: str) -> Iterator[None]:
 
 
 def uses_triton(tensor: Tensor, kernels: str | None = None, *, fits: bool = True) -> bool:
-    """Whether an operation on this tensor runs its Triton kernel; None leaves it to the process's choice.
+    """Return True if an operation on this tensor runs its Triton kernel.
 
     Args:
-        fits: that the kernel can take a tensor of this size; if not, `auto` takes the definition.
+        kernels: `auto`, `reference` or `triton`; None takes the choice of the process.
+        fits: True if the kernel can hold a tensor of this size; `auto` takes the definition otherwise.
 
     Raises:
-        ValueError: Triton is asked for by name and cannot take the tensor.
+        ValueError: `kernels` is unknown, or is `triton` and Triton cannot take the tensor.
     """
     choice = _chosen if kernels is None else _checked(kernels)
     if choice == "reference":
@@ -65,8 +68,41 @@ def uses_triton(tensor: Tensor, kernels: str | None = None, *, fits: bool = True
     return True
 
 
+def with_triton(
+    definition: Callable[Given, Output],
+    load_kernels: Callable[[], ModuleType],
+    *,
+    chosen_by: str,
+    fits: Callable[..., bool] | None = None,
+) -> Callable[Given, Output]:
+    """Return the operation that runs its plain definition or the Triton kernel of the same name.
+
+    The operation has the signature and the docstring of the definition. It also takes `kernels`, which
+    overrides the choice of the process for one call. The kernel takes the same arguments.
+
+    Args:
+        load_kernels: imports the module of the Triton kernel; called at first use, because Triton exists on
+            Linux only.
+        chosen_by: name of the argument whose device and dtype decide.
+        fits: called with the operation's arguments; False if the kernel cannot hold tensors of this size.
+    """
+    place = list(inspect.signature(definition).parameters).index(chosen_by)
+
+    @wraps(definition)
+    def operation(*args: Any, kernels: str | None = None, **kwargs: Any) -> Output:
+        tensor = args[place] if place < len(args) else kwargs[chosen_by]
+        if uses_triton(tensor, kernels, fits=fits is None or fits(*args, **kwargs)):
+            return cast(Output, getattr(load_kernels(), definition.__name__)(*args, **kwargs))
+        return definition(*args, **kwargs)
+
+    return cast(Callable[Given, Output], operation)
+
+
 def on_its_device(launch: Callable[Given, Output]) -> Callable[Given, Output]:
-    """Run what launches kernels on the device of its first tensor: Triton takes the current one."""
+    """Decorate a function that launches kernels: they run on the device of its first tensor.
+
+    Triton launches on the current device.
+    """
 
     @wraps(launch)
     def launched(*args: Given.args, **kwargs: Given.kwargs) -> Output:
@@ -78,12 +114,12 @@ def on_its_device(launch: Callable[Given, Output]) -> Callable[Given, Output]:
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor itself, whatever its strides, unless the numbers of its last dimension are apart."""
+    """Return the tensor, copied only if its last dimension is not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What torch's own attention does under autocast: everything but float64 in the lower precision."""
+    """Cast all tensors but float64 to the autocast dtype, as torch's own attention does under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -91,8 +127,25 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def in_autocast_dtype(
+    attend: Callable[Concatenate[Tensor, Tensor, Tensor, Given], Output],
+) -> Callable[Concatenate[Tensor, Tensor, Tensor, Given], Output]:
+    """Decorate attention: cast query, key and value as autocast would, and switch autocast off inside."""
+
+    @wraps(attend)
+    def attended(
+        query: Tensor, key: Tensor, value: Tensor, *args: Given.args, **kwargs: Given.kwargs
+    ) -> Output:
+        device = query.device.type
+        query, key, value = as_autocast(query, key, value)
+        with torch.autocast(device, enabled=False):
+            return attend(query, key, value, *args, **kwargs)
+
+    return cast(Callable[Concatenate[Tensor, Tensor, Tensor, Given], Output], attended)
+
+
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels in Python on the CPU, as tests have it do."""
+    """Return True if Triton runs kernels in Python on the CPU, as in the tests."""
     import triton  # not at the top: it exists on Linux only
 
     return bool(triton.knobs.runtime.interpret)

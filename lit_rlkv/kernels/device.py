@@ -1,4 +1,4 @@
-"""The device that kernels are cut for: no timing moves a result, but the sizes of the hardware may."""
+"""Hardware sizes from which launches are planned, so that no timing can change a result."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """What decides how a launch is cut."""
+    """Hardware sizes of a GPU."""
 
     n_multiprocessors: int
     shared_bytes: int
-    """Of a multiprocessor."""
+    """Shared memory of one multiprocessor."""
 
     @property
     def program_bytes(self) -> int:
-        """The most shared memory of one program: CUDA keeps 1 KiB of each for itself."""
+        """Return the most shared memory of one program; CUDA reserves 1 KiB for itself."""
         return self.shared_bytes - 1024
 
 
@@ -29,7 +29,7 @@ _assumed = H100
 
 
 def describe(device: torch.device) -> Device:
-    """The sizes of a GPU, which torch remembers, so that nothing waits; of an H100 where there is none."""
+    """Return the sizes of a GPU, or of an H100 for any other device. Does not wait for the device."""
     if device.type != "cuda":
         return _assumed
     properties = torch.cuda.get_device_properties(device)
@@ -38,7 +38,7 @@ def describe(device: torch.device) -> Device:
 
 @contextmanager
 def assuming(device: Device) -> Iterator[None]:
-    """Within the block, what is not on a GPU is cut for this one: to compile for it without having it."""
+    """Within the block, plan launches for this GPU where there is none, to compile without it."""
     global _assumed
     before = _assumed
     _assumed = device

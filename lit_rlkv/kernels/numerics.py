@@ -1,4 +1,4 @@
-"""Functions that Triton kernels share; to be imported where Triton is, from a kernel.py."""
+"""Functions shared by Triton kernels; imported from a kernel.py only, because Triton is for Linux only."""
 
 from typing import no_type_check
 

@@ -1,4 +1,4 @@
-"""KV caches of fixed size: what to keep, when to compact, and the record of every eviction."""
+"""KV caches of fixed size, with eviction policies and a record of every eviction."""
 
 from lit_rlkv.kvcache.cache import SlotCache
 from lit_rlkv.kvcache.policies import POLICIES

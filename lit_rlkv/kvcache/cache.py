@@ -1,4 +1,4 @@
-"""The evicting cache: a pool of slots per layer, compacted in place, and the evicted_at of every key on record."""
+"""SlotCache: a pool of slots per layer, compacted in place, with a record of when each key was evicted."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,50 +16,50 @@ from lit_rlkv.kvcache.spec import CacheSpec
 
 @dataclass(frozen=True)
 class Prefill:
-    """Left-padded prompts on their way into the pool, each into as many rows as it has samples."""
+    """Left-padded prompts of one prefill, and the rows of the pool that each of them fills."""
 
     rows: Int[Tensor, " row"]
-    """Rows of the pool; the samples of a prompt side by side."""
+    """Rows of the pool; those of the same prompt are neighbours in this list."""
     span: slice | None
-    """The same where they are neighbours, because a slice is copied to much faster than an index."""
+    """`rows` as a slice if they are consecutive, because copying to a slice is much faster."""
     is_prompt: Bool[Tensor, "batch prompt"]
     n_padding: Int[Tensor, " batch"]
     due: Int[Tensor, " due"] | None
-    """Prompts longer than the budget; None if there are none."""
+    """Indices of the prompts longer than the budget; None if there are none."""
 
     @property
     def n_samples(self) -> int:
-        """Rows that start from each prompt."""
+        """Rows that each prompt fills."""
         return len(self.rows) // len(self.is_prompt)
 
     def rows_of(self, sample: int) -> Int[Tensor, " batch"] | slice:
-        """Rows of the sample of that number of every prompt."""
+        """Return row number `sample` of every prompt."""
         if self.span is None:
             return self.rows[sample :: self.n_samples]
         return slice(self.span.start + sample, self.span.stop, self.n_samples)
 
     @property
     def all_rows(self) -> Int[Tensor, " row"] | slice:
-        """Rows of all samples, as a slice where they are neighbours."""
+        """All rows, as a slice if they are consecutive."""
         return self.rows if self.span is None else self.span
 
     @property
     def n_columns(self) -> int:
-        """Of the prompts, padding included."""
+        """Columns of the prompts, padding included."""
         return self.is_prompt.shape[1]
 
 
 class SlotCache(Cache):
-    """KV cache of a fixed number of rows, for any transformers model whose attention we compute.
+    """KV cache of a fixed number of rows, for a transformers model from `prepare_backbone`.
 
-    A forward inside of `prefill` fills rows from prompts; after `advance` a forward of one token per row adds
-    its keys; `evict` brings full rows back to the budget. All that changes from step to step lives in tensors
-    that are allocated once, so that a step can be captured as a CUDA graph.
+    A forward within `prefill` fills rows from prompts. After `advance`, a forward of one token per row adds
+    its keys. `evict` compacts full rows to the budget. All state that changes from step to step is in tensors
+    allocated once, so that a step can be captured as a CUDA graph.
 
     Args:
         n_rows: sequences held at a time.
         seq_len: columns of a sequence, prompt and response.
-        generator: of the policies that draw, on `device`.
+        generator: for policies that draw; on `device`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def prefill(self, rows: Sequence[int], is_prompt: Bool[Tensor, "batch prompt"]) -> Iterator[None]:
-        """The forward inside of this block reads prompts, and starts `len(rows) / batch` rows from each."""
+        """Within this block a forward reads prompts and fills `len(rows) / batch` rows from each."""
         n_samples, n_columns = len(rows) // len(is_prompt), is_prompt.shape[1]
         lens = is_prompt.sum(dim=1)
         due = (lens > self.spec.budget).nonzero().flatten()
@@ -112,13 +112,13 @@ class SlotCache(Cache):
         self.levels.start(rows, kept.repeat_interleave(n_samples).tolist())
 
     def advance(self, is_running: Bool[Tensor, " row"] | None = None) -> None:
-        """Make room for the next token of each row; one that is not running overwrites its last."""
+        """Make room for the next token of each row; a finished row overwrites its last token."""
         step = 1 if is_running is None else is_running
         self.n_live += step
         self.column += step
 
     def evict(self) -> None:
-        """Compact every row that is full."""
+        """Compact every full row to the budget, in all layers."""
         is_full = self.n_live == self.n_slots
         with torch.autocast(is_full.device.type, enabled=False):  # scores are float32
             for layer in self.slot_layers:
@@ -126,12 +126,14 @@ class SlotCache(Cache):
         self.n_live.masked_fill_(is_full, self.spec.budget)
 
     def evicted_at(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
-        """First query column that no longer sees each key of these rows, so far."""
+        """Return, for each key of these rows, the first column whose query no longer sees it."""
         tables = [layer.evicted_at for layer in self.slot_layers]
-        found = tables[0].new_empty(len(rows), len(tables), *tables[0].shape[1:])
-        for number, table in enumerate(tables):  # a copy of one layer at a time: together they can be large
-            found[:, number] = table[rows]
-        return found
+        stacked = tables[0].new_empty(len(rows), len(tables), *tables[0].shape[1:])
+        for layer, table in enumerate(
+            tables
+        ):  # layer by layer, because a second copy of all can be too large
+            stacked[:, layer] = table[rows]
+        return stacked
 
     @property
     def kv_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""One layer of the evicting cache: its pool of slots, and what policies need to know of attention."""
+"""SlotLayer: one layer of the evicting cache, with its pool of slots and what its policy needs."""
 
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's pool: transformers hands it new keys by `update`, the attention function calls `attend`."""
+    """Pool of one layer. transformers calls `update` with new keys, the attention function calls `attend`."""
 
     is_sliding = False
     is_compileable = False
@@ -40,27 +40,28 @@ class SlotLayer(CacheLayerMixin):
         self.attention: Float[Tensor, "row kv_head slot"] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: prefill allocates the pool."""
+        """Do nothing; prefill allocates the pool."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass through: keys enter the pool in `attend`, where the queries are known too."""
+        """Return the states unchanged; `attend` writes them to the pool."""
         return key_states, value_states
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of this layer's pool; 0 before the first prefill.
 
-        `recent_queries`, of policies that see queries, are not counted: window · group / (2 · slots) of it,
-        where `group` query heads share a KV head.
+        `recent_queries` is not counted. It exists for policies that see queries, and is window · group /
+        (2 · slots) of the pool, where `group` query heads share a KV head.
         """
         return sum(pool.nbytes for pool in (self.keys, self.values) if pool is not None)
 
     def get_seq_length(self) -> int:
-        """Columns of the prompts; a model that is given `position_ids` asks only whether there are any.
+        """Return the columns of the prompts, and 0 during prefill.
 
-        How far each row has come is known on the device.
+        The length of each row is known on the device only. Models use this number only to tell prefill from
+        decoding, because they are given `position_ids`.
         """
         return 0 if self.cache.incoming is not None or self.filled_by is None else self.filled_by.n_columns
 
@@ -78,9 +79,12 @@ class SlotLayer(CacheLayerMixin):
         scaling: float,
         softcap: float | None = None,
     ) -> Float[Tensor, "batch head seq dim_v"]:
-        """Attention over what the cache holds, after or before the writes that follow from it."""
+        """Write the new keys, and return the attention of the queries over the cached keys.
+
+        At prefill the attention is dense, and the keys that fit the budget are written after it.
+        """
         self.scaling = scaling
-        # As the learner's attention does: rotated keys are float32, and the cache must hold what it will see.
+        # Rotated keys are float32; the cache holds them in the dtype that the learner's attention casts to.
         query, key, value = as_autocast(query, key, value)
         step = self._decode if self.cache.incoming is None else self._prefill
         with torch.autocast(query.device.type, enabled=False):
@@ -89,7 +93,7 @@ class SlotLayer(CacheLayerMixin):
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
-        """Dense attention over prompts, which then move into the pool: `budget` keys of a row at most."""
+        """Attend densely over the prompts, then write at most `budget` keys of each to the pool."""
         incoming, policy = self.cache.incoming, self.cache.policy
         assert incoming is not None
         if self.filled_by is incoming:
@@ -98,13 +102,13 @@ class SlotLayer(CacheLayerMixin):
                 "model that attends once per layer"
             )
         self.filled_by = incoming
-        alive = torch.where(incoming.is_prompt[:, None], NEVER, 0).int()
-        out = shadow_attention(query, key, value, alive, scaling, softcap=softcap)
+        evicted_at = torch.where(incoming.is_prompt[:, None], NEVER, 0).int()
+        out = shadow_attention(query, key, value, evicted_at, scaling, softcap=softcap)
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
         if self.keys is None:
             self._allocate(packed, key, value)
         self.evicted_at[incoming.all_rows] = NEVER
-        self.evicted_at[incoming.all_rows, :, : key.shape[2]] = alive.repeat_interleave(
+        self.evicted_at[incoming.all_rows, :, : key.shape[2]] = evicted_at.repeat_interleave(
             incoming.n_samples, dim=0
         )
         attention = None
@@ -117,7 +121,7 @@ class SlotLayer(CacheLayerMixin):
         return out
 
     def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
-        """The pool and its records for all rows; zeroed, because NaN in a dead slot might spread."""
+        """Allocate pool and records of all rows; zeroed, because NaN in an unused slot could spread."""
         cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
@@ -133,7 +137,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _fill(self, key: Tensor, value: Tensor, attention: Tensor | None) -> None:
-        """Copy what each prompt keeps into all of its rows."""
+        """Copy the kept keys of each prompt into all of its rows."""
         cache, incoming = self.cache, self.cache.incoming
         assert incoming is not None
         assert self.keys is not None
@@ -161,7 +165,7 @@ class SlotLayer(CacheLayerMixin):
     def _prompt_survivors(
         self, key: Tensor, value: Tensor, attention: Tensor | None
     ) -> Int[Tensor, "due kv_head budget"]:
-        """The columns that the policy keeps of each prompt that is longer than the budget, in order."""
+        """Return the columns that the policy keeps of each prompt longer than the budget, ascending."""
         cache, incoming = self.cache, self.cache.incoming
         assert incoming is not None
         assert incoming.due is not None
@@ -190,7 +194,7 @@ class SlotLayer(CacheLayerMixin):
     def _record_prompt_evictions(
         self, rows: Int[Tensor, " due"], kept: Int[Tensor, "due kv_head budget"], n_columns: int
     ) -> None:
-        """What a long prompt does not keep is last seen by its own last query."""
+        """Record the evictions of long prompts: the prompt's last query is the last to see those keys."""
         evicted_at = self.evicted_at[rows, :, :n_columns]
         is_evicted = (evicted_at == NEVER).scatter(2, kept, False)
         self.evicted_at[rows, :, :n_columns] = evicted_at.masked_fill(is_evicted, n_columns)
@@ -198,7 +202,7 @@ class SlotLayer(CacheLayerMixin):
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
-        """Write one key per row, attend, and note what the policy will ask for."""
+        """Write one key per row, attend, and record what the policy needs."""
         cache, policy = self.cache, self.cache.policy
         if self.keys is None or self.values is None:
             raise ValueError(
@@ -230,7 +234,7 @@ class SlotLayer(CacheLayerMixin):
         return out.reshape(n_rows, -1, 1, value.shape[-1])
 
     def compact(self, is_full: Bool[Tensor, " row"]) -> None:
-        """Keep the best `budget` keys of each full row, in the order of their columns."""
+        """Keep the `budget` keys of highest score in each full row, in the order of their columns."""
         cache = self.cache
         assert cache.policy is not None
         assert self.keys is not None
@@ -283,7 +287,7 @@ class SlotLayer(CacheLayerMixin):
         first: Int[Tensor, " due"],
         is_due: Bool[Tensor, " due"] | None = None,
     ) -> SlotView:
-        """What the policy is shown of these rows, the token at column `newest` having just been attended."""
+        """Return what the policy sees of these rows, whose latest query is at column `newest`."""
         window = self.cache.spec.window
         queries = query_columns = None
         if self.recent_queries is not None:
@@ -305,7 +309,7 @@ class SlotLayer(CacheLayerMixin):
         )
 
     def _remember_prompt_queries(self, query: Float[Tensor, "batch kv_head group prompt dim"]) -> None:
-        """Start the ring of recent queries: the query of column c stands at c % window."""
+        """Fill the ring buffer of recent queries; the query of column c is at index c % window."""
         incoming, n_columns = self.cache.incoming, query.shape[3]
         assert incoming is not None
         assert self.recent_queries is not None

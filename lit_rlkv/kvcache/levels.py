@@ -1,4 +1,4 @@
-"""How full the rows of a cache are: known from the prompt lengths, without asking the device."""
+"""Fill levels of a cache's rows, counted on the host from the prompt lengths."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,14 @@ import torch
 from lit_rlkv.kvcache.spec import CacheSpec
 
 IDLE = -(2**40)
-"""Level of a row that holds no sequence: never full, however many steps go by."""
+"""Level of a row without a sequence: it never becomes full."""
 
 
 class FillLevels:
-    """The host's count of the keys of every row, for one purpose: to know after which steps to compact.
+    """Counts the keys of every row on the host, to know when to compact without waiting for the device.
 
-    A row climbs to `budget + interval` on its own length, falls back to `budget`, and climbs again. A row
-    whose sequence has ended stands still on the device, which the host may not know yet: then it asks for a
-    compaction that finds nothing to do.
+    A row fills up to `budget + interval` keys, is compacted to `budget`, and fills up again. A finished row
+    writes nothing, but the host counts on until it knows; a compaction may then find nothing to do.
     """
 
     def __init__(self, spec: CacheSpec, n_rows: int, n_slots: int) -> None:
@@ -24,15 +23,15 @@ class FillLevels:
         self.level = torch.full((n_rows,), IDLE)
 
     def start(self, rows: Sequence[int], prompt_lens: Sequence[int]) -> None:
-        """Rows that have been prefilled, and compacted if their prompts exceeded the budget."""
+        """Set the levels of rows after prefill, which keeps at most `budget` keys of a prompt."""
         self.level[list(rows)] = torch.tensor(prompt_lens).clamp(max=self.budget)
 
     def stop(self, rows: Sequence[int]) -> None:
-        """Rows whose sequences have ended."""
+        """Mark rows as finished."""
         self.level[list(rows)] = IDLE
 
     def step(self) -> bool:
-        """Count the key that each row has just written; whether some row may be full now."""
+        """Count one more key in each row; return True if some row may be full."""
         self.level += 1
         is_full = self.level == self.full
         self.level[is_full] = self.budget

@@ -1,4 +1,4 @@
-"""What every key of a prompt received, before any query is decoded: where h2o and tova start from."""
+"""Attention that the keys of a prompt received at prefill, from which h2o and tova start."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +17,10 @@ def prompt_attention(
     *,
     of_last: bool,
 ) -> Float[Tensor, "batch kv_head prompt"]:
-    """Attention that each key received, mean over the query group: of the last query, or of all summed."""
+    """Return the attention that each key received, mean over the query group.
+
+    With `of_last` it is that of the last query, otherwise the sum over all queries.
+    """
     n_columns = key.shape[2]
     column = torch.arange(n_columns, device=key.device)
     received = torch.zeros(key.shape[:3], device=key.device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""CacheSpec: what a KV cache keeps, and when it throws the rest away."""
+"""CacheSpec: size and eviction policy of a KV cache."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,20 +10,24 @@ from lit_rlkv.kvcache.policies import Policy, load_policy_class
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A cache of `budget + interval` slots per sequence, layer and KV head.
+    """A KV cache of `budget + interval` slots per sequence, layer and KV head.
 
-    Whenever all slots are taken it is compacted to `budget` keys: the `sink` first and the `window` last
-    tokens of the sequence, and the keys that `policy` scores highest. `window` is also how many of the latest
-    queries the policies that look at queries see.
+    Whenever all slots are taken, it is compacted to `budget` keys: the `sink` first and the `window` last
+    tokens of the sequence, and the keys that `policy` scores highest. Policies that look at queries see the
+    latest `window` of them.
 
     Args:
-        policy: the name of an eviction policy, the dotted name of a class in a trusted module
-            (`lit_rlkv.trust`), or in Python also a subclass of `Policy` or an instance of one.
+        policy: a name in `POLICIES`, "dense" to keep everything, or the dotted name of a class in a trusted
+            module (`lit_rlkv.trust`); in Python also a subclass of `Policy` or an instance of one.
         policy_options: arguments of the policy's constructor.
+        budget: keys left after a compaction.
+        interval: keys written between two compactions.
+        sink: first tokens of a sequence that are never evicted.
+        window: latest tokens that are never evicted.
 
     Raises:
-        ValueError: an unknown policy or options that it does not take, a size that is no whole number or too
-            small, or a sink and a window that leave nothing of the budget to choose.
+        ValueError: the policy is unknown or does not take the options, a size is not an integer or too small,
+            or the budget is below sink + window + 1.
     """
 
     policy: str | type[Policy] | Policy = "snapkv"
@@ -45,39 +49,40 @@ class CacheSpec:
             if value < least:
                 raise ValueError(f"cache.{name}={value} is below {least}; raise it to at least {least}")
         if not self.is_dense and self.sink + self.window >= self.budget:
+            least = self.sink + self.window + 1
             raise ValueError(
-                f"sink={self.sink} + window={self.window} leave no slot to choose in budget={self.budget}; "
-                "raise budget or lower them"
+                f"budget must be at least sink + window + 1 = {least}, got {self.budget}; raise the budget, "
+                "or lower sink or window"
             )
 
     @classmethod
     def dense(cls) -> "CacheSpec":
-        """The cache that keeps everything, through the same interface."""
+        """Return the spec of a cache that evicts nothing."""
         return cls(policy="dense")
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing is ever evicted; the sizes then mean nothing."""
+        """True if nothing is ever evicted; the sizes then have no meaning."""
         return self.policy == "dense"
 
     @property
     def label(self) -> str:
-        """What tables and plots call this cache."""
+        """Name of this cache in tables and plots."""
         return "dense" if self.is_dense else f"{self.policy_name} {self.budget}+{self.interval}"
 
     @property
     def policy_name(self) -> str:
-        """The name of the policy, without the module of a user's own."""
+        """Name of the policy, without its module."""
         if isinstance(self.policy, str):
             return self.policy.rpartition(".")[2]
         return (self.policy if isinstance(self.policy, type) else type(self.policy)).__name__
 
     def n_slots(self, seq_len: int) -> int:
-        """Slots allocated per sequence, layer and KV head when no sequence grows beyond `seq_len` tokens."""
+        """Return the slots per sequence, layer and KV head for sequences of at most `seq_len` tokens."""
         return seq_len if self.is_dense else self.budget + self.interval
 
     def make_policy(self) -> Policy | None:
-        """The scorer of this cache; None when nothing is ever evicted."""
+        """Return the policy object; None if nothing is ever evicted."""
         if self.is_dense or isinstance(self.policy, Policy):
             if self.policy_options:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The attention function registered with transformers: slot pool, replay of evictions, or plain SDPA."""
+"""The attention function registered with transformers: slot cache, replay of evictions, or plain SDPA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +16,10 @@ from lit_rlkv.kvcache import SlotCache
 ATTENTION_NAME = "lit_rlkv"
 
 Probe = Callable[[int, Tensor, Tensor, float, float | None], None]
-"""Is shown what a layer attends with: its number, rotated queries and keys, scaling and softcap."""
+"""Called at replay with a layer's index, rotated queries and keys, scaling and softcap."""
 
 NOT_REPLAYED = ("s_aux", "position_bias", "head_mask")
-"""Arguments by which some models change the softmax; what we do not compute we refuse."""
+"""Arguments with which some models change the softmax; not supported, so refused."""
 
 
 def attention_forward(
@@ -37,14 +37,17 @@ def attention_forward(
     probe: Probe | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
-    """Attention of one layer, as transformers calls it; never with dropout.
+    """Attention of one layer, with the signature that transformers expects. Dropout is ignored.
 
-    With `slot_cache` the keys go into that pool; with `evicted_at` the sampler's view of this layer is replayed (a
-    table of one layer or one KV head serves all of them); with neither it is transformers' own SDPA, but for
-    models that cap their logits, which SDPA does not. A `probe` looks on at replay, and changes nothing.
+    Args:
+        slot_cache: write the keys to this cache and attend over what it holds: the rollout.
+        evicted_at: replay these evictions: the learner. A table of one layer or one KV head serves all.
+            With neither argument it is transformers' SDPA, or plain attention if the model has a softcap.
+        plan: made from `evicted_at`; saves work in the kernels.
+        probe: called at replay; changes nothing.
 
     Raises:
-        ValueError: the model gives its attention one of `NOT_REPLAYED` at replay or with a pool.
+        ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache.
     """
     if slot_cache is None and evicted_at is None:
         if softcap is not None:
@@ -77,7 +80,7 @@ def _capped_attention(
     scaling: float | None,
     softcap: float,
 ) -> Float[Tensor, "batch seq head dim_v"]:
-    """Plain attention of a model that caps its logits, as its own code computes it: SDPA has no cap."""
+    """Return attention with softcapped logits as the model's own code computes it; SDPA has no softcap."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     logits = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -97,5 +100,5 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A stand-in that transformers takes for a finished 4-D mask, so that it builds none of its own."""
+    """Return a dummy 4-D mask, so that transformers builds none of its own."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

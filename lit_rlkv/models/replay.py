@@ -1,4 +1,4 @@
-"""The learner's side: log-probs of a rollout under exactly the keys that the sampler still had."""
+"""Replay: log-probs of a rollout under exactly the keys that its cache held at each step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,18 +20,18 @@ from lit_rlkv.models.backbone import (
 )
 from lit_rlkv.types import NEVER, Rollout
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 def dense_evicted_at(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 seq"]:
-    """The eviction table of a cache that evicts nothing: only padding is dead, from its birth."""
+    """Return the eviction table of a dense cache: 0 on padding, `NEVER` elsewhere."""
     return torch.where(attention_mask, NEVER, 0).int()[:, None, None]
 
 
 def replay_evicted_at(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
-    """The rollout's eviction table, with padding dead on both sides of the sequence, and all else at its end.
+    """Return the rollout's eviction table, with 0 on padding and at most the end of each row elsewhere.
 
-    So the queries of padding see nothing, and what follows a row's last token costs nothing.
+    Queries of padding then see nothing, and columns after a row's last token cost nothing.
     """
     column = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
     end = (column * rollout.attention_mask).amax(dim=1) + 1
@@ -39,8 +39,8 @@ def replay_evicted_at(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"
     return evicted_at.masked_fill(~rollout.attention_mask[:, None, None], 0)
 
 
-def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "action dim"]:
-    """Hidden states that predict the actions, row by row: those of the column before each action."""
+def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "token dim"]:
+    """Return the hidden states that predict the response tokens, row by row: one column before each token."""
     check_length(model, rollout.input_ids.shape[1])
     evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
     # The last column predicts nothing that was sampled.
@@ -54,31 +54,29 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
 
 
 def response_logps(
-    model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
+    model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "token dim"], temperature: float
 ) -> Float[Tensor, "batch seq"]:
-    """Log-probs of the actions in nats, in the rollout's columns; 0 elsewhere.
+    """Return the log-probs of the response tokens in nats, in the rollout's columns; 0 elsewhere.
 
     Raises:
         ValueError: `temperature` is 0 or less.
     """
-    return scatter_to_response(rollout, _of_actions(token_logps, model, rollout, hidden, temperature))
+    return scatter_to_response(rollout, _of_response_tokens(token_logps, model, rollout, hidden, temperature))
 
 
 def response_logps_and_entropy(
-    model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "action dim"], temperature: float
+    model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "token dim"], temperature: float
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """`response_logps`, and in the same columns the entropy of each action's distribution, in nats."""
-    logps, entropy = _of_actions(token_logps_and_entropy, model, rollout, hidden, temperature)
+    """Return `response_logps`, and in the same columns the entropy of each token's distribution in nats."""
+    logps, entropy = _of_response_tokens(token_logps_and_entropy, model, rollout, hidden, temperature)
     return scatter_to_response(rollout, logps), scatter_to_response(rollout, entropy)
 
 
-def _of_actions(
-    read: Callable[..., _Found], model: PreTrainedModel, rollout: Rollout, hidden: Tensor, temperature: float
-) -> _Found:
+def _of_response_tokens(
+    read: Callable[..., _Result], model: PreTrainedModel, rollout: Rollout, hidden: Tensor, temperature: float
+) -> _Result:
     if temperature <= 0:
-        raise ValueError(
-            f"temperature={temperature} has no log-probs, because greedy decoding draws nothing; raise it"
-        )
+        raise ValueError(f"temperature must be above 0, got {temperature}; greedy decoding has no log-probs")
     tokens = rollout.input_ids[rollout.response_mask]
     return read(
         hidden,
@@ -90,8 +88,8 @@ def _of_actions(
     )
 
 
-def scatter_to_response(rollout: Rollout, values: Float[Tensor, " action"]) -> Float[Tensor, "batch seq"]:
-    """Values of the actions, row by row, in the rollout's columns; 0 elsewhere."""
+def scatter_to_response(rollout: Rollout, values: Float[Tensor, " token"]) -> Float[Tensor, "batch seq"]:
+    """Scatter the values of the response tokens to the rollout's columns; 0 elsewhere."""
     zeros = values.new_zeros(rollout.input_ids.shape)
     return zeros.masked_scatter(rollout.response_mask, values)
 
@@ -99,13 +97,14 @@ def scatter_to_response(rollout: Rollout, values: Float[Tensor, " action"]) -> F
 def replay_logps(
     model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True, temperature: float = 1.0
 ) -> Float[Tensor, "batch seq"]:
-    """Log-probs of the rollout's actions in one forward; 0 outside `response_mask`. Gradients flow.
+    """Return the log-probs of the rollout's response tokens in one forward; 0 outside `response_mask`.
 
-    With `shadow` each query sees exactly the keys that the sampler's cache still held, so the result equals
-    `rollout.rollout_logps` up to float error while the weights are the same; without it all earlier tokens.
+    Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, so with
+    the same weights the result equals `rollout.rollout_logps` up to float error. Without it each query sees
+    all earlier tokens.
 
     Args:
-        temperature: the sampler's, because log-probs are those of the distribution sampled.
+        temperature: the temperature of the rollout.
 
     Raises:
         ValueError: `temperature` is 0 or less, or the rollout is too long for the model.

@@ -1,4 +1,4 @@
-"""Rollouts: generate() samples under a cache of fixed size and returns a Rollout that can be replayed."""
+"""Rollouts: generate() samples under a KV cache of fixed size and returns a Rollout that can be replayed."""
 
 from lit_rlkv.rollout.generate import generate
 from lit_rlkv.types import Rollout

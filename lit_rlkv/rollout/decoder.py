@@ -1,4 +1,4 @@
-"""Sequences under way: fixed buffers for a number of rows, and the step that adds a token to each."""
+"""Decoder: fixed buffers for a number of sequences, and the step that adds a token to each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,53 +11,53 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
-from lit_rlkv.rollout.graph import Captured
+from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.sampling import sample
 from lit_rlkv.types import TensorBatch
 
 
 @dataclass(frozen=True)
-class Stopping:
-    """When a sequence ends, and how it is sampled until then."""
+class DecodeSettings:
+    """How tokens are sampled, and when a response ends."""
 
     max_new_tokens: int
-    eos_ids: Int[Tensor, " eos"]
-    pad_id: int
+    eos_token_ids: Int[Tensor, " eos"]
+    pad_token_id: int
     temperature: float | int
 
 
 @dataclass(frozen=True)
-class Rows(TensorBatch):
-    """What a decoder holds of some rows, in all columns."""
+class DecodedRows(TensorBatch):
+    """Finished sequences, in all columns of the decoder's buffers."""
 
     input_ids: Int[Tensor, "row seq"]
     response_mask: Bool[Tensor, "row seq"]
     logps: Float[Tensor, "row seq"]
     evicted_at: Int[Tensor, "row layer kv_head seq"]
 
-    def blank(self, n_rows: int) -> "Rows":
-        """Room for so many rows, to be written."""
-        values = (getattr(self, field.name) for field in fields(Rows))
-        return Rows(*(value.new_empty((n_rows, *value.shape[1:])) for value in values))
+    def new_empty(self, n_rows: int) -> "DecodedRows":
+        """Allocate uninitialised memory for `n_rows` rows of the same columns."""
+        values = (getattr(self, field.name) for field in fields(DecodedRows))
+        return DecodedRows(*(value.new_empty((n_rows, *value.shape[1:])) for value in values))
 
-    def put(self, places: Sequence[int], rows: "Rows") -> None:
-        """Write rows in their places."""
+    def write(self, places: Sequence[int], rows: "DecodedRows") -> None:
+        """Copy `rows` to the given places, in place."""
         index = torch.tensor(places, device=self.input_ids.device)
-        for field in fields(Rows):
+        for field in fields(DecodedRows):
             getattr(self, field.name)[index] = getattr(rows, field.name)
 
 
 class Decoder:
-    """`n_rows` places for sequences; a prompt takes as many as it has samples, and leaves them when they end.
+    """Decodes `n_rows` sequences at a time; a finished sequence makes its row free for another.
 
-    The last column of the buffers is scrap: rows that have ended write there.
+    The last column of the buffers is scratch space, to which finished rows write.
 
     Args:
         model: from `prepare_backbone`.
-        n_prompt_columns: of the longest prompt; the buffers have `max_new_tokens` more.
-        generator: of the samples, and of policies that draw; on the device of `stopping.eos_ids`, which is
-            that of the buffers, too.
-        cuda_graph: capture the step, which needs CUDA.
+        n_prompt_columns: columns of the longest prompt; the buffers have `max_new_tokens` more.
+        settings: the buffers are on the device of `settings.eos_token_ids`.
+        generator: for sampling, and for eviction policies that draw; on the same device.
+        cuda_graph: capture the step as a CUDA graph; needs CUDA.
     """
 
     def __init__(
@@ -66,45 +66,45 @@ class Decoder:
         cache: CacheSpec,
         n_rows: int,
         n_prompt_columns: int,
-        stopping: Stopping,
+        settings: DecodeSettings,
         generator: torch.Generator | None,
         *,
         cuda_graph: bool,
     ) -> None:
-        device = stopping.eos_ids.device
+        device = settings.eos_token_ids.device
         self.model = model
-        self.stopping = stopping
+        self.settings = settings
         self.generator = generator
         self.n_rows = n_rows
-        self.seq_len = n_prompt_columns + stopping.max_new_tokens
+        self.seq_len = n_prompt_columns + settings.max_new_tokens
         self.kv = SlotCache(
             cache, text_config(model).num_hidden_layers, n_rows, self.seq_len, device, generator
         )
         shape = (n_rows, self.seq_len + 1)
-        self.input_ids = torch.full(shape, stopping.pad_id, device=device)
+        self.input_ids = torch.full(shape, settings.pad_token_id, device=device)
         self.logps = torch.zeros(shape, device=device, dtype=torch.float32)
         self.response_mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.newest = torch.full((n_rows,), stopping.pad_id, device=device)
+        self.newest = torch.full((n_rows,), settings.pad_token_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
-        self._step = Captured(generator, captures=cuda_graph)
-        # Without the kernels, eviction asks which rows are full, and a graph cannot wait for the answer.
+        self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
+        # The definition of eviction reads on the host which rows are full, which a graph cannot.
         evicts_on_device = cuda_graph and uses_triton(torch.empty(0, device=device, dtype=model.dtype))
-        self._evict = Captured(generator, captures=evicts_on_device)
+        self._evict = CudaGraphRunner(generator, is_enabled=True) if evicts_on_device else None
 
-    def admit(
+    def prefill(
         self,
         rows: Sequence[int],
         input_ids: Int[Tensor, "batch prompt"],
         is_prompt: Bool[Tensor, "batch prompt"],
     ) -> None:
-        """Prefill prompts once each, and sample the first token of every row that starts from them."""
+        """Prefill each prompt once, and sample the first token of each of its `len(rows) / batch` rows."""
         n_samples, n_columns = len(rows) // len(input_ids), input_ids.shape[1]
         with self.kv.prefill(rows, is_prompt):
             hidden = hidden_states(self.model, input_ids, token_positions(is_prompt), slot_cache=self.kv)
         logits = head_logits(self.model, hidden[:, -1])
         index = torch.tensor(rows, device=input_ids.device)
-        self.input_ids[index] = self.stopping.pad_id
+        self.input_ids[index] = self.settings.pad_token_id
         self.input_ids[index, :n_columns] = input_ids.repeat_interleave(n_samples, dim=0)
         self.logps[index] = 0.0
         self.response_mask[index] = False
@@ -112,15 +112,19 @@ class Decoder:
         self._append(index, logits.repeat_interleave(n_samples, dim=0))
 
     def step(self) -> None:
-        """One more token for every row that is running. Never waits for the device."""
+        """Sample one more token for every running row. Never waits for the device."""
         self._step(self._decode)
-        if self.kv.levels.step():
+        if not self.kv.levels.step():
+            return
+        if self._evict is None:
+            self.kv.evict()
+        else:
             self._evict(self.kv.evict)
 
-    def take(self, rows: Sequence[int]) -> Rows:
-        """The records of rows that have ended, which others may then use."""
+    def read_rows(self, rows: Sequence[int]) -> DecodedRows:
+        """Return a copy of finished rows, which may then be reused."""
         index = torch.tensor(rows, device=self.newest.device)
-        return Rows(
+        return DecodedRows(
             input_ids=self.input_ids[index, :-1],
             response_mask=self.response_mask[index, :-1],
             logps=self.logps[index, :-1],
@@ -134,14 +138,14 @@ class Decoder:
         self._append(self.all_rows, head_logits(self.model, hidden[:, -1]))
 
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
-        """Sample a token for each row and write it behind the newest."""
-        stopping, is_running = self.stopping, self.is_running[rows]
-        token, logp = sample(logits, stopping.temperature, self.generator)
-        token = token.where(is_running, stopping.pad_id)
+        """Sample a token for each row and write it into the next column."""
+        settings, is_running = self.settings, self.is_running[rows]
+        token, logp = sample(logits, settings.temperature, self.generator)
+        token = token.where(is_running, settings.pad_token_id)
         column = (self.kv.column[rows] + 1).where(is_running, self.seq_len)
         self.input_ids[rows, column] = token
         self.logps[rows, column] = logp
         self.response_mask[rows, column] = is_running
         self.newest[rows] = token
-        is_eos = (token[:, None] == stopping.eos_ids).any(dim=1)
+        is_eos = (token[:, None] == settings.eos_token_ids).any(dim=1)
         self.is_running[rows] = is_running & ~is_eos & (column < self.seq_len - 1)

@@ -1,4 +1,4 @@
-"""generate(): prompts in, rollouts out; rows of the cache that come free take the prompts that wait."""
+"""generate(): sample responses to prompts under an evicting cache, with continuous batching."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import can_be_captured, check_length, n_embedded
 from lit_rlkv.models.rounding import rounding_once
-from lit_rlkv.rollout.decoder import Decoder, Rows, Stopping
+from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
 from lit_rlkv.types import NEVER, Rollout
 
 STOP_CHECK_EVERY = 16
-"""Steps between looks at which rows are done: on an accelerator each look waits for the device."""
+"""Decode steps between checks for finished rows, because on CUDA each check waits for the device."""
 
 
 @torch.no_grad()
@@ -30,111 +30,116 @@ def generate(
     pad_token_id: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
-    n_samples: int = 1,
+    num_return_sequences: int = 1,
     max_rows: int | None = None,
     cuda_graph: bool | None = None,
 ) -> Rollout:
-    """Sample responses to each prompt from a cache of fixed size, and record what the sampler saw.
+    """Sample responses to each prompt with a KV cache of fixed size, and record when each key was evicted.
 
     Args:
         model: from `prepare_backbone`.
-        input_ids: left-padded prompts; `attention_mask` as in transformers, 0 or False on padding.
-        eos_token_id: token or tokens that end a response and belong to it; None to always write all tokens.
-        temperature: of the softmax; 0 decodes greedily, and every log-prob is 0, that of a certain event.
+        input_ids: left-padded prompts.
+        attention_mask: as in transformers, 0 or False on padding.
+        eos_token_id: token or tokens that end a response and belong to it; None samples all `max_new_tokens`.
+        temperature: of the softmax; 0 decodes greedily, with a log-prob of 0 for every token.
         generator: on the model's device; the same state gives the same rollout.
-        n_samples: responses to each prompt, which is prefilled once for all of them. They stand side by side:
-            row `i * n_samples + j` of the rollout is response j to prompt i.
-        max_rows: most responses under way at a time, which bounds the cache; a prompt waits until all its
-            samples find a row. None runs them all at once.
-        cuda_graph: capture the decode step; None does on CUDA, where the model can be captured.
+        num_return_sequences: responses to each prompt, which is prefilled once for all of them. Response j to
+            prompt i is row `i * num_return_sequences + j` of the rollout.
+        max_rows: most sequences decoded at a time, which bounds the memory of the cache. A prompt waits until
+            all its responses find a free row. None decodes all at once.
+        cuda_graph: capture the decode step as a CUDA graph; None does on CUDA if the model can be captured.
 
     Raises:
-        ValueError: prompts that are empty or not left-padded, or too long for the model; no row for the
-            samples of a prompt; a step that cannot be captured.
+        ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
+            `num_return_sequences`; or the decode step cannot be captured.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
-    _check_rows(n_samples, max_rows, cuda_graph, input_ids.device)
+    _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
     eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
     decoder = Decoder(
         model,
         cache,
-        rows_under_way(len(input_ids), n_samples, max_rows),
+        n_concurrent_rows(len(input_ids), num_return_sequences, max_rows),
         input_ids.shape[1],
-        Stopping(
+        DecodeSettings(
             max_new_tokens=max_new_tokens,
-            eos_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
-            pad_id=pad_token_id,
+            eos_token_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
+            pad_token_id=pad_token_id,
             temperature=temperature,
         ),
         generator,
         cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
     )
-    # Graphs are the current device's.
+    # A CUDA graph is captured on the current device.
     with torch.cuda.device_of(input_ids), rounding_once(model):  # type: ignore[no-untyped-call]
-        rows = _decode_all(decoder, input_ids, is_prompt, n_samples)
+        rows = _decode_all(decoder, input_ids, is_prompt, num_return_sequences)
     kv_bytes = decoder.kv.kv_bytes
-    del decoder  # its cache makes room for what follows
-    return _trim(rows, is_prompt.repeat_interleave(n_samples, dim=0), kv_bytes)
+    del decoder  # frees its cache
+    return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
 
 
 def _decode_all(
     decoder: Decoder,
     input_ids: Int[Tensor, "batch prompt"],
     is_prompt: Bool[Tensor, "batch prompt"],
-    n_samples: int,
-) -> Rows:
-    """All samples to their end, in the order of their prompts."""
+    num_return_sequences: int,
+) -> DecodedRows:
+    """Decode all responses, in the order of their prompts; a prompt starts once enough rows are free."""
     check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
     waiting = deque(range(len(input_ids)))
     free = deque(range(decoder.n_rows))
     owner: dict[int, int] = {}
     n_left: dict[int, int] = {}
-    everyone: Rows | None = None
+    finished: DecodedRows | None = None
     while waiting or owner:
-        prompts = [waiting.popleft() for _ in range(min(len(waiting), len(free) // n_samples))]
+        prompts = [waiting.popleft() for _ in range(min(len(waiting), len(free) // num_return_sequences))]
         if prompts:
-            rows = [free.popleft() for _ in range(len(prompts) * n_samples)]
-            decoder.admit(rows, input_ids[prompts], is_prompt[prompts])
-            samples = [prompt * n_samples + j for prompt in prompts for j in range(n_samples)]
+            rows = [free.popleft() for _ in range(len(prompts) * num_return_sequences)]
+            decoder.prefill(rows, input_ids[prompts], is_prompt[prompts])
+            samples = [
+                prompt * num_return_sequences + j for prompt in prompts for j in range(num_return_sequences)
+            ]
             owner |= zip(rows, samples, strict=True)
-            n_left |= dict.fromkeys(rows, decoder.stopping.max_new_tokens - 1)
+            n_left |= dict.fromkeys(rows, decoder.settings.max_new_tokens - 1)
         n_steps = min(check_every, max(n_left[row] for row in owner))
         for _ in range(n_steps):
             decoder.step()
         n_left = {row: n - n_steps for row, n in n_left.items()}
         is_running = decoder.is_running.tolist()
         done = [row for row in owner if not is_running[row]]
-        assert done or n_steps > 0  # else it would go on for ever
+        assert done or n_steps > 0  # otherwise the loop would never end
         decoder.kv.levels.stop(done)
         if done and (waiting or len(done) == len(owner)):
-            taken, places = decoder.take(done), [owner.pop(row) for row in done]
-            if len(places) == n_samples * len(input_ids):
-                return taken  # all of them at once, and so in their order
-            # Each wave to its place, because a copy of all records of evictions is what memory may not have.
-            everyone = everyone or taken.blank(n_samples * len(input_ids))
-            everyone.put(places, taken)
+            rows_done, places = decoder.read_rows(done), [owner.pop(row) for row in done]
+            if len(places) == num_return_sequences * len(input_ids):
+                return rows_done  # all at once, so already in order
+            # Written in place, because memory may not hold a second copy of the eviction tables.
+            finished = finished or rows_done.new_empty(num_return_sequences * len(input_ids))
+            finished.write(places, rows_done)
             free.extend(done)
-    assert everyone is not None
-    return everyone
+    assert finished is not None
+    return finished
 
 
-def rows_under_way(n_prompts: int, n_samples: int, max_rows: int | None) -> int:
-    """Rows of the cache for so many samples of each prompt; those of one prompt start together."""
-    n_rows = n_prompts * n_samples
-    return n_rows if max_rows is None else min(n_rows, max_rows // n_samples * n_samples)
+def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int | None) -> int:
+    """DecodedRows of the cache for so many samples of each prompt; those of one prompt start together."""
+    n_rows = n_prompts * num_return_sequences
+    return (
+        n_rows if max_rows is None else min(n_rows, max_rows // num_return_sequences * num_return_sequences)
+    )
 
 
-def _trim(rows: Rows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:
-    """Cut the unused columns, and forget evictions after the last query that predicted an action of the row."""
+def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:
+    """Cut the unused columns, and drop evictions after the query that predicted a row's last token."""
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
     response_mask = rows.response_mask[:, :end]
     attention_mask = response_mask.clone()
     attention_mask[:, : is_prompt.shape[1]] = is_prompt
     column = torch.arange(end, device=is_prompt.device)
-    last_action = (column * response_mask).amax(dim=1)
-    evicted_at = rows.evicted_at[..., :end]  # ours alone, and large: changed in place
-    evicted_at.masked_fill_(evicted_at > last_action[:, None, None, None] - 1, NEVER)
+    last_token = (column * response_mask).amax(dim=1)
+    evicted_at = rows.evicted_at[..., :end]  # changed in place: it is large, and nobody else holds it
+    evicted_at.masked_fill_(evicted_at > last_token[:, None, None, None] - 1, NEVER)
     evicted_at.masked_fill_(~attention_mask[:, None, None], 0)
     return Rollout(
         input_ids=rows.input_ids[:, :end],
@@ -154,17 +159,17 @@ def _check_prompts(
     temperature: float,
 ) -> None:
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} leaves nothing to sample; give at least 1")
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if temperature < 0:
-        raise ValueError(f"temperature={temperature} is negative; use 0 for greedy decoding, else above 0")
+        raise ValueError(f"temperature must be at least 0, got {temperature}; use 0 for greedy decoding")
     if is_prompt.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(is_prompt.shape)} but input_ids {tuple(input_ids.shape)}; "
-            "give one entry for each token"
+            f"attention_mask must have the shape of input_ids {tuple(input_ids.shape)}, got "
+            f"{tuple(is_prompt.shape)}"
         )
     if input_ids.numel() == 0:
         raise ValueError(
-            f"input_ids of shape {tuple(input_ids.shape)} hold no prompt; give at least one token"
+            f"input_ids must hold at least one prompt of one token, got shape {tuple(input_ids.shape)}"
         )
     if not is_prompt[:, -1].all() or (is_prompt[:, 1:] < is_prompt[:, :-1]).any():
         raise ValueError(
@@ -179,16 +184,18 @@ def _check_prompts(
     check_length(model, input_ids.shape[1] + max_new_tokens)
 
 
-def _check_rows(n_samples: int, max_rows: int | None, cuda_graph: bool | None, device: torch.device) -> None:
-    if n_samples < 1:
-        raise ValueError(f"n_samples={n_samples} asks for no response; give at least 1")
-    if max_rows is not None and max_rows < n_samples:
+def _check_rows(
+    num_return_sequences: int, max_rows: int | None, cuda_graph: bool | None, device: torch.device
+) -> None:
+    if num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
+    if max_rows is not None and max_rows < num_return_sequences:
         raise ValueError(
-            f"max_rows={max_rows} has no room for the {n_samples} samples of one prompt, which start "
-            f"together; give at least {n_samples}"
+            f"max_rows must be at least num_return_sequences={num_return_sequences}, got {max_rows}; all "
+            "responses to a prompt start at the same time"
         )
     if cuda_graph and device.type != "cuda":
         raise ValueError(
-            f"cuda_graph=true needs a model on CUDA, and this one is on {device.type}; leave it at its "
-            "default, which captures where it can"
+            f"cuda_graph=true needs a model on CUDA, and this one is on {device.type}; use the default None, "
+            "which captures where possible"
         )

@@ -1,4 +1,4 @@
-"""A function that works on fixed buffers, captured as a CUDA graph: then a call is one launch."""
+"""Run a function as a CUDA graph: one launch for all of its kernels."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,33 +8,33 @@ import torch
 from lit_rlkv.out_of_memory import is_out_of_memory
 
 N_EAGER_CALLS = 2
-"""Calls before the capture, in which Triton compiles and libraries allocate what they work in."""
+"""Calls before the capture, in which Triton compiles and libraries allocate their workspaces."""
 
 
-class Captured:
-    """Calls a function; on CUDA the third call captures it, and from then on it is replayed.
+class CudaGraphRunner:
+    """Runs a function; the third call captures it as a CUDA graph, which later calls replay.
 
-    Between calls nothing may change but the contents of tensors: Python does not run again. The function is
-    handed in at each call and not kept, so that its owner can be freed as soon as nobody needs it.
+    Between calls only the contents of tensors may change, because a replay runs no Python. The function is
+    passed to each call and not stored, so that its owner can be freed at once.
 
     Args:
-        generator: whose draws must go on from replay to replay.
-        captures: False calls the function as it is.
+        generator: its draws continue from replay to replay.
+        is_enabled: if False, every call runs the function without a graph.
     """
 
-    def __init__(self, generator: torch.Generator | None, *, captures: bool) -> None:
+    def __init__(self, generator: torch.Generator | None, *, is_enabled: bool) -> None:
         self.generator = generator
-        self.captures = captures
+        self.is_enabled = is_enabled
         self.n_calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, function: Callable[[], None]) -> None:
-        """One call, of the same function every time.
+        """Run `function`, which must be the same at every call.
 
         Raises:
-            ValueError: at the capture, if the function waits for the device.
+            ValueError: the function waits for the device, so it cannot be captured.
         """
-        if not self.captures:
+        if not self.is_enabled:
             function()
             return
         if self.graph is None:
@@ -50,7 +50,7 @@ class Captured:
         if self.generator is not None:
             graph.register_generator_state(self.generator)
         try:
-            # Other threads of the process, loggers among them, may go on using the device meanwhile.
+            # Other threads of the process, for example loggers, may use the device during the capture.
             with torch.cuda.graph(
                 graph, stream=_side_stream(torch.cuda.current_device()), capture_error_mode="thread_local"
             ):
@@ -67,10 +67,10 @@ class Captured:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """One stream for all captures and the calls that prepare them.
+    """Return the stream of all captures and of the calls before them.
 
-    What libraries allocate per stream is then ready before the capture, and outside of a graph's own memory,
-    which goes with the graph.
+    Libraries allocate workspaces per stream. With one stream they exist before the capture, outside of the
+    memory that belongs to the graph.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Drawing tokens on the device, with the log-prob of what was drawn."""
+"""Sample tokens on the device, with their log-probs."""
 
 import torch
 from jaxtyping import Float, Int
@@ -10,9 +10,9 @@ from lit_rlkv.kernels.token_logps import tempered
 def sample(
     logits: Float[Tensor, "batch vocab"], temperature: float, generator: torch.Generator | None
 ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Tokens drawn from softmax(logits / temperature) and their log-probs; the likeliest at temperature 0.
+    """Return tokens drawn from softmax(logits / temperature) and their log-probs; greedy at temperature 0.
 
-    argmax(p / e) with e ~ Exp(1) is a draw from p, and unlike torch.multinomial never waits for the device.
+    argmax(p / e) with e ~ Exp(1) is a draw from p and, unlike torch.multinomial, never waits for the device.
     """
     if temperature == 0:
         tokens = logits.argmax(-1)

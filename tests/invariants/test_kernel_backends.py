@@ -67,7 +67,7 @@ REPLAYED = [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma2")]
 
 
 @pytest.mark.parametrize(("policy", "family"), short_tier(REPLAYED, [("h2o", "llama"), ("h2o", "gemma2")]))
-def test_the_learner_sees_what_the_sampler_saw_when_both_run_kernels(policy: str, family: str):
+def test_replay_equals_rollout_when_both_run_kernels(policy: str, family: str):
     rollout = by_triton(policy, family)
     with using("triton"), torch.no_grad():
         gap = (replay_logps(model_of(family), rollout) - rollout.rollout_logps).abs().max()

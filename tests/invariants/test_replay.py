@@ -55,7 +55,7 @@ def gap(model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True) -> flo
 
 
 @pytest.mark.parametrize(("family", "policy", "n_kv_heads"), ALL_CASES)
-def test_replayed_log_probs_are_the_samplers(family: str, policy: str, n_kv_heads: int):
+def test_replayed_log_probs_equal_rollout_log_probs(family: str, policy: str, n_kv_heads: int):
     rollout = sampled(family, policy, n_kv_heads)
     assert gap(tiny_model(family, n_kv_heads), rollout) < TOLERANCE
     died = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)

@@ -1,4 +1,4 @@
-"""Inputs and eviction tables for the tests of shadow attention, and errors in units of plain PyTorch's own."""
+"""Inputs and eviction tables for the tests of shadow attention; errors in units of plain PyTorch's own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,9 @@
 """The choice between definitions and Triton's kernels: by name, by block, by call, or by the tensor."""
 
+import inspect
+import pkgutil
 from collections.abc import Callable, Iterator
-from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,9 +19,14 @@ from lit_rlkv.kernels.backend import (
     set_kernels,
     uses_triton,
     using,
+    with_triton,
 )
 from lit_rlkv.kernels.decode_attention import decode_attention
+from lit_rlkv.kernels.decode_attention import reference as decode_reference
+from lit_rlkv.kernels.evict import reference as evict_reference
+from lit_rlkv.kernels.shadow_attention import reference as shadow_reference
 from lit_rlkv.kernels.shadow_attention import shadow_attention, shadow_attention_with_lse
+from lit_rlkv.kernels.slot_scores import reference as score_reference
 
 ON_CPU = torch.zeros(2)
 
@@ -64,9 +71,12 @@ def test_auto_is_the_definition_on_a_cpu_even_with_the_interpreter(dtype: torch.
     assert not uses_triton(ON_CPU.to(dtype), "auto")
 
 
+FAKE = FakeTensorMode()
+
+
 def on_cuda(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor that says it is there, on any machine."""
-    with FakeTensorMode():
+    with FAKE:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
 
@@ -83,24 +93,30 @@ def test_triton_by_name_leaves_a_size_that_does_not_fit_to_the_kernel_to_refuse(
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Which implementation a call gets to: each of them raises its name."""
+    """Return which implementation a call runs: the kernels raise, the definitions run on fake tensors."""
 
-    def found(name: str, *args: Any, **settings: Any) -> None:
-        raise RuntimeError(name)
+    class KernelCalledError(Exception):
+        pass
+
+    def kernel(*args: Any, **settings: Any) -> None:
+        raise KernelCalledError
 
     def called(call: Callable[..., Any], *args: Any) -> str:
-        with pytest.raises(RuntimeError) as raised:
-            call(*args, kernels="auto")
-        return str(raised.value)
+        try:
+            with FAKE:
+                call(*args, kernels="auto")
+        except KernelCalledError:
+            return "kernel"
+        except RuntimeError:  # without CUDA a fake tensor cannot be indexed
+            pass
+        return "definition"
 
-    for path, name in {
-        "decode_attention.reference.decode_attention": "definition",
-        "decode_attention.kernel.decode_attention": "kernel",
-        "shadow_attention.reference.shadow_attention": "definition",
-        "shadow_attention.reference.shadow_attention_with_lse": "definition",
-        "shadow_attention.ops.shadow_attention_with_lse": "kernel",
-    }.items():
-        monkeypatch.setattr(f"lit_rlkv.kernels.{path}", partial(found, name))
+    for name in (
+        "decode_attention.kernel.decode_attention",
+        "shadow_attention.ops.shadow_attention",
+        "shadow_attention.ops.shadow_attention_with_lse",
+    ):
+        monkeypatch.setattr(f"lit_rlkv.kernels.{name}", kernel)
     return called
 
 
@@ -146,6 +162,51 @@ def test_a_block_restores_what_it_was_nested_in_also_after_an_error():
             raise RuntimeError("inside")
         assert uses_triton(ON_CPU)
     assert not uses_triton(ON_CPU)
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: p.default for name, p in inspect.signature(function).parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("definition", "kernel"),
+    [
+        (decode_reference.decode_attention, "decode_attention.kernel.decode_attention"),
+        (evict_reference.evict, "evict.kernel.evict"),
+        (shadow_reference.shadow_attention_with_lse, "shadow_attention.ops.shadow_attention_with_lse"),
+        *(
+            (getattr(score_reference, name), f"slot_scores.{kind}.kernel.{name}")
+            for kind, names in {
+                "keys": ("key_norm", "key_direction_similarity", "redundancy"),
+                "window": ("mean_window_attention", "peak_window_attention", "expected_attention"),
+            }.items()
+            for name in names
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_kernel_takes_the_arguments_of_its_definition(definition: Callable[..., Any], kernel: str):
+    found = parameters(pkgutil.resolve_name(f"lit_rlkv.kernels.{kernel}"))
+    found.pop("n_splits", None)
+    assert list(found.items()) == list(parameters(definition).items())
+
+
+def test_the_operation_may_be_called_by_keyword():
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        """Return a + b."""
+        return a + b
+
+    def add_in_triton(a: Tensor, b: Tensor) -> Tensor:
+        return a + b + 100
+
+    module = ModuleType("kernel")
+    module.add = add_in_triton
+    operation = with_triton(add, lambda: module, chosen_by="b")
+    assert operation.__doc__ == "Return a + b."
+    assert operation(ON_CPU.double(), b=ON_CPU, kernels="triton").tolist() == [100, 100]
+    assert operation(ON_CPU, ON_CPU).tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"not torch\.float64"):
+        operation(a=ON_CPU, b=ON_CPU.double(), kernels="triton")
 
 
 def test_the_choice_of_a_call_beats_that_of_the_process():

@@ -8,7 +8,7 @@ from lit_rlkv.kernels.shadow_attention.tiles import tiles_for
 CPU = torch.device("cpu")
 
 
-def test_what_has_no_gpu_is_cut_for_an_h100_unless_told_otherwise():
+def test_launches_without_a_gpu_are_planned_for_an_h100_by_default():
     assert describe(CPU) == H100
     with assuming(A100):
         assert describe(torch.device("meta")) == A100
@@ -19,7 +19,7 @@ def test_what_has_no_gpu_is_cut_for_an_h100_unless_told_otherwise():
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_described_as_it_is_whatever_is_assumed():
+def test_the_sizes_of_a_real_gpu_override_the_assumed_ones():
     with assuming(L40S):
         found = describe(torch.device("cuda"))
     assert found.n_multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
@@ -30,7 +30,7 @@ def test_a_program_has_what_cuda_leaves_of_a_multiprocessors_shared_memory():
     assert [device.program_bytes / 1024 for device in (H100, A100, L40S)] == [227, 163, 99]
 
 
-def test_launches_are_cut_for_the_device():
+def test_launch_sizes_depend_on_the_device():
     like = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
     forward, stages, splits = {}, {}, {}
     for device in (H100, A100, L40S):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.evict import evict
 from lit_rlkv.types import NEVER
+from tests.tiers import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -146,7 +147,7 @@ CASES = {
 
 
 @pytest.mark.usefixtures("_small_blocks")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [slow(c) if c.startswith("one key") else c for c in CASES])
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_the_pool_and_the_evictions_are_those_of_a_loop_over_keys_in_every_bit(kernels: str, case: str):
     shape, budget = CASES[case]
@@ -247,7 +248,7 @@ def test_scores_order_as_numbers_do_from_minus_infinity_to_what_is_not_a_number(
         assert sorted(kept) == list(range(len(ascending) - budget, len(ascending)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(torch.float16), torch.bfloat16])
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_scores_may_be_of_16_bits(kernels: str, dtype: torch.dtype):
     pool = make_pool(33)
@@ -264,9 +265,9 @@ def test_scores_that_only_64_bits_tell_apart_are_ties(kernels: str):
     assert bits_equal(evicted(fine, 20, kernels).evicted_at, looped(pool, 20).evicted_at)
 
 
-@pytest.mark.parametrize("score", [NAN, -NAN, torch.inf, -torch.inf, 2.0])
+@pytest.mark.parametrize("score", [slow(NAN), -NAN, slow(torch.inf), -torch.inf, slow(2.0)])
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_exactly_the_budget_survives_when_all_scores_are_equal_whatever_they_are(kernels: str, score: float):
+def test_equal_scores_keep_exactly_budget_keys(kernels: str, score: float):
     pool = small_pool([score] * 9)
     after = evicted(pool, 6, kernels, sink=0, window=0)
     assert after.columns[0, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -286,7 +287,7 @@ def test_padding_is_not_kept_and_gets_no_evicted_at(kernels: str):
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_rows_that_are_not_due_keep_every_bit_whatever_their_scores(kernels: str):
+def test_rows_that_are_not_due_do_not_change(kernels: str):
     pool = make_pool(33)
     pool.scores[1] = NAN
     pool.keys[1, 0, 3] = NAN
@@ -298,6 +299,7 @@ def test_rows_that_are_not_due_keep_every_bit_whatever_their_scores(kernels: str
     assert all(evicted(none_due, 20, kernels).same(none_due).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_all_rows_due_are_what_each_row_alone_is(kernels: str):
     pool = make_pool(33)
@@ -349,6 +351,7 @@ def test_parts_of_larger_tensors_are_evicted_in_place_and_their_surroundings_sta
     assert (table[:, [0, 1, 3]] == -5).all()
 
 
+@pytest.mark.slow
 def test_two_evictions_of_the_same_pool_agree_in_every_bit():
     pool = make_pool(63)
     assert all(evicted(pool, 40, "triton").same(evicted(pool, 40, "triton")).values())

@@ -88,7 +88,7 @@ def test_one_table_can_serve_all_heads():
     )
 
 
-def test_a_query_sees_keys_from_their_birth_until_their_evicted_at():
+def test_a_query_sees_a_key_from_its_column_until_its_eviction():
     # Key 0 dies at 2, key 1 lives on, key 2 is padding, key 3 dies at 4, which is beyond the sequence.
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 1]]
     assert visible(torch.tensor([2, NEVER, 0, 4])).int().tolist() == expected
@@ -156,7 +156,7 @@ def test_log_sum_exp_of_a_query_that_sees_nothing_is_minus_infinity():
     assert lse[0].isfinite().all()
 
 
-def test_no_gradient_reaches_a_key_after_its_evicted_at():
+def test_no_gradient_reaches_a_key_after_its_eviction():
     query, key, value, _, scaling = make_inputs(6, 1, torch.float32)
     evicted_at = torch.full((2, KV_HEADS, 6), NEVER, dtype=torch.int32)
     evicted_at[..., 2] = 4

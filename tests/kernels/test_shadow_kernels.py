@@ -14,6 +14,7 @@ from tests.kernels.shadow_cases import (
     random_evictions,
     with_gradients,
 )
+from tests.tiers import diagonal, slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ODD = (33, 2)
@@ -46,30 +47,44 @@ def _outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.launch.torch.empty", poisoned)
 
 
-# Every length and every group, with evictions of any kind and of a real schedule, not the whole cross of them.
-SHAPES = [
-    pytest.param(1, 1, None, id="one position"),
-    pytest.param(1, 2, 16, id="one position, listed"),
-    pytest.param(17, 4, 16, id="17, listed"),
-    pytest.param(33, 7, None, id="33"),
-    pytest.param(33, 2, 32, id="33, listed"),
-    pytest.param(63, 1, 16, id="63, listed"),
-    pytest.param(130, 1, None, id="130"),
-]
+# Every length and every group, with random evictions and those of a real schedule; not a full cross.
+SHAPES = {
+    "one position": (1, 1, None),
+    "one position, listed": (1, 2, 16),
+    "17, listed": (17, 4, 16),
+    "33": (33, 7, None),
+    "33, listed": (33, 2, 32),
+    "63, listed": (63, 1, 16),
+    "130": (130, 1, None),
+}
+SHORT_TIER = {
+    ("one position", torch.float16),
+    ("17, listed", torch.float32),
+    ("33, listed", torch.float16),
+    ("130", torch.float32),
+}
+"""Every branch once, in the short tier."""
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
-@pytest.mark.parametrize(("seq", "group", "block"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_kernels_are_as_accurate_as_plain_torch(seq: int, group: int, block: int | None, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (shape, dtype) if (name, dtype) in SHORT_TIER else slow(shape, dtype)
+        for name, shape in SHAPES.items()
+        for dtype in (torch.float32, torch.float16)
+    ],
+)
+def test_kernels_are_as_accurate_as_plain_torch(shape: tuple[int, int, int | None], dtype: torch.dtype):
+    seq, group, block = shape
     assert seq in LENGTHS
     assert group in GROUPS
     assert max(errors(make_case(seq, group, random_evictions(seq)), dtype, block)) <= bound(dtype)
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_slots_that_change_hands_many_times_give_every_key_its_own_gradient(dtype: torch.dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float16)])
+def test_keys_that_share_a_slot_over_time_get_their_own_gradients(dtype: torch.dtype):
     evicted_at = cache_evictions(130)
     plan = layer_plan(evicted_at, 16)
     n_living = (evicted_at > torch.arange(130)).sum(-1)
@@ -93,9 +108,9 @@ CHANGES = {
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
-@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
-@pytest.mark.parametrize(("shape", "evicted_at"), CHANGES.values(), ids=CHANGES)
-def test_kernels_take_whatever_models_and_caches_give(shape: dict, evicted_at: Tensor, block: int | None):
+@pytest.mark.parametrize(("change", "block"), diagonal(CHANGES, [None, 16]))
+def test_kernels_are_accurate_for_all_shapes_and_eviction_tables(change: str, block: int | None):
+    shape, evicted_at = CHANGES[change]
     assert max(errors(make_case(33, 2, evicted_at, **shape), torch.float32, block)) <= bound(torch.float32)
 
 
@@ -168,7 +183,7 @@ def test_the_comparison_catches_query_heads_in_another_order():
     assert min(excess_errors(swapped, case, torch.float32).values()) > 10.0
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
+@pytest.mark.parametrize("block", [slow(None), 16])
 def test_two_calls_agree_bit_for_bit(block: int | None):
     case = make_case(*SHORT, random_evictions(17)).to(torch.float16).to(DEVICE)
     plan = layer_plan(case.evicted_at, block) if block else None
@@ -176,7 +191,7 @@ def test_two_calls_agree_bit_for_bit(block: int | None):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
+@pytest.mark.parametrize("block", [None, slow(16)])
 def test_the_layout_of_inputs_in_memory_does_not_matter(block: int | None):
     case = make_case(*SHORT, random_evictions(17)).to(torch.float32).to(DEVICE)
     plan = layer_plan(case.evicted_at, block) if block else None

@@ -47,7 +47,7 @@ TABLES = {
 
 @pytest.mark.parametrize("block", [1, 8, 16, 128])
 @pytest.mark.parametrize("evicted_at", TABLES.values(), ids=TABLES)
-def test_keys_that_live_in_the_same_block_never_share_a_slot(evicted_at: Tensor, block: int):
+def test_keys_cached_in_the_same_block_never_share_a_slot(evicted_at: Tensor, block: int):
     assert collisions(layer_plan(evicted_at, block), evicted_at) == 0
 
 
@@ -111,7 +111,7 @@ def test_one_plan_serves_all_layers_and_each_takes_its_own():
     assert torch.equal(shared.layer(5).slot_of, shared.layer(0).slot_of)
 
 
-def test_there_is_no_plan_where_too_few_keys_die():
+def test_there_is_no_plan_if_too_few_keys_are_evicted():
     dense = torch.full((1, 1, 1, 100), NEVER).int()
     assert plan_slots(dense, 2) is None
     # Keys could live in 2 x (50 + .. + 1) = 2550 blocks; the first 10 take 480 of them, the first 20 910:
@@ -135,7 +135,7 @@ def test_there_is_no_plan_where_tables_would_outgrow_the_sequence(monkeypatch: p
 
 @pytest.mark.parametrize("block", [0, 3, 256])
 def test_blocks_that_tables_cannot_hold_are_refused(block: int):
-    with pytest.raises(ValueError, match=f"block={block} is no power of two from 1 to 128"):
+    with pytest.raises(ValueError, match=f"block must be a power of two from 1 to 128, got {block}"):
         plan_slots(torch.zeros(1, 1, 1, 4).int(), block)
 
 

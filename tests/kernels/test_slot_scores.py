@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels import slot_scores
 from tests.kernels.accuracy import GROUPS, LENGTHS, bound, excess_error
+from tests.tiers import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -195,12 +196,18 @@ SHAPES = [
     # More queries and more slots than one block holds.
     Shape(n_slots=LENGTHS[4], group=GROUPS[2], window=40, dim=8, dim_v=12),
 ]
+SHORT = {(1, torch.float32), (3, torch.float16)}
+"""Shapes and precisions of the short tier."""
+ACCURACY_CASES = [
+    (shape, dtype) if (i, dtype) in SHORT else slow(shape, dtype)
+    for i, shape in enumerate(SHAPES)
+    for dtype in (torch.float32, torch.float16)
+]
 AT_REAL_SIZE = Shape(n_slots=1152, group=4, window=16, dim=128, dim_v=128, batch=64, kv_heads=8)
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.n_slots}slots-{shape.window}queries")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize(("shape", "dtype"), ACCURACY_CASES)
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_scores_are_as_accurate_as_float32(name: str, kernels: str, dtype: torch.dtype, shape: Shape):
@@ -289,7 +296,7 @@ def test_rows_that_are_not_due_score_zero_and_change_no_other_row(name: str, ker
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - {"key_norm"}))
-def test_what_padding_holds_changes_no_score_of_a_live_key(name: str, kernels: str):
+def test_the_content_of_padding_does_not_change_scores(name: str, kernels: str):
     inputs = make_inputs(SHAPES[1])
     junk = torch.where(inputs.is_live[..., None], inputs.keys, 1e3)
     scores = score(name, replace(inputs, keys=junk), kernels)
@@ -310,6 +317,7 @@ def test_strided_and_misaligned_inputs_score_as_contiguous_ones_do(name: str):
     assert torch.equal(score(name, strided, "triton"), score(name, inputs, "triton"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_two_calls_agree_in_every_bit(name: str):
     inputs = make_inputs(SHAPES[2])

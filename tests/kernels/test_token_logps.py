@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_rlkv.kernels.backend import is_interpreted, using
 from lit_rlkv.kernels.token_logps import policy_kl, token_logps, token_logps_and_entropy
 from tests.kernels.accuracy import excess_error
+from tests.tiers import diagonal, slow
 
 # numpy speaks of -inf - -inf, which the kernels meet and do not add up.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -227,8 +228,7 @@ def test_a_head_called_frozen_that_learns_is_refused():
         token_logps(p, trained, make_tokens(), 1.0, VOCAB, head_is_frozen=True)
 
 
-@pytest.mark.parametrize("trained", ["p", "q", "neither"])
-@pytest.mark.parametrize("is_linearised", [False, True])
+@pytest.mark.parametrize(("trained", "is_linearised"), diagonal(["p", "q", "neither"], [False, True]))
 def test_a_side_of_the_kl_that_needs_no_gradient_gets_none(trained: str, is_linearised: bool):
     def run(trained: str, *, is_linearised: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         p, q = make_hidden(1).detach(), make_hidden(2).detach()
@@ -255,7 +255,7 @@ def test_a_head_behind_a_stop_gradient_gives_its_side_none():
     assert q.grad is not None
 
 
-@pytest.mark.parametrize("is_linearised", [False, True])
+@pytest.mark.parametrize("is_linearised", [slow(False), True])
 def test_activation_checkpointing_around_it_changes_nothing(is_linearised: bool):
     head, tokens = CountingHead(is_frozen=True), make_tokens()
 
@@ -292,7 +292,7 @@ def test_under_autocast_the_logits_are_16_bit_and_the_results_float32(is_lineari
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize("is_linearised", [False, True])
+@pytest.mark.parametrize("is_linearised", [False, slow(True)])
 def test_compiled_it_gives_the_same(is_linearised: bool):
     head, tokens = nn.Linear(DIM, VOCAB, bias=False).requires_grad_(False), make_tokens()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.token_logps import kernel, operations, reference
 from tests.kernels.accuracy import bound, excess_error
+from tests.tiers import diagonal
 
 # numpy speaks of -inf - -inf and of log 0, which the kernels meet and do not add up.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
@@ -97,9 +98,7 @@ def kl_error(function: Kl, shape: tuple[int, int], kind: str, dtype: torch.dtype
     return worst(kl_results(function, p, q, upstream), plain, truth)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "kind", "dtype"), diagonal(SHAPES, KINDS, DTYPES))
 def test_rows_are_as_accurate_as_torch(shape: tuple[int, int], kind: str, dtype: torch.dtype):
     assert chosen_error(operations.chosen_logps_and_entropy, shape, kind, dtype) <= bound(dtype)
     assert kl_error(operations.kl_of_logits, shape, kind, dtype) <= bound(dtype)

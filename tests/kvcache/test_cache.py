@@ -142,7 +142,7 @@ class SlowSequence:
 
 @cache
 def slow_table(policy: str, lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Eviction table [batch, layer, kv_head, seq] in columns, padding dead at 0; outputs as of `run_cache`."""
+    """Eviction table [batch, layer, kv_head, seq], 0 on padding; and outputs as of `run_cache`."""
     states = random_states()
     evicted_at = torch.zeros(len(LENS), LAYERS, KV_HEADS, WIDTH + N_STEPS, dtype=torch.int32)
     outs = torch.zeros(LAYERS, len(LENS), KV_HEADS * GROUP, WIDTH + N_STEPS, DIM)
@@ -158,7 +158,7 @@ def slow_table(policy: str, lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("lens", [LENS, EQUAL], ids=["ragged", "equal"])
 @pytest.mark.parametrize("policy", DETERMINISTIC)
-def test_deaths_and_outputs_are_those_of_a_slow_simulation(policy: str, lens: tuple[int, ...]):
+def test_evictions_and_outputs_match_a_slow_simulation(policy: str, lens: tuple[int, ...]):
     states = random_states()
     kv = make_cache(CacheSpec(policy=policy, **SPEC), lens)
     outs = run_cache(kv, states, lens)
@@ -173,7 +173,7 @@ def test_the_simulation_tells_policies_apart():
     assert not any(torch.equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
 
 
-def test_padding_is_dead_at_birth_and_the_prompt_survivors_of_a_long_prompt_die_at_its_end():
+def test_padding_is_evicted_at_0_and_a_long_prompt_evicts_at_its_end():
     kv = make_cache(CacheSpec(policy="streaming", **SPEC))
     prefill_all(kv)
     # Row 0: 13 tokens, budget 8: the sink 0 and the last seven (6..12) stay, 1..5 die at column 13.

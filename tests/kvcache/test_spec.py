@@ -15,7 +15,7 @@ def _as_users_run_it() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_slots_are_budget_plus_interval_whatever_the_length():
+def test_slots_are_budget_plus_interval_for_any_length():
     spec = CacheSpec(policy="snapkv", budget=512, interval=128)
     assert spec.n_slots(100) == spec.n_slots(100_000) == 640
 
@@ -60,7 +60,9 @@ def test_counts_below_their_least_are_refused(name: str, least: int):
 
 
 def test_sinks_and_window_must_leave_a_slot_to_choose():
-    message = r"sink=4 \+ window=16 leave no slot to choose in budget=20; raise budget or lower them"
+    message = (
+        r"budget must be at least sink \+ window \+ 1 = 21, got 20; raise the budget, or lower sink or window"
+    )
     with pytest.raises(ValueError, match=message):
         CacheSpec(budget=20, sink=4, window=16)
     assert CacheSpec(budget=21, sink=4, window=16).budget == 21

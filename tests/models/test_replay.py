@@ -37,7 +37,7 @@ def sampled(cache: CacheSpec = SPEC, temperature: float = 1.0, eos: int | None =
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_a_temperature_without_log_probs_is_refused(temperature: float):
-    with pytest.raises(ValueError, match=rf"temperature={temperature} has no log-probs, .*; raise it"):
+    with pytest.raises(ValueError, match=rf"temperature must be above 0, got {temperature}; greedy decoding"):
         replay_logps(tiny_model(), sampled(), temperature=temperature)
 
 
@@ -49,7 +49,7 @@ def test_log_probs_are_those_of_the_sampler_at_its_temperature(temperature: floa
     assert gap < 1e-4 < 1e-1 < wrong
 
 
-def test_log_probs_stand_at_their_actions_and_zero_elsewhere():
+def test_log_probs_are_at_the_response_tokens_and_zero_elsewhere():
     rollout = sampled()
     logps = replay_logps(tiny_model(), rollout)
     assert (logps[rollout.response_mask] < 0).all()
@@ -180,7 +180,7 @@ def test_the_head_is_called_once_per_chunk_if_it_is_frozen_and_twice_if_it_train
         torch.testing.assert_close(a, b)
 
 
-def test_padding_is_dead_also_in_a_table_that_says_nothing_of_it():
+def test_padding_is_masked_even_if_the_table_does_not_mark_it():
     attention_mask = torch.tensor([[False, True, True, True], [True, True, True, False]])
     rollout = Rollout(
         input_ids=torch.ones(2, 4, dtype=torch.long),
@@ -194,7 +194,7 @@ def test_padding_is_dead_also_in_a_table_that_says_nothing_of_it():
     assert replay_evicted_at(rollout)[:, 0, 0].tolist() == [[0, 4, 4, 4], [3, 3, 3, 0]]
 
 
-def test_padding_is_dead_on_both_sides_and_all_else_ends_with_its_row():
+def test_padding_is_evicted_at_0_and_other_keys_at_the_end_of_their_row():
     rollout = sampled()
     assert (~rollout.attention_mask[:, -1]).any()  # some row ended early
     evicted_at = replay_evicted_at(rollout)

@@ -34,15 +34,15 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
 
-class Recorded:
-    """In place of `Captured`: two calls as they are, then one that is recorded, then replays.
+class RecordedRunner:
+    """Stand-in for `CudaGraphRunner`: runs two calls, records the third, and replays it from then on.
 
-    Eviction's plain definition asks which rows are full, so only the decode step is recorded.
+    Only the decode step is recorded, because eviction's definition reads on the host which rows are full.
     """
 
     n_replays = 0
 
-    def __init__(self, generator: torch.Generator | None, *, captures: bool) -> None:
+    def __init__(self, generator: torch.Generator | None, *, is_enabled: bool) -> None:
         self.n_calls = 0
         self.recording = Recording()
 
@@ -51,7 +51,7 @@ class Recorded:
         is_step = function.__name__ == "_decode"
         if is_step and self.n_calls > 3:
             self.recording.replay()
-            Recorded.n_replays += 1
+            RecordedRunner.n_replays += 1
         elif is_step and self.n_calls == 3:
             with self.recording:
                 function()

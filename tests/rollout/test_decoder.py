@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,12 +13,18 @@ from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, build, ragged_prompts, tiny_config, tiny_model
-from tests.rollout.recorded import Recorded, Recording
+from tests.rollout.recorded import RecordedRunner, Recording
+from tests.tiers import diagonal, slow
 
 LENS = (14, 9, 4, 1, 11, 6)
 N_NEW = 24
 DETERMINISTIC = sorted({*POLICIES, "dense"} - {"random"})
 REPLAY_TOLERANCE = 1e-4
+
+
+def some_of(policies: Iterable[str]) -> list[Any]:
+    """A policy of each kind of evidence in the short tier: attention, queries, keys; and none evicted."""
+    return [p if p in ("h2o", "snapkv", "keydiff", "dense") else slow(p) for p in policies]
 
 
 def spec_of(policy: str) -> CacheSpec:
@@ -69,10 +76,10 @@ class Forwards:
         self.hook.remove()
 
 
-@pytest.mark.parametrize("policy", DETERMINISTIC)
+@pytest.mark.parametrize("policy", some_of(DETERMINISTIC))
 def test_greedy_samples_of_a_prompt_are_those_of_the_prompt_given_again(policy: str):
     input_ids, is_prompt = ragged_prompts(LENS)
-    together = run(policy, temperature=0.0, n_samples=3)
+    together = run(policy, temperature=0.0, num_return_sequences=3)
     settings = {"cache": spec_of(policy), "max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": PAD}
     again = generate(
         tiny_model(),
@@ -86,14 +93,14 @@ def test_greedy_samples_of_a_prompt_are_those_of_the_prompt_given_again(policy: 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples():
     with Forwards() as forwards:
-        rollout = run(n_samples=4)
+        rollout = run(num_return_sequences=4)
     assert forwards.shapes[0] == (len(LENS), max(LENS))
     assert set(forwards.shapes[1:]) == {(4 * len(LENS), 1)}
     assert len(rollout.input_ids) == 4 * len(LENS)
 
 
 def test_samples_of_a_prompt_differ_and_under_random_eviction_keep_different_keys_of_it():
-    rollout = run("random", n_samples=2)
+    rollout = run("random", num_return_sequences=2)
     assert not torch.equal(rollout.input_ids[0], rollout.input_ids[1])
     # Prompt 0 has 14 tokens and the budget is 8: six die at its end, in each sample others.
     dies_with_prompt = rollout.evicted_at[:2, ..., :14] == 14
@@ -103,15 +110,14 @@ def test_samples_of_a_prompt_differ_and_under_random_eviction_keep_different_key
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "tova", "expected", "dense"])
 def test_samples_of_a_prompt_share_what_is_kept_of_it(policy: str):
-    rollout = run(policy, n_samples=2)
+    rollout = run(policy, num_return_sequences=2)
     at_prefill = rollout.evicted_at[..., :14] == 14
     assert torch.equal(at_prefill[0::2], at_prefill[1::2])
     assert not torch.equal(rollout.input_ids[0], rollout.input_ids[1])
 
 
-@pytest.mark.parametrize("policy", DETERMINISTIC)
-@pytest.mark.parametrize("max_rows", [2, 5])
-def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: int):
+@pytest.mark.parametrize(("policy", "max_rows"), diagonal(DETERMINISTIC, [2, 5]))
+def test_waiting_prompts_give_the_same_greedy_rollout(policy: str, max_rows: int):
     settings = {"temperature": 0.0, "eos_token_id": stops(run(policy, temperature=0.0))}
     everyone = run(policy, **settings)
     lengths = everyone.response_mask.sum(dim=1)
@@ -121,9 +127,9 @@ def test_prompts_that_wait_give_the_same_greedy_rollout(policy: str, max_rows: i
     assert waited.kv_bytes * len(LENS) == everyone.kv_bytes * max_rows
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_rows_wrote_one_after_the_other_is_replayed_exactly(policy: str):
-    rollout = run(policy, eos_token_id=stops(run(policy)), n_samples=2, max_rows=4)
+@pytest.mark.parametrize("policy", some_of(POLICIES))
+def test_sequences_that_reuse_a_row_are_replayed_exactly(policy: str):
+    rollout = run(policy, eos_token_id=stops(run(policy)), num_return_sequences=2, max_rows=4)
     assert len(rollout.response_mask.sum(dim=1).unique()) >= 3
     assert ((rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)).any(dim=-1).float().mean() > 0.3
     assert gap(rollout) < REPLAY_TOLERANCE
@@ -146,7 +152,7 @@ def test_a_row_that_comes_free_is_taken_before_the_others_have_ended():
 
 def test_the_samples_of_a_prompt_wait_until_all_of_them_find_a_row():
     with Forwards() as forwards:
-        run(n_samples=2, max_rows=5)
+        run(num_return_sequences=2, max_rows=5)
     assert forwards.shapes[0] == (2, max(LENS))  # five rows hold two groups of two
     assert forwards.shapes[1] == (4, 1)
 
@@ -170,17 +176,16 @@ def test_the_cache_is_freed_with_the_rollout_not_at_the_next_garbage_collection(
         gc.enable()
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "dense"])
-@pytest.mark.parametrize("max_rows", [None, 2])
+@pytest.mark.parametrize(("policy", "max_rows"), diagonal([*POLICIES, "dense"], [None, 2]))
 def test_a_step_replayed_without_its_python_gives_the_same_rollout(
     policy: str, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     settings: dict[str, Any] = {"max_rows": max_rows, "eos_token_id": stops(run(policy))}
     plain = run(policy, **settings)
-    monkeypatch.setattr("lit_rlkv.rollout.decoder.Captured", Recorded)
-    before = Recorded.n_replays
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.CudaGraphRunner", RecordedRunner)
+    before = RecordedRunner.n_replays
     assert same(run(policy, **settings), plain)
-    assert Recorded.n_replays > before + 5
+    assert RecordedRunner.n_replays > before + 5
 
 
 def test_a_recording_of_a_step_that_python_steers_does_not_replay():
@@ -206,8 +211,11 @@ def test_a_recording_refuses_what_waits_for_the_device():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_samples": 0}, "n_samples=0 asks for no response; give at least 1"),
-        ({"n_samples": 3, "max_rows": 2}, "max_rows=2 has no room for the 3 samples of one prompt"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be at least 1, got 0"),
+        (
+            {"num_return_sequences": 3, "max_rows": 2},
+            "max_rows must be at least num_return_sequences=3, got 2",
+        ),
         ({"cuda_graph": True}, "cuda_graph=true needs a model on CUDA, and this one is on cpu"),
     ],
 )

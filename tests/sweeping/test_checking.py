@@ -27,7 +27,7 @@ def test_all_combinations_are_checked_but_each_seed_only_once(tmp_path):
         ),
         (
             with_parameters(cache__budget={"values": [16, 4]}),
-            "leave no slot to choose in budget=4.*cache.budget=4",
+            "got 4; raise the budget.*cache.budget=4",
         ),
         (
             with_parameters(cache={"parameters": {"policy": {"values": ["lru"]}}}),
@@ -38,7 +38,7 @@ def test_all_combinations_are_checked_but_each_seed_only_once(tmp_path):
             "distillation=x is no option",
         ),
         (with_parameters(optimizer__lr={"values": ["fast"]}), "optimizer.lr=fast is not a number"),
-        (with_parameters(BAYES, cache__budget={"min": 2, "max": 20}), "leave no slot to choose in budget=2"),
+        (with_parameters(BAYES, cache__budget={"min": 2, "max": 20}), "got 2; raise the budget"),
         (
             GRID | {"metric": {"name": "eval/acuracy"}},
             "'eval/acuracy' is logged by rl and eval of no run; did you mean 'eval/accuracy'",

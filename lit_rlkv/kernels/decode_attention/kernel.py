@@ -22,7 +22,6 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
@@ -203,18 +202,9 @@ def _merge(
 
 @on_its_device
 def decode_attention(
-    query: Float[Tensor, "batch kv_head group dim"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    values: Float[Tensor, "batch kv_head slot dim_v"],
-    n_live: Int[Tensor, " batch"],
-    scaling: float,
-    *,
-    softcap: float | None = None,
-    received: Float32[Tensor, "batch kv_head slot"] | None = None,
-    accumulates: bool = False,
-    n_splits: int | None = None,
-) -> Float[Tensor, "batch kv_head group dim_v"]:
-    """As `reference.py` defines it; `n_splits` overrides the choice of programs that share a pair's slots."""
+    query, keys, values, n_live, scaling, *, softcap=None, received=None, accumulates=False, n_splits=None
+):
+    """Run the definition's operation; `n_splits` overrides how many programs share a pair's slots."""
     query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
     launch = plan(query, keys, values, n_splits)
     is_split = launch.n_splits > 1
@@ -253,5 +243,5 @@ def decode_attention(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of products: float32 as float32, not in the tensor cores' shorter format."""
+    """Return the precision of products: full float32 for float32 inputs, not TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"

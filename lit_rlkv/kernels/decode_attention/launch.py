@@ -1,4 +1,4 @@
-"""How a decode-attention call is cut: by shapes, dtype and device alone, so that no timing moves a result."""
+"""Launch sizes of decode attention, from shapes, dtype and device alone: no timing changes a result."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,22 @@ from torch import Tensor
 from lit_rlkv.kernels.device import describe
 
 BLOCK_BYTES = 16_384
-"""Of keys, and of values, that a program takes at once."""
+"""Bytes of keys, and of values, that a program takes at once."""
 MAX_BLOCK = 128
 """Slots of it: with more, for which heads of few dimensions leave room, registers overflow."""
 MAX_LOGITS = 1024
-"""Of a block, for each warp: the same where the query heads of a group are many."""
+"""Logits of a block per warp; with more, which many query heads make, registers overflow too."""
 MAX_QUERY_BYTES = 65_536
-"""Of the query heads of a group, all of which a program holds: beside more there is no room for keys."""
+"""Bytes of the query heads of a group, all of which a program holds; more leave no room for keys."""
 MIN_SPLIT_SLOTS = 256
 """Below it a program's start weighs more than its share of the bytes."""
 MAX_SPLITS = 128
-"""What the merging kernel holds in one tile."""
+"""Splits that the merging kernel holds in one tile."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Of the kernel that attends."""
+    """Launch sizes of the kernel that attends."""
 
     n_splits: int
     """Programs that share the slots of one row and KV head."""
@@ -36,9 +36,16 @@ class Launch:
 
 
 def fits(
-    query: Float[Tensor, "batch kv_head group dim"], values: Float[Tensor, "batch kv_head slot dim_v"]
+    query: Float[Tensor, "batch kv_head group dim"],
+    keys: Float[Tensor, "batch kv_head slot dim"],
+    values: Float[Tensor, "batch kv_head slot dim_v"],
+    *args: object,
+    **kwargs: object,
 ) -> bool:
-    """Whether they can on an L40S, A100 or H100; in 16 bit they can for 128 heads of 256 dimensions."""
+    """Return True if one program can hold the query heads of a group on an L40S, A100 or H100.
+
+    Takes the arguments of `decode_attention`. In 16 bit 128 heads of 256 dimensions fit.
+    """
     return _query_bytes(query, values) <= MAX_QUERY_BYTES
 
 
@@ -56,7 +63,7 @@ def plan(
     values: Float[Tensor, "batch kv_head slot dim_v"],
     n_splits: int | None = None,
 ) -> Launch:
-    """The launch of a call; `n_splits` overrides the choice."""
+    """Return the launch sizes of a call; `n_splits` overrides the choice."""
     n_pairs, group, n_slots = query.shape[0] * query.shape[1], query.shape[2], keys.shape[2]
     device = describe(query.device)
     if n_splits is None:
@@ -91,7 +98,7 @@ def choose_n_splits(n_pairs: int, n_slots: int, n_multiprocessors: int) -> int:
 
 
 def padded(size: int) -> int:
-    """The power of two, 16 at least, that tiles and matrix instructions take."""
+    """Return the power of two, at least 16, that tiles and matrix instructions take."""
     return max(16, power_of_2(size))
 
 
@@ -101,5 +108,5 @@ def shared_block(n_logits: int, group: int, n_slots: int) -> int:
 
 
 def power_of_2(size: int) -> int:
-    """The first that is not below `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

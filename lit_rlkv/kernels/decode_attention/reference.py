@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over the slot pool: the definition."""
+"""Definition of decode attention: one new token per sequence over the slot pool."""
 
 import torch
 from jaxtyping import Float, Float32, Int
@@ -16,15 +16,26 @@ def decode_attention(
     received: Float32[Tensor, "batch kv_head slot"] | None = None,
     accumulates: bool = False,
 ) -> Float[Tensor, "batch kv_head group dim_v"]:
-    """Its signature's meaning stands with `lit_rlkv.kernels.decode_attention.decode_attention`."""
+    """Return softmax(q·kᵀ·scaling) v over the first `n_live` slots of each row; 0 for a row without any.
+
+    The other slots must hold finite numbers. Never waits for the device, so a call can be captured in a CUDA
+    graph.
+
+    Args:
+        softcap: logits become softcap · tanh(logits / softcap) before the softmax.
+        received: written in place: the probability that each slot received, as the mean over the query heads
+            of its group; 0 in unused slots.
+        accumulates: add to `received` instead of overwriting it; the newest key, in slot n_live - 1, starts
+            from 0.
+    """
     slot = torch.arange(keys.shape[2], device=keys.device)
-    is_dead = (slot >= n_live[:, None])[:, None]
+    is_unused = (slot >= n_live[:, None])[:, None]
     logits = (query @ keys.transpose(-1, -2)).float() * scaling
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
-    probs = logits.masked_fill(is_dead[:, :, None], -torch.inf).softmax(-1)
-    # Zeros already, but in a row without a live slot, which has no softmax.
-    probs = probs.masked_fill(is_dead[:, :, None], 0.0)
+    probs = logits.masked_fill(is_unused[:, :, None], -torch.inf).softmax(-1)
+    # Already 0, except in a row without any key, whose softmax is NaN.
+    probs = probs.masked_fill(is_unused[:, :, None], 0.0)
     if received is not None:
         share = probs.mean(dim=2)
         if accumulates:

@@ -22,10 +22,10 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_its_device
+from lit_rlkv.kernels.evict.reference import check_budget
 
 CHOOSE_BLOCK = 1024
 """Slots counted at once."""
@@ -199,28 +199,11 @@ def _move(
 
 
 @on_its_device
-def evict(
-    scores: Float[Tensor, "batch kv_head slot"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    values: Float[Tensor, "batch kv_head slot dim_v"],
-    columns: Int[Tensor, "batch kv_head slot"],
-    attention: Float[Tensor, "batch kv_head slot"] | None,
-    evicted_at: Int[Tensor, "batch kv_head seq"],
-    is_due: Bool[Tensor, " batch"],
-    now: Int[Tensor, " batch"],
-    first: Int[Tensor, " batch"],
-    *,
-    budget: int,
-    sink: int,
-    window: int,
-) -> None:
-    """See `lit_rlkv.kernels.evict.evict`; what changes in place is contiguous in its last dimension."""
-    for name, tensor in {
-        "keys": keys,
-        "values": values,
-        "columns": columns,
-        "evicted_at": evicted_at,
-    }.items():
+def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, first, *, budget, sink, window):
+    """Run the definition's operation in Triton; the last dimension of what changes must be contiguous."""
+    check_budget(budget, scores)
+    in_place = {"keys": keys, "values": values, "columns": columns, "evicted_at": evicted_at}
+    for name, tensor in in_place.items():
         _check_contiguous(name, tensor)
     if attention is not None:
         _check_contiguous("attention", attention)

@@ -1,4 +1,4 @@
-"""Which keys survive a compaction, and where they move: the definition."""
+"""Definition of an eviction: which keys are kept, and where they move."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +20,27 @@ def evict(
     sink: int,
     window: int,
 ) -> None:
-    """Compact the due rows in place to the chosen survivors; record the evictions of the others."""
+    """Compact each due row of a pool to the `budget` keys of highest score, and record the evictions.
+
+    The `sink` first tokens (columns below first + sink) and the `window` last (columns from now - window on)
+    are kept before all others. Equal scores keep the earlier key. NaN counts as the highest score, as in
+    torch's sort. Kept keys move to the front in the order of their columns; the slots behind them keep their
+    old content.
+
+    Args:
+        scores: read before anything moves, so it may be `attention` itself. Compared in float32.
+        keys, values, columns: the pool, changed in place. In a due row all slots are taken, in the order of
+            their columns.
+        attention: a running score that moves along with its key, in place; None if there is none.
+        evicted_at: first query column that no longer sees the key of each column, written in place.
+        is_due: rows to compact.
+        now: first column whose query no longer sees the evicted keys: the newest column + 1.
+        first: column of the first token; earlier columns are padding, never kept and never recorded.
+
+    Raises:
+        ValueError: `budget` is above the number of slots.
+    """
+    check_budget(budget, scores)
     rows = due_rows(is_due)
     due_columns, due_now, due_first = columns[rows].long(), now[rows], first[rows]
     limits = {"budget": budget, "sink": sink, "window": window}
@@ -28,16 +48,25 @@ def evict(
 
     is_kept = torch.zeros_like(due_columns, dtype=torch.bool).scatter(2, kept, True)
     is_evicted = ~is_kept & (due_columns >= due_first[:, None, None])
-    died_at = due_now[:, None, None].to(evicted_at.dtype)
-    evictions = evicted_at[rows]
-    died_at = torch.where(is_evicted, died_at, evictions.gather(2, due_columns))
-    evicted_at[rows] = evictions.scatter(2, due_columns, died_at)
+    recorded = evicted_at[rows]
+    now_of_slot = due_now[:, None, None].to(evicted_at.dtype)
+    of_slot = torch.where(is_evicted, now_of_slot, recorded.gather(2, due_columns))
+    evicted_at[rows] = recorded.scatter(2, due_columns, of_slot)
 
     keys[rows, :, :budget] = take_slots(keys[rows], kept)
     values[rows, :, :budget] = take_slots(values[rows], kept)
     columns[rows, :, :budget] = columns[rows].gather(2, kept)
     if attention is not None:
         attention[rows, :, :budget] = attention[rows].gather(2, kept)
+
+
+def check_budget(budget: int, scores: Tensor) -> None:
+    """Raise a ValueError if the pool has fewer slots than `budget`."""
+    if budget > scores.shape[-1]:
+        raise ValueError(
+            f"budget={budget} exceeds the pool's {scores.shape[-1]} slots, so there is nothing to evict; "
+            "lower the budget or allocate more slots"
+        )
 
 
 def choose_survivors(
@@ -50,7 +79,7 @@ def choose_survivors(
     sink: int,
     window: int,
 ) -> Int[Tensor, "batch kv_head budget"]:
-    """The slots to keep, in the order of their columns, which is that of the slots."""
+    """Return the slots to keep, in ascending order."""
     is_protected = columns < (first + sink)[:, None, None]
     is_protected |= columns >= (now - window)[:, None, None]
     scores = scores.float().masked_fill(is_protected, torch.inf)
@@ -61,14 +90,14 @@ def choose_survivors(
 
 
 def due_rows(is_due: Bool[Tensor, " batch"]) -> Int[Tensor, " due"] | slice:
-    """Rows to pick; of a whole batch a slice, because picking its rows would copy the pool for nothing."""
+    """Return the indices of the due rows, or a slice if all are due, which saves a copy of the pool."""
     return slice(None) if bool(is_due.all()) else is_due.nonzero().flatten()
 
 
 def take_slots(
     pool: Float[Tensor, "batch kv_head slot dim"], slots: Int[Tensor, "batch kv_head kept"]
 ) -> Float[Tensor, "batch kv_head kept dim"]:
-    """The chosen slots of each row and head, moved as whole vectors; gather would move single numbers."""
+    """Return the vectors of the chosen slots; faster than `gather`, which moves single numbers."""
     n_pools, n_slots = pool.shape[0] * pool.shape[1], pool.shape[2]
     start = torch.arange(n_pools, device=pool.device).view(*pool.shape[:2], 1) * n_slots
     vectors = pool.reshape(-1, pool.shape[-1])

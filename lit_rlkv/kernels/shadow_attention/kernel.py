@@ -1,6 +1,7 @@
 """Shadow attention in Triton, forward and backward.
 
-    out[q] = Σ_k p[q, k] v[k],  p[q, k] = exp(s[q, k] - lse[q]),  s[q, k] = q·k scaling,  k <= q < evicted_at[k]
+    out[q] = Σ_k p[q, k] v[k],  p[q, k] = exp(s[q, k] - lse[q]),  s[q, k] = q·k scaling,
+    over the keys k <= q < evicted_at[k]
     ds[q, k] = p[q, k] (d_out[q]·v[k] - delta[q]),  delta[q] = d_out[q]·out[q] - d_lse[q]
     dq[q] = scaling Σ_k ds[q, k] k,  dk[k] = scaling Σ_q ds[q, k] q,  dv[k] = Σ_q p[q, k] d_out[q]
 
@@ -11,8 +12,8 @@ keys in registers; where a slot changes hands, the finished row goes out and the
 Contiguous: the same without tables, in the order of position up to the diagonal. Either way every pair of
 query and key is tested, so that both are exact.
 
-An entry of a table is `key << 8 | left`, `left` being how many queries of the block come before the evicted_at of
-the key, at most all of them; 0 is an empty place.
+An entry of a table is `key << 8 | left`, where `left` counts the queries of the block before the key's
+eviction; 0 is an empty place.
 
 Axis 0 of every grid is the heads of all sequences, because CUDA bounds the other two at 65,535.
 """

@@ -1,4 +1,4 @@
-"""Launching shadow attention's Triton kernels: what they are given, and the tiles they work in."""
+"""Launch the Triton kernels of shadow attention."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ A constant, so that results do not depend on the device."""
 
 @dataclass(frozen=True)
 class Inputs:
-    """What forward and backward pass have in common; the last dimension of the tensors is contiguous."""
+    """Inputs of forward and backward pass; the last dimension of the tensors is contiguous."""
 
     query: Float[Tensor, "batch head seq dim"]
     key: Float[Tensor, "batch kv_head seq dim"]
@@ -46,11 +46,11 @@ class Inputs:
 
     @property
     def tiles(self) -> TilesOfPasses:
-        """Of all passes, for the wider of the two head dimensions."""
+        """Tile sizes of all passes, for the wider of the two head dimensions."""
         return tiles_for(self.query, max(_width(self.query.shape[-1]), _width(self.value.shape[-1])))
 
     def arguments(self, tiles: Tiles) -> dict[str, Any]:
-        """What all passes take, by name: tensors, numbers, and what the kernels are compiled for."""
+        """Return the arguments of all passes, by name: tensors, numbers and compile-time constants."""
         logits = {"inner": 0.0, "outer": self.scaling * LOG2E}
         if self.softcap is not None:
             logits = {"inner": self.scaling / self.softcap, "outer": self.softcap * LOG2E}
@@ -90,7 +90,7 @@ def forward(inputs: Inputs) -> tuple[Float[Tensor, "batch head seq dim_v"], Floa
     """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp."""
     batch, n_heads, seq, _ = inputs.query.shape
     arguments = inputs.arguments(_ahead(inputs, inputs.tiles.forward))
-    table, n_listed = _live_keys(inputs)
+    table, n_listed = _cached_keys(inputs)
     out = by_position(inputs.value, n_heads)
     lse = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
     grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
@@ -124,7 +124,7 @@ def backward(
 def _query_gradients(inputs: Inputs, common: dict[str, Any]) -> Float[Tensor, "batch head seq dim"]:
     batch, n_heads, seq, _ = inputs.query.shape
     arguments = common | inputs.arguments(_ahead(inputs, inputs.tiles.query_gradients))
-    table, n_listed = _live_keys(inputs)
+    table, n_listed = _cached_keys(inputs)
     d_query = by_position(inputs.query, n_heads)
     grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
     kernel._query_gradients[grid](table=table, n_listed=n_listed, d_query=d_query, **arguments)
@@ -149,13 +149,13 @@ def _key_gradients(
         HEADS=inputs.group // n_splits,
         **arguments,
     )
-    # No program writes the rows of keys that never live.
-    never_lives = inputs.evicted_at <= torch.arange(seq, device=d_key.device)
-    return _summed(d_key, inputs.key, never_lives), _summed(d_value, inputs.value, never_lives)
+    # No program writes the rows of keys that no query sees.
+    is_never_seen = inputs.evicted_at <= torch.arange(seq, device=d_key.device)
+    return _summed(d_key, inputs.key, is_never_seen), _summed(d_value, inputs.value, is_never_seen)
 
 
 def _ahead(inputs: Inputs, tiles: Tiles) -> Tiles:
-    """With lists there are two loads in a row, of entries and then of keys, so that both start earlier."""
+    """Return tiles with more stages if there are lists: entries and then keys are loaded ahead."""
     return replace(tiles, n_stages=2 * tiles.n_stages - 1) if inputs.n_slots else tiles
 
 
@@ -193,8 +193,8 @@ def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch h
     return delta
 
 
-def _live_keys(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """The keys that live in each block of queries [batch head block slot], and how many they are."""
+def _cached_keys(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """Return the keys cached in each block of queries [batch head block slot], and their number."""
     if not inputs.n_slots:
         return None, None
     shape = (*inputs.evicted_at.shape[:2], inputs.n_blocks)
@@ -205,7 +205,7 @@ def _live_keys(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _occupants(inputs: Inputs, slot_of: Tensor) -> Tensor:
-    """The key that lives in each slot during each block of queries [batch head block slot], or 0."""
+    """Return the key in each slot during each block of queries [batch head block slot], or 0."""
     table = inputs.evicted_at.new_zeros(*inputs.evicted_at.shape[:2], inputs.n_blocks, inputs.n_slots)
     _write_table(inputs, slot_of, table, None)
     return table

@@ -1,20 +1,19 @@
-"""Shadow attention by Triton as operations that autograd, checkpointing and torch.compile know."""
+"""Shadow attention in Triton, registered with autograd, checkpointing and torch.compile."""
 
 import math
 from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lit_rlkv.kernels.backend import with_unit_stride
+from lit_rlkv.kernels.backend import in_autocast_dtype, with_unit_stride
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.shadow_attention.plan import BLOCK, SlotPlan
 from lit_rlkv.types import NEVER
 
 MIN_BLOCK = 16
-"""Rows of the smallest product that Triton has."""
+"""Rows of the smallest matrix product in Triton."""
 
 
 @torch.library.custom_op("lit_rlkv::shadow_attention_forward", mutates_args=())
@@ -121,20 +120,26 @@ class _ShadowAttention(torch.autograd.Function):
         return (*gradients, *(None,) * 6)
 
 
+def shadow_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """Run the definition's operation in Triton; the output is laid out as [batch seq head dim_v]."""
+    return shadow_attention_with_lse(query, key, value, *args, **settings)[0]
+
+
+@in_autocast_dtype
 def shadow_attention_with_lse(
-    query: Float[Tensor, "batch head seq dim"],
-    key: Float[Tensor, "batch kv_head seq dim"],
-    value: Float[Tensor, "batch kv_head seq dim_v"],
-    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    evicted_at: Tensor,
     scaling: float,
     *,
     softcap: float | None = None,
     plan: SlotPlan | None = None,
-) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
-    """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp of the visible logits.
+) -> tuple[Tensor, Tensor]:
+    """Run the definition's operation in Triton; the log-sum-exp is float32.
 
     Raises:
-        ValueError: the plan is for evictions of another shape, or for blocks too small for the kernels.
+        ValueError: the plan was made from a table of another shape, or with blocks too small for the kernels.
     """
     if plan is not None and plan.slot_of.shape != evicted_at.shape:
         raise ValueError(

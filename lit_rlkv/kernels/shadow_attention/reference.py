@@ -1,17 +1,20 @@
-"""Attention of the learner under the sampler's eviction table: the definition."""
+"""Definition of shadow attention: dense attention under the mask that the eviction table implies."""
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rlkv.kernels.backend import in_autocast_dtype
+from lit_rlkv.kernels.shadow_attention.plan import SlotPlan
+
 
 def visible(evicted_at: Int[Tensor, "*lead seq"]) -> Bool[Tensor, "*lead seq seq"]:
-    """[..., q, k] is True where the sampler's query q could still see key k."""
-    step = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
-    is_causal = step[:, None] >= step[None, :]
-    is_alive = step[:, None] < evicted_at[..., None, :]
-    return is_causal & is_alive
+    """Return a mask [..., q, k], True where query q of the rollout could still see key k."""
+    column = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
+    is_causal = column[:, None] >= column[None, :]
+    is_cached = column[:, None] < evicted_at[..., None, :]
+    return is_causal & is_cached
 
 
 def shadow_attention(
@@ -22,21 +25,28 @@ def shadow_attention(
     scaling: float,
     *,
     softcap: float | None = None,
+    plan: SlotPlan | None = None,
 ) -> Float[Tensor, "batch head seq dim_v"]:
-    """softmax(q·kᵀ·scaling) v over keys with k <= q < evicted_at[k]; 0 for a query that sees nothing (padding)."""
+    """Return softmax(q·kᵀ·scaling) v over keys k <= q < evicted_at[k], and 0 where there is none (padding).
+
+    Args:
+        softcap: logits become softcap · tanh(logits / softcap) before the softmax.
+        plan: made from this layer's `evicted_at`. With it the Triton kernels do work in proportion to the
+            cached keys, without it that of dense causal attention; results are the same up to rounding. The
+            definition ignores it.
+    """
     if softcap is not None:
         return shadow_attention_with_lse(query, key, value, evicted_at, scaling, softcap=softcap)[0]
     group = query.shape[1] // key.shape[1]
-    is_visible = (
-        visible(evicted_at).repeat_interleave(group, dim=1)
-        if evicted_at.shape[1] > 1
-        else visible(evicted_at)
-    )
+    is_visible = visible(evicted_at)
+    if evicted_at.shape[1] > 1:
+        is_visible = is_visible.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=is_visible, scale=scaling, enable_gqa=group > 1
     )
 
 
+@in_autocast_dtype
 def shadow_attention_with_lse(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head seq dim"],
@@ -45,8 +55,12 @@ def shadow_attention_with_lse(
     scaling: float,
     *,
     softcap: float | None = None,
+    plan: SlotPlan | None = None,
 ) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
-    """The same written out, with log Σ exp(logit) over visible keys: -inf for a query that sees nothing."""
+    """Return `shadow_attention`, and log Σ exp(logit) over the visible keys: -inf for a query that sees none.
+
+    The log-sum-exp is at least float32. Gradients flow through both.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.view(len(query), key.shape[1], -1, *query.shape[2:])  # [batch kv_head group seq dim]
     logits = grouped.to(wide) @ key.to(wide)[:, :, None].mT * scaling

@@ -1,4 +1,4 @@
-"""How much a program of shadow attention takes at a time, by element size, head dimension and device.
+"""Tile sizes of shadow attention, by element size, head dimension and device.
 
 Fixed and not tuned at run time, so that results do not depend on a measurement. On devices with as much
 shared memory as Hopper's the sizes for up to 128 dimensions are those that torch has settled on there for its
@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_rlkv.kernels.device import describe
 
 LARGE_SHARED_BYTES = 220 * 1024
-"""Of a multiprocessor; an H100 has 228 KiB, an A100 164, cards for desktops 100."""
+"""Shared memory of a multiprocessor: 228 KiB on an H100, 164 on an A100, 100 on desktop cards."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ MAX_HEAD_DIM = max(LARGE)
 
 
 def tiles_for(like: Tensor, width: int) -> TilesOfPasses:
-    """The sizes for tensors of this kind whose wider head dimension, padded, is `width`.
+    """Return the tile sizes for tensors of this kind whose wider head dimension, padded, is `width`.
 
     Raises:
         ValueError: heads wider than `MAX_HEAD_DIM`.

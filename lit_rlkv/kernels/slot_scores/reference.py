@@ -1,4 +1,9 @@
-"""What eviction policies compute from keys and from a window of queries: the definitions."""
+"""Definitions of the scores that eviction policies compute from keys and a window of queries.
+
+All functions return float32. `is_due` marks the rows whose scores will be read; all others score 0 and cost
+an early exit. None means all rows. In a due row every query of the window must see at least one key.
+`is_live` is False on padding.
+"""
 
 from collections.abc import Callable
 
@@ -16,7 +21,7 @@ NEAR_DUPLICATE = 0.5
 def key_norm(
     keys: Float[Tensor, "batch kv_head slot dim"], is_due: Bool[Tensor, " batch"] | None = None
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """‖k‖₂."""
+    """Return ‖k‖₂."""
     return _of_due_rows(lambda keys: keys.float().norm(dim=-1), is_due, keys)
 
 
@@ -25,7 +30,7 @@ def key_direction_similarity(
     is_live: Bool[Tensor, "batch kv_head slot"],
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """cos(k, Σ over live keys of k/‖k‖)."""
+    """Return cos(k, Σ over live keys of k/‖k‖): how much a key points where all keys point."""
 
     def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
         keys = keys.float()
@@ -40,7 +45,11 @@ def redundancy(
     is_live: Bool[Tensor, "batch kv_head slot"],
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """softmax over live keys j of Σ_i cos(kᵢ, kⱼ) / n, without i = j and the i whose last duplicate is j."""
+    """Return the softmax over live keys of a key's mean cosine to the other keys (arXiv:2505.24133).
+
+    Of key j it is Σ_i cos(kᵢ, kⱼ) / n without i = j, and without each i whose last duplicate is j. The
+    cosine of duplicates is above 0.5.
+    """
 
     def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
         keys = F.normalize(keys.float(), dim=-1) * is_live.unsqueeze(-1)
@@ -66,7 +75,10 @@ def mean_window_attention(
     scaling: float,
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """Mean over window and group of softmax over the keys seen of q·k·scaling."""
+    """Return the mean over window and group of the softmax over visible keys of q·k·scaling.
+
+    A query sees the live keys of its own and of earlier columns.
+    """
 
     def of_rows(k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor) -> Tensor:
         return _seen_logits(q, k, column, q_column, is_live, scaling).softmax(-1).mean(dim=(2, 3))
@@ -84,7 +96,10 @@ def peak_window_attention(
     scaling: float,
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """Mean over window of softmax over the keys seen that are not recent of max over group of q·k·scaling."""
+    """Return the mean over the window of the softmax, over visible keys that are not recent, of the logits.
+
+    The logit of a query and a key is the maximum over the group of q·k·scaling.
+    """
 
     def of_rows(
         k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor, is_recent: Tensor
@@ -103,7 +118,10 @@ def expected_attention(
     scaling: float,
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """‖v‖ · mean over group of softmax over live keys of (mean + variance/2 over window of q·k·scaling)."""
+    """Return ‖v‖ · mean over group of softmax over live keys of mean + variance/2 over window of q·k·scaling.
+
+    The variance is that of the window's logits, not an estimate for a population.
+    """
 
     def of_rows(keys: Tensor, queries: Tensor, values: Tensor, is_live: Tensor) -> Tensor:
         logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
@@ -122,7 +140,7 @@ def _seen_logits(
     is_live: Bool[Tensor, "batch kv_head slot"],
     scaling: float,
 ) -> Float[Tensor, "batch kv_head group window slot"]:
-    """Scaled products of queries and keys, -inf where the key is dead or later than the query."""
+    """Return q·k·scaling, -inf where the key is padding or later than the query."""
     logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
     is_seen = columns[:, :, None, :] <= query_columns[:, None, :, None]
     return logits.masked_fill(~(is_seen & is_live[:, :, None, :]).unsqueeze(2), -torch.inf)
@@ -131,7 +149,7 @@ def _seen_logits(
 def _of_due_rows(
     score: Callable[..., Tensor], is_due: Bool[Tensor, " batch"] | None, keys: Tensor, *others: Tensor
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """The scores of the due rows, computed for these alone, and 0 in all other rows."""
+    """Compute the scores of the due rows only, and return 0 in all other rows."""
     rows = slice(None) if is_due is None else due_rows(is_due)
     if isinstance(rows, slice):
         return score(keys, *others)

@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens and KL of two policies, without the logits of a whole batch."""
+"""Log-probs of chosen tokens and KL of two policies, computed without the logits of a whole batch."""
 
 from types import ModuleType
 
@@ -24,14 +24,14 @@ def token_logps(
     head_is_frozen: bool = False,
     kernels: str | None = None,
 ) -> Float[Tensor, " position"]:
-    """Log-prob of each token under softmax(head(hidden) / temperature), in nats.
+    """Return the log-prob of each token under softmax(head(hidden) / temperature), in nats.
 
     Args:
-        head_is_frozen: only `hidden` needs a gradient. It is then found in the forward pass, which costs
-            another [position, dim] until the backward pass and saves computing the logits twice.
+        head_is_frozen: only `hidden` needs a gradient. The forward pass then computes it and stores
+            [position, dim] until the backward pass, which saves computing the logits twice.
 
     Raises:
-        ValueError: the head is called frozen, and its parameters require a gradient.
+        ValueError: `head_is_frozen`, but a parameter of the head requires a gradient.
     """
     rows, max_logits = _implementation(hidden, kernels)
     (logps,) = in_chunks(
@@ -54,7 +54,7 @@ def token_logps_and_entropy(
     head_is_frozen: bool = False,
     kernels: str | None = None,
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
-    """`token_logps` with the same bits, and the entropy in nats: a statistic that carries no gradient."""
+    """Return `token_logps`, bit for bit, and the entropy in nats, which carries no gradient."""
     rows, max_logits = _implementation(hidden, kernels)
     logps, entropy = in_chunks(
         lambda hidden, tokens: rows.chosen_logps_and_entropy(head(hidden), tokens, temperature),
@@ -77,13 +77,13 @@ def policy_kl(
     heads_are_frozen: bool = False,
     kernels: str | None = None,
 ) -> Float[Tensor, " position"]:
-    """KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) over the whole vocabulary, in nats, at each position.
+    """Return KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) over the whole vocabulary, in nats, at each position.
 
     Args:
         heads_are_frozen: only the hidden states need gradients; as in `token_logps`, for both heads.
 
     Raises:
-        ValueError: the heads are called frozen, and parameters of one require a gradient.
+        ValueError: `heads_are_frozen`, but a parameter of a head requires a gradient.
     """
     rows, max_logits = _implementation(hidden_p, kernels)
     (kl,) = in_chunks(
@@ -97,7 +97,7 @@ def policy_kl(
 
 
 def _implementation(hidden: Tensor, kernels: str | None) -> tuple[ModuleType, int]:
-    """What turns the logits of a chunk into numbers, and how many logits a chunk may have."""
+    """Return the module of functions on logits, and the most logits of a chunk."""
     if uses_triton(hidden, kernels):
         from lit_rlkv.kernels.token_logps import operations  # not at the top: Triton exists on Linux only
 
@@ -106,7 +106,7 @@ def _implementation(hidden: Tensor, kernels: str | None) -> tuple[ModuleType, in
 
 
 def _is_linearised(is_frozen: bool, *sides: tuple[Head, Tensor]) -> bool:
-    """What the caller says of the heads, once it is found to be true."""
+    """Return `is_frozen` after checking that no frozen head needs a gradient."""
     if is_frozen and torch.is_grad_enabled():
         for head, hidden in sides:
             check_frozen(head, hidden)

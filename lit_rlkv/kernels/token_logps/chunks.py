@@ -1,4 +1,4 @@
-"""A function of positions in chunks, so that the logits of a whole batch never exist at once."""
+"""Apply a function to positions in chunks, so that the logits of a whole batch never exist at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ OfChunk = Callable[..., tuple[Tensor, ...]]
 
 
 def in_chunks(of_chunk: OfChunk, *tensors: Tensor, size: int, is_linearised: bool) -> tuple[Tensor, ...]:
-    """`of_chunk` of `size` positions at a time, whose logits no backward pass finds in memory.
+    """Apply `of_chunk` to `size` positions at a time; logits are not stored for the backward pass.
 
     Args:
         is_linearised: take the derivatives in the forward pass, while the logits exist, rather than compute
@@ -37,16 +37,16 @@ def in_chunks(of_chunk: OfChunk, *tensors: Tensor, size: int, is_linearised: boo
 
 
 def check_frozen(head: Head, hidden: Tensor) -> None:
-    """Ask the head for the logits of no positions, to see whether they would need a gradient.
+    """Check on zero positions that the head's logits need no gradient.
 
     Raises:
-        ValueError: they would, so that a head called frozen is none.
+        ValueError: a parameter of the head requires a gradient.
     """
     with torch.enable_grad():
         if head(hidden[:0].detach()).requires_grad:
             raise ValueError(
-                "the head is called frozen, and it has parameters that require a gradient, which they would "
-                "not get; leave head_is_frozen (heads_are_frozen) False, or freeze the parameters"
+                "head_is_frozen (heads_are_frozen) is True, but the head has parameters that require a "
+                "gradient and would not get one; leave it False, or freeze the parameters"
             )
 
 

@@ -198,7 +198,7 @@ def chosen_backward(
     stats: Float[Tensor, "2 position"],
     temperature: float,
 ) -> Float[Tensor, "position vocab"]:
-    """The gradient of the logits from that of the log-probs."""
+    """Return the gradient of the logits, given that of the log-probs."""
     gradient = empty_chosen_gradient(upstream, logits, tokens, stats, temperature)
     logits, tokens = with_unit_stride(logits), tokens.contiguous()
     n_rows, vocab = logits.shape
@@ -237,7 +237,7 @@ def kl_backward(
     needs_p: bool,
     needs_q: bool,
 ) -> tuple[Float[Tensor, "p_position vocab"], Float[Tensor, "q_position vocab"]]:
-    """The gradients of both sides' logits; one that is not needed has no rows."""
+    """Return the gradients of both sides' logits; one that is not needed has no rows."""
     gradients = empty_kl_gradients(upstream, p_logits, q_logits, kl, stats, temperature, needs_p, needs_q)
     p_logits, q_logits = with_unit_stride(p_logits), with_unit_stride(q_logits)
     n_rows, vocab = p_logits.shape
@@ -251,19 +251,19 @@ def kl_backward(
 
 
 def empty_chosen_outputs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What `chosen_forward` fills, all in float32."""
+    """Allocate the outputs of `chosen_forward`, in float32."""
     return _floats(logits), _floats(logits), _floats(logits, 2)
 
 
 def empty_chosen_gradient(
     upstream: Tensor, logits: Tensor, tokens: Tensor, stats: Tensor, temperature: float
 ) -> Tensor:
-    """What `chosen_backward` fills: contiguous, and in the dtype of the logits."""
+    """Allocate the output of `chosen_backward`, contiguous and in the dtype of the logits."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def empty_kl_outputs(p_logits: Tensor, q_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """What `kl_forward` fills, all in float32."""
+    """Allocate the outputs of `kl_forward`, in float32."""
     return _floats(p_logits), _floats(p_logits, 4)
 
 
@@ -277,7 +277,7 @@ def empty_kl_gradients(
     needs_p: bool,
     needs_q: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `kl_backward` fills, in each side's dtype; a side that is not needed has no rows."""
+    """Allocate the outputs of `kl_backward` in each side's dtype; a side that is not needed has no rows."""
     rows, vocab = p_logits.shape
     p_shape, q_shape = (rows * needs_p, vocab), (rows * needs_q, vocab)
     return (

@@ -1,4 +1,4 @@
-"""From the logits of a chunk to log-probs of chosen tokens and to full-vocabulary KL: the definition."""
+"""Definition of log-probs of chosen tokens and of the full-vocabulary KL, on the logits of a chunk."""
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ def chosen_logps(
 def chosen_logps_and_entropy(
     logits: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"], temperature: float
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
-    """The same, and the entropy in nats: a statistic that carries no gradient."""
+    """Return `chosen_logps`, and the entropy in nats, which carries no gradient."""
     logps = tempered(logits, temperature).log_softmax(-1)
     with torch.no_grad():
         # In place, for a chunk less at the peak. What has no probability is -inf, and 0 · -inf would be NaN.

@@ -1,4 +1,9 @@
-"""Eviction policies, one small file each; a new one joins by standing in this table."""
+"""Eviction policies, one small file each.
+
+To add one here, subclass `Policy` in a file of its own and add it to `POLICIES`, the table of the names that
+`cache.policy` takes. A policy in a package of your own also subclasses `Policy` and needs no entry:
+`cache.policy=mypackage.policies.MyPolicy`, with that package in `trusted_modules`.
+"""
 
 from lit_rlkv.kvcache.policies.base import Policy, SlotView
 from lit_rlkv.kvcache.policies.expected import Expected

@@ -1,4 +1,4 @@
-"""What an eviction policy is shown, and the one question it answers."""
+"""Interface of an eviction policy."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,38 +11,51 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SlotView:
-    """The keys that compete for a budget, ordered by column, and the evidence to judge them by."""
+    """What a policy may look at: the keys that compete for a budget, in the order of their columns."""
 
     keys: Float[Tensor, "batch kv_head slot dim"]
     values: Float[Tensor, "batch kv_head slot dim_v"]
     columns: Int[Tensor, "batch kv_head slot"]
-    """Column of the sequence that each key came from."""
+    """Position of each key in the sequence, padding included."""
     is_live: Bool[Tensor, "batch kv_head slot"]
-    """False on padding, which scores whatever it likes and is never kept."""
+    """False on padding, which is never kept, whatever its score."""
     is_recent: Bool[Tensor, "batch kv_head slot"]
-    """The protected window: kept whatever its score."""
+    """True in the window of the latest keys, which are kept whatever their score."""
     queries: Float[Tensor, "batch kv_head group window dim"] | None
-    """The latest queries, in any order, grouped by the KV head they read; None unless the policy asks."""
+    """The latest queries, in any order, grouped by KV head; None unless the policy sets `sees_queries`."""
     query_columns: Int[Tensor, "batch window"] | None
-    """Column of the sequence that each query came from."""
+    """Position of each query in the sequence, padding included."""
     attention: Float[Tensor, "batch kv_head slot"] | None
-    """Attention received, mean over the query group; None unless the policy asks for it."""
+    """Attention that each key received, mean over the query group; None without `tracks_attention`."""
     scaling: float
+    """Factor of q·k in the attention logits."""
     generator: torch.Generator | None
+    """For policies that draw; None is torch's default generator."""
     is_due: Bool[Tensor, " batch"] | None = None
-    """Rows whose scores will be read; None: all."""
+    """Rows whose scores will be read; None means all. Other rows may score anything."""
 
 
 class Policy(ABC):
-    """Scores keys; the cache keeps the highest, protects sinks and window, and records the evictions."""
+    """Interface of an eviction policy: it scores keys, and the cache does the rest.
+
+    Whenever all slots of a sequence are full, `score` is called for each layer. In each KV head the cache
+    keeps the sink tokens, the window of latest tokens, then the keys of highest score, up to the budget. It
+    moves them to the front of the pool and records when the others were evicted, so that the learner can
+    replay it. A policy has no state: everything it may use is in the `SlotView`.
+
+        class LargestValues(Policy):
+            def score(self, view):
+                return view.values.float().norm(dim=-1)
+    """
 
     tracks_attention: ClassVar[Literal["sum", "last"] | None] = None
-    """Which attention the cache collects: summed over all queries since birth, or of the last query alone."""
+    """Attention that the cache collects in `SlotView.attention`: "sum" over all queries since the key was
+    written, "last" query only, or None."""
     sees_queries: ClassVar[bool] = False
-    """True if the policy reads the latest queries."""
+    """True if the cache keeps the latest `window` queries for `SlotView.queries`."""
     draws: ClassVar[bool] = False
-    """Whether scores are drawn, so that the samples of one prompt do not share them."""
+    """True if scores are random, so that the responses to one prompt must not share them."""
 
     @abstractmethod
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
-        """Higher is kept. Ties go to the earlier key."""
+        """Return float scores; the highest are kept, and of equal scores the earlier key."""

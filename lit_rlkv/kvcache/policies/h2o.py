@@ -7,7 +7,7 @@ from lit_rlkv.kvcache.policies.base import Policy, SlotView
 
 
 class H2O(Policy):
-    """score(k) = Σ over all queries since k's birth of the attention paid to k, mean over the query group."""
+    """score(k) = Σ of the attention of all queries since k was written, mean over the query group."""
 
     tracks_attention = "sum"
     sees_queries = False

@@ -1,4 +1,4 @@
-"""Keys unlike the others are worth keeping (arXiv:2504.15364)."""
+"""KeyDiff keeps the keys that differ most from the others (arXiv:2504.15364)."""
 
 from jaxtyping import Float
 from torch import Tensor

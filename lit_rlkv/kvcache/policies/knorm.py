@@ -1,4 +1,4 @@
-"""Keys of small norm attract attention (arXiv:2406.11430)."""
+"""Key norm: keys of small norm attract attention, so they are kept (arXiv:2406.11430)."""
 
 from jaxtyping import Float
 from torch import Tensor

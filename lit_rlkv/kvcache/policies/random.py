@@ -1,4 +1,4 @@
-"""Uniformly random eviction: the baseline that a clever policy has to beat."""
+"""Uniformly random eviction, as a baseline."""
 
 import torch
 from jaxtyping import Float

@@ -1,4 +1,4 @@
-"""Importance against redundancy, for the repetitive text of reasoning models (arXiv:2505.24133)."""
+"""R-KV: importance minus redundancy, for the repetitive text of reasoning models (arXiv:2505.24133)."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -26,8 +26,8 @@ def importance(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
 def redundancy(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
     """softmax over keys of the mean cosine similarity to the other keys.
 
-    Each key spares its most recent near-duplicate (cosine above 0.5), so that of a run of equal keys the last
-    one stays.
+    The most recent near-duplicate of a key (cosine above 0.5) is not counted, so the last of a run of equal
+    keys is kept.
     """
     return slot_scores.redundancy(view.keys, view.is_live, view.is_due)
 

@@ -1,4 +1,4 @@
-"""The attention of an observation window, smoothed over neighbouring keys (arXiv:2404.14469)."""
+"""SnapKV: attention of the latest queries, smoothed over neighbouring keys (arXiv:2404.14469)."""
 
 from jaxtyping import Float
 from torch import Tensor

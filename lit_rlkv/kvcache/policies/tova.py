@@ -1,4 +1,4 @@
-"""Token omission via attention: what the last query looked at, one set for all heads (arXiv:2401.06104)."""
+"""TOVA keeps what the last query attended to, the same keys in all heads (arXiv:2401.06104)."""
 
 from jaxtyping import Float
 from torch import Tensor

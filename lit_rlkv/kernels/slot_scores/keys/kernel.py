@@ -22,13 +22,11 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
-from lit_rlkv.kernels.slot_scores.launch import due_argument, layout
 from lit_rlkv.kernels.slot_scores.reference import NEAR_DUPLICATE
-from lit_rlkv.kernels.slot_scores.tiles import is_row_due, load_flags, load_vectors
+from lit_rlkv.kernels.slot_scores.shared import due_argument, is_row_due, layout, load_flags, load_vectors
 
 TILE = 8192
 """Most numbers of a tile of keys where no matrices are multiplied: 64 registers a thread in float32."""
@@ -137,7 +135,7 @@ def _similarity_to_direction(
 @triton.jit
 @no_type_check
 def _inverse_norms(norms, is_live, slot, n_slots):
-    """1/‖k‖ of a block of slots, 0 where a key is dead."""
+    """1/‖k‖ of a block of slots, 0 on padding."""
     norm = tl.load(norms + slot, mask=slot < n_slots, other=1.0)
     is_wanted = load_flags(is_live, slot, n_slots)
     return tl.where(is_wanted, 1.0 / tl.maximum(norm, SMALLEST_NORM), 0.0), is_wanted
@@ -227,10 +225,7 @@ def _spare_duplicates(
 
 
 @on_its_device
-def key_norm(
-    keys: Float[Tensor, "batch kv_head slot dim"], is_due: Bool[Tensor, " batch"] | None = None
-) -> Float[Tensor, "batch kv_head slot"]:
-    """See `lit_rlkv.kernels.slot_scores.key_norm`."""
+def key_norm(keys, is_due=None):
     keys = with_unit_stride(keys)
     norms = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     due, has_due = due_argument(is_due, keys)
@@ -240,12 +235,7 @@ def key_norm(
 
 
 @on_its_device
-def key_direction_similarity(
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    is_live: Bool[Tensor, "batch kv_head slot"],
-    is_due: Bool[Tensor, " batch"] | None = None,
-) -> Float[Tensor, "batch kv_head slot"]:
-    """See `lit_rlkv.kernels.slot_scores.key_direction_similarity`."""
+def key_direction_similarity(keys, is_live, is_due=None):
     keys = with_unit_stride(keys)
     sizes, grid = _vector_launch(keys)
     similarity = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
@@ -258,12 +248,7 @@ def key_direction_similarity(
 
 
 @on_its_device
-def redundancy(
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    is_live: Bool[Tensor, "batch kv_head slot"],
-    is_due: Bool[Tensor, " batch"] | None = None,
-) -> Float[Tensor, "batch kv_head slot"]:
-    """See `lit_rlkv.kernels.slot_scores.redundancy`."""
+def redundancy(keys, is_live, is_due=None):
     keys, live = with_unit_stride(keys), is_live.contiguous()
     norms = key_norm(keys, is_due)
     sums, spared, means = (torch.empty_like(norms) for _ in range(3))

@@ -18,12 +18,10 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
-from lit_rlkv.kernels.slot_scores.launch import due_argument
-from lit_rlkv.kernels.slot_scores.tiles import is_row_due, load_flags, load_vectors
+from lit_rlkv.kernels.slot_scores.shared import due_argument, is_row_due, load_flags, load_vectors
 
 MERGE_BLOCK = 64
 """Softmaxes whose sums one program adds up."""
@@ -216,45 +214,18 @@ def _merge_blocks(
 
 
 @on_its_device
-def mean_window_attention(
-    queries: Float[Tensor, "batch kv_head group window dim"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    columns: Int[Tensor, "batch kv_head slot"],
-    query_columns: Int[Tensor, "batch window"],
-    is_live: Bool[Tensor, "batch kv_head slot"],
-    scaling: float,
-    is_due: Bool[Tensor, " batch"] | None = None,
-) -> Float[Tensor, "batch kv_head slot"]:
-    """See `lit_rlkv.kernels.slot_scores.mean_window_attention`."""
+def mean_window_attention(queries, keys, columns, query_columns, is_live, scaling, is_due=None):
     return _score("mean", queries, keys, keys, columns, query_columns, is_live, scaling, is_due)
 
 
 @on_its_device
-def peak_window_attention(
-    queries: Float[Tensor, "batch kv_head group window dim"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    columns: Int[Tensor, "batch kv_head slot"],
-    query_columns: Int[Tensor, "batch window"],
-    is_live: Bool[Tensor, "batch kv_head slot"],
-    is_recent: Bool[Tensor, "batch kv_head slot"],
-    scaling: float,
-    is_due: Bool[Tensor, " batch"] | None = None,
-) -> Float[Tensor, "batch kv_head slot"]:
-    """See `lit_rlkv.kernels.slot_scores.peak_window_attention`."""
+def peak_window_attention(queries, keys, columns, query_columns, is_live, is_recent, scaling, is_due=None):
     is_wanted = is_live & ~is_recent
     return _score("peak", queries, keys, keys, columns, query_columns, is_wanted, scaling, is_due)
 
 
 @on_its_device
-def expected_attention(
-    queries: Float[Tensor, "batch kv_head group window dim"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    values: Float[Tensor, "batch kv_head slot dim_v"],
-    is_live: Bool[Tensor, "batch kv_head slot"],
-    scaling: float,
-    is_due: Bool[Tensor, " batch"] | None = None,
-) -> Float[Tensor, "batch kv_head slot"]:
-    """See `lit_rlkv.kernels.slot_scores.expected_attention`."""
+def expected_attention(queries, keys, values, is_live, scaling, is_due=None):
     # Its softmax reads no columns; an argument has to be there.
     return _score("expected", queries, keys, values, is_live, is_live, is_live, scaling, is_due)
 

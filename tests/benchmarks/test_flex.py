@@ -1,8 +1,9 @@
 import pytest
 import torch
+from kernel_parts import flex
 from torch import Tensor
 
-from lit_rlkv.kernels.shadow_attention import flex, reference
+from lit_rlkv.kernels.shadow_attention import reference
 from tests.kernels.accuracy import bound
 from tests.kernels.shadow_cases import Case, cache_evictions, make_case, random_evictions
 
