@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-
-from hydra.utils import get_object
+from importlib import import_module
 
 KEY = "trusted_modules"
 """The key of every command line that grants trust; a saved config never does."""
@@ -74,7 +73,8 @@ def load_trusted_class(target: str) -> type:
             "command line"
         )
     try:
-        found = get_object(target)
+        module, _, name = target.rpartition(".")
+        found = getattr(import_module(module), name)
     except Exception as error:
         raise ValueError(f"{target!r} cannot be imported: {error}") from error
     if not isinstance(found, type) or not is_trusted(f"{found.__module__}."):

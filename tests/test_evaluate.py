@@ -75,7 +75,7 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
         ({"n_samples": 4}, r"n_samples=4 responses at temperature=0\.0 are 4 times the same one"),
         ({"n_samples": 0}, "n_samples=0 is not a count"),
         ({"policies": "snapkv"}, r"policies=snapkv is not a list; write policies=\[snapkv\]"),
-        ({"policies": ["snapvk"]}, "policies: unknown cache policy 'snapvk'; choose from dense, "),
+        ({"policies": ["snapvk"]}, "policies: unknown cache policy 'snapvk'; choose one of dense, "),
         ({"budgets": 4}, r"budgets=4 is not a list; write budgets=\[4\]"),
         ({"budgets": [4.5]}, r"budgets: 4\.5 is no number of keys"),
         ({"budgets": [2]}, r"cache: budget must be at least sink \+ window \+ 1 = 4, got 2"),

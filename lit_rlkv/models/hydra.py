@@ -51,8 +51,8 @@ class Roles(nn.Module):
         self.needed = tuple(role for role in ROLES if role in {"policy", *needed})
         if "reward" in self.needed and reward_head is None:
             raise ValueError(
-                "the reward role needs a trained reward head, and this checkpoint has none; run the SFT stage "
-                "with preference pairs, or take the verifier as the reward"
+                "the reward role needs a trained reward head, and this checkpoint has none; run the SFT "
+                "stage with preference pairs, or take the verifier as the reward"
             )
         self.backbones = nn.ModuleDict()
         for role in self.needed:

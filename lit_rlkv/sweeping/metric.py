@@ -147,7 +147,7 @@ def logged_names() -> dict[str, re.Pattern[str]]:
     """
     if not DICTIONARY.is_file():
         return {}
-    text, _, _of_warm_up = DICTIONARY.read_text().partition("## Warm-up")
+    text, _, _of_sft = DICTIONARY.read_text().partition("## SFT stage")
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     return {name: re.compile(re.sub(r"\\{.+?\\}", "[^/]+", re.escape(name))) for name in names}

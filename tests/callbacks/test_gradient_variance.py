@@ -318,7 +318,7 @@ class _Dealing:
     parts: object
 
     @property
-    def steps(self) -> "_Dealing":
+    def splitter(self) -> "_Dealing":
         return self
 
 

@@ -28,6 +28,16 @@ EXTRAS = {
     "task=reasoning_gym": ["task.dataset=spell_backward"],
     "correction=dense": ["distillation=none"],
     "recipe=llm": ["model.path=someone/something"],
+    "task=custom": ["task._target_=lit_rlkv.tasks.ChainSum"],
+    "model=custom": ["model.preset._target_=lit_rlkv.models.presets.tiny_qwen3"],
+    "logger=custom": ["logger._target_=lightning.pytorch.loggers.CSVLogger"],
+    "algorithm=custom": [
+        "algorithm.advantage._target_=lit_rlkv.experience.advantages.GroupAdvantage",
+        "+algorithm.advantage.estimator=grpo",
+        "algorithm.loss._target_=lit_rlkv.modules.grpo.GRPO",
+        "+algorithm.loss.clip_low=0.2",
+        "+algorithm.loss.clip_high=0.2",
+    ],
 }
 PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}
 PACKAGES |= {"task=gsm8k": "datasets", "reward=math": "math_verify"}

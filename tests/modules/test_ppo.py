@@ -234,7 +234,7 @@ def test_the_weight_of_the_kl_is_steered_to_its_target_and_comes_back_with_the_s
     first = data.collect()
     # 16 responses over a horizon of 160, error kept within 0.2: 0.3 · (1 + 0.2 · 0.1)
     assert first.kl_coef == 0.3
-    assert data.kl_coef == pytest.approx(0.306)
+    assert data.kl.coef == pytest.approx(0.306)
     raised = next(iter(data.train_dataloader()))
     second = data.collect()
     assert second.kl_coef == pytest.approx(0.306 * 1.02)
@@ -244,11 +244,11 @@ def test_the_weight_of_the_kl_is_steered_to_its_target_and_comes_back_with_the_s
 
     restored = steered(roles, target=1e-3)
     restored.load_state_dict(data.state_dict())
-    assert restored.kl_coef == data.kl_coef != steered(roles, target=1e-3).kl_coef
+    assert restored.kl.coef == data.kl.coef != steered(roles, target=1e-3).kl.coef
 
     lowered = steered(roles, target=1e3)
     lowered.collect()
-    assert lowered.kl_coef == pytest.approx(0.3 * 0.98)
+    assert lowered.kl.coef == pytest.approx(0.3 * 0.98)
 
 
 def test_a_kl_in_the_loss_is_steered_too():

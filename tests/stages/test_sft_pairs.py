@@ -107,13 +107,13 @@ def test_another_cache_or_batch_size_is_another_sft_model_with_on_policy_pairs(t
 def test_a_model_without_mistakes_is_refused(tmp_path):
     parts = build_context(config(tmp_path))
     object.__setattr__(parts, "task", Generous())
-    with pytest.raises(ConfigError, match="answered all of them right"):
+    with pytest.raises(ConfigError, match="answered all of them correctly"):
         on_policy_preference_pairs(parts, load_backbone(parts, None), 8, seed=0)
 
 
 def test_answers_that_find_too_little_memory_say_what_to_lower(tmp_path):
     parts = build_context(config(tmp_path, f"cache.budget={2**38}"))
-    says = r"the SFT model answers, 8 prompts at a time; lower evaluation\.batch_size=\d+ or rollout"
+    says = r"the SFT model answers 8 prompts at a time; lower evaluation\.batch_size=\d+ or rollout"
     with pytest.raises(MemoryExhaustedError, match=says):
         on_policy_preference_pairs(parts, load_backbone(parts, None), 8, seed=0)
 
@@ -126,7 +126,7 @@ def test_the_last_pass_moves_the_head_of_the_first(tmp_path):
     folder = run_sft(build_context(cfg), [])
     before, after = (load_file(path / REWARD_HEAD)["linear.weight"] for path in (without, folder))
     assert not torch.equal(before, after)
-    assert first.n_mistakes_of == 0
+    assert first.n_answered == 0
 
 
 @pytest.mark.slow
