@@ -30,7 +30,7 @@ EXTRAS = {
     "recipe=llm": ["model.path=someone/something"],
     "task=custom": ["task._target_=lit_rlkv.tasks.ChainSum"],
     "model=custom": ["model.preset._target_=lit_rlkv.models.presets.tiny_qwen3"],
-    "logger=custom": ["logger._target_=lightning.pytorch.loggers.CSVLogger"],
+    "logger=custom": ["logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.save_dir=logs"],
     "algorithm=custom": [
         "algorithm.advantage._target_=lit_rlkv.experience.advantages.GroupAdvantage",
         "+algorithm.advantage.estimator=grpo",
