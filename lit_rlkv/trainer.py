@@ -20,8 +20,8 @@ from lit_rlkv.distributed.sharding import (
     average_whole_gradients,
     clip_gradients,
     disable_foreach_for_mixed_tensors,
-    state_like,
-    whole_state,
+    gather_full_state,
+    shard_state_like,
 )
 from lit_rlkv.faults import InterruptedRunError, Interruption, NonFiniteGuard
 from lit_rlkv.models.backbone import is_sharded
@@ -231,13 +231,13 @@ class Learner:
         """Return the unsharded state; with sharded layers every rank must call this."""
         scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
         return {
-            "optimizer": whole_state(self.optimizer.state_dict()),
+            "optimizer": gather_full_state(self.optimizer.state_dict()),
             "precision": self.precision.state_dict(),
             **scheduler,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_like(state["optimizer"], self.optimizer))
+        self.optimizer.load_state_dict(shard_state_like(state["optimizer"], self.optimizer))
         self.precision.load_state_dict(state["precision"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

@@ -38,8 +38,8 @@ class DenseMismatch(RowsDiagnostic):
     name = "mismatch"
 
     def measure(self, experience: Experience) -> None:
-        dense_logps = experience.ranks.gather(self._dense_logps(experience))
-        overlap = experience.ranks.gather(self._overlap(experience))
+        dense_logps = experience.ranks.all_gather(self._dense_logps(experience))
+        overlap = experience.ranks.all_gather(self._overlap(experience))
         rollout = experience.all_gather().rollout
         response_mask = rollout.response_mask
         log_ratio = dense_logps - rollout.rollout_logps
@@ -111,7 +111,9 @@ class LayerMismatch(RowsDiagnostic):
             with acting_as(self.policy.roles, "policy") as backbone:
                 for part in split_into_passes(some, self.rows_per_pass):
                     kls += layer_kls(backbone, part, self.policy.temperature).double().sum(dim=1)
-        *by_layer, all_layers = (ranks.total(kls) / ranks.total(some.response_mask.sum())).tolist()
+        *by_layer, all_layers = (
+            ranks.all_reduce_sum(kls) / ranks.all_reduce_sum(some.response_mask.sum())
+        ).tolist()
         self.scalars = {f"kv/layer_kl/{layer}": value for layer, value in enumerate(by_layer)}
         self.scalars["kv/layer_kl/all"] = all_layers
         self.arrays = {"layer_kl": by_layer, "all_layers_kl": all_layers}

@@ -76,7 +76,7 @@ def critic_statistics(experience: Experience) -> dict[str, Tensor]:
         return {}
     # Monte Carlo returns: those of GAE contain the values that are to be judged.
     response_mask = rollout.response_mask
-    rewards = token_rewards(experience.rewards.total, response_mask, experience.kl_penalty, 1.0)
+    rewards = token_rewards(experience.rewards.total, response_mask, experience.kl_penalty)
     found = discounted_sums(rewards, experience.gamma)
     return {"value/explained_variance": explained_variance(values, found, response_mask)}
 

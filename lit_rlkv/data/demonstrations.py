@@ -84,11 +84,11 @@ class PreferenceDataModule(L.LightningDataModule):
         rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
         chosen = encode_demonstrations(self.tokenizer, self.source.take(self.batch_size))
-        n_targets = sum(self.ranks.gather_list([int(chosen.is_target.sum())]))
+        n_targets = sum(self.ranks.all_gather_object([int(chosen.is_target.sum())]))
         return SFTBatch(chosen, rejected, n_targets, self.ranks.size)
 
     def _rejected(self) -> DemonstrationBatch:
-        """Of this rank. One stream corrupts those of all, so that any number of ranks sees the same."""
+        """Return this rank's pairs; one stream corrupts the pairs of all ranks, whatever their number."""
         rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, SINGLE_PROCESS.rank))
         pairs = [preference_pair(self.task, problem, rng) for problem in self.source.ahead(self.n_pairs)]
         pairs = pairs[self.ranks.rank :: self.ranks.size]

@@ -233,5 +233,5 @@ def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def is_task_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its tokens are the characters of the native tasks."""
+    """True if the tokens are the characters of the native tasks."""
     return len(tokenizer) == len(_TASK_VOCABULARY) and tokenizer.get_vocab() == _TASK_VOCABULARY

@@ -84,7 +84,7 @@ def evenly_spaced_rows(rollout: Rollout, n_rows: int, ranks: Ranks = SINGLE_PROC
     Args:
         ranks: choose from the responses of all ranks; the result holds this rank's rows, perhaps none.
     """
-    mine = ranks.mine(len(rollout.input_ids))
+    mine = ranks.local_rows(len(rollout.input_ids))
     n = len(rollout.input_ids) * ranks.size
     rows = torch.linspace(0, n - 1, min(n_rows, n), dtype=torch.float64).round().long()
     rows = rows[(mine.start <= rows) & (rows < mine.stop)] - mine.start

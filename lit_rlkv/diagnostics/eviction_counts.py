@@ -83,7 +83,7 @@ def lifetimes(rollout: Rollout, ranks: Ranks = SINGLE_PROCESS) -> Lifetimes:
         n_kept[layer] = (is_key[:, None] & (evicted_at == NEVER)).sum(dim=(0, 2))
         age = torch.where(is_evicted, evicted_at - born, 0).long().transpose(0, 1).flatten(1)
         evicted[layer].scatter_add_(1, age, is_evicted.transpose(0, 1).flatten(1).long())
-    return Lifetimes(ranks.total(evicted), ranks.total(n_kept))
+    return Lifetimes(ranks.all_reduce_sum(evicted), ranks.all_reduce_sum(n_kept))
 
 
 def retained_fraction(
@@ -106,7 +106,7 @@ def retained_fraction(
         of_last.append(_sum_over(fraction, is_last))
 
     def mean(sums: list[Tensor], is_counted: Tensor) -> Tensor:
-        return ranks.total(torch.stack(sums)) / ranks.total(is_counted.sum()).clamp(min=1)
+        return ranks.all_reduce_sum(torch.stack(sums)) / ranks.all_reduce_sum(is_counted.sum()).clamp(min=1)
 
     return mean(of_queries, is_query), mean(of_last, is_last)
 
@@ -128,7 +128,9 @@ def affected_fraction(rollout: Rollout, ranks: Ranks = SINGLE_PROCESS) -> Float[
         first = torch.minimum(first, evicted_at.flatten(1).amin(dim=1))
     column = torch.arange(seq, device=rollout.evicted_at.device)
     is_affected = response_queries(rollout.response_mask) & (column >= first[:, None])
-    return ranks.total(is_affected.sum()) / ranks.total(rollout.response_mask.sum()).clamp(min=1)
+    return ranks.all_reduce_sum(is_affected.sum()) / ranks.all_reduce_sum(rollout.response_mask.sum()).clamp(
+        min=1
+    )
 
 
 def cached_keys(rollout: Rollout, layer: int) -> Int[Tensor, "batch kv_head seq"]:

@@ -17,23 +17,23 @@ class Ranks:
     rank = 0
     size = 1
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """The rows of all ranks, one rank after the other; each must bring as many, of one shape."""
         return values
 
-    def gather_list(self, values: Sequence[Any]) -> list[Any]:
+    def all_gather_object(self, values: Sequence[Any]) -> list[Any]:
         """The same of plain objects; ranks may bring different numbers of them."""
         return list(values)
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """The sum of the ranks' tensors, of one shape."""
-        return self.gather(values[None]).sum(dim=0)
+        return self.all_gather(values[None]).sum(dim=0)
 
-    def largest(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The largest of the ranks' numbers."""
-        return int(max(self.gather_list([number])))
+        return int(max(self.all_gather_object([number])))
 
-    def mine(self, n_rows: int) -> slice:
+    def local_rows(self, n_rows: int) -> slice:
         """Where this rank's rows are among those of all, when each has `n_rows`."""
         return slice(self.rank * n_rows, (self.rank + 1) * n_rows)
 
@@ -116,7 +116,7 @@ class FabricRanks(Ranks):
         self.rank = fabric.global_rank
         self.size = fabric.world_size
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         if values.numel() == 0:
             return values.new_zeros((self.size * len(values), *values.shape[1:]))
         FORWARD_COORDINATOR.wait()
@@ -124,7 +124,7 @@ class FabricRanks(Ranks):
         found = cast(Tensor, self.fabric.all_gather(sent.contiguous()))
         return found.flatten(0, 1).to(values.dtype).to(values.device)
 
-    def gather_list(self, values: Sequence[Any]) -> list[Any]:
+    def all_gather_object(self, values: Sequence[Any]) -> list[Any]:
         FORWARD_COORDINATOR.wait()
         found: list[Any] = [None] * self.size
         # Objects of this run's own processes, which trust each other.

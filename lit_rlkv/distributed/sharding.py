@@ -109,7 +109,7 @@ class ShardedLayers:
         self.is_whole = keeps
 
     def _keep(self) -> None:
-        """What a forward exchanges, without the forward."""
+        """Gather the layers as a forward would, without the forward."""
         for layer in self.layers:
             layer.unshard()
         self.is_whole = True
@@ -131,7 +131,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """The tensor itself; of one in shards all of it on the first rank's CPU, and on the others nothing.
 
     All ranks must ask.
@@ -142,26 +142,26 @@ def whole(tensor: Tensor) -> Tensor:
     return found.cpu() if dist.get_rank() == 0 else torch.empty(0)
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     """A tensor that every rank has whole, in shards where the other one is, if they are of one shape."""
     if not isinstance(other, DTensor) or tensor.shape != other.shape:
         return tensor
     return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
 
 
-def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+def gather_full_state(state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state as one rank alone would have it, on the first rank; all must ask."""
-    return _converted(state, lambda number, value: whole(value))
+    return _converted(state, lambda number, value: gather_full(value))
 
 
-def state_like(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def shard_state_like(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """The reverse: the state of whole parameters, for an optimizer, which keeps its ways to step."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = [
         saved | {name: group[name] for name in FAST if name in group}
         for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
     ]
-    return _converted(state, lambda number, value: like(value, own[number])) | {"param_groups": groups}
+    return _converted(state, lambda number, value: shard_like(value, own[number])) | {"param_groups": groups}
 
 
 def _converted(state: dict[str, Any], convert: Callable[[int, Tensor], Tensor]) -> dict[str, Any]:

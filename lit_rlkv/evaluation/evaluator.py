@@ -167,9 +167,9 @@ class Evaluator:
         n_scored = n * config.n_samples
         own = [self._answer(cache, batch) for batch in self._own_batches()]
         mismatch = self._mismatch(cache) if self.ranks.rank == 0 else None
-        batches = sorted(self.ranks.gather_list(own), key=lambda batch: batch.number)
+        batches = sorted(self.ranks.all_gather_object(own), key=lambda batch: batch.number)
         measured = [] if mismatch is None else [(mismatch.kl, mismatch.replay_gap)]
-        ((kl, replay_gap),) = self.ranks.gather_list(measured)
+        ((kl, replay_gap),) = self.ranks.all_gather_object(measured)
         samples = [sample for batch in batches for sample in batch.samples]
         samples.sort(key=lambda sample: (sample.problem, sample.sample))
         n_failed = sum(batch.n_failed for batch in batches)

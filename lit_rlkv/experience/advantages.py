@@ -145,7 +145,7 @@ class GAEAdvantage(AdvantageEstimator):
         rollout, values = experience.rollout, experience.values
         assert values is not None
         response_mask = rollout.response_mask
-        rewards = token_rewards(experience.rewards.total, response_mask, experience.kl_penalty, 1.0)
+        rewards = token_rewards(experience.rewards.total, response_mask, experience.kl_penalty)
         advantages = gae(rewards, values, response_mask, gamma=self.gamma, lam=self.lam)
         is_counted = experience.weights.is_counted
         return Advantages(

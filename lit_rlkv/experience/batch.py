@@ -49,7 +49,7 @@ class Experience:
 
     @cached_property
     def _gathered(self) -> "Experience":
-        gather = self.ranks.gather
+        gather = self.ranks.all_gather
         weights = self.weights
         return replace(
             self,
@@ -78,4 +78,6 @@ def gather_rollout(rollout: Rollout, ranks: Ranks) -> Rollout:
     An eviction table is layers × heads times larger than any other tensor of the rollout.
     """
     light = replace(rollout, evicted_at=rollout.evicted_at[:, :0, :0])
-    return replace(light.map_tensors(ranks.gather), kv_bytes=sum(ranks.gather_list([rollout.kv_bytes])))
+    return replace(
+        light.map_tensors(ranks.all_gather), kv_bytes=sum(ranks.all_gather_object([rollout.kv_bytes]))
+    )

@@ -196,7 +196,7 @@ class RolloutDataModule(L.LightningDataModule):
         texts = {number: [p.prompt for p in problems] for number, problems in shards.items()}
         encoded = {number: encode_prompts(self.tokenizer, prompts) for number, prompts in texts.items()}
         # All ranks use the same columns, on which the random numbers of an eviction depend.
-        width = self.ranks.largest(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
+        width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
         config = self.sampling
         rollouts = []
@@ -220,7 +220,7 @@ class RolloutDataModule(L.LightningDataModule):
                         cuda_graph=config.cuda_graph,
                     )
                 rollouts.append(rollout)
-        n_columns = self.ranks.largest(max(rollout.input_ids.shape[1] for rollout in rollouts))
+        n_columns = self.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
         return joined(rollouts, n_columns, pad)
 
     def _score(self, rollout: Rollout) -> dict[str, Tensor]:

@@ -16,15 +16,15 @@ from lit_rlkv.objectives.masking import masked_mean, masked_sum
 def token_rewards(
     total: Float[Tensor, " batch"],
     response_mask: Bool[Tensor, "batch seq"],
-    kl: Float[Tensor, "batch seq"],
-    kl_coef: float,
+    kl_penalty: Float[Tensor, "batch seq"],
 ) -> Float[Tensor, "batch seq"]:
-    """r_t = −kl_coef·KL_t, plus the total reward at the last response token (arXiv:1909.08593).
+    """Return r_t = −β·KL_t, plus the total reward at the last response token (arXiv:1909.08593).
 
-    `kl` is an estimate of KL(π ‖ reference) in nats at each action. 0 outside the actions.
+    Args:
+        kl_penalty: β·KL of each response token.
     """
     is_last = response_mask & ~F.pad(response_mask[:, 1:], (0, 1))
-    return torch.where(is_last, total[:, None], 0.0) - kl_coef * kl.masked_fill(~response_mask, 0.0)
+    return torch.where(is_last, total[:, None], 0.0) - kl_penalty.masked_fill(~response_mask, 0.0)
 
 
 def gae(

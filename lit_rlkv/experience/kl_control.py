@@ -41,7 +41,7 @@ class KLController:
         target = self.config.target
         if target is None or ref_logps is None:
             return
-        sums = ranks.gather(masked_sum(k1(old_logps, ref_logps), response_mask)[None])
+        sums = ranks.all_gather(masked_sum(k1(old_logps, ref_logps), response_mask)[None])
         n = len(old_logps) * ranks.size
         kl = float(sums.sum()) / n
         self.coef = adapted_weight(self.coef, kl, n, target=target, horizon=self.config.horizon)

@@ -1,4 +1,4 @@
-"""What is said where memory does not suffice: how much what takes, and which settings change it."""
+"""Explain an out-of-memory error: the bytes that each part needs, and the settings that change them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lit_rlkv.units import human_bytes
 
 EVICTED_AT_BYTES = 4
 SAMPLING_BYTES = 12
-"""Of a logit while a token is drawn: its log-prob, noise and probability in float32."""
+"""Bytes per logit while a token is sampled: log-prob, noise and probability in float32."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Need:
     factors: Mapping[str, int]
     """How many there are of what; their product is the number of bytes."""
     helps: Sequence[str]
-    """What to do, the best first."""
+    """Remedies, the best first."""
 
     @property
     def n_bytes(self) -> int:
@@ -41,7 +41,9 @@ class Need:
 def rollout_needs(
     model: PreTrainedModel, cache: CacheSpec, prompts_shape: tuple[int, int], sampling: SamplingConfig
 ) -> list[Need]:
-    """What `generate` holds beside the model, the largest first; an estimate where layers differ in size.
+    """Return the memory needs of `generate` beside the model, the largest first.
+
+    They are an estimate if layers differ in size.
 
     Args:
         prompts_shape: prompts at a time, and tokens of the longest.
@@ -110,7 +112,7 @@ def explain_rollout(
 
 
 def explain_scoring(shape: tuple[int, int], sampling: SamplingConfig) -> str:
-    """Of a rollout with so many rows and columns."""
+    """Return the message for a rollout of `shape` (rows, columns)."""
     n_rows, n_columns = shape
     limit = n_rows if sampling.rows_per_pass is None else min(sampling.rows_per_pass, n_rows)
     stacked = ", set roles.stack_passes=false" if sampling.stacks_passes else ""
@@ -124,7 +126,7 @@ def explain_scoring(shape: tuple[int, int], sampling: SamplingConfig) -> str:
 def explain_update(
     roles: Roles, shape: tuple[int, int], sampling: SamplingConfig, update: UpdateConfig
 ) -> str:
-    """Of a rollout with so many rows and columns."""
+    """Return the message for a rollout of `shape` (rows, columns)."""
     n_rows, n_columns = shape
     n_own = ceil(ceil(n_rows / update.n_minibatches) / update.n_micro_batches)
     recompute = "" if roles.checkpoints_layers else ", set roles.gradient_checkpointing=true"

@@ -75,7 +75,7 @@ class MinibatchSplitter:
         if experience.iteration < update.critic_warmup:
             learner_parts = (update.warmup_part,)
         by_shard = advantages.units.view(self.n_shards, -1, advantages.units.shape[1])
-        own = experience.ranks.mine(self.n_shards // experience.ranks.size)
+        own = experience.ranks.local_rows(self.n_shards // experience.ranks.size)
         for epoch in range(update.n_epochs):
             generator = stream(self.seed, "shuffle", experience.iteration, epoch)
             order = torch.randperm(by_shard.shape[1], generator=generator).to(by_shard.device)
@@ -111,7 +111,7 @@ class MinibatchSplitter:
         )
         n_units = len(advantages.units) // experience.ranks.size
         n_at_once = ceil(ceil(n_units / self.update.n_minibatches) / self.update.n_micro_batches)
-        mine = experience.ranks.mine(n_groups)
+        mine = experience.ranks.local_rows(n_groups)
         step, of_group = _own(step, of_group[mine], experience)
         pieces = [one.tensor_split(n_parts) for one in (of_group, *(size[mine] for size in sizes))]
         for groups, is_counted, share, actions in zip(*pieces, strict=True):
@@ -182,7 +182,7 @@ def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[Train
     """Return this rank's rows with their eviction tables, and units as indices into them."""
     if experience.ranks.size == 1:
         return step, units
-    mine = experience.ranks.mine(len(experience.problems))
+    mine = experience.ranks.local_rows(len(experience.problems))
     return replace(step.rows(mine), rollout=experience.rollout), units - mine.start
 
 

@@ -33,7 +33,7 @@ class RewardsFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What a response earns.
+    """Components, weights and normalisation of the reward of a response.
 
     Raises:
         ValueError: a reward of nothing, or a normalisation that does not exist.
@@ -111,10 +111,10 @@ class RewardRule:
             components["learned"] = learned
         answers = pending.collect()
         components |= answers.scores
-        errors = dict(ranks.gather_list([*answers.errors.items()]))
-        gathered = {name: ranks.gather(value.to(has_eos.device)) for name, value in components.items()}
-        rewards = self(gathered, ranks.gather(has_eos), group_size, errors)
-        return rewards.rows(ranks.mine(len(problems)))
+        errors = dict(ranks.all_gather_object([*answers.errors.items()]))
+        gathered = {name: ranks.all_gather(value.to(has_eos.device)) for name, value in components.items()}
+        rewards = self(gathered, ranks.all_gather(has_eos), group_size, errors)
+        return rewards.rows(ranks.local_rows(len(problems)))
 
     def __call__(
         self,
@@ -152,7 +152,7 @@ class RewardRule:
         return Rewards(total, dict(components), is_failed if config.functions else None, weighed)
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
-        """Of the components that count."""
+        """Return the weights of the components with a weight."""
         config = self.config
         weights = dict(zip(OWN, (config.verifier, config.learned), strict=True))
         for option, name in zip(("verifier", "learned"), OWN, strict=True):

@@ -17,13 +17,13 @@ class SamplingConfig:
     max_rows: int | None = None
     """Most responses under way at a time; None: all at once."""
     cuda_graph: bool | None = None
-    """Whether the decode step is captured; None: on CUDA."""
+    """True captures the decode step as a CUDA graph; None: on CUDA."""
     rows_per_pass: int | None = None
     """Most responses in one forward when the roles score them; None: all at once."""
     stacks_passes: bool = False
     """Different passes of one backbone run as one batch."""
     value_shadow: bool = True
-    """Whether the critic sees what the sampler saw, or the whole text."""
+    """True gives the critic the shadow view, False the dense view."""
     n_shards: int | None = None
     """Parts of the prompts that are sampled apart, each by random numbers of its own; None: one a rank. With
     a fixed number of them a run is the same on any number of ranks that divides it, but for float error."""
@@ -81,4 +81,4 @@ class UpdateConfig:
     critic_warmup: int = 0
     """First iterations, in which the critic alone learns: a policy would follow values that mean nothing."""
     warmup_part: tuple[str, ...] = ("value",)
-    """What learns in those."""
+    """Roles that learn in these iterations."""

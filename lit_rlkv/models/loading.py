@@ -35,7 +35,7 @@ def load_causal_lm(
     if Path(path).is_dir():
         _check_folder(Path(path))
     options = {} if quantization is None else _quantized(quantization, dtype, device)
-    with _said_plainly(path):
+    with friendly_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # Eager, which every family has: a checkpoint may ask for an implementation that is not installed.
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -81,7 +81,7 @@ def _check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _said_plainly(path: str | Path) -> Iterator[None]:
+def friendly_errors(path: str | Path) -> Iterator[None]:
     """What transformers says of code and of files, in our words."""
     try:
         yield

@@ -43,9 +43,9 @@ def global_is_weights(
     response_mask: Bool[Tensor, "batch seq"],
     ranks: Ranks,
 ) -> ISWeights:
-    """Of this rank's actions; what a weight is normalised by is that of all ranks."""
-    found = weigh(ranks.gather(log_ratio), ranks.gather(response_mask))
-    mine = ranks.mine(len(log_ratio))
+    """Return the weights of this rank's tokens; normalisation is over the tokens of all ranks."""
+    found = weigh(ranks.all_gather(log_ratio), ranks.all_gather(response_mask))
+    mine = ranks.local_rows(len(log_ratio))
     return ISWeights(found.weight[mine], found.is_counted[mine])
 
 

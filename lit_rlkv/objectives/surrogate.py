@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What to maximise at each action, and whether the clip is active there."""
+    """The gain to maximise at each response token, and where it is clipped."""
 
     gain: Float[Tensor, "batch seq"]
     is_clipped_low: Bool[Tensor, "batch seq"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """What to minimise at each action, and whether the clip stops the gradient there."""
+    """The loss to minimise at each response token, and where clipping stops its gradient."""
 
     loss: Float[Tensor, "batch seq"]
     is_clipped: Bool[Tensor, "batch seq"]

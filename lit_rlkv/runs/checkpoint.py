@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
-from lit_rlkv.distributed.sharding import like, whole
+from lit_rlkv.distributed.sharding import gather_full, shard_like
 from lit_rlkv.files import atomic_dir, discard, sweep_partial
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
@@ -38,7 +38,7 @@ class TrainState:
     iteration: int
     """Iterations done."""
     metrics: Mapping[str, float]
-    """Of the last iteration; empty before the first."""
+    """Metrics of the last iteration; empty before the first."""
     data_state: dict[str, Any]
     learner_state: Callable[[], dict[str, Any]]
     is_last: bool
@@ -53,7 +53,7 @@ class Checkpoint:
     iteration: int
     data_state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the iteration that it ends."""
+    """Metrics of its last iteration."""
     n_ranks: int = 1
     """Processes that the run had."""
     backbone: str | None = None
@@ -229,7 +229,7 @@ def _broken(file: Path) -> BrokenCheckpointError:
 
 
 def _state_of(path: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of itself; None where that is not what was written."""
+    """Return the state file of a checkpoint; None if it is not what was written."""
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
         is_whole = state.pop("digest") == _digest_of(state)
@@ -265,7 +265,7 @@ def trainable_weights(module: nn.Module) -> dict[str, Tensor]:
     Of layers that lie in shards the first rank gets all; all ranks must ask.
     """
     FORWARD_COORDINATOR.wait()
-    return {name: whole(p.detach()) for name, p in module.named_parameters() if p.requires_grad}
+    return {name: gather_full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -288,4 +288,4 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
                 f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but "
                 f"{tuple(parameter.shape)} here; give the model and the roles.rank that it was trained with"
             )
-        parameter.data.copy_(like(weights[name], parameter))
+        parameter.data.copy_(shard_like(weights[name], parameter))

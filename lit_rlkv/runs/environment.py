@@ -1,4 +1,4 @@
-"""What a run ran on: code, packages, machine, command, seeds. Written down at each start of the run."""
+"""The environment of a run (code, packages, machine, command, seeds), recorded at each start."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def describe(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """What the tensors live on, and what feeds it."""
+    """Return the type, name and memory of the device, and the CPU threads."""
     found: dict[str, Any] = {
         "type": device.type,
         "n_cpus": os.cpu_count(),
@@ -63,7 +63,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit that the code is from, and whether tracked files differ from it; None outside a clone."""
+    """Return the commit of the code and if tracked files differ from it; None outside a clone."""
     # An environment may lie inside a clone of something else: only a commit that holds our files counts.
     if _git(folder, "ls-files", "--error-unmatch", "fit.py") is None:
         return None
@@ -93,7 +93,7 @@ def record(run_dir: Path, environment: dict[str, Any]) -> None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git answers, or None where there is no git or it refuses."""
+    """Return the output of a git command; None without git or if it fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],

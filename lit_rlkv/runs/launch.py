@@ -1,4 +1,4 @@
-"""The processes of a run: how many there are, who starts them, and what they tell each other at the start."""
+"""The processes of a run: how many there are, who starts them, and how they end together."""
 
 import atexit
 import os
@@ -80,7 +80,7 @@ def make_fabric(cfg: DictConfig) -> Fabric:
 
 
 def fabric_precision(precision: str) -> Any:
-    """What Fabric is told of a precision, a literal of its own.
+    """Return the precision as Fabric's literal type.
 
     Of bf16-true nothing: weights are loaded in it, and all that trains beside them stays in float32. Fabric
     would round adapters, heads and buffers too, and make every new tensor bfloat16, rewards among them.
@@ -105,8 +105,8 @@ def launch(fabric: Fabric) -> None:
         everyone.set_timeout(COLLECTIVE_TIMEOUT)
 
 
-def starts_others(fabric: Fabric) -> bool:
-    """Whether the processes of this run are started by the first one of them, and by no launcher."""
+def starts_other_ranks(fabric: Fabric) -> bool:
+    """True if the first process of the run starts the others, and no launcher does."""
     strategy = fabric.strategy
     return isinstance(strategy, ParallelStrategy) and isinstance(
         strategy.cluster_environment, LightningEnvironment
@@ -114,7 +114,7 @@ def starts_others(fabric: Fabric) -> bool:
 
 
 def _is_step_of_salloc() -> bool:
-    """Whether srun has started this process in a job of salloc, which Lightning takes for its shell.
+    """True if srun started this process in a job of salloc, which Lightning takes for the job's shell.
 
     In the shell itself the step has one task, however many the job may start.
     """
@@ -153,10 +153,10 @@ def started_processes() -> tuple[int, int] | None:
 
 
 def broadcast_from_rank_zero(fabric: Fabric, find: Callable[[], Found]) -> Found:
-    """What the first rank finds, on every rank.
+    """Compute a value on rank 0 and return it on every rank.
 
     Raises:
-        ConfigError: what it found is a mistake, and is one for all of them.
+        ConfigError: rank 0 raised it; every rank raises the same.
     """
     if fabric.world_size == 1:
         return find()
@@ -178,18 +178,18 @@ POLL_S = 0.5
 
 
 @contextmanager
-def ending_together(fabric: Fabric) -> Iterator[None]:
+def end_together(fabric: Fabric) -> Iterator[None]:
     """A block in which all ranks work, their launch included; one that fails keeps no other waiting.
 
     Lightning looks after the processes that it has started, and ends all with the first of them that fails;
     it does not look after the process that starts them. Those of torchrun and srun have these to do that.
     """
     # On Windows the parent of a process in a virtual environment is a stub, which says nothing.
-    is_ours = os.name == "posix" and fabric.world_size > 1 and starts_others(fabric)
+    is_ours = os.name == "posix" and fabric.world_size > 1 and starts_other_ranks(fabric)
     first = os.environ.get(FIRST) if os.environ.get("LOCAL_RANK", "0") != "0" else None
     over = threading.Event()
     if is_ours and first is not None:
-        threading.Thread(target=end_without, args=(int(first), over), daemon=True).start()
+        threading.Thread(target=exit_with_parent, args=(int(first), over), daemon=True).start()
     elif is_ours:
         os.environ[FIRST] = str(os.getpid())
     try:
@@ -203,7 +203,7 @@ def ending_together(fabric: Fabric) -> Iterator[None]:
         os.environ.pop(FIRST, None)
 
 
-def end_without(parent: int, over: threading.Event) -> None:
+def exit_with_parent(parent: int, over: threading.Event) -> None:
     """End this process at once, whatever it waits for, if the one that started it ends before it is over."""
     while os.getppid() == parent:
         if over.wait(POLL_S):

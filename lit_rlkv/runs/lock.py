@@ -97,7 +97,7 @@ def _locked(folder: Path, setting: str) -> tuple[Path, int] | None:
 
 
 def _lock(descriptor: int, folder: Path, setting: str) -> bool:
-    """Whether the file is locked now; False where it cannot be.
+    """Lock the file; return False where locks are not supported.
 
     Raises:
         BusyError: it is already.
@@ -120,7 +120,7 @@ def _lock(descriptor: int, folder: Path, setting: str) -> bool:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is still the one with this name."""
+    """True if the open file still has this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:

@@ -1,4 +1,4 @@
-"""The page of an exported model: what it is, how to load it, what it scored, and from what it was made."""
+"""The model card of an export: how to load it, its scores, its origin."""
 
 import json
 import re
@@ -25,12 +25,12 @@ COLUMNS = {
     "replay_gap": "replay gap",
     "learned_reward": "learned reward",
 }
-"""What is shown of an evaluation's row, and under which heading."""
+"""Columns of the evaluation table and their headings."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how far the merged model is from the policy."""
+    """What an export wrote, and the distance of the merged model from the policy."""
 
     dtype: str
     logit_gap: float

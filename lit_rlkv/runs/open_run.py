@@ -1,4 +1,4 @@
-"""Runs of earlier: which one a path means, and its policy as it was at a checkpoint."""
+"""Open a saved run: find it by a path and load its policy at a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ class SavedRun:
 
     @property
     def iteration(self) -> int:
-        """Of the checkpoint; 0 for the policy as it started."""
+        """Iterations of the checkpoint; 0 without one."""
         return 0 if self.checkpoint is None else self.checkpoint.iteration
 
     @property

@@ -1,4 +1,4 @@
-"""What a run has found so far; written down after each stage, read back on resume."""
+"""The results of a run so far, saved after each stage and loaded on resume."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -18,13 +18,13 @@ class Results:
     before: list[EvalRow] = field(default_factory=list)
     after: list[EvalRow] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the evaluation before training."""
+    """Settings of the evaluation before training."""
     final: dict[str, float] = field(default_factory=dict)
     """The numbers that the run is judged by, once it has been evaluated after training."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     rollout: Rollout | None = None
     reward_model: RewardReport | None = None
-    """What the reward head is worth on held-out pairs; None where there is none."""
+    """Quality of the reward head on held-out pairs; None without one."""
 
     def save(self, run_dir: Path) -> None:
         """Write all but the rollout, the whole file at once."""
@@ -41,14 +41,14 @@ class Results:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Results":
-        """What was saved; empty where nothing was."""
+        """Load the results of a run folder; empty results if there are none."""
         if not (run_dir / EVALUATION).is_file():
             return cls()
         saved = json.loads((run_dir / EVALUATION).read_text())
         return cls(
             before=[EvalRow(**row) for row in saved["before"]],
             after=[EvalRow(**row) for row in saved["after"]],
-            settings=saved.get("settings", {}),
+            settings=saved["settings"],
             final=saved["final"],
             stage_seconds=saved["stage_seconds"],
             reward_model=None if saved["reward_model"] is None else RewardReport(**saved["reward_model"]),

@@ -1,4 +1,4 @@
-"""Which run to go on with, and whether what is asked for is still that run."""
+"""Resume: find the run, and check that the config given now is the config of that run."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ N_SHOWN = 8
 """Differences named in one error; the others are counted."""
 
 
-def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
-    """The folder and the config of the run that `resume` names, with what may be changed about it.
+def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
+    """Return the folder and config of the run that `resume` names, with the overrides that may change.
 
     Raises:
         ConfigError: there is no run, or what is asked for is another one; says what differs.
@@ -52,8 +52,8 @@ def resumed(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictC
     return run_dir, asked
 
 
-def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
-    """What `resume=auto` goes on with: the run in the folder of this one, or the newest with this config.
+def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
+    """Return the run that `resume=auto` resumes: the one in this folder, or the newest with this config.
 
     Among others, those that have come to their end are done. None where a new run is to be started. The lock
     is on the folder that it will be in.
@@ -86,7 +86,7 @@ def found(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
 
 
 def is_done(run_dir: Path) -> bool:
-    """Whether a run has come to its end: its report is there, and it has no iteration left to train.
+    """True if a run is complete: its report is there and no iteration is left to train.
 
     A run that is only looked at, by stages=[eval], or that is to train for longer has an earlier report.
     """
@@ -101,7 +101,7 @@ def is_done(run_dir: Path) -> bool:
 
 
 def config_to_save(cfg: DictConfig, run_dir: Path) -> DictConfig:
-    """What the config file of a run is to say: a look at it, as by stages=[eval], takes no stage from it."""
+    """Return the config to save in a run folder; resuming with fewer stages removes none from it."""
     if not (run_dir / CONFIG).is_file():
         return cfg
     stages = {*load_config(run_dir).stages, *cfg.stages}
@@ -111,7 +111,7 @@ def config_to_save(cfg: DictConfig, run_dir: Path) -> DictConfig:
 
 
 def warn_of_other_ranks(checkpoint: Checkpoint, n_ranks: int) -> None:
-    """Say what is and what is not the same when a run goes on with another number of processes."""
+    """Warn about the differences if a run resumes with another number of processes."""
     if checkpoint.n_ranks != n_ranks:
         log.warning(
             "this run had %d processes and goes on with %d: prompts, parameters, optimizer and learning rate "

@@ -1,4 +1,4 @@
-"""The record of a run with its logger: how it starts, and what it gets at the end."""
+"""Start the logger of a run, and send it the outcome at the end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
@@ -56,7 +56,7 @@ def log_outcome(
     report: Path,
     checkpoint: Checkpoint | None,
 ) -> None:
-    """What a run has found at its end; each part is left out where there is none.
+    """Send the outcome of a run to its logger; missing parts are left out.
 
     Args:
         evaluations: by when they were made, before or after training.

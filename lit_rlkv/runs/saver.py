@@ -1,4 +1,4 @@
-"""When a run is saved, and what it does when it cannot be."""
+"""Save checkpoints periodically; a failed save is retried after the next iteration."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ from lit_rlkv.runs.launch import broadcast_from_rank_zero
 REWARD_MODEL = "reward_model"
 """Folder in a SFT model for a reward model with weights of its own."""
 LOADED = ("*.safetensors", f"{REWARD_MODEL}/*.safetensors")
-"""What a run takes from the folder of its model; there may be other models below it, or runs."""
+"""Files that a run loads from its model's folder, which may contain other models or runs."""
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Saver:
         return (moment.is_last or is_regular or self._is_late) and moment.iteration != self.saved_at
 
 
-def newest(checkpoints: CheckpointDir) -> Checkpoint | None:
+def latest_checkpoint(checkpoints: CheckpointDir) -> Checkpoint | None:
     """The one to go on from; None where there is none yet.
 
     Raises:
@@ -116,16 +116,13 @@ def _folder_of(start: str | Path) -> Path:
     return Path(config).parent
 
 
-def check_backbone(checkpoint: Checkpoint | None, start: str | Path, found: str) -> None:
-    """A checkpoint holds what training changed; on other weights it is another model.
+def check_backbone(checkpoint: Checkpoint | None, start: str | Path, fingerprint_now: str) -> None:
+    """Check that a checkpoint, which holds only trained parameters, belongs to the weights at `start`.
 
     Raises:
-        ConfigError: the weights at `start`, whose fingerprint was found, are not those that it stands on.
+        ConfigError: the fingerprint of the weights is not the one in the checkpoint.
     """
-    if checkpoint is None or checkpoint.backbone == found:
-        return
-    # Checkpoints were once written with the fingerprint of all that lies below the folder.
-    if checkpoint.backbone != fingerprint(_folder_of(start), "**/*.safetensors"):
+    if checkpoint is not None and checkpoint.backbone != fingerprint_now:
         raise ConfigError(
             f"{checkpoint.path} was trained on other weights than those in {start}, which have changed "
             "since; bring them back, or start a new run"

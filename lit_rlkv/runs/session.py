@@ -15,9 +15,9 @@ from lit_rlkv.config.rules import check_config
 from lit_rlkv.faults import InterruptedRunError, Interruption
 from lit_rlkv.files import sweep_partial
 from lit_rlkv.runs.context import CONFIG
-from lit_rlkv.runs.launch import broadcast_from_rank_zero, ending_together, launch, make_fabric
+from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import FolderLock
-from lit_rlkv.runs.resume import AUTO, found, resumed
+from lit_rlkv.runs.resume import AUTO, find_resumable_run, load_resumed_config
 from lit_rlkv.runs.starting_model import SFT_MODELS
 
 LOG = "fit.log"
@@ -62,12 +62,12 @@ def open_session(
     if cfg.resume is None or is_auto:
         check_keys(cfg, groups, overrides)
     else:
-        old_dir, cfg = resumed(cfg, overrides)
+        old_dir, cfg = load_resumed_config(cfg, overrides)
     check_config(cfg)
     fabric = make_fabric(cfg)
     # If one rank ended alone, the others would wait for it, also while they start.
     is_held = interruption.held(fabric.world_size > 1)
-    with is_held, ending_together(fabric), FolderLock() as lock:
+    with is_held, end_together(fabric), FolderLock() as lock:
         launch(fabric)
         console.quiet = not fabric.is_global_zero
         # Each rank may have composed a folder name of its own; the run takes that of rank 0.
@@ -111,7 +111,7 @@ def lock_run_dir(
         ConfigError: another process works there, or the folder given for `resume=auto` holds another run.
     """
     if is_auto:
-        old_dir = found(cfg, run_dir, lock)
+        old_dir = find_resumable_run(cfg, run_dir, lock)
     else:
         lock.take(old_dir or run_dir)
     for root in (old_dir or run_dir, Path(cfg.runs_dir) / SFT_MODELS):

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
-from lit_rlkv.distributed.sharding import whole
+from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, TrainState
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.saver import REWARD_MODEL, Saver, newest
+from lit_rlkv.runs.saver import REWARD_MODEL, Saver, latest_checkpoint
 from lit_rlkv.runs.starting_model import REWARD_HEAD
 
 
@@ -32,7 +32,7 @@ class SFTPass:
     batch_size: int
     n_pairs: int
     seed: int
-    """Of the problems and of the errors in rejected completions."""
+    """Seed of the problems and of the errors in rejected completions."""
     folder: str = "."
     """Folder below the SFT model's in which its weights are saved."""
     n_answered: int = 0
@@ -86,11 +86,11 @@ class SFTProgress:
         self.root = root
         self.every = every
         self.checkpoints = CheckpointDir(root / "checkpoints", RetentionPolicy(n_last=1))
-        self.resumed = broadcast_from_rank_zero(fabric, lambda: newest(self.checkpoints))
+        self.resumed = broadcast_from_rank_zero(fabric, lambda: latest_checkpoint(self.checkpoints))
 
     @property
     def number(self) -> int:
-        """Of the pass to go on with."""
+        """Number of the pass to resume."""
         return 0 if self.resumed is None else int(self.resumed.data_state["pass"])
 
     @property
@@ -116,7 +116,7 @@ class SFTProgress:
         """Keep what a pass has trained."""
         FORWARD_COORDINATOR.wait()
         # Where layers lie in shards, all ranks put them together for the first.
-        weights = {name: whole(value) for name, value in backbone.state_dict().items()}
+        weights = {name: gather_full(value) for name, value in backbone.state_dict().items()}
         if self.fabric.is_global_zero:
             with atomic_dir(self.output(number)) as partial:
                 backbone.save_pretrained(partial, state_dict=weights)

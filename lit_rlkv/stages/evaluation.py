@@ -155,7 +155,7 @@ def held_out_pairs(context: RunContext) -> list[PreferencePair]:
 def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> RewardReport | None:
     """Return the quality of the starting model's reward head, whether or not this run rewards by it.
 
-    None where there is no such head. To be asked before training.
+    None without a reward head. Call it before training.
     """
     folder = critic_dir(start)
     weights = load_reward_head(folder)

@@ -170,7 +170,7 @@ def check_equal(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedMo
 
 
 def check_written(merged: PreTrainedModel, folder: Path) -> None:
-    """What plain transformers reads from a folder is the merged model, bit for bit.
+    """Check that plain transformers loads the merged model from the folder bit for bit.
 
     Raises:
         ConfigError: a weight differs; says which.

@@ -17,10 +17,10 @@ from lit_rlkv.distributed.sharding import (
     average_whole_gradients,
     clip_gradients,
     disable_foreach_for_mixed_tensors,
-    like,
-    state_like,
-    whole,
-    whole_state,
+    gather_full,
+    gather_full_state,
+    shard_like,
+    shard_state_like,
 )
 from lit_rlkv.models.backbone import is_sharded
 from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
@@ -169,9 +169,9 @@ def check_parts(rank):
     for name, parameter in alone.named_parameters():
         if name in parts:
             assert parts[name].to_local().numel() == parameter.numel() / 2
-            found = whole(parts[name].detach())
+            found = gather_full(parts[name].detach())
             assert torch.equal(found, parameter) if rank == 0 else found.numel() == 0
-            assert torch.equal(like(parameter.detach(), parts[name]).to_local(), parts[name].to_local())
+            assert torch.equal(shard_like(parameter.detach(), parts[name]).to_local(), parts[name].to_local())
 
 
 def test_a_rank_holds_its_part_of_each_layer_and_all_of_the_rest():
@@ -256,9 +256,9 @@ def check_flags(rank):
     disable_foreach_for_mixed_tensors(configured)
     assert configured.param_groups[0]["foreach"] is False
     alone = torch.optim.AdamW(Stack().parameters())
-    configured.load_state_dict(state_like(alone.state_dict(), configured))
+    configured.load_state_dict(shard_state_like(alone.state_dict(), configured))
     assert configured.param_groups[0]["foreach"] is False
-    alone.load_state_dict(state_like(whole_state(configured.state_dict()), alone))
+    alone.load_state_dict(shard_state_like(gather_full_state(configured.state_dict()), alone))
     assert alone.param_groups[0]["foreach"] is None
 
 

@@ -44,17 +44,17 @@ def test_the_reward_comes_with_the_last_action_and_every_action_pays_for_its_kl(
     kl = torch.tensor([[math.nan, 1.0, 2.0, math.nan], [math.nan, -3.0, math.nan, math.nan]])
     # 10 − 0.5·2 at the end of the first row, 20 + 0.5·3 at the only action of the second
     expected = [[0.0, -0.5, 9.0, 0.0], [0.0, 21.5, 0.0, 0.0]]
-    assert token_rewards(torch.tensor([10.0, 20.0]), response_mask, kl, 0.5).tolist() == expected
+    assert token_rewards(torch.tensor([10.0, 20.0]), response_mask, 0.5 * kl).tolist() == expected
 
 
 def test_a_response_that_fills_the_rollout_is_rewarded_in_the_last_column():
     response_mask = torch.tensor([[False, True, True]])
-    assert token_rewards(torch.ones(1), response_mask, torch.zeros(1, 3), 0.1).tolist() == [[0.0, 0.0, 1.0]]
+    assert token_rewards(torch.ones(1), response_mask, torch.zeros(1, 3)).tolist() == [[0.0, 0.0, 1.0]]
 
 
 def test_a_row_without_response_tokens_gets_no_advantage():
     no_action = torch.zeros(1, 3, dtype=torch.bool)
-    assert token_rewards(torch.tensor([math.nan]), no_action, torch.ones(1, 3), 0.1).tolist() == [[0.0] * 3]
+    assert token_rewards(torch.tensor([math.nan]), no_action, torch.ones(1, 3)).tolist() == [[0.0] * 3]
     assert gae(torch.ones(1, 3), torch.ones(1, 3), no_action, gamma=0.9, lam=0.9).tolist() == [[0.0] * 3]
 
 

@@ -18,12 +18,12 @@ from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT, FORWARD_COORDINATOR
 from lit_rlkv.faults import InterruptedRunError
 from lit_rlkv.runs.launch import (
     FIRST,
-    end_without,
-    ending_together,
+    end_together,
+    exit_with_parent,
     launch,
     make_fabric,
     started_processes,
-    starts_others,
+    starts_other_ranks,
 )
 from tests.whole_runs import as_rank, free_port
 
@@ -66,7 +66,7 @@ IN_SALLOC = SLURM | {"SLURM_JOB_NAME": "interactive"}
 def test_a_launcher_decides_the_world_size(monkeypatch, variables, n_ranks):
     set_all(monkeypatch, variables)
     assert make_fabric(config()).world_size == n_ranks
-    assert not starts_others(make_fabric(config()))
+    assert not starts_other_ranks(make_fabric(config()))
     with pytest.raises(ConfigError, match=r"fabric\.devices=3, but the launcher has started") as error:
         make_fabric(config(devices=3))
     assert "srun --ntasks-per-node" in str(error.value)
@@ -83,7 +83,7 @@ def test_one_task_of_slurm_starts_the_other_processes_itself(monkeypatch, precis
     set_all(monkeypatch, ONE_TASK)
     fabric = make_fabric(config(devices=2, precision=precision))
     assert fabric.world_size == 2
-    assert starts_others(fabric)
+    assert starts_other_ranks(fabric)
     assert fabric.strategy.precision.precision == precision
     for devices in ("auto", 1):
         assert make_fabric(config(devices=devices)).world_size == 1
@@ -170,7 +170,7 @@ def ends_with_first(watches, within_s):
 
 
 def watch(first, over):
-    threading.Thread(target=end_without, args=(first, over), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(first, over), daemon=True).start()
 
 
 def watch_until_it_is_over(first, over):
@@ -190,7 +190,7 @@ def test_a_rank_that_starts_after_rank_zero_has_ended_ends_at_once():
 
     def start_late():
         os.environ |= {FIRST: str(nobody), "LOCAL_RANK": "1"}
-        with ending_together(Fabric(accelerator="cpu", devices=2)):
+        with end_together(Fabric(accelerator="cpu", devices=2)):
             threading.Event().wait(20.0)
 
     assert os.waitstatus_to_exitcode(os.waitpid(forked(start_late), 0)[1]) == 1
@@ -204,7 +204,7 @@ def takes_leave(error, monkeypatch):
     def end():
         atexit._clear()
         try:
-            with ending_together(Fabric(accelerator="cpu", devices=2)):
+            with end_together(Fabric(accelerator="cpu", devices=2)):
                 atexit.register(distributed._destroy_dist_connection)
                 if error is not None:
                     raise error
@@ -227,8 +227,8 @@ def test_a_rank_that_fails_alone_does_not_wait_to_destroy_the_process_group(erro
 
 
 def test_a_run_of_one_process_sets_no_rank_zero_id():
-    with ending_together(Fabric(accelerator="cpu", devices=1)):
+    with end_together(Fabric(accelerator="cpu", devices=1)):
         assert FIRST not in os.environ
-    with ending_together(Fabric(accelerator="cpu", devices=2)):
+    with end_together(Fabric(accelerator="cpu", devices=2)):
         assert os.environ[FIRST] == str(os.getpid())
     assert FIRST not in os.environ

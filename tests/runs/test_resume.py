@@ -11,8 +11,14 @@ from lit_rlkv.config.rules import check_config
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.lock import BusyError, FolderLock
-from lit_rlkv.runs.resume import config_to_save, differences, is_done, resumed, warn_of_other_ranks
-from lit_rlkv.runs.resume import found as found_by
+from lit_rlkv.runs.resume import (
+    config_to_save,
+    differences,
+    is_done,
+    load_resumed_config,
+    warn_of_other_ranks,
+)
+from lit_rlkv.runs.resume import find_resumable_run as found_by
 from tests.whole_runs import TINY
 
 
@@ -114,19 +120,19 @@ def test_auto_resumes_in_the_given_folder_and_refuses_another_run_there(tmp_path
 def test_a_resumed_run_takes_changes_only_of_keys_that_may_change(tmp_path):
     run = leave_run(tmp_path, "mine", "seed=5")
     cfg = asked(tmp_path, f"resume={run}", "callbacks.keep_best=2")
-    folder, gone_on = resumed(cfg, [f"resume={run}", "callbacks.keep_best=2"])
+    folder, gone_on = load_resumed_config(cfg, [f"resume={run}", "callbacks.keep_best=2"])
     assert folder == run
     assert (gone_on.seed, gone_on.callbacks.keep_best) == (5, 2)
     with pytest.raises(ConfigError, match="seed: 5 -> 6"):
-        resumed(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
+        load_resumed_config(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
     with pytest.raises(ConfigError, match="a preset cannot be put on a run"):
-        resumed(cfg, [f"resume={run}", "experiment=tis"])
+        load_resumed_config(cfg, [f"resume={run}", "experiment=tis"])
 
 
 def gone_on(folder, run, *overrides):
     """The config of a run that is gone on with."""
     overrides = [f"resume={run}", *overrides]
-    return resumed(asked(folder, *overrides), overrides)[1]
+    return load_resumed_config(asked(folder, *overrides), overrides)[1]
 
 
 def test_a_group_that_is_chosen_takes_the_place_of_the_runs_own(tmp_path):

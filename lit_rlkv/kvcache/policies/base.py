@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SlotView:
-    """What a policy may look at: the keys that compete for a budget, in the order of their columns."""
+    """The input of a policy: the keys that compete for a budget, in the order of their columns."""
 
     keys: Float[Tensor, "batch kv_head slot dim"]
     values: Float[Tensor, "batch kv_head slot dim_v"]
