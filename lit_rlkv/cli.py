@@ -1,4 +1,4 @@
-"""What all command lines share: compose the config, and end a user's mistake in one line."""
+"""Shared by all command lines: compose the config, and end a user's mistake in one line."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -30,11 +30,11 @@ PLAIN_WIDTH = 160
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a saved policy scores, and how that was found."""
+    """Scores of a saved policy and the settings of the evaluation."""
 
     run_dir: Path
     settings: dict[str, Any]
-    """What was scored, on what and how, in plain types."""
+    """Checkpoint, problems, sampling and environment, in plain types."""
     scored: list[tuple[EvalRow, CacheEstimates]]
     """By cache."""
     samples: list[ScoredResponse]

@@ -1,4 +1,4 @@
-"""What may come between a run and its end: gradients that are not finite, and signals that ask it to stop."""
+"""Interruptions of a run: non-finite gradients, and signals that ask it to stop."""
 
 import signal
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ from torch import Tensor
 MAX_SKIPPED = 5
 """Optimizer steps in a row that may be left out; from then on it is no accident."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
-"""What schedulers send some time before they kill a job."""
+"""Signals that schedulers send before they kill a job."""
 EXIT_CODE = 75
-"""Of a process that saved its state because it was asked to end: sysexits.h calls it a temporary failure."""
+"""Exit code of a run that a signal ended after it saved its state (EX_TEMPFAIL in sysexits.h)."""
 
 
 class NonFiniteError(FloatingPointError):
-    """Training has come apart: no gradient is finite any more."""
+    """Too many consecutive non-finite gradients."""
 
 
 class InterruptedRunError(BaseException):
@@ -27,14 +27,14 @@ class InterruptedRunError(BaseException):
 
 
 class NonFiniteGuard:
-    """Leaves out optimizer steps whose gradient is NaN or infinite, and ends training when that repeats."""
+    """Skips optimizer steps with a NaN or infinite gradient, and ends training after too many in a row."""
 
     def __init__(self, n_tolerated: int = MAX_SKIPPED) -> None:
         self.n_tolerated = n_tolerated
         self.n_in_a_row = 0
 
     def is_step_allowed(self, norm: Tensor, terms: Mapping[str, Tensor], loss_scale: float = 1.0) -> bool:
-        """Whether the gradient of this norm is finite; waits for the device.
+        """True if a gradient of this norm is finite; waits for the device.
 
         Args:
             terms: the losses and metrics of the step, to say which of them were not finite.
@@ -106,7 +106,7 @@ class Interruption:
             self._is_held = before
 
     def is_asked(self, fabric: Fabric) -> bool:
-        """Whether any rank was asked to end by now; all of them must ask this together, held."""
+        """True if any rank has received a signal; every rank must call it inside `held`."""
         mine = self.signal
         if fabric.world_size > 1:
             sent = torch.tensor(mine or 0, device=fabric.device)

@@ -48,7 +48,7 @@ class Message:
 
 
 Prompt = str | tuple[Message, ...]
-"""What a completion answers: a text, or the messages of a chat so far."""
+"""A prompt: a text, or the messages of a chat."""
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -127,7 +127,7 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class TrainBatch(TensorBatch):
-    """What one forward of the learner needs: a rollout with credit assigned and every denominator settled.
+    """Input of one training step: a rollout with advantages and every denominator of its loss.
 
     `loss_weight` already contains the counts of the whole optimizer step, so a loss is a plain weighted sum
     and no split into micro-batches or ranks can change it.
@@ -144,7 +144,7 @@ class TrainBatch(TensorBatch):
     loss_weight: Float[Tensor, "batch seq"]
     """Share of each action in the policy's loss of its optimizer step; 0 where it does not count."""
     kl_coef: float | int
-    """Of the KL to the reference in the loss, as it is in this iteration."""
+    """Coefficient of the KL loss in this iteration."""
     n_response_tokens: int
     """Actions in the whole optimizer step, the denominator of per-token metrics and of the value loss."""
     is_first_update: bool
@@ -156,17 +156,17 @@ class TrainBatch(TensorBatch):
     old_values: Float[Tensor, "batch seq"] | None = None
     """The critic's values before its first update on this rollout; None without a critic."""
     returns: Float[Tensor, "batch seq"] | None = None
-    """What the critic learns to predict; None without a critic."""
+    """Targets of the critic; None without a critic."""
     n_pairs: int = 0
     """Preference pairs in the whole optimizer step; rows 2i and 2i + 1 are then better and worse."""
 
 
 @dataclass(frozen=True)
 class EvalRow:
-    """What a model scores on held-out prompts with one cache."""
+    """Scores of a policy on held-out prompts with one cache."""
 
     cache: str
-    """What a reader calls it: "dense", or policy and size."""
+    """Name of the cache: "dense", or policy and size."""
     budget: int | None
     """Keys kept per sequence, layer and KV head; None keeps all."""
     accuracy: float

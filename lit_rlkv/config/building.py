@@ -49,7 +49,7 @@ def require(is_right: bool, message: str) -> None:
 
 @contextmanager
 def as_config_errors(where: str) -> Iterator[None]:
-    """What a constructor or a loader says against a user's settings, said as a mistake of the config."""
+    """Raise the errors of a constructor or loader as ConfigError, prefixed by the key `where`."""
     try:
         yield
     except ConfigError:
@@ -147,7 +147,7 @@ def _check_trust(node: Any, path: str) -> None:
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
-    """What a comparison would say of a text, in words of the config."""
+    """Check that a value has the type of the argument that receives it."""
     if annotation is bool and not isinstance(value, bool):
         raise ConfigError(f"{name}={value} is neither true nor false; give one of them")
     if annotation is int and not is_whole(value):
@@ -157,7 +157,7 @@ def _check_kind(name: str, value: Any, annotation: Any) -> None:
 
 
 def _arguments_of(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
-    """What a class or function takes by name, and whether it takes anything else too.
+    """Return the named parameters of a class or function, and if it takes others too.
 
     A class that hands `**options` on to its base takes what the base takes.
     """
@@ -236,7 +236,7 @@ CHECKED = ("cache.", "reward.", "algorithm.kl.")
 
 
 def _is_judged(cfg: DictConfig, path: str) -> bool:
-    """Whether a target's signature, or a constructor, says what may stand at this place."""
+    """True if a target's signature or a constructor checks the keys at this place."""
     names = path.split(".")
     above = [OmegaConf.select(cfg, ".".join(names[:n])) for n in range(1, len(names) + 1)]
     has_target = any(isinstance(node, DictConfig) and "_target_" in node for node in above)
@@ -249,7 +249,7 @@ def _is_set_by(path: str, overrides: Sequence[str]) -> bool:
 
 
 def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str:
-    """What to say of a key that no group declares, or that has taken the place of several."""
+    """Return the error for a key that no group declares, or that replaces a node of several keys."""
     below = [key.removeprefix(f"{path}.") for key in known if key.startswith(f"{path}.")]
     inner = [key for key in below if not key.startswith("_")]
     if inner:
@@ -279,5 +279,5 @@ def expanded(path: str | None) -> str | None:
 
 
 def is_local(path: str) -> bool:
-    """Whether a model path means a folder rather than a name on the hub, which is NAME or OWNER/NAME."""
+    """True if a model path means a folder; a name on the hub is NAME or OWNER/NAME."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()

@@ -88,7 +88,7 @@ def friendly_error(error: Exception, overrides: Sequence[str], name: str = "conf
 
 
 def _unreadable(override: str) -> str | None:
-    """What to write where Hydra's grammar takes a value for something else; None where it does not."""
+    """Return how to quote a value that Hydra's grammar misreads; None if it reads it."""
     key, sign, value = override.partition("=")
     shown = f'"{key}={quoted(expanduser(value))}"'
     try:
@@ -107,7 +107,7 @@ def quoted(value: str) -> str:
 
 
 def options_of(group: str) -> list[str]:
-    """What a config group lets one choose from; nothing where there is no such group."""
+    """Return the options of a config group; none if there is no such group."""
     if not group.isidentifier():
         return []
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml") if not path.stem.startswith("_"))

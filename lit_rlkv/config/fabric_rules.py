@@ -14,7 +14,7 @@ ALL_DEVICES = -1
 
 
 def check_fabric(cfg: DictConfig) -> None:
-    """What can be said before it is known how many processes a launcher has started.
+    """Check the settings that do not depend on the number of launched processes.
 
     Raises:
         ConfigError: the first rule that is broken.
@@ -57,7 +57,7 @@ GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
 
 
 def _check_sharded(cfg: DictConfig) -> None:
-    """What cannot be had where no rank holds a whole layer."""
+    """Refuse settings that need unsharded layers or gradients."""
     require(
         cfg.fabric.precision != "16-mixed",
         "fabric.precision=16-mixed scales losses by what it finds in whole gradients, which no rank has "

@@ -23,7 +23,7 @@ def check_precision(cfg: DictConfig) -> None:
 
 
 def _trainers_of_weights(cfg: DictConfig) -> Iterator[tuple[str, str]]:
-    """What trains the backbone's own weights, and what to take instead."""
+    """Yield the settings that train the backbone's own weights, each with an alternative."""
     if "sft" in cfg.stages:
         yield "sft", "stages=[rl,eval]"
     layout = cfg.roles.layout

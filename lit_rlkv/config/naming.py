@@ -1,4 +1,4 @@
-"""What a key that does not exist may have meant: a name of TRL or verl, or one that is spelt alike."""
+"""Hints for unknown keys: the key that a TRL or verl name means here, or a similar spelling."""
 
 from collections.abc import Collection
 from difflib import get_close_matches

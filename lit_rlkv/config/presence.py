@@ -40,7 +40,7 @@ def _check_can_be_made(name: str, folder: Path) -> None:
 
 
 def check_given(cfg: DictConfig) -> None:
-    """What has no default must be given.
+    """Check that every key without a default is given.
 
     Raises:
         ConfigError: naming what is not.

@@ -8,7 +8,7 @@ from lit_rlkv.rewards import RewardFunction
 
 
 def build_reward(node: DictConfig) -> RewardConfig:
-    """What a response earns; nothing of a user's is run or asked yet.
+    """Build the reward config; no code of the user runs yet.
 
     Raises:
         ConfigError: weights or functions that cannot work.

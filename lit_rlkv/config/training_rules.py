@@ -10,7 +10,7 @@ from lit_rlkv.config.building import ConfigError, build, require
 
 
 def check_training(cfg: DictConfig) -> None:
-    """What would else fail at the first step, or train nothing.
+    """Check settings that would fail at the first optimizer step, or train nothing.
 
     Raises:
         ConfigError: the first rule that is broken.

@@ -190,7 +190,7 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Whether a forward can be recorded in a CUDA graph: it exchanges nothing, and asks the device nothing.
+    """True if a forward can be captured as a CUDA graph: no communication, no device synchronisation.
 
     Dynamic scaling asks for the length so far, whether or not it has to do anything about it.
     """
@@ -251,7 +251,7 @@ def hidden_states(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether layers of it are in shards, also while they are whole to compute."""
+    """True if its layers are sharded, also while they are gathered to compute."""
     return any(isinstance(one, FSDPModule) for one in module.modules())
 
 
@@ -263,7 +263,7 @@ def n_embedded(model: PreTrainedModel) -> int:
 
 
 def head_is_frozen(model: PreTrainedModel) -> bool:
-    """Whether training leaves the output head alone, as LoRA on the layers below it does."""
+    """True if the output head is frozen, as under LoRA on the layers below it."""
     return not any(p.requires_grad for p in model.get_output_embeddings().parameters())
 
 

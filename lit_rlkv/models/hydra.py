@@ -88,7 +88,7 @@ class Roles(nn.Module):
         return cast(ScalarHead, self.heads[role])
 
     def trained_parameters(self, role: str) -> list[nn.Parameter]:
-        """What learns when a role does; policy and critic have the same adapter in a joint layout."""
+        """Return the parameters that a role trains; in a joint layout policy and critic share an adapter."""
         adapter = self.layout.adapter[role]
         own = [
             parameter

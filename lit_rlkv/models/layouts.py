@@ -19,12 +19,12 @@ class Layout:
 
     @property
     def trains_backbones(self) -> bool:
-        """Whether the policy trains its whole backbone, and no adapter."""
+        """True if the policy trains its whole backbone and no adapter."""
         return self.adapter["policy"] is None
 
     @property
     def shares_critic(self) -> bool:
-        """Whether one backbone serves the policy and the critics, so that their weights must be the same."""
+        """True if policy and critics share one backbone and so must start from the same weights."""
         return self.backbone["policy"] == self.backbone["reward"]
 
 

@@ -82,7 +82,7 @@ def _check_folder(folder: Path) -> None:
 
 @contextmanager
 def friendly_errors(path: str | Path) -> Iterator[None]:
-    """What transformers says of code and of files, in our words."""
+    """Raise transformers' errors about remote code and missing files as short messages."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -108,7 +108,7 @@ def _model_type(path: str | Path) -> str:
 
 
 def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any]:
-    """What from_pretrained needs for it."""
+    """Return the arguments of from_pretrained for a quantised model."""
     if quantization not in QUANTIZATIONS:
         raise ValueError(
             f"quantization={quantization!r} is unknown; choose {', '.join(QUANTIZATIONS)} or null"

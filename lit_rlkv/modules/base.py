@@ -1,4 +1,4 @@
-"""What every RL module shares: the policy role, one objective, loss terms from callbacks, one optimizer."""
+"""Base of the RL modules: the policy's forward, its objective, callbacks' loss terms, the optimizer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -29,14 +29,14 @@ Terms = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What one forward of the policy found, for the objective and for callbacks that add loss terms."""
+    """Outputs of one policy forward, for the objective and for callbacks' loss terms."""
 
     hidden: Float[Tensor, "action dim"]
     """States that predict the actions, under the learner's view."""
     logps: Float[Tensor, "batch seq"]
-    """Of the actions under the policy at the sampler's temperature, in nats; 0 elsewhere."""
+    """Log-probs of the response tokens at the sampler's temperature, in nats; 0 elsewhere."""
     entropy: Float[Tensor, "batch seq"]
-    """Of the distribution that each action is from, in nats; 0 elsewhere. It carries no gradient."""
+    """Entropy of each response token's distribution, in nats; 0 elsewhere. It has no gradient."""
 
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -64,7 +64,7 @@ class PolicyModule(L.LightningModule, ABC):
 
     advantage_estimator: ClassVar[type[AdvantageEstimator]] = GroupAdvantage
     required_options: ClassVar[tuple[str, ...]] = ()
-    """What a config must say of the objective."""
+    """Options that a config must give."""
 
     def __init__(
         self,

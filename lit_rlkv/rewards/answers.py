@@ -2,7 +2,7 @@
 
 
 def final_answer(completion: str, answer_after: str | None) -> str | None:
-    """What follows the last marker, stripped; all of the completion if there is no marker to look for.
+    """Return the text after the last marker, stripped; the whole completion without a marker.
 
     None if the marker is missing from the completion.
     """

@@ -23,7 +23,7 @@ MAX_SAID = 300
 
 @dataclass(frozen=True)
 class Answers:
-    """What the functions made of a batch of completions."""
+    """Scores of a batch of completions by all functions."""
 
     scores: dict[str, Float[Tensor, " batch"]]
     """By function; NaN where it failed."""

@@ -1,4 +1,4 @@
-"""What may be done to rewards before credit is assigned: a penalty for missing ends, one scale, a bound."""
+"""Changes to rewards before advantages: missing-EOS penalty, normalisation, clipping."""
 
 import torch
 from jaxtyping import Bool, Float

@@ -186,7 +186,7 @@ def check_written(merged: PreTrainedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def policy_logits(roles: Roles, input_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-    """What the policy computes where no key is evicted."""
+    """Return the policy's logits with a dense cache."""
     attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
     with acting_as(roles, "policy") as backbone:
         input_ids, attention_mask = input_ids.to(backbone.device), attention_mask.to(backbone.device)

@@ -1,4 +1,4 @@
-"""What a task is, and the small pieces that several tasks share."""
+"""Task: the interface of tasks, and helpers that several tasks share."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ class Task(Protocol):
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether score says what is right, so that it can be a reward, and not only what was preferred."""
+        """True if `score` verifies answers and can be a reward; preferences alone cannot."""
         ...
 
     def sample(self, rng: random.Random) -> Problem:

@@ -1,4 +1,4 @@
-"""What tasks of a user's rows share: the rows to train on, and behind them those to evaluate on."""
+"""Base of tasks over a user's rows: rows to train on, then rows to evaluate on."""
 
 import logging
 import random

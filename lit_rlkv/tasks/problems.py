@@ -63,7 +63,7 @@ class RowFormat:
     """The marker that ends the reasoning ("####" in GSM8K)."""
     system_prompt: str | None = None
     checks_solution: bool = True
-    """Whether a solution must score 1.0 by the task's own score."""
+    """True if a solution must score 1.0 by the task's own verifier."""
     extra: tuple[str, ...] = ()
     """Keys that reward functions get beside the answer."""
     required: tuple[str, ...] = ("prompt",)
@@ -120,7 +120,7 @@ def _text(value: Any, key: str) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """What can be handed to a reward function in another process."""
+    """Return the value if JSON can hold it, because reward functions may run in another process."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent / "examples"
 _LINES = ".jsonl"
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SAVED = ("state.json", "dataset_dict.json")
-"""What save_to_disk leaves in the folder of a dataset, and of one with splits."""
+"""Files that save_to_disk writes for a dataset, and for one with splits."""
 
 N_KEPT = 4
 """Tables kept in memory: those of a task to train on and to evaluate on, twice over."""
@@ -38,7 +38,7 @@ class Table(Generic[_Parsed]):
     rows: list[_Parsed]
     places: list[str]
     digest: str | None = None
-    """Of what was read; None where the rows are not read but made."""
+    """Digest of the data; None if the rows are generated."""
 
 
 def _once(read: _Reader) -> _Reader:
@@ -137,7 +137,7 @@ def _parsed(
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Of parsed rows, so that what a task does not read may change."""
+    """Return the digest of the parsed rows; columns that a task does not read may change."""
     found = hashlib.blake2b(digest_size=8)
     for row in rows:
         found.update(json.dumps(row, default=vars).encode())

@@ -1,4 +1,4 @@
-"""What a completion can be rewarded for: one function a file."""
+"""Reward functions, one per file."""
 
 from lit_rlkv.rewards.functions.base import RewardFunction
 from lit_rlkv.rewards.functions.command import Command

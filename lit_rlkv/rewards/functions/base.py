@@ -1,4 +1,4 @@
-"""What a reward function is."""
+"""RewardFunction: the base class of reward functions."""
 
 import math
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ class RewardFunction(ABC):
 
     @abstractmethod
     def open(self) -> Grader:
-        """What answers questions, with the threads and processes that this takes."""
+        """Return a grader that runs this function, with its threads or processes."""
 
     def check(self, problem: Problem) -> None:
         """Refuse a problem that no completion could be scored for.

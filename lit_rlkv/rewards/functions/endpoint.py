@@ -17,7 +17,7 @@ _WORTH_ANOTHER_TRY = (408, 425, 429)
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint(SlowFunction):
-    """What an HTTP endpoint answers to a POST of each completion.
+    """Score of an HTTP endpoint that receives a POST for each completion.
 
     The body is a JSON object with `prompt`, `answer`, `solution`, `completion` and the extra columns;
     the answer is a JSON number, or an object with a number as `reward`. Failures are tried again after 0.5,

@@ -10,7 +10,7 @@ from lit_rlkv.rewards.graders import Grader
 
 @dataclass(frozen=True, kw_only=True)
 class PythonFunction(SlowFunction):
-    """What a function of a Python file returns, in a process of its own.
+    """Score of a function in a Python file, run in a process of its own.
 
     It gets those of `completion`, `prompt`, `answer`, `solution` and the task's extra columns that it has
     parameters for, by name, or all where it takes `**others`. A chat is a list of messages. What it prints
@@ -42,7 +42,7 @@ class PythonFunction(SlowFunction):
 
 
 def _names(file: Path) -> list[str]:
-    """What a Python file defines or imports at its top, without running it.
+    """Return the names that a Python file defines or imports at its top, without running it.
 
     Raises:
         ValueError: it is not Python.

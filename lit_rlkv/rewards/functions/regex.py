@@ -1,4 +1,4 @@
-"""What a regular expression finds."""
+"""Rewards from regular expressions."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Regex(SlowFunction):
     """
 
     pattern: str
-    """Of Python's re; `(?s)` before it lets a dot match line ends, `\\A` and `\\Z` are the ends of a text."""
+    """Pattern of Python's re; after `(?s)` a dot matches line ends, `\\A` and `\\Z` are the ends of a text."""
     group: int | str | None = None
     """By number or name."""
     timeout_s: float | int = 1.0

@@ -1,4 +1,4 @@
-"""What a grader is, and the one that answers at once."""
+"""Grader: the interface of graders, and one that runs in this process."""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""What runs in processes of its own and imports nothing of this package: the worker and its functions."""
+"""Code that runs in separate processes and imports nothing of this package: worker and functions."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ def _answer(
 
 
 def _taken(function: Callable[..., Any], question: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What of the question the function asks for by the names of its parameters; options come first."""
+    """Return the arguments that the function takes, by parameter name; options come first."""
     question = {name: value for name, value in question.items() if name not in options}
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
