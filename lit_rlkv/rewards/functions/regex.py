@@ -20,7 +20,7 @@ class Regex(SlowFunction):
     """
 
     pattern: str
-    """Pattern of Python's re; after `(?s)` a dot matches line ends, `\\A` and `\\Z` are the ends of a text."""
+    """Pattern of Python's re; after `(?s)` a dot matches line ends, `\\A` and `\\Z` are a text's ends."""
     group: int | str | None = None
     """By number or name."""
     timeout_s: float | int = 1.0
