@@ -67,7 +67,7 @@ def attend(
 ) -> None:
     query = empty(batch, kv_heads, group, dim, dtype=dtype)
     keys, values = (empty(batch, kv_heads, n_slots, dim, dtype=dtype) for _ in range(2))
-    if not fits(query, values):
+    if not fits(query, keys, values):
         return  # the definition runs instead
     received = floats(batch, kv_heads, n_slots) if has_scores else None
     decode_kernel.decode_attention(

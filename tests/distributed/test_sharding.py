@@ -271,8 +271,8 @@ def test_an_optimizer_state_does_not_carry_the_foreach_flag():
 def test_shards_train_in_half_precision(folder, sft_model, precision):
     options = [*SETTINGS, f"fabric.precision={precision}", "algorithm.n_iterations=1", "stages=[rl]"]
     options += [f"model.path={sft_model}", *SHARDED, "fabric.unshard_rollout=true"]
-    run_on_ranks(folder, precision, 2, *options)
-    (row,) = rows_of(folder / precision)
+    run_on_ranks(folder, f"sharded-{precision}", 2, *options)
+    (row,) = rows_of(folder / f"sharded-{precision}")
     assert row["skipped_steps"] == 0
     assert row["grad_norm"] > 0
     assert row["kv/replay_gap"] < 0.2
