@@ -108,7 +108,7 @@ class Together(Ranks):
         self.rank, self.size = rank, len(brought)
         self.brought = brought
 
-    def gather_list(self, values):
+    def all_gather_object(self, values):
         self.brought[self.rank] = list(values)
         MET.wait()
         everything = [value for of_rank in self.brought for value in of_rank]
