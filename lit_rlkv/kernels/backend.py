@@ -144,6 +144,7 @@ def in_autocast_dtype(
     return cast(Callable[Concatenate[Tensor, Tensor, Tensor, Given], Output], attended)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Triton reads it outside of Python
 def is_interpreted() -> bool:
     """Return True if Triton runs kernels in Python on the CPU, as in the tests."""
     import triton  # not at the top: it exists on Linux only
