@@ -13,23 +13,20 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import record
 import torch
-from omegaconf import OmegaConf
 from transformers import DynamicCache, PreTrainedModel
 
+from lit_rlkv.config.schema import AlgorithmConfig, CacheConfig, RolloutConfig
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import head_logits, hidden_states
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.rollout import generate
 
-CONF = Path(__file__).parent.parent / "conf"
-ROLLOUT = OmegaConf.load(CONF / "rollout" / "default.yaml")
-CACHE = OmegaConf.load(CONF / "cache" / "default.yaml")
-BATCH = ROLLOUT.n_prompts * OmegaConf.load(CONF / "algorithm" / "_shared.yaml").group_size
+ROLLOUT, CACHE = RolloutConfig(), CacheConfig()
+BATCH = ROLLOUT.n_prompts * AlgorithmConfig().group_size
 NEW = ROLLOUT.max_new_tokens
 PROMPT, VOCAB = 10, 51
 """Those of the default task."""

@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import record
-from omegaconf import DictConfig
 from rich.console import Console
 from text_table import text_table
 
 from lit_rlkv.callbacks.hooks import HOOKS, RLCallback
-from lit_rlkv.config import composed
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.config import Config, composed
 from lit_rlkv.faults import Interruption
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, build_context
 from lit_rlkv.runs.launch import make_fabric
 from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
 from lit_rlkv.stages.rl import train_policy
@@ -141,7 +140,7 @@ class TimedCheckpoints(CheckpointDir):
             return super().save(*arguments)
 
 
-def measure(cfg: DictConfig, run_dir: Path) -> tuple[dict[str, float], int]:
+def measure(cfg: Config, run_dir: Path) -> tuple[dict[str, float], int]:
     """Seconds by part of the iterations of a run but the first, and how many these were."""
     context = build_context(cfg, make_fabric(cfg))
     start = find_starting_model(cfg, run_dir) or run_sft(context, [])
@@ -178,7 +177,7 @@ def main() -> None:
     settings = [f"algorithm.n_iterations={args.iterations}", "stages=[sft,rl]", "fabric.n_threads=1"]
     cfg = composed("config", [*settings, *overrides])
     del cfg.hydra
-    check_config(cfg)
+    cfg = checked_config(cfg)
     with tempfile.TemporaryDirectory() as name:
         found, n_iterations = measure(cfg, Path(name) / "run")
     seconds = {part: value / n_iterations for part, value in found.items()}

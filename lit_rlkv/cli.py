@@ -8,8 +8,9 @@ import hydra
 from omegaconf import DictConfig, open_dict, read_write
 
 from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_trust
+from lit_rlkv.config.reference import help_text
 
-VIEWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
+VIEWS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 """Hydra's options that print something and run nothing."""
 
 
@@ -24,6 +25,10 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
     Raises:
         ConfigError: the arguments do not compose, or trust a module that cannot be trusted.
     """
+    if {"--help", "-h"} & set(arguments):
+        others = [argument for argument in arguments if not argument.startswith("-")]
+        sys.stdout.write(help_text(name, others) + "\n")
+        sys.exit()
     composed = check_command_line(name, arguments)
     if composed is None or {argument.partition("=")[0] for argument in arguments} & VIEWS:
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(_refuse)()

@@ -7,16 +7,17 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line
-from lit_rlkv.config import ConfigError, as_config_errors
-from lit_rlkv.config.commands import check_draws, check_evaluation
+from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config, require
+from lit_rlkv.config.commands import EvaluateConfig
+from lit_rlkv.config.options import show
 from lit_rlkv.evaluation.estimates import CacheEstimates, estimate
 from lit_rlkv.evaluation.evaluator import ScoredResponse
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.files import write_atomically
+from lit_rlkv.kvcache.policies import load_policy_class
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.reporting.tables import score_table
 from lit_rlkv.runs import environment
@@ -53,36 +54,44 @@ class Evaluation:
         return result
 
 
-def evaluate(asked: DictConfig) -> Evaluation:
-    """Score a saved run as conf/evaluate.yaml describes.
+def evaluate(asked: EvaluateConfig) -> Evaluation:
+    """Score a saved run.
 
-    What is null there is as the run had it. A run without a checkpoint is scored as it started.
+    A setting that is None is as the run had it. A run without a checkpoint is scored as it started.
 
     Raises:
         ConfigError: what is asked for cannot be meant, there is no such run, or its folder cannot be written
             to; before anything is loaded.
     """
-    check_evaluation(asked)
+    for policy in asked.policies or ():
+        if policy != "dense":
+            with as_config_errors("policies"):
+                load_policy_class(policy)
     run = find_run(Path(asked.ckpt).expanduser())
-    cfg = run.cfg
     for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", "temperature"):
-        if asked[key] is not None:
-            cfg.evaluation[key] = asked[key]
-    cfg.kernels = cfg.kernels if asked.kernels is None else asked.kernels
-    check_draws(asked.n_samples, cfg.evaluation.temperature)
-    policies = None if asked.policies is None else list(asked.policies)
+        if (value := getattr(asked, key)) is not None:
+            run.cfg.evaluation[key] = value
+    run.cfg.kernels = asked.kernels or run.cfg.kernels
+    cfg = parse_config(run.cfg)
+    _check_draws(asked.n_samples, cfg.evaluation.temperature)
     with as_config_errors("cache"):
-        caches = evaluation_caches(cfg, policies)
+        caches = evaluation_caches(cfg, asked.policies)
     if asked.budgets and all(cache.is_dense for cache in caches):
         raise ConfigError(
-            f"budgets={asked.budgets} need an evicting policy, and there is only dense; add policies=[snapkv]"
+            f"budgets={show(asked.budgets)} need an evicting policy, and there is only dense; add "
+            "policies=[snapkv]"
         )
     _check_writable(run.run_dir)
     context, module = open_run(run)
-    spread = {"level": asked.level, "n_resamples": asked.n_resamples}
+    level, n_resamples = asked.level, asked.n_resamples
     scored, samples = [], []
     for found in score_caches(context, module.roles, caches, asked.n_samples):
-        scored.append((found.row, estimate(found.samples, list(asked.pass_at_k), **spread, seed=cfg.seed)))
+        scored.append(
+            (
+                found.row,
+                estimate(found.samples, asked.pass_at_k, level=level, n_resamples=n_resamples, seed=cfg.seed),
+            )
+        )
         samples += found.samples
     settings = {
         "checkpoint": None if run.checkpoint is None else run.checkpoint.path.name,
@@ -93,10 +102,20 @@ def evaluate(asked: DictConfig) -> Evaluation:
         "temperature": cfg.evaluation.temperature,
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,
-        **spread,
-        "environment": environment.describe(cfg, context.fabric.device),
+        "level": level,
+        "n_resamples": n_resamples,
+        "environment": environment.describe(context.cfg, context.fabric.device),
     }
     return Evaluation(run.run_dir, settings, scored, samples)
+
+
+def _check_draws(n_samples: int, temperature: float | int) -> None:
+    """Refuse several greedy samples, which would all be the same."""
+    require(
+        n_samples == 1 or temperature > 0,
+        f"n_samples={n_samples} responses at temperature={temperature} are {n_samples} times the same one; "
+        "give temperature=1 or so, or n_samples=1",
+    )
 
 
 def _check_writable(run_dir: Path) -> None:
@@ -114,7 +133,8 @@ def _check_writable(run_dir: Path) -> None:
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     with exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
-        asked, _ = compose_arguments("evaluate", sys.argv[1:])
+        composed, _ = compose_arguments("evaluate", sys.argv[1:])
+        asked = parse(EvaluateConfig, composed)
         found = evaluate(asked)
     console = Console()
     if not console.is_terminal:

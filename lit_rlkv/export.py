@@ -6,12 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line
-from lit_rlkv.config import ConfigError, as_config_errors
-from lit_rlkv.config.commands import check_export
+from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config
+from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.runs.model_card import Exported, write_card
@@ -23,17 +22,16 @@ MANIFEST = "export.json"
 """In every export: what was exported, and the sign that a folder is one and may be overwritten."""
 
 
-def export(asked: DictConfig) -> tuple[Path, Exported]:
-    """Write a saved run's policy as conf/export.yaml describes, whole or not at all; on the CPU.
+def export(asked: ExportConfig) -> tuple[Path, Exported]:
+    """Write a saved run's policy, whole or not at all; on the CPU.
 
     Raises:
         ConfigError: what is asked for cannot be meant, there is no such run, or the folder exists.
     """
-    check_export(asked)
     run = find_run(Path(asked.ckpt).expanduser())
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
-    if asked.heads and not needed_roles(run.cfg) & set(CRITICS):
+    if asked.heads and not needed_roles(parse_config(run.cfg)) & set(CRITICS):
         raise ConfigError(
             "heads=true, but this run has no reward or value head: it asked for neither; leave heads out"
         )
@@ -72,8 +70,8 @@ def _manifest(run: SavedRun) -> dict[str, str | int]:
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     with exit_in_one_line(ConfigError):
-        asked, _ = compose_arguments("export", sys.argv[1:])
-        folder, exported = export(asked)
+        composed, _ = compose_arguments("export", sys.argv[1:])
+        folder, exported = export(parse(ExportConfig, composed))
     console = Console()
     console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")
     if not exported.has_adapter:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.utils import configure_log
-from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line
-from lit_rlkv.config import ConfigError, check_folders
+from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, parse_config
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -26,6 +25,10 @@ def main() -> None:
     with exit_in_one_line(ConfigError):
         cfg, hydra_cfg = compose_arguments("config", sys.argv[1:])
         check_folders(cfg)
+        groups, overrides = dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task)
+        if cfg.resume in (None, AUTO):  # a run that is resumed has a config of its own
+            check_keys(cfg, groups, overrides)
+            parse_config(cfg)
     # Imported here: a mistake on the command line is answered before torch and transformers are loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption, NonFiniteError
@@ -39,12 +42,11 @@ def main() -> None:
     console, interruption = stderr_console(), Interruption()
     run_dir = Path(hydra_cfg.run.dir).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    groups, overrides = dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task)
     try:
         with (
             exit_in_one_line(ConfigError, NonFiniteError, RewardsFailedError),
             interruption.listening(),
-            open_session(cfg, run_dir, groups, overrides, console, interruption) as session,
+            open_session(cfg, run_dir, overrides, console, interruption) as session,
         ):
             run_dir = session.run_dir
             results = fit(
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 def fit(
-    cfg: DictConfig,
+    cfg: Config,
     run_dir: Path,
     console: Console,
     *,
@@ -87,8 +89,8 @@ def fit(
         ConfigError: the folder holds a run already and this one does not resume it.
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
-    from lit_rlkv.config.fabric_rules import check_shares
     from lit_rlkv.faults import Interruption
+    from lit_rlkv.runs.algorithm_checks import check_shares
     from lit_rlkv.runs.context import CONFIG, build_context
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import load_policy_weights, make_policy

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec
@@ -24,6 +24,7 @@ from lit_rlkv.modules.grpo import GRPO
 from lit_rlkv.modules.online_dpo import OnlineDPO
 from lit_rlkv.modules.ppo import PPO
 from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, truncated, unweighted
+from lit_rlkv.rewards import RewardManager
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.trainer import train
 from lit_rlkv.types import TrainBatch
@@ -156,14 +157,18 @@ def make_datamodule(
     spec: CacheSpec = SPEC,
     seed: int = 0,
     advantage: AdvantageEstimator | None = None,
-    kl: KLConfig | None = None,
     reward=None,
+    functions=None,
     task=None,
-    sampling=None,
-    **update,
+    rollout=None,
+    roles_config=None,
+    learner_parts=(("policy",),),
+    warmup_part=("value",),
+    **algorithm,
 ) -> RolloutDataModule:
     task = task or DigitsAreGood(n_terms=3)
-    sampling = {"n_prompts": 4, "group_size": 4, "max_new_tokens": 10, "temperature": 1.0} | (sampling or {})
+    rollout = {"n_prompts": 4, "max_new_tokens": 10} | (rollout or {})
+    algorithm = {"group_size": 4, "n_minibatches": 1, "aggregation": "sequence"} | algorithm
     return RolloutDataModule(
         roles,
         build_task_tokenizer(),
@@ -172,9 +177,12 @@ def make_datamodule(
         spec,
         correction,
         advantage or GroupAdvantage("grpo"),
-        SamplingConfig(**sampling),
-        UpdateConfig(**({"aggregation": "sequence"} | update)),
+        RolloutConfig(**rollout),
+        AlgorithmConfig(**algorithm),
         seed=seed,
-        kl=kl,
+        roles_config=roles_config,
         reward=reward,
+        rewards=RewardManager(functions or {}),
+        learner_parts=learner_parts,
+        warmup_part=warmup_part,
     )

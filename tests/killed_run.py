@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 
 from lit_rlkv.config import composed
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG
+from lit_rlkv.runs.preflight import checked_config
 from tests.whole_runs import TINY
 
 MOST_SAVED = 5
@@ -29,7 +29,7 @@ MOST_SAVED = 5
 def attempt(overrides: list[str], run_dir: Path) -> None:
     cfg = composed("config", [*TINY, *overrides])
     del cfg.hydra
-    check_config(cfg)
+    cfg = checked_config(cfg)
     fit(cfg, run_dir, Console(quiet=True), resumes=(run_dir / CONFIG).exists())
 
 

@@ -16,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from lit_rlkv.config import CONF_DIR, ConfigError, build
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.config import CONF_DIR, Config, ConfigError, build
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.stages.rl import train_policy
 from tests.hand_built import MetricLog
@@ -49,7 +49,7 @@ def composed(*overrides: str) -> DictConfig:
         return compose("config", overrides=[*SMALL, *overrides])
 
 
-def config(folder: Path, *overrides: str) -> DictConfig:
+def config(folder: Path, *overrides: str) -> Config:
     """What Hydra makes of these overrides; it composes each option once, for that takes longer than a run."""
     cfg = copy.deepcopy(composed())
     choices = [override for override in overrides if "." not in override.split("=")[0]]
@@ -58,8 +58,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
         cfg[group] = composed(choice)[group]
     settings = [override for override in overrides if override not in choices]
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"runs_dir={folder}", *settings]))
-    check_config(cfg)
-    return cfg
+    return checked_config(cfg)
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,15 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.cli import compose_arguments
+from lit_rlkv.config import ConfigError, parse
+from lit_rlkv.config.commands import EvaluateConfig
+from lit_rlkv.config.options import convert
 from lit_rlkv.evaluate import evaluate, main
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.open_run import find_run
+from lit_rlkv.runs.preflight import checked_config
 from tests.runs.test_checkpoint import files_of_at_most
 from tests.whole_runs import run
 
@@ -30,8 +34,7 @@ def saved(tmp_path_factory):
 
 
 def asking(ckpt, **options):
-    asked = OmegaConf.load(CONF_DIR / "evaluate.yaml")
-    return OmegaConf.merge(asked, {"ckpt": str(ckpt), **options})
+    return convert(EvaluateConfig, {"ckpt": str(ckpt), **options})
 
 
 def test_every_policy_is_scored_at_every_budget(saved):
@@ -70,21 +73,21 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
     [
         ({"ckpt": "nothing"}, "is neither a run folder"),
         ({"pass_at_k": [4]}, "pass@4 cannot be estimated from n_samples=1; give k from 1 to n_samples"),
-        ({"pass_at_k": [0]}, "pass@0 cannot be estimated"),
-        ({"pass_at_k": 4}, r"pass_at_k=4 is not a list; write pass_at_k=\[4\]"),
+        ({"pass_at_k": [0]}, r"pass_at_k\[0\] must be a whole number of at least 1, got 0"),
+        ({"pass_at_k": 4}, r"pass_at_k must be a list .* write pass_at_k=\[4\]"),
         ({"n_samples": 4}, r"n_samples=4 responses at temperature=0\.0 are 4 times the same one"),
-        ({"n_samples": 0}, "n_samples=0 is not a count"),
-        ({"policies": "snapkv"}, r"policies=snapkv is not a list; write policies=\[snapkv\]"),
+        ({"n_samples": 0}, "n_samples must be a whole number of at least 1, got 0"),
+        ({"policies": "snapkv"}, r"policies must be a list, each a text or null, got snapkv"),
         ({"policies": ["snapvk"]}, "policies: unknown cache policy 'snapvk'; choose one of dense, "),
-        ({"budgets": 4}, r"budgets=4 is not a list; write budgets=\[4\]"),
-        ({"budgets": [4.5]}, r"budgets: 4\.5 is no number of keys"),
+        ({"budgets": 4}, "budgets must be a list, each a whole number of at least 1 or null, got 4"),
+        ({"budgets": [4.5]}, r"budgets\[0\] must be a whole number of at least 1, got 4\.5"),
         ({"budgets": [2]}, r"cache: budget must be at least sink \+ window \+ 1 = 4, got 2"),
-        ({"batch_size": 0}, "batch_size=0 is not a count"),
-        ({"temperature": -1}, "temperature=-1 is not a number of at least 0"),
-        ({"level": 95}, "level=95 is no probability between 0 and 1"),
-        ({"name": "../evaluation"}, "name=../evaluation is no plain file name"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1 or null, got 0"),
+        ({"temperature": -1}, "temperature must be a number of at least 0 or null, got -1"),
+        ({"level": 95}, "level must be a number above 0 and below 1, got 95"),
+        ({"name": "../evaluation"}, "name must be a plain file name, got ../evaluation"),
         ({"name": "evaluation"}, "name=evaluation: the run keeps evaluation.json itself"),
-        ({"kernels": "cuda"}, "kernels=cuda is unknown; choose one of"),
+        ({"kernels": "cuda"}, "kernels must be one of auto, reference, triton or null, got cuda"),
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_loaded(saved, monkeypatch, options, says):
@@ -103,7 +106,7 @@ def test_a_saved_config_may_only_name_trusted_targets(saved, tmp_path, place):
     with pytest.raises(ConfigError, match=r"os\.mkdir.* is not from a trusted package"):
         evaluate(asking(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"os\.mkdir.* is not from a trusted package"):
-        fit(cfg, tmp_path / "run", Console(quiet=True), resumes=True)
+        fit(checked_config(cfg), tmp_path / "run", Console(quiet=True), resumes=True)
     assert not (tmp_path / "made").exists()
 
 
@@ -141,7 +144,8 @@ def test_find_run_looks_again_when_the_newest_checkpoint_is_deleted_before_readi
 def test_budgets_are_refused_where_no_policy_evicts(saved, tmp_path, monkeypatch, policies):
     shutil.copytree(saved, tmp_path / "run")
     cfg = OmegaConf.load(tmp_path / "run" / "config.yaml")
-    cfg.cache.policy = "dense" if policies is None else cfg.cache.policy
+    if policies is None:
+        cfg.cache.policy, cfg.distillation = "dense", None
     OmegaConf.save(cfg, tmp_path / "run" / "config.yaml")
     monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
     says = r"budgets=\[5, 7\] need an evicting policy, .* add policies=\[snapkv\]"
@@ -205,5 +209,5 @@ def test_a_mistake_on_the_command_line_is_one_line(monkeypatch):
 
 
 def test_evaluate_without_a_checkpoint_is_refused():
-    with pytest.raises(ConfigError, match=r"ckpt is not given; add ckpt=\.\.\. \(runs/NAME\)"):
-        evaluate(OmegaConf.load(CONF_DIR / "evaluate.yaml"))
+    with pytest.raises(ConfigError, match=r"ckpt is not given; add ckpt=\.\.\."):
+        parse(EvaluateConfig, compose_arguments("evaluate", [])[0])

@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config import ConfigError
+from lit_rlkv.config.commands import ExportConfig
+from lit_rlkv.config.options import convert
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.export import export
 from lit_rlkv.runs.checkpoint import CheckpointDir
@@ -55,8 +57,7 @@ def runs(tmp_path_factory):
 
 
 def asking(runs, name, to, **options):
-    asked = OmegaConf.load(CONF_DIR / "export.yaml")
-    return OmegaConf.merge(asked, {"ckpt": str(runs / name), "to": str(to), **options})
+    return convert(ExportConfig, {"ckpt": str(runs / name), "to": str(to)} | options)
 
 
 def expected_logits(folder):
@@ -168,8 +169,8 @@ def test_weights_that_overflow_are_refused(runs, tmp_path):
 
 
 def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
-    asked = asking(runs, "hydra", tmp_path / "first")
-    asked.ckpt = str(runs / "hydra" / "checkpoints" / "iteration-000001")
+    first = "hydra/checkpoints/iteration-000001"
+    asked = asking(runs, first, tmp_path / "first")
     folder, _ = export(asked)
     first, last = (load_file(path / "model.safetensors") for path in (folder, exported))
     assert any(not torch.equal(first[name], last[name]) for name in first)
@@ -300,9 +301,9 @@ def test_a_run_of_a_gpu_is_exported_and_scored_where_there_is_none(runs, tmp_pat
     ("options", "says"),
     [
         ({"ckpt": "nothing"}, "is neither a run folder"),
-        ({"to": ""}, r"to is not given; add to=\.\.\. \(a folder to write\)"),
-        ({"dtype": "int8"}, "dtype=int8 is unknown; choose one of float32, bfloat16, float16"),
-        ({"overwrite": "maybe"}, "overwrite=maybe is neither true nor false"),
+        ({"to": ""}, "to must be a text, got ''"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16 or null, got int8"),
+        ({"overwrite": "maybe"}, "overwrite must be true or false, got maybe"),
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_loaded(runs, tmp_path, monkeypatch, options, says):
@@ -329,7 +330,7 @@ def test_only_an_earlier_export_is_overwritten_and_only_when_asked(runs, tmp_pat
 
 def test_heads_are_refused_where_the_run_has_none(runs, tmp_path):
     copytree(runs / "hydra", runs / "grpo")
-    OmegaConf.save(config(tmp_path), runs / "grpo" / "config.yaml")
+    OmegaConf.save(config(tmp_path).source, runs / "grpo" / "config.yaml")
     with pytest.raises(ConfigError, match="heads=true, but this run has no reward or value head"):
         export(asking(runs, "grpo", tmp_path / "out", heads=True))
 

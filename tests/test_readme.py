@@ -9,7 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from lit_rlkv.config import CONF_DIR, check_command_line, check_keys
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.runs.preflight import checked_config
 from tests.saved_models import save_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +43,7 @@ def test_every_command_for_fit_composes_and_passes_the_checks(arguments):
         full = compose("config", overrides=overrides, return_hydra_config=True)
         cfg = compose("config", overrides=overrides)
         check_keys(cfg, full.hydra.runtime.choices, overrides)
-        check_config(cfg)
+        checked_config(cfg)
 
 
 def test_there_are_commands_to_check():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.faults import EXIT_CODE
-from lit_rlkv.runs.context import load_config
+from lit_rlkv.runs.context import read_config
 from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import is_done
 from tests.tiers import slow
@@ -131,7 +131,7 @@ def test_a_second_process_on_one_run_is_refused_with_the_pid_of_the_first(sft_ru
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     assert "resume after iteration" in said
     assert (folder / "report.html").is_file()
-    assert load_config(folder).stages == [
+    assert read_config(folder).stages == [
         "rl",
         "eval",
     ]  # it is only looked at, and trains on when it is resumed

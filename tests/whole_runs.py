@@ -10,15 +10,14 @@ import torch.distributed as dist
 from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from lightning.fabric import Fabric
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR
-from lit_rlkv.config.fabric_rules import FSDP2
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.context import build_context
-from lit_rlkv.runs.launch import fabric_precision, make_fabric
+from lit_rlkv.runs.launch import FSDP2, fabric_precision, make_fabric
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import SFT_DONE, SFT_MODELS, sft_model_dir
 from lit_rlkv.stages.sft import run_sft
 
@@ -44,8 +43,7 @@ TINY = [
 def config(tmp_path, *overrides):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         cfg = compose("config", overrides=[*TINY, f"runs_dir={tmp_path}", *overrides])
-    check_config(cfg)
-    return cfg
+    return checked_config(cfg)
 
 
 def run(tmp_path, name, *overrides, resumes=False):
@@ -119,6 +117,4 @@ def said_by(process):
 
 def scoring(folder):
     """Return the default options of evaluate for this run folder."""
-    options = OmegaConf.load(CONF_DIR / "evaluate.yaml")
-    options.ckpt = str(folder)
-    return options
+    return EvaluateConfig(ckpt=str(folder))

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config import CONF_DIR, build
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.config import CONF_DIR, Config, build
 from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.runs.context import CHECKPOINTS, build_context
 from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
@@ -32,14 +31,13 @@ STANDS_STILL = (
 """One optimizer step on each rollout, which changes nothing."""
 
 
-def config(*overrides: str) -> DictConfig:
+def config(*overrides: str) -> Config:
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         cfg = compose("config", overrides=["fabric.n_threads=1", *overrides])
-    check_config(cfg)
-    return cfg
+    return checked_config(cfg)
 
 
-def run(cfg: DictConfig, callbacks: list[RLCallback], trained: Path | None = None) -> None:
+def run(cfg: Config, callbacks: list[RLCallback], trained: Path | None = None) -> None:
     """RL with these callbacks and the config's distillation, from the SFT model or from a run's adapters."""
     parts = build_context(cfg)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,20 +14,21 @@ from torch.utils.data import DataLoader
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, build
+from lit_rlkv.config.options import convert
+from lit_rlkv.config.schema import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig
 from lit_rlkv.data.demonstrations import SFTBatch
 from lit_rlkv.data.pairs import DemonstrationBatch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.reward import RewardConfig
-from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.trainer import train
 
-PPO = OmegaConf.merge(
-    *(OmegaConf.load(CONF_DIR / "algorithm" / f"{name}.yaml") for name in ("_shared", "ppo"))
+PPO = OmegaConf.load(CONF_DIR / "algorithm" / "ppo.yaml")
+ALGORITHM = AlgorithmConfig(
+    group_size=1, n_minibatches=1, aggregation=PPO.aggregation, kl=convert(KLConfig, {**PPO.kl})
 )
 CORRECTION = OmegaConf.load(CONF_DIR / "correction" / "shadow.yaml")
 OPTIMIZER = OmegaConf.load(CONF_DIR / "optimizer" / "adamw.yaml")
@@ -68,7 +69,7 @@ class Run:
             self.make_data(batch, callback),
             callbacks=[callback],
             n_iterations=n_iterations,
-            max_grad_norm=PPO.max_grad_norm,
+            max_grad_norm=ALGORITHM.max_grad_norm,
         )
 
 
@@ -88,13 +89,11 @@ def ppo_run(layout: str, setting: Setting) -> Run:
             setting.cache,
             build(CORRECTION),
             build(PPO.advantage),
-            SamplingConfig(
-                n_prompts=batch, group_size=1, max_new_tokens=setting.response_len, temperature=1.0
-            ),
-            UpdateConfig(PPO.aggregation, learner_parts=module.learner_parts),
+            RolloutConfig(n_prompts=batch, max_new_tokens=setting.response_len),
+            ALGORITHM,
             seed=0,
-            kl=KLConfig(**PPO.kl),
-            reward=RewardConfig(verifier=0.0, learned=1.0),
+            reward=RewardConfig(learned=1.0),
+            learner_parts=module.learner_parts,
             on_rollout_end=[callback.on_rollout_end],
             on_phase_end=[callback.on_phase_end],
         )

@@ -17,6 +17,7 @@ from lit_rlkv.callbacks.gradient_parts import (
     algorithm_loss,
     policy_outputs,
 )
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.experience.batch import Experience
@@ -109,8 +110,7 @@ class GradientSources(GradientDiagnostic):
             module.roles,
             rollout,
             {"policy": False} | ({} if ref_logps is None else {"reference": False}),
-            temperature=module.temperature,
-            rows_per_pass=len(first.batches[0].advantages),
+            RolloutConfig(temperature=module.temperature, rows_per_pass=len(first.batches[0].advantages)),
         )
         dense = replace(
             experience,

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.diagnostics.distributions import (
     evenly_spaced_rows,
     has_no_evictions,
@@ -69,8 +70,9 @@ class DenseMismatch(RowsDiagnostic):
             self.policy.roles,
             rollout,
             {"policy": False},
-            temperature=self.policy.temperature,
-            rows_per_pass=rows_in_pass(rollout, self.rows_per_pass),
+            RolloutConfig(
+                temperature=self.policy.temperature, rows_per_pass=rows_in_pass(rollout, self.rows_per_pass)
+            ),
         )
         return found["policy"]
 

@@ -1,25 +1,17 @@
-"""From YAML to objects: composition, trusted targets, checked signatures; without torch or transformers.
+"""From the command line to a checked `Config` and to objects; without torch or transformers."""
 
-The checks of whole configs need these and are in `lit_rlkv.config.rules`.
-"""
-
-from lit_rlkv.config.building import (
-    CONF_DIR,
-    PRESETS,
-    ConfigError,
-    as_config_errors,
-    build,
-    check_keys,
-    check_targets,
-    expanded,
-    grant_trust,
-)
-from lit_rlkv.config.composing import check_command_line, composed, quoted
-from lit_rlkv.config.presence import check_folders
+from lit_rlkv.config.composing import CONF_DIR, check_command_line, composed, quoted
+from lit_rlkv.config.errors import ConfigError, as_config_errors, require
+from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
+from lit_rlkv.config.schema import Config
+from lit_rlkv.config.targets import build, check_targets, expanded, grant_trust, is_local
+from lit_rlkv.config.unknown_keys import PRESETS, check_keys
 
 __all__ = [
+    "AUTO",
     "CONF_DIR",
     "PRESETS",
+    "Config",
     "ConfigError",
     "as_config_errors",
     "build",
@@ -30,5 +22,9 @@ __all__ = [
     "composed",
     "expanded",
     "grant_trust",
+    "is_local",
+    "parse",
+    "parse_config",
     "quoted",
+    "require",
 ]

@@ -1,22 +1,36 @@
-"""Hydra composes; what it has against a command line is said in one line, with what exists in its place."""
+"""Compose a config by Hydra; its errors become one line with a hint at the key or option that exists."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from os.path import expanduser
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rlkv.config.building import CONF_DIR, ConfigError
-from lit_rlkv.config.naming import closest
+from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
+from lit_rlkv.config.errors import ConfigError
+from lit_rlkv.config.options import default_values
+from lit_rlkv.config.schema import Config
 
+PACKAGE_DIR = Path(__file__).parent.parent
+SHIPPED, CLONED = PACKAGE_DIR / "conf", PACKAGE_DIR.parent / "conf"
+CONF_DIR = SHIPPED if SHIPPED.is_dir() else CLONED
+"""The configs of the wheel, or those of the clone in an editable install."""
+
+SCHEMAS: dict[str, type] = {"config": Config, "evaluate": EvaluateConfig, "export": ExportConfig}
+"""Schema of each program's config, by the config's name in conf/."""
 PROGRAMS = {"config": "fit"}
 """The program of a config whose name is another."""
+for _name, _schema in SCHEMAS.items():
+    ConfigStore.instance().store(f"{_name}_defaults", default_values(_schema))
 SEVERAL = "several runs are a sweep; write a file such as sweeps/arms.yaml, and python -m lit_rlkv.sweep FILE"
 
 
@@ -110,16 +124,7 @@ def options_of(group: str) -> list[str]:
     """Return the options of a config group; none if there is no such group."""
     if not group.isidentifier():
         return []
-    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml") if not path.stem.startswith("_"))
-
-
-def _option_groups() -> str:
-    """Every group with its options, a line each; Hydra's own list has what options only share."""
-    groups = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
-    return "\n".join(f"{group}: {', '.join(options_of(group))}" for group in groups)
-
-
-OmegaConf.register_new_resolver("option_groups", _option_groups, replace=True)  # for --help
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
 
 
 def _closest(key: str, overrides: Sequence[str], name: str) -> str:
@@ -146,7 +151,7 @@ def _nodes_of_option(group: str, option: str) -> Iterator[str]:
     path = CONF_DIR / group / f"{option}.yaml"
     if not path.read_text(encoding="utf-8").startswith("# @package _global_"):
         nodes = _nodes(OmegaConf.to_container(OmegaConf.load(path)), f"{group}.")
-        # What a file is built on is no key of it.
+        # The list of files that a file is built on is no key of it.
         yield from (node for node in nodes if node != f"{group}.defaults")
 
 
@@ -156,3 +161,36 @@ def _nodes(node: Any, prefix: str = "") -> Iterator[str]:
         for key, value in node.items():
             yield f"{prefix}{key}"
             yield from _nodes(value, f"{prefix}{key}.")
+
+
+TRL_VERL_ALIASES = {
+    "num_generations": "algorithm.group_size",
+    "rollout.n": "algorithm.group_size",
+    "num_iterations": "algorithm.n_epochs",
+    "ppo_epochs": "algorithm.n_epochs",
+    "max_steps": "algorithm.n_iterations",
+    "total_training_steps": "algorithm.n_iterations",
+    "gradient_accumulation_steps": "algorithm.n_micro_batches",
+    "train_batch_size": "rollout.n_prompts",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "beta": "algorithm.kl.weight",
+    "kl_coef": "algorithm.kl.weight",
+}
+"""Names of TRL and verl, by their ends, and what does the same here; README says what counts otherwise."""
+
+
+def closest(key: str, known: Collection[str]) -> str | None:
+    """The known key that was meant, if any; never one that the given key lies below."""
+    names = key.split(".")
+    ends = [".".join(names[start:]) for start in range(len(names))]
+    own = [one for one in known if "." not in key and one.endswith(f".{key}")]
+    meant = [TRL_VERL_ALIASES[end] for end in ends if end in TRL_VERL_ALIASES]
+    # A group may have the setting for itself, as sft its optimizer.
+    for candidate in (*(f"{names[0]}.{one}" for one in meant), *(own if len(own) == 1 else ()), *meant):
+        if candidate in known and candidate != key:
+            return candidate
+    others = sorted(one for one in known if not key.startswith(f"{one}."))
+    return next(iter(get_close_matches(key, others, n=1)), None)

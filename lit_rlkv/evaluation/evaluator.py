@@ -1,7 +1,7 @@
 """Score a policy on held-out prompts with one cache."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.experience.reward import RewardsFailedError
@@ -40,29 +41,6 @@ def accuracy_of(task: Task, rewards: RewardManager | None = None, function: str 
         return rewards.ask(problems, completions, [function]).collect().scores[function]
 
     return own if function is None else by_function
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Settings of an evaluation."""
-
-    max_new_tokens: int
-    temperature: float
-    """Temperature of the scored responses; 0 is greedy."""
-    sampling_temperature: float
-    """Temperature of the responses for mismatch and replay gap; greedy decoding has no log-probs."""
-    n_mismatch: int
-    batch_size: int
-    """Most responses that are sampled or replayed at a time."""
-    seed: int
-    n_samples: int = 1
-    """Responses to each prompt that are scored."""
-    rows_per_pass: int | None = None
-    """Most responses in one forward when the reward role scores them; None: all of a batch."""
-    cuda_graph: bool | None = None
-    """True to capture the decode step as a CUDA graph; None captures on CUDA."""
-    max_failed: float | int = 0.5
-    """Share of all completions of a cache that may have no score."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +102,11 @@ class Evaluator:
     Args:
         task: its score is the accuracy, unless `accuracy` is given.
         problems: the same on every rank.
+        config: prompts, batch size and temperature; greedy decoding has no log-probs, so mismatch and replay
+            gap are measured at the temperature of `rollout`.
         accuracy: scores completions; None takes the task's score.
+        n_samples: responses to each prompt that are scored.
+        max_failed: share of all completions of a cache that may have no score.
         ranks: the ranks that share the work.
     """
 
@@ -134,8 +116,12 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         task: Task,
         problems: Sequence[Problem],
-        config: EvalConfig,
+        config: EvaluationConfig,
+        rollout: RolloutConfig,
+        seed: int,
         accuracy: Accuracy | None = None,
+        n_samples: int = 1,
+        max_failed: float | int = 0.5,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.roles = roles
@@ -143,6 +129,10 @@ class Evaluator:
         self.accuracy = accuracy or accuracy_of(task)
         self.problems = problems
         self.config = config
+        self.rollout = rollout
+        self.seed = seed
+        self.n_samples = n_samples
+        self.max_failed = max_failed
         self.ranks = ranks
 
     @torch.no_grad()
@@ -163,8 +153,8 @@ class Evaluator:
             return self._score_cache(cache)
 
     def _score_cache(self, cache: CacheSpec) -> CacheScore:
-        config, n = self.config, len(self.problems)
-        n_scored = n * config.n_samples
+        n = len(self.problems)
+        n_scored = n * self.n_samples
         own = [self._answer(cache, batch) for batch in self._own_batches()]
         mismatch = self._mismatch(cache) if self.ranks.rank == 0 else None
         batches = sorted(self.ranks.all_gather_object(own), key=lambda batch: batch.number)
@@ -173,10 +163,10 @@ class Evaluator:
         samples = [sample for batch in batches for sample in batch.samples]
         samples.sort(key=lambda sample: (sample.problem, sample.sample))
         n_failed = sum(batch.n_failed for batch in batches)
-        if n_failed > self.config.max_failed * n_scored:
+        if n_failed > self.max_failed * n_scored:
             raise RewardsFailedError(
                 f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
-                f"{self.config.max_failed} allows; see fit.log for the errors of reward.accuracy"
+                f"{self.max_failed} allows; see fit.log for the errors of reward.accuracy"
             )
         row = EvalRow(
             cache=cache.label,
@@ -200,9 +190,8 @@ class Evaluator:
         return islice(enumerate(self._batches()), first, None, self.ranks.size)
 
     def _mismatch(self, cache: CacheSpec) -> _CacheMismatch:
-        config = self.config
-        problems = self.problems[: config.n_mismatch]
-        sampled = self._generate(problems, cache, config.sampling_temperature, len(self.problems))
+        problems = self.problems[: self.config.n_mismatch]
+        sampled = self._generate(problems, cache, self.rollout.temperature, len(self.problems))
         shadow = self._replayed(sampled, shadow=True)
         dense = shadow if cache.is_dense else self._replayed(sampled, shadow=False)
         return _CacheMismatch(
@@ -253,7 +242,7 @@ class Evaluator:
 
         Many samples of one problem are drawn in several rounds, so that `batch_size` always holds.
         """
-        n_samples, batch_size = self.config.n_samples, self.config.batch_size
+        n_samples, batch_size = self.n_samples, self.config.batch_size
         n_together = max(batch_size // n_samples, 1)
         for start in range(0, len(self.problems), n_together):
             stop = min(start + n_together, len(self.problems))
@@ -262,7 +251,7 @@ class Evaluator:
 
     def _replayed(self, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "batch seq"]:
         """Log-probs of the rollout under the policy, by as many rows at a time as it was sampled with."""
-        n, temperature = self.config.batch_size, self.config.sampling_temperature
+        n, temperature = self.config.batch_size, self.rollout.temperature
         parts = [rollout.rows(slice(start, start + n)) for start in range(0, len(rollout.input_ids), n)]
         with acting_as(self.roles, "policy") as backbone:
             return torch.cat(
@@ -273,10 +262,7 @@ class Evaluator:
         """Return the reward role's sum over the responses; 0 without a reward role."""
         if "reward" not in self.roles.needed:
             return 0.0
-        rows_per_pass = self.config.rows_per_pass
-        scores = score_rollout(
-            self.roles, rollout, {"reward": False}, temperature=1.0, rows_per_pass=rows_per_pass
-        )
+        scores = score_rollout(self.roles, rollout, {"reward": False}, self.rollout)
         return float(scores["reward"].sum())
 
     def _generate(
@@ -295,11 +281,10 @@ class Evaluator:
                 backbone,
                 self.tokenizer,
                 encode_prompts(self.tokenizer, [p.prompt for p in problems]),
+                replace(
+                    self.rollout, temperature=temperature, max_rows=max(self.config.batch_size, n_samples)
+                ),
                 cache=cache,
-                max_new_tokens=self.config.max_new_tokens,
-                temperature=temperature,
-                generator=stream(self.config.seed, *names, device=backbone.device),
+                generator=stream(self.seed, *names, device=backbone.device),
                 num_return_sequences=n_samples,
-                max_rows=max(self.config.batch_size, n_samples),
-                cuda_graph=self.config.cuda_graph,
             )

@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig, RolesConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_token_ids, is_end, padded
+from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, is_end, padded
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutSplit
-from lit_rlkv.experience.reward import RewardConfig, RewardRule
-from lit_rlkv.experience.sample import joined
-from lit_rlkv.experience.score import score_rollout
-from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
+from lit_rlkv.experience.reward import RewardRule
+from lit_rlkv.experience.sample import generate_options, joined
+from lit_rlkv.experience.score import critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.objectives.corrections import Correction, global_is_weights
@@ -50,9 +50,12 @@ class RolloutDataModule(L.LightningDataModule):
         cache: of the rollouts, unless `correction` samples with a dense cache.
         correction: what the sampler keeps, what the learner sees, and the importance weights.
         advantage: from rewards to advantages; of the kind that the module's objective needs.
-        kl: to the reference; None: none.
+        rollout: how responses are sampled and scored.
+        algorithm: group size, how a rollout is cut into optimizer steps, and the KL to the reference.
+        roles_config: the critic's view, and if passes are stacked; None: the defaults.
         reward: components and weights; None: the verifier's score alone.
-        rewards: runs the reward functions while the roles score; None makes one for those in `reward`.
+        rewards: runs the reward functions while the roles score; None: there are none.
+        learner_parts, warmup_part: the module's; roles that learn together from a micro-batch.
         on_rollout_end: called with each experience before it is cut into minibatches.
         on_update_start: called next, with the function that cuts it into parts.
         on_phase_start, on_phase_end: called around rollout, score and reward.
@@ -68,12 +71,14 @@ class RolloutDataModule(L.LightningDataModule):
         cache: CacheSpec,
         correction: Correction,
         advantage: AdvantageEstimator,
-        sampling: SamplingConfig,
-        update: UpdateConfig,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
         seed: int,
-        kl: KLConfig | None = None,
+        roles_config: RolesConfig | None = None,
         reward: RewardConfig | None = None,
         rewards: RewardManager | None = None,
+        learner_parts: tuple[tuple[str, ...], ...] = (("policy",),),
+        warmup_part: tuple[str, ...] = ("value",),
         on_rollout_end: Sequence[Callable[[Experience], None]] = (),
         on_update_start: Sequence[Callable[[Experience, RolloutSplit], None]] = (),
         on_phase_start: Sequence[PhaseListener] = (),
@@ -88,19 +93,21 @@ class RolloutDataModule(L.LightningDataModule):
         self.cache = CacheSpec.dense() if correction.samples_dense else cache
         self.correction = correction
         self.advantage = advantage.for_task(task)
-        self.sampling = sampling
-        self.update = update
+        self.settings = rollout
+        self.algorithm = algorithm
+        self.roles_config = roles_config or RolesConfig()
         self.seed = seed
         self.ranks = ranks
-        self.n_shards = sampling.n_shards or ranks.size
-        self.kl = KLController(kl or KLConfig())
-        self.reward = RewardRule(reward or RewardConfig())
-        self.rewards = rewards or RewardManager(self.reward.config.functions)
+        self.n_shards = rollout.n_shards or ranks.size
+        self.kl = KLController(algorithm.kl)
+        self.rewards = rewards or RewardManager({})
+        self.reward = RewardRule(reward or RewardConfig(verifier=1.0), self.rewards.functions)
         self.splitter = MinibatchSplitter(
             self.advantage,
-            update,
-            max_new_tokens=sampling.max_new_tokens,
-            has_kl_loss=self.kl.config.place == "loss",
+            algorithm,
+            learner_parts=learner_parts,
+            warmup_part=warmup_part,
+            max_new_tokens=rollout.max_new_tokens,
             seed=seed,
             n_shards=self.n_shards,
         )
@@ -125,7 +132,7 @@ class RolloutDataModule(L.LightningDataModule):
     @torch.no_grad()
     def collect(self) -> Experience:
         """Sample, score and reward this rank's share of the responses of one iteration."""
-        group_size = self.sampling.group_size
+        group_size = self.algorithm.group_size
         # 1. sample
         prompts = self._next_prompts()
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
@@ -156,7 +163,7 @@ class RolloutDataModule(L.LightningDataModule):
         # 4. importance weights and KL
         log_ratio = old_logps - rollout.rollout_logps
         kl_coef, kl_penalty = self.kl.coef, self.kl.penalty(old_logps, ref_logps, response_mask)
-        if self.iteration >= self.update.critic_warmup:  # before that the policy does not learn
+        if self.iteration >= self.algorithm.critic_warmup:  # before that the policy does not learn
             self.kl.update(old_logps, ref_logps, response_mask, self.ranks)
         verdicts = self.advantage.judge_all(problems, completions, group_size)
         return Experience(
@@ -181,12 +188,12 @@ class RolloutDataModule(L.LightningDataModule):
 
     def explain_update(self) -> str:
         """Return what to lower when the updates on the latest rollout run out of memory."""
-        return explain_update(self.roles, self._shape, self.sampling, self.update)
+        return explain_update(self.roles, self._shape, self.settings, self.algorithm)
 
     def _next_prompts(self) -> dict[int, list[Problem]]:
         """Return this rank's next problems by shard; every rank gets equally many."""
         n_ranks = self.ranks.size
-        problems = self.source.take(self.sampling.n_prompts // n_ranks)
+        problems = self.source.take(self.settings.n_prompts // n_ranks)
         # The ranks take turns in one stream of problems, and so do the shards.
         numbers = range(self.ranks.rank, self.n_shards, n_ranks)
         return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
@@ -198,26 +205,23 @@ class RolloutDataModule(L.LightningDataModule):
         # All ranks use the same columns, on which the random numbers of an eviction depend.
         width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
-        config = self.sampling
+        settings, group_size = self.settings, self.algorithm.group_size
         rollouts = []
         with acting_as(self.roles, "policy") as backbone:
             for number, part in encoded.items():
                 prompts = padded(part, width, pad).to(backbone.device)
                 shape = (len(prompts.input_ids), width)
-                with explain_out_of_memory(partial(explain_rollout, backbone, self.cache, shape, config)):
+                with explain_out_of_memory(
+                    partial(explain_rollout, backbone, self.cache, shape, settings, group_size)
+                ):
                     rollout = generate(
                         backbone,
                         prompts.input_ids,
                         prompts.attention_mask,
                         cache=self.cache,
-                        max_new_tokens=config.max_new_tokens,
-                        eos_token_id=end_token_ids(self.tokenizer),
-                        pad_token_id=pad,
-                        temperature=config.temperature,
                         generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
-                        num_return_sequences=config.group_size,
-                        max_rows=config.max_rows,
-                        cuda_graph=config.cuda_graph,
+                        num_return_sequences=group_size,
+                        **generate_options(self.tokenizer, settings),
                     )
                 rollouts.append(rollout)
         n_columns = self.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
@@ -232,19 +236,21 @@ class RolloutDataModule(L.LightningDataModule):
             "policy": False,
             "reference": replay,
             "reward": dense_view,
-            "value": self.sampling.value_shadow,
+            "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
         wanted = set(self.roles.needed)
         if replay or self.cache.is_dense:
             wanted.remove("policy")  # π_old is the sampler
-        with explain_out_of_memory(lambda: explain_scoring(self._shape, self.sampling)):
+        stacks_passes = self.roles_config.stack_passes
+        with explain_out_of_memory(
+            lambda: explain_scoring(self._shape, self.settings, stacks_passes=stacks_passes)
+        ):
             return score_rollout(
                 self.roles,
                 rollout,
                 {role: shadow for role, shadow in views.items() if role in wanted},
-                temperature=self.sampling.temperature,
-                rows_per_pass=self.sampling.rows_per_pass,
-                stacks_passes=self.sampling.stacks_passes,
+                self.settings,
+                stacks_passes=stacks_passes,
             )
 
     @contextmanager

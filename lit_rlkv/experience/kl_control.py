@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.objectives.kl import adapted_weight, k1, kl_penalty
 from lit_rlkv.objectives.masking import masked_sum
 

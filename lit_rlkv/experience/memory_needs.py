@@ -7,7 +7,7 @@ from math import ceil, prod
 import torch
 from transformers import PreTrainedModel
 
-from lit_rlkv.experience.settings import SamplingConfig, UpdateConfig
+from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
@@ -39,7 +39,11 @@ class Need:
 
 
 def rollout_needs(
-    model: PreTrainedModel, cache: CacheSpec, prompts_shape: tuple[int, int], sampling: SamplingConfig
+    model: PreTrainedModel,
+    cache: CacheSpec,
+    prompts_shape: tuple[int, int],
+    settings: RolloutConfig,
+    group: int,
 ) -> list[Need]:
     """Return the memory needs of `generate` beside the model, the largest first.
 
@@ -47,18 +51,19 @@ def rollout_needs(
 
     Args:
         prompts_shape: prompts at a time, and tokens of the longest.
+        group: responses to each prompt.
     """
     config = text_config(model)
-    (n_prompts, n_prompt_columns), group = prompts_shape, sampling.group_size
-    n_rows = n_concurrent_rows(n_prompts, group, sampling.max_rows)
-    n_columns = n_prompt_columns + sampling.max_new_tokens
+    n_prompts, n_prompt_columns = prompts_shape
+    n_rows = n_concurrent_rows(n_prompts, group, settings.max_rows)
+    n_columns = n_prompt_columns + settings.max_new_tokens
     layers, heads = {"layers": int(config.num_hidden_layers)}, {"KV heads": n_kv_heads(model)}
     itemsize = _computes_in(model).itemsize
-    limit = "null, all at once" if sampling.max_rows is None else sampling.max_rows
+    limit = "null, all at once" if settings.max_rows is None else settings.max_rows
     fewer = f"set rollout.max_rows below {n_rows} (now {limit})"
     if n_rows == group:
         fewer = f"lower algorithm.group_size={group}"
-    shorter = f"lower rollout.max_new_tokens={sampling.max_new_tokens}"
+    shorter = f"lower rollout.max_new_tokens={settings.max_new_tokens}"
     smaller = [shorter, "sample from a cache that evicts (cache.policy, correction)"]
     values = {"dims": max(head_dims(model)), "bytes": itemsize}
     needs = [
@@ -72,7 +77,7 @@ def rollout_needs(
             "record of evictions",
             {**layers, "rows and responses": n_rows + n_prompts * group, **heads}
             | {"columns": n_columns, "bytes": EVICTED_AT_BYTES},
-            [shorter, f"lower rollout.n_prompts={sampling.n_prompts} or algorithm.group_size={group}"],
+            [shorter, f"lower rollout.n_prompts={settings.n_prompts} or algorithm.group_size={group}"],
         ),
         Need(
             "logits of a step",
@@ -94,16 +99,20 @@ def rollout_needs(
 
 
 def explain_rollout(
-    model: PreTrainedModel, cache: CacheSpec, prompts_shape: tuple[int, int], sampling: SamplingConfig
+    model: PreTrainedModel,
+    cache: CacheSpec,
+    prompts_shape: tuple[int, int],
+    settings: RolloutConfig,
+    group: int,
 ) -> str:
     """The needs of a rollout, and what helps against them in that order."""
-    needs = rollout_needs(model, cache, prompts_shape, sampling)
+    needs = rollout_needs(model, cache, prompts_shape, settings, group)
     helps = dict.fromkeys(step for need in needs for step in need.helps)
     n_prompts, n_columns = prompts_shape
     return "\n".join(
         [
-            f"out of memory in the rollout: {sampling.group_size} responses of up to "
-            f"{sampling.max_new_tokens} tokens to each of {n_prompts} prompts of up to {n_columns}, cache "
+            f"out of memory in the rollout: {group} responses of up to "
+            f"{settings.max_new_tokens} tokens to each of {n_prompts} prompts of up to {n_columns}, cache "
             f"{cache.label}. Beside the weights it takes",
             *(f"  {need}" for need in needs),
             f"What helps, the most first: {'; '.join(helps)}.",
@@ -111,30 +120,30 @@ def explain_rollout(
     )
 
 
-def explain_scoring(shape: tuple[int, int], sampling: SamplingConfig) -> str:
+def explain_scoring(shape: tuple[int, int], settings: RolloutConfig, *, stacks_passes: bool) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
     n_rows, n_columns = shape
-    limit = n_rows if sampling.rows_per_pass is None else min(sampling.rows_per_pass, n_rows)
-    stacked = ", set roles.stack_passes=false" if sampling.stacks_passes else ""
+    limit = n_rows if settings.rows_per_pass is None else min(settings.rows_per_pass, n_rows)
+    stacked = ", set roles.stack_passes=false" if stacks_passes else ""
     return (
         f"out of memory in scoring, {limit} of {n_rows} sequences of up to {n_columns} tokens at a time; set "
         f"rollout.rows_per_pass below {limit}{stacked}, or lower rollout.max_new_tokens="
-        f"{sampling.max_new_tokens}"
+        f"{settings.max_new_tokens}"
     )
 
 
 def explain_update(
-    roles: Roles, shape: tuple[int, int], sampling: SamplingConfig, update: UpdateConfig
+    roles: Roles, shape: tuple[int, int], settings: RolloutConfig, algorithm: AlgorithmConfig
 ) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
     n_rows, n_columns = shape
-    n_own = ceil(ceil(n_rows / update.n_minibatches) / update.n_micro_batches)
+    n_own = ceil(ceil(n_rows / algorithm.n_minibatches) / algorithm.n_micro_batches)
     recompute = "" if roles.checkpoints_layers else ", set roles.gradient_checkpointing=true"
     n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
     return (
         f"out of memory in the update, {n_own} sequences of up to {n_columns} tokens in a micro-batch and "
-        f"{n_trained:,} parameters that train; raise algorithm.n_micro_batches={update.n_micro_batches}"
-        f"{recompute}, lower rollout.max_new_tokens={sampling.max_new_tokens}, or train fewer parameters "
+        f"{n_trained:,} parameters that train; raise algorithm.n_micro_batches={algorithm.n_micro_batches}"
+        f"{recompute}, lower rollout.max_new_tokens={settings.max_new_tokens}, or train fewer parameters "
         "(roles=hydra, roles.rank)"
     )
 

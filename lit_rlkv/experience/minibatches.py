@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.experience.settings import UpdateConfig
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.rng import stream
 from lit_rlkv.types import TrainBatch
@@ -45,7 +45,8 @@ class MinibatchSplitter:
     Every rank computes advantages and denominators over the rows of all ranks.
 
     Args:
-        has_kl_loss: True if the KL to the reference is a loss term.
+        learner_parts: roles that learn together from a micro-batch, which comes once for each part.
+        warmup_part: roles that learn in the first `algorithm.critic_warmup` iterations.
         seed: of the shuffling.
         n_shards: equal parts of all rows; each part is shuffled separately.
     """
@@ -53,40 +54,41 @@ class MinibatchSplitter:
     def __init__(
         self,
         advantage: AdvantageEstimator,
-        update: UpdateConfig,
+        algorithm: AlgorithmConfig,
         *,
+        learner_parts: tuple[tuple[str, ...], ...],
+        warmup_part: tuple[str, ...],
         max_new_tokens: int,
-        has_kl_loss: bool,
         seed: int,
         n_shards: int,
     ) -> None:
         self.advantage = advantage
-        self.update = update
+        self.algorithm = algorithm
+        self.learner_parts = learner_parts
+        self.warmup_part = warmup_part
         self.max_new_tokens = max_new_tokens
-        self.has_kl_loss = has_kl_loss
         self.seed = seed
         self.n_shards = n_shards
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of all optimizer steps of an iteration, equally many on each rank."""
         whole, advantages = self._with_advantages(experience)
-        update = self.update
-        learner_parts = update.learner_parts
-        if experience.iteration < update.critic_warmup:
-            learner_parts = (update.warmup_part,)
+        algorithm = self.algorithm
+        is_warmup = experience.iteration < algorithm.critic_warmup
+        learner_parts = (self.warmup_part,) if is_warmup else self.learner_parts
         by_shard = advantages.units.view(self.n_shards, -1, advantages.units.shape[1])
         own = experience.ranks.local_rows(self.n_shards // experience.ranks.size)
-        for epoch in range(update.n_epochs):
+        for epoch in range(algorithm.n_epochs):
             generator = stream(self.seed, "shuffle", experience.iteration, epoch)
             order = torch.randperm(by_shard.shape[1], generator=generator).to(by_shard.device)
-            for number, chosen in enumerate(order.tensor_split(update.n_minibatches)):
+            for number, chosen in enumerate(order.tensor_split(algorithm.n_minibatches)):
                 units = by_shard[:, chosen]
                 step = self._step(whole, units.flatten(0, 1), advantages.is_counted)
                 step = replace(step, is_first_update=epoch == 0 and number == 0)
                 yield from self._micro_batches(
                     *_own(step, units[own].flatten(0, 1), experience),
                     learner_parts,
-                    self.update.n_micro_batches,
+                    self.algorithm.n_micro_batches,
                 )
 
     def parts(self, experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
@@ -104,13 +106,13 @@ class MinibatchSplitter:
         step = self._step(whole, advantages.units, advantages.is_counted)
         of_group = advantages.units.view(n_groups * experience.ranks.size, -1, advantages.units.shape[1])
         n_response_tokens = whole.rollout.response_mask[of_group].flatten(1).sum(dim=1)
-        by_token = self.update.aggregation == "token"
+        by_token = self.algorithm.aggregation == "token"
         sizes = (
             *_sizes(step.loss_weight, of_group, by_token=by_token),
             n_response_tokens.double() / step.n_response_tokens,
         )
         n_units = len(advantages.units) // experience.ranks.size
-        n_at_once = ceil(ceil(n_units / self.update.n_minibatches) / self.update.n_micro_batches)
+        n_at_once = ceil(ceil(n_units / self.algorithm.n_minibatches) / self.algorithm.n_micro_batches)
         mine = experience.ranks.local_rows(n_groups)
         step, of_group = _own(step, of_group[mine], experience)
         pieces = [one.tensor_split(n_parts) for one in (of_group, *(size[mine] for size in sizes))]
@@ -128,9 +130,9 @@ class MinibatchSplitter:
     def _with_advantages(self, experience: Experience) -> tuple[TrainBatch, Advantages]:
         """Return the rollout of all ranks as one batch without denominators, and its advantages."""
         experience = experience.all_gather()
-        rollout, update = experience.rollout, self.update
+        rollout = experience.rollout
         is_left_out = torch.zeros_like(experience.has_eos)
-        if update.mask_truncated:
+        if self.algorithm.mask_truncated:
             is_left_out |= ~experience.has_eos
         if experience.rewards.is_failed is not None:
             is_left_out |= experience.rewards.is_failed
@@ -145,7 +147,7 @@ class MinibatchSplitter:
             ref_logps=torch.zeros_like(experience.old_logps) if ref_logps is None else ref_logps,
             correction=experience.weights.weight,
             loss_weight=torch.zeros_like(rollout.rollout_logps),
-            kl_coef=experience.kl_coef if self.has_kl_loss else 0.0,
+            kl_coef=experience.kl_coef if self.algorithm.kl.place == "loss" else 0.0,
             n_response_tokens=0,
             is_first_update=True,
             ends_step=True,
@@ -158,7 +160,7 @@ class MinibatchSplitter:
         """Return the batch with the denominators of the optimizer step on these units."""
         rows = units.flatten()
         loss_weight = torch.zeros_like(whole.loss_weight)
-        aggregate = AGGREGATIONS[self.update.aggregation]
+        aggregate = AGGREGATIONS[self.algorithm.aggregation]
         loss_weight[rows] = aggregate(is_counted[rows], self.max_new_tokens)
         return replace(
             whole,

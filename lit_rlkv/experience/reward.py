@@ -1,13 +1,13 @@
 """One reward for each response: what it is scored by weighed, normalised, clipped; cut responses pay."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
@@ -22,7 +22,6 @@ from lit_rlkv.rewards.verifier import score
 from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import Problem, Rewards
 
-NORMALISATIONS = ("none", "batch", "running")
 OWN = ("exact_match", "learned")
 """Components that are no functions of the config: the task's own score, and the reward role's."""
 
@@ -31,33 +30,21 @@ class RewardsFailedError(RuntimeError):
     """Too few responses have a reward to go on."""
 
 
-@dataclass(frozen=True)
-class RewardConfig:
-    """Components, weights and normalisation of the reward of a response.
+class RewardRule:
+    """Applies a `RewardConfig`; its state is the running moments of all rewards so far.
+
+    Args:
+        functions: reward functions by name, each with its weight.
 
     Raises:
-        ValueError: a reward of nothing, or a normalisation that does not exist.
+        ValueError: nothing has a weight, a name cannot be one, or `accuracy` is not among the functions.
     """
 
-    verifier: float | int = 1.0
-    """Weight of the task's own score."""
-    learned: float | int = 0.0
-    """Weight of the reward role's score; 0 leaves the role out."""
-    normalize: str = "none"
-    """`batch`: mean 0 and std 1 over the iteration; `running`: over all rewards so far."""
-    clip: float | int | None = None
-    """Bound on the size of the normalised reward."""
-    missing_eos_penalty: float | int = 0.0
-    """Taken off a response that was cut at the longest length allowed, after all else."""
-    functions: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """More scores, by name."""
-    accuracy: str | None = None
-    """The function that says what is right in evaluations; None: the task's own score."""
-    max_failed: float | int = 0.5
-    """Share of an iteration's responses whose functions may fail before the run is stopped."""
-
-    def __post_init__(self) -> None:
-        weights = [self.verifier, self.learned, *(function.weight for function in self.functions.values())]
+    def __init__(self, config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> None:
+        self.config = config
+        self.functions = functions or {}
+        self.moments = RunningMoments()
+        weights = [config.verifier, config.learned, *(each.weight for each in self.functions.values())]
         if not any(weights):
             raise ValueError(
                 "verifier=0 and learned=0 leave no reward; give one of them, or a function, a weight"
@@ -65,27 +52,11 @@ class RewardConfig:
         bad = [name for name in self.functions if not name.isidentifier() or name in OWN]
         if bad:
             raise ValueError(f"functions: {', '.join(map(repr, bad))} cannot be names; give others")
-        if self.accuracy is not None and self.accuracy not in self.functions:
+        if config.accuracy is not None and config.accuracy not in self.functions:
             known = ", ".join(self.functions) or "none"
             raise ValueError(
-                f"accuracy={self.accuracy!r} is not among the functions ({known}); name one of them"
+                f"accuracy={config.accuracy!r} is not among the functions ({known}); name one of them"
             )
-        if not 0 <= self.max_failed <= 1:
-            raise ValueError(f"max_failed={self.max_failed} is no share; give a number from 0 to 1")
-        if self.normalize not in NORMALISATIONS:
-            raise ValueError(
-                f"normalize={self.normalize!r} is unknown; choose one of {', '.join(NORMALISATIONS)}"
-            )
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"clip={self.clip} leaves no reward; give more than 0, or null for none")
-
-
-class RewardRule:
-    """Applies a `RewardConfig`; what it remembers from one iteration to the next is in its state."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
-        self.moments = RunningMoments()
 
     def from_completions(
         self,
@@ -149,7 +120,7 @@ class RewardRule:
         total = missing_eos_penalty(clip_rewards(total, config.clip), has_eos, config.missing_eos_penalty)
         if is_failed.any():
             total, weighed = (imputed(values, is_failed, group_size) for values in (total, weighed))
-        return Rewards(total, dict(components), is_failed if config.functions else None, weighed)
+        return Rewards(total, dict(components), is_failed if self.functions else None, weighed)
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
         """Return the weights of the components with a weight."""
@@ -161,7 +132,7 @@ class RewardRule:
                     f"{option}={weights[name]} weighs a score that this run does not have; give it weight 0, "
                     "or a task with a verifier and a reward role"
                 )
-        weights |= {name: function.weight for name, function in config.functions.items()}
+        weights |= {name: function.weight for name, function in self.functions.items()}
         return {name: weight for name, weight in weights.items() if weight != 0}
 
     def _failed(
@@ -170,7 +141,7 @@ class RewardRule:
         """Responses that a function with a weight has not scored."""
         is_failed = torch.zeros_like(has_eos)
         for name in self._weights(components):
-            if name in self.config.functions:
+            if name in self.functions:
                 is_failed |= components[name].isnan()
         return is_failed
 

@@ -9,24 +9,46 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.tokenizers import end_token_ids
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import PromptBatch, Rollout
 
 
 def sample_responses(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: PromptBatch, **options: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptBatch,
+    settings: RolloutConfig,
+    *,
+    cache: CacheSpec,
+    generator: torch.Generator,
+    num_return_sequences: int = 1,
 ) -> Rollout:
-    """`generate` on the model's device; `options` are the rest of what it takes."""
+    """Call `generate` on the model's device with the settings of a config."""
     prompts = prompts.to(model.device)
     return generate(
         model,
         prompts.input_ids,
         prompts.attention_mask,
-        eos_token_id=end_token_ids(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        **options,
+        cache=cache,
+        generator=generator,
+        num_return_sequences=num_return_sequences,
+        **generate_options(tokenizer, settings),
     )
+
+
+def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig) -> dict[str, Any]:
+    """Return the arguments of `generate` that a tokenizer and the settings of a config decide."""
+    return {
+        "max_new_tokens": settings.max_new_tokens,
+        "eos_token_id": end_token_ids(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "temperature": settings.temperature,
+        "max_rows": settings.max_rows,
+        "cuda_graph": settings.cuda_graph,
+    }
 
 
 def joined(rollouts: Sequence[Rollout], n_columns: int, pad_token_id: int) -> Rollout:

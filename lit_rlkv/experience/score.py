@@ -9,11 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.config.schema import RolesConfig, RolloutConfig
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import acting_by_row, lora_layers, switched
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, response_logps, scatter_to_response
+from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import Rollout
 
 
@@ -26,6 +29,13 @@ class ForwardPass:
     shadow: bool
 
 
+def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheSpec) -> bool:
+    """True if the critic has the shadow view; without evictions it has the policy's view."""
+    if correction.samples_dense or cache.is_dense:
+        return correction.replays
+    return roles.value_view == "shadow"
+
+
 def forward_pass_of(roles: Roles, role: str, shadow: bool) -> ForwardPass:
     """Return the forward pass of a role; roles with equal passes share it and differ in their heads only."""
     return ForwardPass(roles.layout.backbone[role], roles.layout.adapter[role], shadow)
@@ -36,9 +46,8 @@ def score_rollout(
     roles: Roles,
     rollout: Rollout,
     views: Mapping[str, bool],
+    settings: RolloutConfig,
     *,
-    temperature: float,
-    rows_per_pass: int | None = None,
     stacks_passes: bool = False,
 ) -> dict[str, Tensor]:
     """Return by role log-probs [batch, seq] of policy and reference, values [batch, seq], rewards [batch].
@@ -47,30 +56,33 @@ def score_rollout(
 
     Args:
         views: True for roles with the shadow view (the keys that the sampler saw), False for the dense view.
-        rows_per_pass: rows in one forward at most; None: all.
+        settings: gives the temperature and `rows_per_pass`.
         stacks_passes: run the passes of one backbone as one batch, with an adapter per row.
 
     Raises:
-        ValueError: `rows_per_pass` is below 1, or the rollout exceeds the model's positions.
+        ValueError: the rollout exceeds the model's positions.
     """
-    if rows_per_pass is not None and rows_per_pass < 1:
-        raise ValueError(f"rows_per_pass must be at least 1 or None, got {rows_per_pass}")
     check_length(roles.backbone("policy"), rollout.input_ids.shape[1])
     n_rows = len(rollout.input_ids)
+    n_at_once = settings.rows_per_pass or n_rows
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    for start in range(0, n_rows, rows_per_pass or n_rows):
-        rows = rollout.rows(slice(start, start + (rows_per_pass or n_rows)))
+    for start in range(0, n_rows, n_at_once):
+        rows = rollout.rows(slice(start, start + n_at_once))
         hidden = _hidden(
             roles, rows, {forward_pass_of(roles, *view) for view in views.items()}, stacks_passes
         )
         for role, shadow in views.items():
             states = hidden[forward_pass_of(roles, role, shadow)]
-            parts[role].append(_read(roles, role, rows, states, temperature))
+            parts[role].append(_read(roles, role, rows, states, settings.temperature))
     return {role: torch.cat(values) for role, values in parts.items()}
 
 
 def _read(
-    roles: Roles, role: str, rollout: Rollout, hidden: Float[Tensor, "batch seq dim"], temperature: float
+    roles: Roles,
+    role: str,
+    rollout: Rollout,
+    hidden: Float[Tensor, "batch seq dim"],
+    temperature: float | int,
 ) -> Tensor:
     if role == "reward":
         return roles.head(role)(last_token(hidden, rollout.attention_mask))

@@ -99,7 +99,7 @@ class PPO(ClippedPolicy):
         elif batch.ends_step:
             raise ValueError(
                 f"learners={batch.learners} end a step without the critic; give the data module "
-                "UpdateConfig(learner_parts=module.learner_parts)"
+                "learner_parts=module.learner_parts"
             )
         if batch.ends_step and self._step_kl:  # none while only the critic learns
             self._last_kl, self._step_kl = over_ranks(torch.stack(self._step_kl).sum()), []

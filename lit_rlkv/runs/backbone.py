@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import ConfigError
-from lit_rlkv.config.building import as_config_errors, build
-from lit_rlkv.config.rules import WEIGHT_DTYPES
+from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
@@ -22,7 +20,7 @@ from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
 
 
 def load_backbone(context: RunContext, path: str | Path | None) -> PreTrainedModel:
@@ -47,9 +45,9 @@ def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dt
     else:
         torch.manual_seed(derive_seed(context.cfg.sft.seed, "init"))
         tokenizer = context.tokenizer
-        model = build(context.cfg.model.preset)(
-            len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id
-        )
+        preset = context.cfg.model.preset
+        assert preset is not None, "parse_config has checked that"
+        model = build(preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
         for parameter in model.parameters():  # buffers, such as rotary frequencies, are as they are
             parameter.data = parameter.data.to(dtype)
     # What is quantized is where it was loaded to, and what will be sharded need not fit there.

@@ -9,16 +9,17 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
-from lit_rlkv.config.rewards import build_reward
-from lit_rlkv.config.rules import WEIGHT_DTYPES
+from lit_rlkv.config import Config, ConfigError, as_config_errors, build, expanded
+from lit_rlkv.config.options import named_items, show
+from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.data.validation import Sizes, measure
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
+from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.rewards import RewardManager
+from lit_rlkv.rewards import RewardFunction, RewardManager
 from lit_rlkv.runs.launch import fabric_precision
 from lit_rlkv.tasks import Task
 
@@ -27,11 +28,21 @@ EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
 """Names in a run folder; the report is written last."""
 
 
+WEIGHT_DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float32,
+    "bf16-mixed": torch.float32,
+}
+"""Dtype of the weights for each `fabric.precision`."""
+
+
 @dataclass(frozen=True)
 class RunContext:
     """Config, processes, tokenizer, task and reward functions of a run."""
 
-    cfg: DictConfig
+    cfg: Config
     fabric: Fabric
     tokenizer: PreTrainedTokenizerBase
     task: Task
@@ -48,7 +59,7 @@ class RunContext:
     @property
     def cache(self) -> CacheSpec:
         """The cache of the config; a correction may sample training rollouts with a dense one instead."""
-        return CacheSpec(**self.cfg.cache)
+        return cache_of(self.cfg)
 
     @property
     def accuracy(self) -> Accuracy:
@@ -57,14 +68,49 @@ class RunContext:
         return accuracy_of(self.task, self.rewards, reward.accuracy)
 
 
-def load_config(run_dir: Path) -> DictConfig:
-    """Load the config of a run folder."""
+def cache_of(cfg: Config) -> CacheSpec:
+    """Return the cache of a config."""
+    return CacheSpec(**vars(cfg.cache))
+
+
+def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
+    """Build the reward functions of a config by name; no code of the user runs yet.
+
+    Raises:
+        ConfigError: a node names no reward function, or the weights and names cannot work.
+    """
+    nodes = named_items(cfg.functions)
+    functions = {name: _build_function(f"reward.functions.{name}", node) for name, node in nodes}
+    with as_config_errors("reward"):
+        RewardRule(cfg, functions)
+    return functions
+
+
+def _build_function(where: str, node: DictConfig) -> RewardFunction:
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        raise ConfigError(
+            f"{where} must name a reward function, got {node}; give {where}._target_, such as "
+            "lit_rlkv.rewards.Numeric"
+        )
+    try:
+        function = build(node)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not isinstance(function, RewardFunction):
+        raise ConfigError(
+            f"{where}._target_ must be a reward function, got {node._target_}; choose one of lit_rlkv.rewards"
+        )
+    return function
+
+
+def read_config(run_dir: Path) -> DictConfig:
+    """Return the saved config of a run folder."""
     saved = OmegaConf.load(run_dir / CONFIG)
     assert isinstance(saved, DictConfig)
     return saved
 
 
-def build_context(cfg: DictConfig, fabric: Fabric | None = None) -> RunContext:
+def build_context(cfg: Config, fabric: Fabric | None = None) -> RunContext:
     """Build what all stages share; without `fabric` in one process on one device."""
     disable_progress_bar()  # transformers shows one for every load
     if cfg.fabric.n_threads is not None:
@@ -76,11 +122,11 @@ def build_context(cfg: DictConfig, fabric: Fabric | None = None) -> RunContext:
     with as_config_errors("model"):
         tokenizer = load_tokenizer(expanded(cfg.model.path))
     task = build(cfg.task)
-    rewards = RewardManager(build_reward(cfg.reward).functions)
+    rewards = RewardManager(build_reward_functions(cfg.reward))
     return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards)
 
 
-def _check_device(cfg: DictConfig, device: torch.device) -> None:
+def _check_device(cfg: Config, device: torch.device) -> None:
     """Refuse settings that the device does not support, before a model is loaded."""
     with as_config_errors("kernels"):
         uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
@@ -91,7 +137,7 @@ def _check_device(cfg: DictConfig, device: torch.device) -> None:
         )
 
 
-def _measured(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -> Sizes:
+def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task) -> Sizes:
     """Count tokens of prompts and solutions; refuse a max_new_tokens that would cut solutions for SFT."""
     limit = cfg.rollout.max_new_tokens
     with as_config_errors("task"):
@@ -99,7 +145,7 @@ def _measured(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, task: Task) -
     longest = max(sizes.solutions)
     if "sft" in cfg.stages and min(sizes.solutions) == 1:
         raise ConfigError(
-            f"stages={list(cfg.stages)}: sft imitates worked solutions, and {task} has prompts alone; leave "
+            f"stages={show(cfg.stages)}: sft imitates worked solutions, and {task} has prompts alone; leave "
             "it out, or set task.answer_column or task.solution_column"
         )
     if "sft" in cfg.stages and task.is_verifiable and longest > limit:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
+from lit_rlkv.config import Config
 from lit_rlkv.files import write_atomically
 
 FILE_NAME = "environment.json"
@@ -34,7 +34,7 @@ PACKAGE_DIR = Path(__file__).parent.parent
 GIT_TIMEOUT_S = 10.0
 
 
-def describe(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
+def describe(cfg: Config, device: torch.device) -> dict[str, Any]:
     """The environment of this process, in plain types."""
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -18,17 +18,18 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import Strategy
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
 
-from lit_rlkv.config import ConfigError, as_config_errors
-from lit_rlkv.config.fabric_rules import ALL_DEVICES, AUTO, FSDP2
+from lit_rlkv.config import Config, ConfigError, as_config_errors
 from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT
 from lit_rlkv.distributed.sharding import ShardedStrategy
 
+AUTO = "auto"
+FSDP2 = "fsdp2"
+ALL_DEVICES = -1
 Found = TypeVar("Found")
 
 
-def make_fabric(cfg: DictConfig) -> Fabric:
+def make_fabric(cfg: Config) -> Fabric:
     """The device or devices of a run; `launch` starts its other processes where no launcher has.
 
     `fabric.devices=auto` is one process, or as many as torchrun, srun or `fabric run` has started. In a SLURM
@@ -53,7 +54,8 @@ def make_fabric(cfg: DictConfig) -> Fabric:
                 "--nproc-per-node)"
             )
     else:
-        n_nodes, n_devices = settings.num_nodes, 1 if settings.devices == AUTO else settings.devices
+        n_nodes = settings.num_nodes
+        n_devices = settings.devices if isinstance(settings.devices, int) else 1
         if n_nodes > 1:
             raise ConfigError(
                 f"fabric.num_nodes={n_nodes}: one process cannot start those of other machines; start "
@@ -88,7 +90,7 @@ def fabric_precision(precision: str) -> Any:
     return "32-true" if precision == "bf16-true" else precision
 
 
-def _strategy(cfg: DictConfig, n_nodes: int, n_devices: int) -> str | Strategy:
+def _strategy(cfg: Config, n_nodes: int, n_devices: int) -> str | Strategy:
     if cfg.fabric.strategy != FSDP2:
         return str(cfg.fabric.strategy)
     n_local = torch.cuda.device_count() if n_devices == ALL_DEVICES else n_devices

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_rlkv.config.building import is_local
+from lit_rlkv.config import is_local
 from lit_rlkv.reporting.tables import markdown_table
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import SavedRun

@@ -1,6 +1,6 @@
 """Open a saved run: find it by a path and load its policy at a checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -8,11 +8,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lit_rlkv.config import ConfigError, as_config_errors, check_targets, expanded
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
-from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, RunContext, build_context, load_config
+from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, RunContext, build_context, read_config
 from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.saver import backbone_id, check_backbone
 
 
@@ -84,7 +84,7 @@ def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
     config_yaml = (run_dir / CONFIG).read_text(encoding="utf-8")
     saved = {} if checkpoint is None else checkpoint.weights()
     weights = {name: value.clone() for name, value in saved.items()}  # what is loaded is a view of the file
-    cfg = load_config(run_dir)
+    cfg = read_config(run_dir)
     cfg.logger, cfg.user_callbacks = None, {}  # they watch training only
     check_targets(cfg)  # a saved config may name code that this process does not trust
     return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights)
@@ -101,10 +101,10 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
         run.cfg.rollout.cuda_graph = None
     if run.cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         run.cfg.fabric.accelerator = "auto"
-    check_config(run.cfg)
-    run.cfg.distillation = None  # of no meaning after training; what it alone needs is not loaded
+    # Distillation has no meaning after training, and a teacher that it alone needs is not loaded.
+    cfg = replace(checked_config(run.cfg), distillation=None)
     start = run.start
-    context = build_context(run.cfg)
+    context = build_context(cfg)
     module = make_policy(context, start)
     check_backbone(run.checkpoint, start, backbone_id(start))
     if run.checkpoint is not None:

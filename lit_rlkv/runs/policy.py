@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import ConfigError, as_config_errors, build
-from lit_rlkv.config.extensions import build_user_callbacks
+from lit_rlkv.config import Config, ConfigError, as_config_errors, build
+from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
@@ -16,10 +15,11 @@ from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.checkpoint import Checkpoint, load_trainable
 from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.extensions import build_user_callbacks
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 
 
-def needed_roles(cfg: DictConfig) -> set[str]:
+def needed_roles(cfg: Config) -> set[str]:
     """Return the roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
     needed = set(build(cfg.algorithm.advantage).needs)
     if cfg.reward.learned != 0:
@@ -84,7 +84,9 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
     n_steps = algorithm.n_iterations * algorithm.n_epochs * algorithm.n_minibatches
     # Only a KL in the loss has an estimator there; one in the reward may be k1, which has no gradient.
     in_loss = {"kl_estimator": algorithm.kl.estimator} if algorithm.kl.place == "loss" else {}
-    critic = {"value_shadow": value_shadow(context)} if has_critic(cfg) else {}
+    has_critic = "value" in build(algorithm.advantage).needs
+    sees_shadow = critic_sees_shadow(cfg.roles, build(cfg.correction), context.cache)
+    critic = {"value_shadow": sees_shadow} if has_critic else {}
     roles = make_roles(context, start)
     make_module = build(algorithm.loss)
     with as_config_errors("algorithm.loss"):
@@ -100,19 +102,6 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
             **critic,
         )
     return module
-
-
-def has_critic(cfg: DictConfig) -> bool:
-    """True if the advantage estimator needs values."""
-    return "value" in build(cfg.algorithm.advantage).needs
-
-
-def value_shadow(context: RunContext) -> bool:
-    """True if the critic uses the shadow view; without evictions it uses the policy's view."""
-    correction = context.cfg.correction
-    if correction.samples_dense or context.cache.is_dense:
-        return bool(correction.replays)
-    return bool(context.cfg.roles.value_view == "shadow")
 
 
 def load_policy_weights(module: PolicyModule, checkpoint: Checkpoint) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config import PRESETS, ConfigError
-from lit_rlkv.config.rules import STAGES
+from lit_rlkv.config import AUTO, PRESETS, ConfigError
+from lit_rlkv.config.parsing import STAGES
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
-from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT, load_config
+from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT, read_config
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.trust import KEY
 
-AUTO = "auto"
 log = logging.getLogger(__name__)
 MAY_CHANGE = (
     "callbacks",
@@ -46,7 +45,7 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
             f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/, "
             f"or resume={AUTO}"
         )
-    saved = load_config(run_dir)
+    saved = read_config(run_dir)
     asked = _with_overrides(saved, cfg, overrides)
     refuse_another(saved, asked, run_dir)
     return run_dir, asked
@@ -64,13 +63,13 @@ def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path
     """
     lock.take(run_dir)
     if (run_dir / CONFIG).is_file():
-        refuse_another(load_config(run_dir), cfg, run_dir)
+        refuse_another(read_config(run_dir), cfg, run_dir)
         return run_dir
     runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
     unfinished = [run for run in runs if not is_done(run)]
     busy: BusyError | None = None
     for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
-        if not differences(load_config(run), cfg):
+        if not differences(read_config(run), cfg):
             try:
                 lock.take(run)
             except BusyError as error:
@@ -92,7 +91,7 @@ def is_done(run_dir: Path) -> bool:
     """
     if not (run_dir / REPORT).is_file():
         return False
-    cfg = load_config(run_dir)
+    cfg = read_config(run_dir)
     if "rl" not in cfg.stages:
         return True
     checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
@@ -104,7 +103,7 @@ def config_to_save(cfg: DictConfig, run_dir: Path) -> DictConfig:
     """Return the config to save in a run folder; resuming with fewer stages removes none from it."""
     if not (run_dir / CONFIG).is_file():
         return cfg
-    stages = {*load_config(run_dir).stages, *cfg.stages}
+    stages = {*read_config(run_dir).stages, *cfg.stages}
     kept = cfg.copy()
     kept.stages = [stage for stage in STAGES if stage in stages]
     return kept

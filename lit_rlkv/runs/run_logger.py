@@ -35,7 +35,7 @@ def start_logger(context: RunContext, run_dir: Path, resumed_at: int, console: C
         environment.record(run_dir, found)
     with as_config_errors("logger"):
         logger = None if cfg.logger is None or not is_first else _make_logger(cfg.logger, run_dir)
-    config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    config = cast("dict[str, Any]", OmegaConf.to_container(cfg.source))
     return GuardedLogger(logger, RunStart(run_dir, config, found, resumed_at), console)
 
 

@@ -10,14 +10,14 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.config import check_keys
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.config import AUTO, Config
 from lit_rlkv.faults import InterruptedRunError, Interruption
 from lit_rlkv.files import sweep_partial
 from lit_rlkv.runs.context import CONFIG
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import FolderLock
-from lit_rlkv.runs.resume import AUTO, find_resumable_run, load_resumed_config
+from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.resume import find_resumable_run, load_resumed_config
 from lit_rlkv.runs.starting_model import SFT_MODELS
 
 LOG = "fit.log"
@@ -29,7 +29,7 @@ INTERRUPTED = ".interrupted"
 class Session:
     """The launched processes of a run and the folder that they hold."""
 
-    cfg: DictConfig
+    cfg: Config
     run_dir: Path
     fabric: Fabric
     is_resumed: bool
@@ -37,9 +37,8 @@ class Session:
 
 @contextmanager
 def open_session(
-    cfg: DictConfig,
+    composed: DictConfig,
     run_dir: Path,
-    groups: dict[str, str | None],
     overrides: Sequence[str],
     console: Console,
     interruption: Interruption,
@@ -47,9 +46,8 @@ def open_session(
     """Check the config, start the processes of the run and lock its folder until the block ends.
 
     Args:
-        cfg: as composed; `resume` names a run, is `auto`, or is None for a new run.
+        composed: the config; `resume` names a run, is `auto`, or is None for a new run.
         run_dir: of a new run.
-        groups: the option chosen in each config group.
         overrides: of the command line.
         console: silenced on every rank but 0.
 
@@ -58,12 +56,10 @@ def open_session(
         InterruptedRunError: a signal ended the run; its state is saved.
     """
     old_dir: Path | None = None
-    is_auto = cfg.resume == AUTO
-    if cfg.resume is None or is_auto:
-        check_keys(cfg, groups, overrides)
-    else:
-        old_dir, cfg = load_resumed_config(cfg, overrides)
-    check_config(cfg)
+    is_auto = composed.resume == AUTO
+    if composed.resume is not None and not is_auto:
+        old_dir, composed = load_resumed_config(composed, overrides)
+    cfg = checked_config(composed)
     fabric = make_fabric(cfg)
     # If one rank ended alone, the others would wait for it, also while they start.
     is_held = interruption.held(fabric.world_size > 1)
@@ -103,7 +99,7 @@ def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
 
 
 def lock_run_dir(
-    cfg: DictConfig, run_dir: Path, old_dir: Path | None, lock: FolderLock, is_auto: bool
+    cfg: Config, run_dir: Path, old_dir: Path | None, lock: FolderLock, is_auto: bool
 ) -> Path | None:
     """Lock the folder of the run, remove partial files of killed processes, return the run to resume if any.
 
@@ -111,7 +107,7 @@ def lock_run_dir(
         ConfigError: another process works there, or the folder given for `resume=auto` holds another run.
     """
     if is_auto:
-        old_dir = find_resumable_run(cfg, run_dir, lock)
+        old_dir = find_resumable_run(cfg.source, run_dir, lock)
     else:
         lock.take(old_dir or run_dir)
     for root in (old_dir or run_dir, Path(cfg.runs_dir) / SFT_MODELS):

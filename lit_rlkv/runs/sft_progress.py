@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.fabric import Fabric
-from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from lit_rlkv.config.schema import SFTConfig
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir
@@ -39,7 +39,7 @@ class SFTPass:
     """Prompts that the model answers first; its wrong answers are the rejected sides. 0: the task's pairs."""
 
 
-def training_passes(cfg: DictConfig) -> list[SFTPass]:
+def training_passes(cfg: SFTConfig) -> list[SFTPass]:
     """Return the passes of a config: the LM head with or without the reward head, then a reward model."""
     is_shared = cfg.joint and cfg.n_pairs > 0 and cfg.reward_weight > 0
     first = SFTPass(

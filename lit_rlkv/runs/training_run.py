@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import cast
 
 from lightning import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from lit_rlkv.config import as_config_errors, build
-from lit_rlkv.config.extensions import build_user_callbacks
+from lit_rlkv.config import Config, as_config_errors, build
 from lit_rlkv.faults import Interruption
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
@@ -29,6 +28,7 @@ from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
 from lit_rlkv.runs.environment import installed
+from lit_rlkv.runs.extensions import build_user_callbacks
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
@@ -76,8 +76,8 @@ class TrainingRun:
         fabric.barrier()  # every rank has read the folder before rank 0 writes to it
         if self.is_rank_zero:
             run_dir.mkdir(parents=True, exist_ok=True)
-            saved = config_to_save(cfg, run_dir)
-            write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(saved, resolve=True))
+            saved = config_to_save(cfg.source, run_dir)
+            write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(saved))
         self.logger = start_logger(context, run_dir, self.resumed_at, console)
         self.own_dir = run_dir if self.is_rank_zero else run_dir / RANKS / str(fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ class TrainingRun:
         return figures(make_report(self.context, results, self.metrics, self.samples, self.run_dir))
 
 
-def make_diagnostics(cfg: DictConfig, module: PolicyModule) -> list[Diagnostic]:
+def make_diagnostics(cfg: Config, module: PolicyModule) -> list[Diagnostic]:
     """Build the diagnostics of the config and try each on the policy.
 
     Raises:
@@ -198,7 +198,7 @@ def make_report(
     packages = ("torch", "transformers", "peft", "lightning")
     return RunReport(
         title=run_dir.name,
-        config_yaml=OmegaConf.to_yaml(cfg, resolve=True),
+        config_yaml=OmegaConf.to_yaml(cfg.source),
         history=metrics.history,
         before=results.before,
         after=results.after,

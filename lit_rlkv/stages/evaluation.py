@@ -1,18 +1,17 @@
 """The evaluation stage: accuracy on held-out prompts by cache, and the quality of the reward model."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
-from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
-from lit_rlkv.config.building import as_config_errors
+from lit_rlkv.config import Config, as_config_errors
 from lit_rlkv.data.pairs import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
-from lit_rlkv.evaluation.evaluator import CacheScore, EvalConfig, Evaluator
+from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator
 from lit_rlkv.evaluation.reward_model import RewardReport, score_pairs
 from lit_rlkv.faults import Interruption
 from lit_rlkv.kvcache import CacheSpec
@@ -24,7 +23,7 @@ from lit_rlkv.reporting.progress import track
 from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.backbone import load_backbone, shard
-from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.context import RunContext, cache_of
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.types import EvalRow, PreferencePair, Rollout
@@ -41,7 +40,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
             results.reward_model = report_on_reward(context, module.roles, start)
     if "rl" not in context.cfg.stages and run.resume_from is None:
         return  # evaluate_after_training scores the same policy
-    settings = cast(dict[str, Any], OmegaConf.to_container(context.cfg.evaluation, resolve=True))
+    settings = asdict(context.cfg.evaluation) | {"budgets": list(context.cfg.evaluation.budgets)}
     settings.pop("batch_size")  # changes no result
     if results.before and results.settings in ({}, settings):
         return
@@ -62,7 +61,7 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     run.save_results(must_succeed=True)
 
 
-def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) -> list[CacheSpec]:
+def evaluation_caches(cfg: Config, policies: Sequence[str] | None = None) -> list[CacheSpec]:
     """Return the caches to evaluate: dense, then each policy at each budget, the rollouts' among them.
 
     Args:
@@ -71,14 +70,14 @@ def evaluation_caches(cfg: DictConfig, policies: Sequence[str] | None = None) ->
     Raises:
         ValueError: a budget is too small for the cache's sink and window.
     """
+    own = cache_of(cfg)
     chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
     budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
     # The run's policy_options are arguments of its own policy.
-    others = {**cfg.cache, "policy_options": {}}
     sparse = [
-        CacheSpec(
-            **{**(cfg.cache if policy == cfg.cache.policy else others), "policy": policy, "budget": budget}
-        )
+        replace(own, policy=policy, budget=budget)
+        if policy == cfg.cache.policy
+        else replace(own, policy=policy, budget=budget, policy_options={})
         for policy in chosen
         for budget in budgets
     ]
@@ -98,23 +97,21 @@ def score_caches(
         interruption: signals are handled before each cache.
     """
     interruption = interruption or Interruption()
-    cfg = context.cfg.evaluation
-    source = PromptSource(context.task, split="eval", seed=context.cfg.seed)
-    problems = source.take(min(cfg.n_prompts, source.size or cfg.n_prompts))
-    config = EvalConfig(
-        max_new_tokens=context.cfg.rollout.max_new_tokens,
-        temperature=cfg.temperature,
-        sampling_temperature=context.cfg.rollout.temperature,
-        n_mismatch=cfg.n_mismatch,
-        batch_size=cfg.batch_size,
-        seed=context.cfg.seed,
-        n_samples=n_samples,
-        rows_per_pass=context.cfg.rollout.rows_per_pass,
-        cuda_graph=context.cfg.rollout.cuda_graph,
-        max_failed=context.cfg.reward.max_failed,
-    )
+    cfg, n_prompts = context.cfg, context.cfg.evaluation.n_prompts
+    source = PromptSource(context.task, split="eval", seed=cfg.seed)
+    problems = source.take(min(n_prompts, source.size or n_prompts))
     evaluator = Evaluator(
-        roles, context.tokenizer, context.task, problems, config, context.accuracy, ranks_of(context.fabric)
+        roles,
+        context.tokenizer,
+        context.task,
+        problems,
+        cfg.evaluation,
+        cfg.rollout,
+        cfg.seed,
+        context.accuracy,
+        n_samples,
+        cfg.reward.max_failed,
+        ranks_of(context.fabric),
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:

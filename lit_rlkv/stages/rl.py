@@ -6,18 +6,16 @@ from lightning import Callback
 
 from lit_rlkv.callbacks.hooks import bound_hooks, check_hooks, loss_terms_of
 from lit_rlkv.config import as_config_errors, build
-from lit_rlkv.config.rewards import build_reward
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.settings import KLConfig, SamplingConfig, UpdateConfig
 from lit_rlkv.faults import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import RunContext
-from lit_rlkv.runs.policy import load_policy_weights, value_shadow
+from lit_rlkv.runs.policy import load_policy_weights
 from lit_rlkv.runs.saver import Saver
 from lit_rlkv.trainer import train
 
@@ -58,31 +56,13 @@ def train_policy(
         context.cache,
         build(cfg.correction),
         build(algorithm.advantage),
-        SamplingConfig(
-            n_prompts=cfg.rollout.n_prompts,
-            group_size=algorithm.group_size,
-            max_new_tokens=cfg.rollout.max_new_tokens,
-            temperature=cfg.rollout.temperature,
-            max_rows=cfg.rollout.max_rows,
-            cuda_graph=cfg.rollout.cuda_graph,
-            rows_per_pass=cfg.rollout.rows_per_pass,
-            stacks_passes=cfg.roles.stack_passes,
-            value_shadow=value_shadow(context),
-            n_shards=cfg.rollout.n_shards,
-        ),
-        UpdateConfig(
-            aggregation=algorithm.aggregation,
-            n_epochs=algorithm.n_epochs,
-            n_minibatches=algorithm.n_minibatches,
-            n_micro_batches=algorithm.n_micro_batches,
-            mask_truncated=algorithm.mask_truncated,
-            learner_parts=module.learner_parts,
-            critic_warmup=algorithm.critic_warmup,
-            warmup_part=module.warmup_part,
-        ),
+        cfg.rollout,
+        algorithm,
         seed=cfg.seed,
-        kl=KLConfig(**algorithm.kl),
-        reward=build_reward(cfg.reward),
+        roles_config=cfg.roles,
+        reward=cfg.reward,
+        learner_parts=module.learner_parts,
+        warmup_part=module.warmup_part,
         rewards=context.rewards,
         on_rollout_end=bound_hooks(callbacks, "on_rollout_end"),
         on_update_start=bound_hooks(callbacks, "on_update_start"),

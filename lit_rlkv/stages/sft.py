@@ -4,6 +4,7 @@ import gc
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.config import as_config_errors, build, expanded
-from lit_rlkv.config.building import ConfigError
+from lit_rlkv.config import ConfigError, as_config_errors, build, expanded
 from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts
@@ -180,7 +180,7 @@ class SFTStage:
             for number, stage in enumerate(self.passes):
                 link_tree(self.progress.output(number), partial / stage.folder)
             self.context.tokenizer.save_pretrained(partial)
-            config = OmegaConf.to_container(self.context.cfg.sft, resolve=True)
+            config = OmegaConf.to_container(self.context.cfg.source.sft)
             (partial / SFT_DONE).write_text(json.dumps({"config": config}))
 
 
@@ -250,11 +250,11 @@ def on_policy_preference_pairs(
 def _wrong_answers(
     context: RunContext, backbone: PreTrainedModel, problems: list[Problem], generator: torch.Generator
 ) -> list[PreferencePair]:
-    rollout_cfg, batch_size = context.cfg.rollout, context.cfg.evaluation.batch_size
+    settings, batch_size = context.cfg.rollout, context.cfg.evaluation.batch_size
     explained = explain_out_of_memory(
         lambda: (
             f"out of memory while the SFT model answers {len(problems)} prompts at a time; lower "
-            f"evaluation.batch_size={batch_size} or rollout.max_new_tokens={rollout_cfg.max_new_tokens}"
+            f"evaluation.batch_size={batch_size} or rollout.max_new_tokens={settings.max_new_tokens}"
         )
     )
     with explained, context.fabric.autocast():
@@ -262,11 +262,9 @@ def _wrong_answers(
             backbone,
             context.tokenizer,
             encode_prompts(context.tokenizer, [p.prompt for p in problems]),
+            replace(settings, max_rows=None),
             cache=context.cache,
-            max_new_tokens=rollout_cfg.max_new_tokens,
-            temperature=rollout_cfg.temperature,
             generator=generator,
-            cuda_graph=rollout_cfg.cuda_graph,
         )
     answers = decode_completions(context.tokenizer, rollout.input_ids, rollout.response_mask)
     scores = context.accuracy(problems, answers).tolist()

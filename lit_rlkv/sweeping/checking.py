@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra import initialize_config_dir
-from omegaconf import DictConfig
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_keys
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.config import CONF_DIR, Config, ConfigError, check_keys, parse_config
 from lit_rlkv.reporting.progress import track
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.sweeping.grid import combinations
 from lit_rlkv.sweeping.metric import check_metric
 from lit_rlkv.sweeping.plan import Plan
@@ -19,14 +18,14 @@ N_QUIET = 20
 """Combinations up to which a check is too quick to show."""
 
 
-def check_plan(plan: Plan) -> DictConfig:
+def check_plan(plan: Plan) -> Config:
     """Compose and check every combination of a grid, or the corners of a space; returns the first config.
 
     Raises:
         ConfigError: naming the combination that does not work.
     """
     cells = cells_to_check(plan)
-    configs: list[DictConfig] = []
+    configs: list[Config] = []
     known: set[str] = set()
     with track("check", len(cells)) if len(cells) > N_QUIET else nullcontext(int) as advance:
         for values in cells:
@@ -36,7 +35,7 @@ def check_plan(plan: Plan) -> DictConfig:
     return configs[0]
 
 
-def first_config(plan: Plan) -> DictConfig:
+def first_config(plan: Plan) -> Config:
     """The config of the first combination, which is not checked.
 
     Raises:
@@ -44,7 +43,7 @@ def first_config(plan: Plan) -> DictConfig:
     """
     values = plan.values(next(combinations(plan.sweep)))
     with _naming_the_run(values):
-        return plan.compose(values, Path("unused")).cfg
+        return parse_config(plan.compose(values, Path("unused")).cfg)
 
 
 @contextmanager
@@ -68,7 +67,7 @@ def cells_to_check(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _checked(plan: Plan, values: dict[str, Any], known: set[str]) -> DictConfig:
+def _checked(plan: Plan, values: dict[str, Any], known: set[str]) -> Config:
     """The config of a run that satisfies every rule; groups whose keys were checked before are `known`."""
     composed = plan.compose(values, Path("unused"))
     groups = repr(composed.choices)
@@ -76,6 +75,6 @@ def _checked(plan: Plan, values: dict[str, Any], known: set[str]) -> DictConfig:
         if groups not in known:
             check_keys(composed.cfg, composed.choices, composed.overrides)
     known.add(groups)
-    check_config(composed.cfg)
-    check_metric(plan.sweep.metric, composed.cfg, is_watched=plan.sweep.hyperband is not None)
-    return composed.cfg
+    cfg = checked_config(composed.cfg)
+    check_metric(plan.sweep.metric, cfg, is_watched=plan.sweep.hyperband is not None)
+    return cfg

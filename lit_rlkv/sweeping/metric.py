@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
 
 from lit_rlkv.checks import is_number
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import Config, ConfigError
 from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.reporting.run_metrics import FINAL_METRICS
 from lit_rlkv.runs.policy import needed_roles
@@ -74,7 +73,7 @@ def parse_metric(node: Any) -> Metric:
     return Metric(node["name"], goal, target)
 
 
-def check_metric(metric: Metric, cfg: DictConfig, *, is_watched: bool) -> None:
+def check_metric(metric: Metric, cfg: Config, *, is_watched: bool) -> None:
     """Refuse a metric that a run of this config would never log, as far as that is known.
 
     Args:
@@ -114,7 +113,7 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"metric={name!r} is logged by rl and eval of no run; {hint}")
 
 
-def _conditions(cfg: DictConfig) -> Iterator[tuple[str, bool, str]]:
+def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
     """Names that not every run logs, whether one of this config does, and what would make it log them."""
     roles, kl, distillation = needed_roles(cfg), cfg.algorithm.kl, cfg.distillation
     has_pairs = get_object(cfg.algorithm.loss._target_).advantage_estimator is PairAdvantage

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.config import ConfigError, quoted
+from lit_rlkv.config import Config, ConfigError, parse_config, quoted
 from lit_rlkv.reporting.progress import Field, ProgressMeter
 from lit_rlkv.runs.lock import FolderLock
 from lit_rlkv.runs.resume import is_done
@@ -30,7 +29,7 @@ class FitLauncher:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._configs: dict[int, DictConfig] = {}
+        self._configs: dict[int, Config] = {}
 
     def launch(self, run: Run) -> FitJob:
         """Raises ConfigError where a process that no sweep has started is at work in the run's folder."""
@@ -51,7 +50,7 @@ class FitLauncher:
 
     def _sft_model_to_make(self, run: Run) -> Path | None:
         if run.number not in self._configs:
-            self._configs[run.number] = self.plan.compose(run.values, run.folder).cfg
+            self._configs[run.number] = parse_config(self.plan.compose(run.values, run.folder).cfg)
         cfg = self._configs[run.number]
         return sft_model_dir(cfg) if find_starting_model(cfg, run.folder) is None else None
 

@@ -14,9 +14,9 @@ from study_parts import analysis, plan, plot, runs, tables, timing, variance
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_keys
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.runs.preflight import checked_config
 
 
 def rate(arm, anchored):
@@ -43,7 +43,7 @@ def composed_of(overrides):
         with open_dict(full):
             choices = full.pop("hydra").runtime.choices
         check_keys(full, choices, overrides)
-        check_config(full)
+        checked_config(full)
     return full
 
 

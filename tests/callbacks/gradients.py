@@ -51,7 +51,7 @@ def make_run(
     roles = shift(make_roles(layout, needed, checkpoints_layers=checkpoints), std=0.1)
     module = make(roles, replays=ARMS[arm].replays)
     module.loss_terms = [DISTILLATION.loss_terms] if distils else []
-    options = {"sampling": {"n_prompts": 8}, "advantage": credit[algorithm]} | options
+    options = {"rollout": {"n_prompts": 8}, "advantage": credit[algorithm]} | options
     data = make_datamodule(roles, ARMS[arm], learner_parts=module.learner_parts, **options)
     return Run(module, data, data.collect())
 

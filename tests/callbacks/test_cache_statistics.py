@@ -36,7 +36,7 @@ def measured(roles, experience, **options):
 
 def roll_out(arm="shadow", layout="hydra"):
     roles = shift(make_roles(layout), std=0.3)
-    return roles, make_datamodule(roles, correction=ARMS[arm], sampling={"max_new_tokens": 20}).collect()
+    return roles, make_datamodule(roles, correction=ARMS[arm], rollout={"max_new_tokens": 20}).collect()
 
 
 def test_counts_are_of_the_whole_rollout_and_attention_of_some_rows():

@@ -6,8 +6,8 @@ import torch
 
 from lit_rlkv.callbacks.gradient_sources import GradientSources, rms_advantage
 from lit_rlkv.callbacks.gradient_variance import GradientVariance
+from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.experience.advantages import GroupAdvantage
-from lit_rlkv.experience.settings import KLConfig
 from tests.callbacks.gradients import make_run, measured
 from tests.hand_built import (
     ARMS,

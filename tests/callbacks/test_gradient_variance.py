@@ -8,10 +8,10 @@ from lit_rlkv.callbacks.gradient_parts import algorithm_loss, policy_outputs
 from lit_rlkv.callbacks.gradient_sources import GradientSources
 from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.config import ConfigError
+from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from tests.callbacks.gradients import Run, make_run, measured, square_of, trained_square
 from tests.hand_built import (
@@ -82,13 +82,13 @@ def test_the_first_proxy_is_of_the_policys_term_or_there_is_none(terms):
 
 
 def test_a_single_prompt_has_nothing_to_compare_and_costs_no_forward():
-    run = make_run(sampling={"n_prompts": 1})
+    run = make_run(rollout={"n_prompts": 1})
     with counted_forwards(run.module.roles) as forwards:
         assert measured(GradientVariance(every=1), run) == {}
         assert measured(GradientSources(every=1, counterfactual="tis"), run) == {}
         assert not forwards
         measured(GradientVariance(every=1), make_run())
-    run = make_run(sampling={"n_prompts": 2})
+    run = make_run(rollout={"n_prompts": 2})
     with counted_forwards(run.module.roles) as forwards:
         assert "gradient/loss/variance" in measured(GradientVariance(every=1), run)
         assert forwards
@@ -340,7 +340,7 @@ def test_two_ranks_with_half_of_the_parts_each_report_what_one_finds_in_all():
 
 @pytest.mark.slow
 def test_it_agrees_with_brute_force_over_fresh_rollouts():
-    run = make_run("grpo", "tis", sampling={"n_prompts": 6, "group_size": 4}, spec=SPEC)
+    run = make_run("grpo", "tis", rollout={"n_prompts": 6}, spec=SPEC)
     estimates, fresh = [], PartGradients()
     diagnostic = GradientVariance(every=1, n_parts=6, terms=["policy"], blocks="all")
     diagnostic.on_fit_start(None, run.module)

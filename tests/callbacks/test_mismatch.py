@@ -5,6 +5,7 @@ import torch
 
 from lit_rlkv.callbacks.mismatch import DenseMismatch, LayerMismatch
 from lit_rlkv.callbacks.rollout_statistics import rollout_statistics
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.diagnostics.distributions import layer_kls, view_overlap
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
@@ -121,7 +122,7 @@ def test_it_measures_at_its_interval():
 def found_at(diagnostic, temperature):
     """What is found of one rollout by a policy of that temperature."""
     roles = shift(make_roles(), std=0.1)
-    experience = make_datamodule(roles, sampling={"temperature": 0.7}).collect()
+    experience = make_datamodule(roles, rollout={"temperature": 0.7}).collect()
     module = make_module(roles)
     module.temperature = temperature
     diagnostic.on_fit_start(None, module)
@@ -133,7 +134,9 @@ def test_log_probs_and_overlaps_are_those_of_the_temperature_that_sampled():
     found, roles, rollout = found_at(DenseMismatch(), 0.7)
     response_mask = rollout.response_mask
     for temperature, is_right in ((0.7, True), (1.0, False)):
-        dense = score_rollout(roles, rollout, {"policy": False}, temperature=temperature)["policy"]
+        dense = score_rollout(roles, rollout, {"policy": False}, RolloutConfig(temperature=temperature))[
+            "policy"
+        ]
         kl = float((rollout.rollout_logps - dense)[response_mask].mean())
         with acting_as(roles, "policy") as backbone:
             overlap = float(view_overlap(backbone, rollout, temperature)[response_mask].mean())

@@ -5,7 +5,7 @@ from hydra import initialize_config_dir
 from omegaconf import open_dict, read_write
 
 from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, check_folders, check_keys
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.runs.preflight import checked_config
 
 
 def asked(*overrides):
@@ -18,8 +18,7 @@ def asked(*overrides):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         check_folders(cfg)
         check_keys(cfg, choices, overrides)
-        check_config(cfg)
-    return cfg
+        return checked_config(cfg)
 
 
 def refusal(*overrides):

@@ -87,7 +87,3 @@ def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
 @pytest.mark.parametrize("override", ["resume='runs/lr=1e-3'", "model.path='josé'", "resume='it\\'s'"])
 def test_what_is_to_be_written_in_its_place_is_read(override):
     assert check_command_line("config", [override]) is not None
-
-
-def test_what_the_options_of_a_group_share_is_no_option():
-    assert "roles=_shared is what the options of roles share" in refusal("roles=_shared")

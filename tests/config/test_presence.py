@@ -29,13 +29,16 @@ def test_all_that_is_not_given_is_named_at_once():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("resume=true", "resume=True is no folder of a run; give resume=runs/NAME, or resume=auto"),
-        ("resume=''", "resume= is no folder of a run"),
-        ("runs_dir=null", "runs_dir=None is no folder; give one, such as runs_dir=runs"),
+        (
+            "resume=true",
+            "resume must be the folder of a run, got true; give resume=runs/NAME, or resume=auto",
+        ),
+        ("resume=''", "resume must be the folder of a run, got ''; give resume=runs/NAME, or resume=auto"),
+        ("runs_dir=null", "runs_dir must be a folder, got null; give one, such as runs_dir=runs"),
         ("runs_dir='~/runs'", "runs_dir=~/runs: ~ is not expanded here; give /"),
         ("resume='~/runs/x'", "resume=~/runs/x: ~ is not expanded here; give /"),
-        ("fabric.n_threads=0", "fabric.n_threads=0 is no number of threads; give at least 1, or null"),
-        ("fabric.n_threads=abc", "fabric.n_threads=abc is no number of threads"),
+        ("fabric.n_threads=0", "fabric.n_threads must be a whole number of at least 1 or null, got 0"),
+        ("fabric.n_threads=abc", "fabric.n_threads must be a whole number of at least 1 or null, got abc"),
         ("~distillation", "~distillation takes away what every run reads; write distillation=none"),
         ("~reward", "~reward takes away what every run reads; write reward=..."),
         ("~sft.n_steps", "~sft.n_steps takes away what every run reads; write sft.n_steps=..."),

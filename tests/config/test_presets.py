@@ -58,7 +58,9 @@ def test_every_option_of_every_group_composes_and_passes_the_checks(option):
 
 def test_the_names_of_the_command_line_stay():
     cfg = asked()
-    missing = [name for name in STABLE_NAMES if OmegaConf.select(cfg, name, default="absent") == "absent"]
+    missing = [
+        name for name in STABLE_NAMES if OmegaConf.select(cfg.source, name, default="absent") == "absent"
+    ]
     assert missing == []
     assert {"experiment", "debug"} <= set(GROUPS)
 

@@ -92,7 +92,7 @@ def test_retained_is_cached_keys_over_keys_so_far():
 
 
 def sampled() -> Rollout:
-    return make_datamodule(make_roles(), sampling={"max_new_tokens": 16}).collect().rollout
+    return make_datamodule(make_roles(), rollout={"max_new_tokens": 16}).collect().rollout
 
 
 def by_definition(rollout: Rollout) -> Tensor:

@@ -188,7 +188,7 @@ def test_the_sampler_reads_a_prompt_once_and_a_response_without_its_last_token()
 
 
 def test_pairs_of_a_rollout_are_counted_as_they_are_defined():
-    rollout = make_datamodule(make_roles(), sampling={"group_size": 1, "n_prompts": 6}).collect().rollout
+    rollout = make_datamodule(make_roles(), rollout={"n_prompts": 6}, group_size=1).collect().rollout
     is_seen = visible(replay_evicted_at(rollout))
     assert int(learner_work(replay_evicted_at(rollout), 2, 2).n_pairs) == int(is_seen.sum())
     # The sampler asked with every token but the last of each row, and read prompts before it evicted.

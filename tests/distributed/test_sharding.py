@@ -100,7 +100,7 @@ def test_sharded_sft_and_evaluation_equal_those_of_one_process(tmp_path):
         ("fabric.precision=16-mixed", "use bf16-mixed"),
         ("rollout.cuda_graph=true", "cannot capture a decode step that gathers"),
         ("diagnostics=default", r"add diagnostics\.gradient=null"),
-        ("fabric.unshard_rollout=3", "neither true nor false"),
+        ("fabric.unshard_rollout=3", "must be true or false, got 3"),
     ],
 )
 def test_settings_that_sharding_does_not_support_are_refused(tmp_path, option, says):

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import ConfigError, check_keys
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import NEVER
 from tests.whole_runs import scoring
@@ -72,7 +72,7 @@ def run_page(folder, monkeypatch):
         with trusting([]):
             cfg, hydra_cfg = compose_arguments("config", [*words[3:], *small])
             check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
-            check_config(cfg)
+            cfg = checked_config(cfg)
             return folder / page, fit(cfg, folder / page, Console(quiet=True))
 
     return run

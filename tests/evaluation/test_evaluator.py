@@ -6,10 +6,11 @@ from threading import Barrier
 import pytest
 import torch
 
+from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.evaluation.evaluator import EvalConfig, Evaluator, accuracy_of
+from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.replay import replay_logps
@@ -33,18 +34,14 @@ class Parity(ChainSum):
 TASK = Parity(n_terms=3)
 
 
-def make_evaluator(**options):
+def make_evaluator(sampling_temperature=1.0, seed=0, **options):
     roles, tokenizer, task = make_roles(), build_task_tokenizer(), TASK
     problems = PromptSource(task, split="eval", seed=0).take(24)
-    config = {
-        "max_new_tokens": 10,
-        "temperature": 0.0,
-        "sampling_temperature": 1.0,
-        "n_mismatch": 16,
-        "batch_size": 10,
-        "seed": 0,
-    }
-    return Evaluator(roles, tokenizer, task, problems, EvalConfig(**config | options))
+    settings = {"temperature": 0.0, "n_mismatch": 16, "batch_size": 10}
+    settings |= {name: options.pop(name) for name in [*options] if name in settings}
+    rollout = {"max_new_tokens": 10, "temperature": sampling_temperature}
+    config = EvaluationConfig(**settings), RolloutConfig(**rollout)
+    return Evaluator(roles, tokenizer, task, problems, *config, seed, **options)
 
 
 def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
-from lit_rlkv.experience.reward import RewardConfig
 from tests.hand_built import make_datamodule, make_roles
 from tests.rewards.threaded import InThreads
 
@@ -22,7 +22,7 @@ def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():
 
 def test_fewer_rows_at_a_time_give_as_many_responses_from_a_smaller_cache():
     whole = make_datamodule(make_roles()).collect().rollout
-    few = make_datamodule(make_roles(), sampling={"max_rows": 4}).collect().rollout
+    few = make_datamodule(make_roles(), rollout={"max_rows": 4}).collect().rollout
     assert len(few.input_ids) == len(whole.input_ids) == 16
     assert few.kv_bytes * 4 == whole.kv_bytes
 
@@ -210,7 +210,7 @@ def test_watchers_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
 
 
 def of_functions(**functions):
-    return RewardConfig(verifier=0.0, functions=functions, max_failed=1.0)
+    return {"reward": RewardConfig(max_failed=1.0), "functions": functions}
 
 
 def test_rewards_are_under_way_while_the_roles_score():
@@ -226,8 +226,7 @@ def test_rewards_are_under_way_while_the_roles_score():
             assert is_asked.wait(20)
             is_scored.set()
 
-    reward = of_functions(slow=InThreads(ask=slow))
-    data = make_datamodule(make_roles(), reward=reward)
+    data = make_datamodule(make_roles(), **of_functions(slow=InThreads(ask=slow)))
     data.on_phase_end = [on_end]
     experience = data.collect()
     assert is_scored.is_set()
@@ -239,7 +238,7 @@ def test_rewards_are_those_of_asking_one_after_the_other():
         return zlib.crc32(question["completion"].encode()) % 7
 
     many, one = (
-        make_datamodule(make_roles(), reward=of_functions(own=InThreads(ask=score, n_workers=n))).collect()
+        make_datamodule(make_roles(), **of_functions(own=InThreads(ask=score, n_workers=n))).collect()
         for n in (8, 1)
     )
     assert torch.equal(many.rewards.total, one.rewards.total)
@@ -255,7 +254,7 @@ def flaky(question):
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce++"])
 def test_a_response_without_a_reward_has_no_advantage_and_no_loss(estimator):
     data = make_datamodule(
-        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), advantage=GroupAdvantage(estimator)
+        make_roles(), advantage=GroupAdvantage(estimator), **of_functions(own=InThreads(ask=flaky))
     )
     experience = data.collect()
     is_failed = experience.rewards.is_failed
@@ -271,9 +270,7 @@ def test_a_response_without_a_reward_has_no_advantage_and_no_loss(estimator):
 
 
 def test_a_pair_with_a_side_without_a_reward_does_not_count():
-    data = make_datamodule(
-        make_roles(), reward=of_functions(own=InThreads(ask=flaky)), advantage=PairAdvantage()
-    )
+    data = make_datamodule(make_roles(), advantage=PairAdvantage(), **of_functions(own=InThreads(ask=flaky)))
     experience = data.collect()
     is_failed = experience.rewards.is_failed
     credit = data.advantage.compute(experience)

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update, rollout_needs
-from lit_rlkv.experience.settings import SamplingConfig, UpdateConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from tests.hand_built import ARMS, SPEC, counted_forwards, make_datamodule, make_model, make_roles
 
 TOO_MUCH = 2**50
 """Bytes, a PiB."""
-SAMPLING = SamplingConfig(n_prompts=4, group_size=4, max_new_tokens=10, temperature=1.0)
+SAMPLING = RolloutConfig(n_prompts=4, max_new_tokens=10)
+GROUP = 4
 
 
 def use_up_memory():
@@ -22,14 +23,14 @@ def use_up_memory():
 
 
 def helps(cache=SPEC, n_columns=6, **changes):
-    text = explain_rollout(make_model(), cache, (4, n_columns), replace(SAMPLING, **changes))
+    text = explain_rollout(make_model(), cache, (4, n_columns), replace(SAMPLING, **changes), GROUP)
     (line,) = re.findall(r"What helps, the most first: (.*)\.$", text, flags=re.M)
     return line.split("; ")
 
 
 def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
     # Qwen3 with 2 layers, 2 KV heads of 8 dims, 51 tokens, float32
-    said = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING).splitlines()
+    said = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING, GROUP).splitlines()
     assert said == [
         "out of memory in the rollout: 4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache "
         "random 7+2. Beside the weights it takes",
@@ -50,26 +51,27 @@ def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
 @pytest.mark.parametrize("arm", ["shadow", "dense"])
 def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows):
     roles = make_roles()
-    data = make_datamodule(roles, ARMS[arm], sampling={"max_rows": max_rows})
+    data = make_datamodule(roles, ARMS[arm], rollout={"max_rows": max_rows})
     rollout = data.collect().rollout
     n_columns = int((rollout.attention_mask & ~rollout.response_mask).sum(dim=1).max())
 
-    def found(sampling):
-        needs = rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), sampling)
+    def found(settings):
+        needs = rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), settings, GROUP)
         return next(need.n_bytes for need in needs if need.what == "KV cache")
 
-    assert found(data.sampling) == rollout.kv_bytes
-    assert found(replace(data.sampling, max_rows=4)) != rollout.kv_bytes
+    assert found(data.settings) == rollout.kv_bytes
+    assert found(replace(data.settings, max_rows=4)) != rollout.kv_bytes
 
 
 def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
     model, sees = make_model(), CacheSpec("snapkv", budget=7, interval=2, sink=1, window=4)
-    needs = {need.what: need for need in rollout_needs(model, sees, (4, 6), SAMPLING)}
+    needs = {need.what: need for need in rollout_needs(model, sees, (4, 6), SAMPLING, GROUP)}
     # 2 · 16 · 4 · 4 · 8 · 4 = 16384 bytes: window · group / (2 · slots) = 4 · 2 / (2 · 9) of 36864
     assert needs["latest queries"].n_bytes == 16384 == needs["KV cache"].n_bytes * 8 // 18
     assert needs["latest queries"].helps[0] == "lower cache.window=4"
     for blind in (replace(sees, policy="random"), CacheSpec.dense()):
-        assert "latest queries" not in {need.what for need in rollout_needs(model, blind, (4, 6), SAMPLING)}
+        needs = rollout_needs(model, blind, (4, 6), SAMPLING, GROUP)
+        assert "latest queries" not in {need.what for need in needs}
 
 
 def test_what_takes_most_is_helped_first():
@@ -85,11 +87,11 @@ def test_what_takes_most_is_helped_first():
 
 
 def test_scoring_and_update_are_told_by_what_they_read_at_a_time():
-    scoring = explain_scoring((16, 20), replace(SAMPLING, rows_per_pass=2, stacks_passes=True))
+    scoring = explain_scoring((16, 20), replace(SAMPLING, rows_per_pass=2), stacks_passes=True)
     assert "2 of 16 sequences of up to 20 tokens at a time; set rollout.rows_per_pass below 2, set" in scoring
     assert "roles.stack_passes=false" in scoring
-    assert "roles.stack_passes" not in explain_scoring((16, 20), SAMPLING)
-    update = UpdateConfig("sequence", n_minibatches=2, n_micro_batches=2)
+    assert "roles.stack_passes" not in explain_scoring((16, 20), SAMPLING, stacks_passes=False)
+    update = AlgorithmConfig(n_minibatches=2, n_micro_batches=2)
     roles = make_roles()
     said = explain_update(roles, (16, 20), SAMPLING, update)
     n = sum(p.numel() for p in roles.parameters() if p.requires_grad)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
@@ -60,8 +61,11 @@ def alone(roles: Roles, role: str, shadow: bool) -> Tensor:
     return torch.stack(rewards)
 
 
-def scores(layout: str, views: dict[str, bool], **options) -> dict[str, Tensor]:
-    return score_rollout(roles_of(layout), rollout(), views, temperature=TEMPERATURE, **options)
+def scores(
+    layout: str, views: dict[str, bool], rows_per_pass: int | None = None, **options
+) -> dict[str, Tensor]:
+    settings = RolloutConfig(temperature=TEMPERATURE, rows_per_pass=rows_per_pass)
+    return score_rollout(roles_of(layout), rollout(), views, settings, **options)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -87,7 +91,7 @@ def test_the_comparison_catches_a_wrong_view_a_wrong_role_and_a_wrong_temperatur
         assert difference(found[role], alone(roles_of(layout), role, False)) > 1e-2
         assert difference(dense[role], alone(roles_of(layout), role, True)) > 1e-2
     assert difference(found["policy"], found["reference"]) > 1e-2
-    hot = score_rollout(roles_of(layout), rollout(), VIEWS["shadow"], temperature=1.0)
+    hot = score_rollout(roles_of(layout), rollout(), VIEWS["shadow"], RolloutConfig())
     assert difference(hot["policy"], found["policy"]) > 1e-2
     assert torch.equal(hot["value"], found["value"])
 
@@ -130,9 +134,3 @@ def test_nothing_is_said_of_what_was_not_sampled_and_nothing_carries_a_gradient(
         assert (found[role][rollout().response_mask] != 0).all()
     assert not any(value.requires_grad for value in found.values())
     assert all(value.dtype == torch.float32 for value in found.values())
-
-
-@pytest.mark.parametrize("rows_per_pass", [0, -1])
-def test_passes_of_no_rows_are_refused(rows_per_pass: int):
-    with pytest.raises(ValueError, match=f"rows_per_pass must be at least 1 or None, got {rows_per_pass}"):
-        scores("hydra", VIEWS["dense"], rows_per_pass=rows_per_pass)

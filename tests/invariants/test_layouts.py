@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_rlkv.config.schema import KLConfig, RewardConfig
 from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.experience.reward import RewardConfig
-from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.modules.ppo import PPO
 from tests.hand_built import TRAINED_HEAD, make_datamodule, make_model, make_ppo, make_roles, train_here

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.models.replay import replay_logps, response_hidden

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.experience.advantages import GroupAdvantage
-from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.aggregate import AGGREGATIONS
@@ -121,9 +121,6 @@ def test_dapo_learns_from_disagreeing_groups_only():
 
 
 def test_a_kl_estimator_without_a_gradient_is_refused_in_the_loss():
-    for name in ("k4", "k1"):
-        with pytest.raises(
-            ValueError, match=f"estimator='{name}' does not serve in the loss; choose one of k2"
-        ):
-            KLConfig(weight=0.1, estimator=name)
+    with pytest.raises(ValueError, match="estimator=k1 has no useful gradient, so it does not serve in"):
+        KLConfig(weight=0.1, estimator="k1")
     assert KLConfig(weight=0.1, place="reward", estimator="k1").estimator == "k1"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.reward import RewardConfig
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.online_dpo import OnlineDPO
@@ -216,7 +216,7 @@ def test_micro_batches_do_not_change_the_gradient(kind: str):
     roles, data, experience = roll_out(n_minibatches=2)
     module = make_dpo(roles, kind=kind)
     whole = steps_of(list(data.splitter.minibatches(experience)))
-    data.splitter.update = replace(data.splitter.update, n_micro_batches=2)
+    data.splitter.algorithm = replace(data.splitter.algorithm, n_micro_batches=2)
     split = steps_of(list(data.splitter.minibatches(experience)))
     for one, parts in zip(whole, split, strict=True):
         assert (len(one), len(parts)) == (1, 2)
@@ -266,7 +266,7 @@ def test_a_judge_ranks_where_the_reward_ties():
 def test_a_penalty_for_cut_responses_changes_the_ranking():
     roles = make_roles()
     plain = make_data(roles, seed=1)
-    strict = make_data(roles, seed=1, reward=RewardConfig(missing_eos_penalty=10.0))
+    strict = make_data(roles, seed=1, reward=RewardConfig(verifier=1.0, missing_eos_penalty=10.0))
     free, paid = plain.collect(), strict.collect()
     assert torch.equal(free.rollout.input_ids, paid.rollout.input_ids)
     assert 0 < paid.has_eos.sum() < 16
@@ -298,7 +298,7 @@ def test_pairs_with_a_response_that_was_cut_count_nothing_where_that_is_asked_fo
     assert batch.n_pairs == 1
     found = gradients_of(make_dpo(roles), [batch])
     only = with_rewards(experience, [*[0] * 12, *REWARDS[12:]])
-    data.splitter.update = replace(data.splitter.update, mask_truncated=False)
+    data.splitter.algorithm = replace(data.splitter.algorithm, mask_truncated=False)
     (alone,) = data.splitter.minibatches(only)
     assert loss_of(make_dpo(roles), batch) == pytest.approx(loss_of(make_dpo(roles), alone), rel=1e-6)
     assert difference(found, gradients_of(make_dpo(roles), [alone])) < 1e-5

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_rlkv.config.schema import KLConfig, RolesConfig
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.experience.settings import KLConfig
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import ROLES
 from tests.hand_built import (
@@ -114,7 +114,8 @@ def test_micro_batches_and_separate_passes_do_not_change_the_gradient(layout: st
     module = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=True)
     expected = gradients_of(module, whole)
     for parts in (BOTH, (("policy",), ("value",))):
-        data.splitter.update = replace(data.splitter.update, n_micro_batches=3, learner_parts=parts)
+        data.splitter.algorithm = replace(data.splitter.algorithm, n_micro_batches=3)
+        data.splitter.learner_parts = parts
         batches = list(data.splitter.minibatches(experience))
         assert [batch.ends_step for batch in batches] == [False] * (3 * len(parts) - 1) + [True]
         assert worst_difference(gradients_of(module, batches), expected) < 1e-5
@@ -137,7 +138,9 @@ def test_micro_batches_and_separate_passes_do_not_change_the_gradient(layout: st
     ],
 )
 def test_policy_and_critic_share_a_forward_where_it_is_the_same(layout, arm, value_shadow, n_forwards):
-    roles, data, experience = roll_out(layout, arm, sampling={"value_shadow": value_shadow})
+    roles, data, experience = roll_out(
+        layout, arm, roles_config=RolesConfig(value_view="shadow" if value_shadow else "dense")
+    )
     module = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=value_shadow)
     assert len(module.learner_parts) == n_forwards
     (batch,) = data.splitter.minibatches(experience)
@@ -205,7 +208,7 @@ def test_an_iteration_ends_early_once_the_policy_has_moved_too_far():
 def test_responses_that_were_cut_count_nothing_in_the_policy_loss():
     roles, data, experience = roll_out()
     (plain,) = data.splitter.minibatches(experience)
-    data.splitter.update = replace(data.splitter.update, mask_truncated=True)
+    data.splitter.algorithm = replace(data.splitter.algorithm, mask_truncated=True)
     (masked,) = data.splitter.minibatches(experience)
     is_cut = ~((masked.rollout.input_ids == data.tokenizer.eos_token_id) & masked.rollout.response_mask).any(
         dim=1
@@ -262,7 +265,7 @@ def test_a_kl_in_the_loss_is_steered_too():
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_role_reads_the_rollout_under_the_view_of_its_arm(arm: str):
     roles = shift(make_roles("hydra", ROLES))
-    experience = make_data(roles, arm, sampling={"value_shadow": True}).collect()
+    experience = make_data(roles, arm, roles_config=RolesConfig(value_view="shadow")).collect()
     replays = ARMS[arm].replays
     found = {"policy": experience.old_logps, "reference": experience.ref_logps, "value": experience.values}
     for role, shadow in {"policy": replays, "reference": replays, "value": True}.items():
@@ -270,5 +273,5 @@ def test_every_role_reads_the_rollout_under_the_view_of_its_arm(arm: str):
         assert (found[role] - expected).abs().max() < 1e-4, role
         # where nothing is evicted, both views are one
         assert ((found[role] - other).abs().max() > 1e-2) == (arm != "dense"), role
-    dense = make_data(roles, arm, sampling={"value_shadow": False}).collect()
+    dense = make_data(roles, arm, roles_config=RolesConfig(value_view="dense")).collect()
     assert (dense.values - seen_by(roles, "value", dense.rollout, False)).abs().max() < 1e-4

@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+from lit_rlkv.config import Config
+from lit_rlkv.config.schema import SFTConfig
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.environment import describe, describe_device, git_state, installed, record
 
-CFG = OmegaConf.create({"seed": 3, "sft": {"seed": 5}})
+CFG = Config(seed=3, sft=SFTConfig(seed=5))
 
 
 def git(folder, *arguments):

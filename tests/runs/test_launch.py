@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.utilities import distributed
-from omegaconf import OmegaConf
 
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import Config, ConfigError
+from lit_rlkv.config.schema import FabricConfig
 from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT, FORWARD_COORDINATOR
 from lit_rlkv.faults import InterruptedRunError
 from lit_rlkv.runs.launch import (
@@ -39,8 +39,7 @@ SLURM = {
 
 
 def config(**settings):
-    defaults = {"accelerator": "cpu", "devices": "auto", "num_nodes": 1, "strategy": "auto"}
-    return OmegaConf.create({"fabric": {**defaults, "precision": "32-true", **settings}})
+    return Config(fabric=FabricConfig(**{"accelerator": "cpu"} | settings))
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.context import build_context
-from lit_rlkv.runs.preflight import check_reward_functions
+from lit_rlkv.runs.preflight import check_reward_functions, checked_config
 from tests.whole_runs import MODEL, config, run
 
 FLAKY = '''
@@ -104,8 +103,7 @@ def of_rows(tmp_path, rows, *overrides):
     task = ["task=dataset", f"task.dataset={tmp_path / 'a.jsonl'}", "cache.policy=dense", "distillation=none"]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         cfg = compose("config", overrides=[*MODEL, *task, *overrides])
-    check_config(cfg)
-    return cfg
+    return checked_config(cfg)
 
 
 def test_worked_solutions_that_do_not_fit_are_named_by_row_and_so_are_prompts_alone(tmp_path):
@@ -160,7 +158,7 @@ def test_the_word_problems_train_a_checkpoint_by_their_preset(tmp_path):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         overrides = [*MODEL[:1], f"runs_dir={tmp_path}", *options, *room, *sizes, "evaluation.budgets=[64]"]
         cfg = compose("config", overrides=[*overrides, "diagnostics=none"])
-    check_config(cfg)
+    cfg = checked_config(cfg)
     fit(cfg, tmp_path / "run", Console(quiet=True))
     with (tmp_path / "run" / "metrics.csv").open(newline="") as lines:
         (row,) = csv.DictReader(lines)

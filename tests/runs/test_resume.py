@@ -7,10 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, composed
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.lock import BusyError, FolderLock
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.resume import (
     config_to_save,
     differences,
@@ -140,7 +140,7 @@ def test_a_group_that_is_chosen_takes_the_place_of_the_runs_own(tmp_path):
     cfg = gone_on(tmp_path, run, "diagnostics=none", "logger=tensorboard", "logger.figures_every=3")
     assert cfg.diagnostics == {}
     assert cfg.logger == asked(tmp_path, "logger=tensorboard", "logger.figures_every=3").logger
-    check_config(cfg)
+    checked_config(cfg)
     assert gone_on(tmp_path, run, "logger=csv").logger is None
     assert gone_on(tmp_path, run, "~diagnostics.gradient").diagnostics.gradient is None
     assert gone_on(tmp_path, run, "seed=0").logger.project == "mine"
@@ -152,7 +152,7 @@ def test_a_setting_of_what_the_run_left_out_brings_it_whole(tmp_path, without):
     cfg = gone_on(tmp_path, run, "diagnostics.gradient.every=5", "diagnostics.layers.every=7")
     assert cfg.diagnostics.gradient == asked(tmp_path, "diagnostics.gradient.every=5").diagnostics.gradient
     assert (cfg.diagnostics.layers.every, cfg.diagnostics.layers.rows_per_pass) == (7, 3)
-    check_config(cfg)
+    checked_config(cfg)
 
 
 @pytest.mark.parametrize(("n_ranks", "says"), [(2, ""), (4, "had 2 processes and goes on with 4: prompts")])

@@ -8,12 +8,12 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.fit import fit
 from lit_rlkv.reporting.loggers import lightning_loggers
 from lit_rlkv.reporting.loggers.base import RunLogger
 from lit_rlkv.runs import run_logger as recording
 from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.resume import load_resumed_config
 from tests.reporting.loggers.offline_run import finished_runs
 from tests.reporting.loggers.recorded import KeepingLogger
@@ -98,7 +98,7 @@ def test_a_resumed_run_logs_to_the_same_wandb_run(sft_runs):
     (cut_short,) = finished_runs(folder)
     assert cut_short.exit_code == 1
     again, cfg = load_resumed_config(compose_resume(folder))
-    fit(cfg, again, Console(quiet=True), resumes=True)
+    fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     first, second = finished_runs(folder)
     assert first.id == second.id
     iterations = [row["iteration"] for part in (first, second) for row in part.history if "reward" in row]
@@ -114,7 +114,7 @@ def test_token_and_time_axes_continue_in_a_resumed_run(sft_runs):
     killed(config(sft_runs, *QUICK), folder)
     before = rows_of(folder)[0]
     again, cfg = load_resumed_config(compose_resume(folder))
-    fit(cfg, again, Console(quiet=True), resumes=True)
+    fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     first, second = rows_of(folder)
     assert first == before
     assert float(second["rollout/tokens"]) == float(first["num_tokens"]) + float(second["num_tokens"])
@@ -127,7 +127,7 @@ def test_lightnings_logger_writes_into_the_folder_of_the_run_that_goes_on_also_w
     assert [path.name for path in (sft_runs / "there" / "lightning_csv").iterdir()] == ["version_0"]
     folder = (sft_runs / "there").rename(sft_runs / "here")
     again, cfg = load_resumed_config(compose_resume(folder))
-    fit(cfg, again, Console(quiet=True), resumes=True)
+    fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     assert {path.name for path in (folder / "lightning_csv").iterdir()} == {"version_0", "version_1"}
     assert not (sft_runs / "there").exists()
     run(sft_runs, "elsewhere", "logger=lightning_csv", f"+logger.save_dir={sft_runs / 'given'}", *QUICK)
@@ -187,7 +187,7 @@ def test_a_run_without_a_logger_still_notes_its_environment(sft_runs):
     [
         (["logger=wandb", "+logger.projct=x"], "unexpected 'projct'; it takes project, entity, name"),
         (["logger=wandb", "logger.project=a/b"], "project='a/b' must be a W&B project name"),
-        (["logger=wandb", "logger.log_model=1"], "log_model=1 is neither true nor false"),
+        (["logger=wandb", "logger.log_model=1"], "log_model must be true or false, got 1"),
         (["logger=wandb", "logger.figures_every=0"], "figures_every=0 must be a whole number"),
         (["logger=tensorboard", "logger.figures_every=-1"], "figures_every=-1 must be a whole number"),
     ],
@@ -196,7 +196,7 @@ def test_a_mistake_in_a_loggers_settings_is_refused_before_work(tmp_path, overri
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         cfg = compose("config", overrides=[*TINY, f"runs_dir={tmp_path}", *overrides])
     with pytest.raises(ConfigError, match=says):
-        check_config(cfg)
+        checked_config(cfg)
 
 
 def test_tensorboard_without_its_package_is_refused_before_work(tmp_path, monkeypatch):

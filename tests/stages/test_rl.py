@@ -10,11 +10,11 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.runs import policy as training
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy, needed_roles
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.saver import REWARD_MODEL
 from lit_rlkv.runs.starting_model import REWARD_HEAD
 from lit_rlkv.stages import evaluation as reward
@@ -28,8 +28,7 @@ TINY = [*MODEL, "experiment=none"]
 def config(folder, *overrides):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
-    check_config(cfg)
-    return cfg
+    return checked_config(cfg)
 
 
 @pytest.fixture(scope="module")

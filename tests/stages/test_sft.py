@@ -10,13 +10,13 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.config import CONF_DIR, ConfigError, parse_config
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.reporting.run_metrics import MetricsFile
 from lit_rlkv.runs.backbone import load_backbone
 from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.saver import REWARD_MODEL
 from lit_rlkv.runs.sft_progress import SFTProgress
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, sft_model_dir
@@ -70,10 +70,13 @@ def composed(folder, *overrides):
         return compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
 
 
+def parsed(folder, *overrides):
+    return parse_config(composed(folder, *overrides))
+
+
 def config(folder, *overrides):
     cfg = composed(folder, *SORTING, *overrides)
-    check_config(cfg)
-    return cfg
+    return checked_config(cfg)
 
 
 @pytest.fixture(scope="module")
@@ -229,12 +232,12 @@ def test_plain_fine_tuning_does_not_check_rejected_completions(tmp_path):
     ("overrides", "says"),
     [
         (["sft.n_pairs=0", "sft.joint=false"], "but sft.n_pairs=0 gives it nothing to learn from"),
-        (["sft.n_pairs=-1"], "sft.n_pairs=-1 is not a count; give a whole number of at least 0"),
-        (["sft.n_warmup_steps=x"], "sft.n_warmup_steps=x is not a count"),
-        (["sft.reward_steps=0"], "sft.reward_steps=0 is not a count; give a whole number of at least 1"),
-        (["sft.joint=1"], "sft.joint=1 is neither true nor false"),
-        (["sft.joint=false", "sft.reward_steps=15"], "sft.reward_steps=15 is no multiple of"),
-        (["sft.reward_weight=-1"], "sft.reward_weight=-1 is not a number of at least 0"),
+        (["sft.n_pairs=-1"], "sft.n_pairs must be a whole number of at least 0, got -1"),
+        (["sft.n_warmup_steps=x"], "sft.n_warmup_steps must be a whole number of at least 0, got x"),
+        (["sft.reward_steps=0"], "sft.reward_steps must be a whole number of at least 1, got 0"),
+        (["sft.joint=1"], "sft.joint must be true or false, got 1"),
+        (["sft.joint=false", "sft.reward_steps=15"], "sft.reward_steps must be a multiple of"),
+        (["sft.reward_weight=-1"], "sft.reward_weight must be a number of at least 0, got -1"),
     ],
 )
 def test_a_mistake_in_the_config_is_refused(tmp_path, overrides, says):
@@ -269,7 +272,7 @@ def test_a_finite_task_is_not_asked_for_more_pairs_than_it_has(tmp_path):
     problems = [{"prompt": f"{n}+0=", "answer": f"{n}"} for n in range(40)]
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(map(json.dumps, problems)))
-    parts = build_context(composed(tmp_path, "task=jsonl", f"task.path={path}"))
+    parts = build_context(parsed(tmp_path, "task=jsonl", f"task.path={path}"))
     n_held_out = sum(split_of(problem["prompt"]) == "eval" for problem in problems)
     assert 0 < n_held_out < parts.cfg.evaluation.n_prompts
     assert len(held_out_pairs(parts)) == n_held_out
@@ -281,7 +284,7 @@ def test_preferences_without_a_verifier_train_a_reward_head_too(tmp_path):
     rows = [{"prompt": f"{n}?", "chosen": "147"[n % 3], "rejected": "03689"[n % 5]} for n in range(100)]
     path = tmp_path / "preferences.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    parts = build_context(composed(tmp_path, "task=preferences", f"task.path={path}"))
+    parts = build_context(parsed(tmp_path, "task=preferences", f"task.path={path}"))
     assert report_of(parts, run_sft(parts, [])).pair_accuracy == 1.0
 
 
@@ -294,7 +297,7 @@ def preferences(folder, n=100, **last):
     )
 
     def parts(*overrides):
-        return build_context(composed(folder, "task=preferences", f"task.path={path}", *overrides))
+        return build_context(parsed(folder, "task=preferences", f"task.path={path}", *overrides))
 
     return parts
 

@@ -9,12 +9,12 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.config.rules import check_config
 from lit_rlkv.data.prompts import split_of
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.runs.backbone import load_backbone
 from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.saver import REWARD_MODEL
 from lit_rlkv.runs.sft_progress import training_passes
 from lit_rlkv.runs.starting_model import REWARD_HEAD, sft_model_dir
@@ -43,8 +43,7 @@ class Generous(ChainSum):
 def config(folder, *overrides):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
-    check_config(cfg)
-    return cfg
+    return checked_config(cfg)
 
 
 def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path):
@@ -64,7 +63,8 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
     assert [again.at(i) for i in range(len(again))] == [found.at(i) for i in range(len(found))]
     other = on_policy_preference_pairs(parts, backbone, 40, seed=1)
     assert other.at(0) != found.at(0)
-    parts.cfg.evaluation.batch_size = 8
+    cfg = replace(parts.cfg, evaluation=replace(parts.cfg.evaluation, batch_size=8))
+    parts = replace(parts, cfg=cfg)
     in_batches = on_policy_preference_pairs(parts, backbone, 40, seed=0)
     assert [in_batches.at(i) for i in range(len(in_batches))] != [found.at(i) for i in range(len(found))]
 
@@ -84,9 +84,9 @@ def test_right_and_unscored_answers_are_no_rejected_sides(tmp_path):
 
     every = beginnings()
     assert {"+", "2"} < set(every)
-    parts.cfg.reward.accuracy = "judge"
+    judged = replace(parts.cfg, reward=replace(parts.cfg.reward, accuracy="judge"))
     with RewardManager({"judge": InThreads(ask=judge)}) as panel:
-        object.__setattr__(parts, "rewards", panel)
+        parts = replace(parts, cfg=judged, rewards=panel)
         assert beginnings() == [first for first in every if first not in ("+", "2")]
 
 

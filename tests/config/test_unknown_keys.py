@@ -43,7 +43,8 @@ def test_what_is_added_where_nothing_judges_it_is_refused():
     says = "unknown key 'diagnostics.gradent' on the command line: did you mean 'diagnostics.gradient'?"
     assert refusal("+diagnostics.gradent=null") == says
     assert refusal("+sft.n_step=3").startswith("unknown key 'sft.n_step' on the command line")
-    assert "unexpected keyword argument 'budgett'" in refusal("+cache.budgett=3")
+    assert refusal("+cache.budgett=3").endswith("did you mean 'cache.budget'?")
+    assert "Random() takes no arguments" in refusal("+cache.policy_options.alpha=3")
 
 
 def test_a_diagnostic_is_left_out_by_null_and_by_nothing_else():

@@ -1,19 +1,15 @@
-"""Checks of an algorithm: advantage, loss and KL options, and the number of minibatches."""
-
-from collections.abc import Collection
+"""Checks of an algorithm: advantage, loss and KL, and how rollouts are divided over steps and ranks."""
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
 
-from lit_rlkv.checks import is_number
-from lit_rlkv.config.building import as_config_errors, build, require
+from lit_rlkv.config import Config, ConfigError, as_config_errors, build, require
+from lit_rlkv.config.options import named_items
+from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
-from lit_rlkv.experience.settings import KLConfig
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.objectives.kl import MAX_ERROR
 
 
-def check_algorithm(cfg: DictConfig) -> None:
+def check_algorithm(cfg: Config) -> None:
     """Each part of an algorithm by itself, and with the others.
 
     Raises:
@@ -21,14 +17,14 @@ def check_algorithm(cfg: DictConfig) -> None:
     """
     with as_config_errors("algorithm.advantage"):
         advantage: AdvantageEstimator = build(cfg.algorithm.advantage).for_task(build(cfg.task))
-    _check_credit(cfg, advantage)
+    _check_advantage(cfg, advantage)
     _check_loss(cfg.algorithm, advantage)
     _check_parts(cfg, advantage)
     _check_kl(cfg, advantage)
     _check_critic(cfg.algorithm, advantage)
 
 
-def _check_credit(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
+def _check_advantage(cfg: Config, advantage: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
     has_judge = isinstance(advantage, PairAdvantage) and advantage.judge is not None
     require(
@@ -43,16 +39,7 @@ def _check_credit(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
     )
 
 
-def _check_loss(algorithm: DictConfig, advantage: AdvantageEstimator) -> None:
-    tables: dict[str, Collection[str]] = {
-        "lr_schedule": ("linear", "constant"),
-        "aggregation": AGGREGATIONS,
-    }
-    for name, table in tables.items():
-        require(
-            algorithm[name] in table,
-            f"algorithm.{name}={algorithm[name]!r} is unknown; choose one of {', '.join(table)}",
-        )
+def _check_loss(algorithm: AlgorithmConfig, advantage: AdvantageEstimator) -> None:
     module = get_object(algorithm.loss._target_)
     require(
         isinstance(advantage, module.advantage_estimator),
@@ -62,11 +49,10 @@ def _check_loss(algorithm: DictConfig, advantage: AdvantageEstimator) -> None:
     missing = [name for name in module.required_options if name not in algorithm.loss]
     require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
     with as_config_errors(algorithm.loss._target_):
-        options = {name: value for name, value in algorithm.loss.items() if not name.startswith("_")}
-        module.check_options(**options)
+        module.check_options(**dict(named_items(algorithm.loss)))
 
 
-def _check_parts(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
+def _check_parts(cfg: Config, advantage: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
     n_units = cfg.rollout.n_prompts if isinstance(advantage, PairAdvantage) else n_rows
@@ -78,17 +64,10 @@ def _check_parts(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
     )
 
 
-def _check_kl(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
+def _check_kl(cfg: Config, advantage: AdvantageEstimator) -> None:
     algorithm = cfg.algorithm
     n_rows = cfg.rollout.n_prompts * algorithm.group_size
-    target, horizon = algorithm.kl.get("target"), algorithm.kl.get("horizon", 1)
-    require(
-        (target is None or is_number(target)) and is_number(horizon),
-        f"algorithm.kl.target={target} or algorithm.kl.horizon={horizon} is no number; give numbers, or "
-        "target=null, which steers nothing",
-    )
-    with as_config_errors("algorithm.kl"):
-        kl = KLConfig(**algorithm.kl)
+    kl = algorithm.kl
     require(
         kl.target is None or kl.horizon > MAX_ERROR * n_rows,
         f"algorithm.kl.horizon={kl.horizon} steers too fast for {n_rows} responses an iteration; give "
@@ -101,7 +80,7 @@ def _check_kl(cfg: DictConfig, advantage: AdvantageEstimator) -> None:
     )
 
 
-def _check_critic(algorithm: DictConfig, advantage: AdvantageEstimator) -> None:
+def _check_critic(algorithm: AlgorithmConfig, advantage: AdvantageEstimator) -> None:
     has_critic = "value" in advantage.needs
     require(
         0 <= algorithm.critic_warmup < algorithm.n_iterations
@@ -109,3 +88,36 @@ def _check_critic(algorithm: DictConfig, advantage: AdvantageEstimator) -> None:
         f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
         f"n_iterations={algorithm.n_iterations} with one",
     )
+
+
+def check_shares(cfg: Config, n_ranks: int) -> None:
+    """Check that prompts and rows of the SFT stage can be divided evenly among the ranks.
+
+    Raises:
+        ConfigError: they cannot; ranks with less work would wait for the others.
+    """
+    n_shards = cfg.rollout.n_shards or n_ranks
+    if n_shards % n_ranks:
+        raise ConfigError(
+            f"rollout.n_shards={n_shards} cannot be divided evenly over {n_ranks} processes; give a "
+            "multiple of it, or null"
+        )
+    shared = {"rollout.n_prompts": (cfg.rollout.n_prompts, n_shards)}
+    if "sft" in cfg.stages:
+        shared |= {"sft.batch_size": (cfg.sft.batch_size, n_ranks), "sft.n_pairs": (cfg.sft.n_pairs, n_ranks)}
+    for name, (value, n_parts) in shared.items():
+        if value % n_parts:
+            raise ConfigError(
+                f"{name}={value} cannot be divided evenly over {n_parts} "
+                f"{'shards' if n_parts == n_shards else 'processes'}; give a multiple of {n_parts}"
+            )
+    algorithm = cfg.algorithm
+    n_cuts = algorithm.n_minibatches * algorithm.n_micro_batches
+    pairs = issubclass(get_object(algorithm.advantage._target_), PairAdvantage)
+    n_own = cfg.rollout.n_prompts // n_shards * (1 if pairs else algorithm.group_size)
+    if n_shards > 1 and n_own < n_cuts:
+        raise ConfigError(
+            f"n_minibatches × n_micro_batches = {n_cuts} parts cannot be cut from the {n_own} "
+            f"{'pairs' if pairs else 'responses'} of each of {n_shards} shards; lower them, or raise "
+            "rollout.n_prompts"
+        )

@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.config.rules import check_config
+from lit_rlkv.runs.preflight import checked_config
 
 JUDGED = [
     "algorithm=online_dpo",
@@ -22,44 +22,65 @@ JUDGED = [
             ["experiment=shadow", "algorithm.policy_weight=0"],
             "algorithm.policy_weight=0 leaves the policy nothing",
         ),
-        (["callbacks.samples_every=0"], "callbacks.samples_every=0 is not a count"),
-        (["algorithm.group_size=2.5"], "algorithm.group_size=2.5 is not a count"),
-        (["optimizer.lr=abc"], "optimizer.lr=abc is not a number"),
-        (["sft.n_pairs=999"], "sft.n_pairs=999 is more than sft.batch_size=128"),
-        (["sft.n_steps=70"], "sft.n_steps=70 is no multiple of sft.steps_per_iteration=50"),
+        (
+            ["callbacks.samples_every=0"],
+            "callbacks.samples_every must be a whole number of at least 1, got 0",
+        ),
+        (["algorithm.group_size=2.5"], "algorithm.group_size must be a whole number of at least 1, got 2.5"),
+        (
+            ["optimizer.lr=abc"],
+            "optimizer.lr must be a number of at least 0, got abc; it is the learning rate",
+        ),
+        (["sft.n_pairs=999"], "sft.n_pairs must be at most sft.batch_size=128, got 999; lower it"),
+        (
+            ["sft.n_steps=70"],
+            "sft.n_steps must be a multiple of sft.steps_per_iteration=50, got 70; change one of them",
+        ),
         (["task.n_terms=1"], "n_terms=1 leaves nothing to add"),
         (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
-        (["stages=rl"], "stages=rl is not a list; write stages=[rl]"),
-        (["fabric.devices=0"], "fabric.devices=0 is no number of processes"),
-        (["fabric.num_nodes=two"], "fabric.num_nodes=two is no number of machines"),
-        (["fabric.strategy=dp"], "fabric.strategy='dp' is unknown; choose one of auto, ddp"),
-        (["rollout.n_shards=0"], "rollout.n_shards=0 is no number of shards"),
-        (["callbacks.keep_last=0"], "callbacks.keep_last=0 is not a count"),
+        (["stages=rl"], "stages must be a list"),
+        (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every device"),
+        (["fabric.num_nodes=two"], "fabric.num_nodes must be a whole number of at least 1, got two"),
+        (["fabric.strategy=dp"], "fabric.strategy must be one of auto, ddp, fsdp2, got dp"),
+        (["rollout.n_shards=0"], "rollout.n_shards must be a whole number of at least 1 or null, got 0"),
+        (["callbacks.keep_last=0"], "callbacks.keep_last must be a whole number of at least 1, got 0"),
         (
             ["callbacks.best_mode=most", "callbacks.keep_best=1"],
-            "best_mode='most' is unknown; choose max or min",
+            "callbacks.best_mode must be one of max, min, got most",
         ),
-        (["algorithm.lr_schedule=cosine"], "algorithm.lr_schedule='cosine' is unknown"),
+        (
+            ["algorithm.lr_schedule=cosine"],
+            "algorithm.lr_schedule must be one of linear, constant, got cosine",
+        ),
         (["model.path='~/no-such-folder'"], "model.path=~/no-such-folder is not a checkpoint folder"),
         (["task._target_=lit_rlkv.runs.checkpoint.torch.load"], "is no class or function that a config may"),
-        (["task._target_=lit_rlkv.config.building.Path"], "is no class or function that a config may"),
+        (["task._target_=lit_rlkv.config.targets.Path"], "is no class or function that a config may"),
         (
             ["task._target_=lit_rlkv.rewards.isolated.worker.load"],
             "is no class or function that a config may",
         ),
         (["task._target_=lit_rlkv.files.write_atomically"], "is no class or function that a config may"),
         (["cache.budget=4"], "sink + window + 1 = 5, got 4; raise the budget"),
-        (["cache.budget=12.5"], "not an integer"),
+        (["cache.budget=12.5"], "cache.budget must be a whole number of at least 1, got 12.5"),
         (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),
         (["evaluation.budgets=[2]"], "got 2; raise the budget"),
         (["rollout.top_p=0.9"], "rollout.top_p=0.9 cannot be replayed"),
         (["rollout.top_k=20"], "rollout.top_k=20 cannot be replayed"),
-        (["rollout.temperature=0"], "rollout.temperature=0"),
-        (["rollout.max_new_tokens=0"], "rollout.max_new_tokens=0 is not a count"),
+        (
+            ["rollout.temperature=0"],
+            "rollout.temperature must be a number above 0, got 0",
+        ),
+        (["rollout.max_new_tokens=0"], "rollout.max_new_tokens must be a whole number of at least 1, got 0"),
         (["algorithm.group_size=1"], "algorithm.group_size=1: GroupAdvantage compares"),
         (["algorithm.advantage.estimator=gae"], "estimator='gae' is unknown; choose one of grpo"),
-        (["algorithm.kl.estimator=k1"], "estimator='k1' does not serve in the loss"),
-        (["algorithm.kl.target=6"], "target=6 steers weight=0.0"),
+        (
+            ["algorithm.kl.estimator=k1"],
+            "algorithm.kl.estimator=k1 has no useful gradient, so it does not serve in the loss; use k2 or k",
+        ),
+        (
+            ["algorithm.kl.target=6"],
+            "algorithm.kl.target=6 steers algorithm.kl.weight, which must be above 0, got 0.0; raise it, or ",
+        ),
         (["algorithm=online_dpo", "algorithm.n_minibatches=33"], "cannot be cut from 32 pairs"),
         (["algorithm=online_dpo", "algorithm.loss.kind=hinge"], "kind='hinge'"),
         (["algorithm=online_dpo", "algorithm.kl.place=reward"], "has no meaning for preference pairs"),
@@ -68,11 +89,14 @@ JUDGED = [
         (["algorithm.loss.clip_low=0"], "clip_low must be a number above 0, got 0"),
         (["reward.verifier=0"], "verifier=0 and learned=0 leave no reward"),
         (["reward.accuracy=correct"], "accuracy='correct' is not among the functions (none)"),
-        (["reward.max_failed=2"], "max_failed=2 is no share"),
-        (["+reward.functions.a={weight: 1}"], "reward.functions.a={'weight': 1} names no function"),
+        (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
+        (
+            ["+reward.functions.a={weight: 1}"],
+            "reward.functions.a must name a reward function, got {'weight': 1}; give reward.functions.a._tar",
+        ),
         (
             ["+reward.functions.a={_target_: lit_rlkv.tasks.ChainSum}"],
-            "reward.functions.a: lit_rlkv.tasks.ChainSum is no reward function",
+            "reward.functions.a._target_ must be a reward function, got lit_rlkv.tasks.ChainSum; choose one ",
         ),
         (
             ["+reward.functions.a={_target_: lit_rlkv.rewards.Regex, pattern: '('}"],
@@ -88,19 +112,34 @@ JUDGED = [
         ),
         (
             ["task=dataset", "task.dataset=tests/data/problems.jsonl", "task.answer_column=null"],
-            "reward.verifier=1.0: Problems does not say what is exactly right",
+            "reward.verifier=1.0: Problems does not say what is right, as preferences do not, or answers wit",
         ),
-        (["reward.normalize=yes"], "normalize='yes' is unknown"),
+        (["reward.normalize=yes"], "reward.normalize must be one of none, batch, running, got yes"),
         (["reward=learned", "sft.n_pairs=0"], "needs a reward head, but sft.n_pairs=0 with"),
         (["reward=learned", "sft.reward_weight=0"], "with sft.reward_weight=0 trains none"),
-        (["reward.missing_eos_penalty=-1"], "reward.missing_eos_penalty=-1 is not a number of at least 0"),
-        (["rollout.rows_per_pass=0"], "rollout.rows_per_pass=0 scores nothing"),
-        (["rollout.max_rows=7"], "rollout.max_rows=7 is no number of rows for the 8 responses to one prompt"),
-        (["rollout.max_rows=true"], "rollout.max_rows=True is no number of rows"),
-        (["rollout.cuda_graph=1"], "rollout.cuda_graph=1 is none of true, false and null"),
-        (["rollout.cuda_graph=yes_please"], "rollout.cuda_graph=yes_please is none of true, false and null"),
-        (["kernels=cuda"], "kernels='cuda' is unknown; choose one of auto, reference, triton"),
-        (["roles.alpha=0"], "roles.alpha=0 is not a count"),
+        (
+            ["reward.missing_eos_penalty=-1"],
+            "reward.missing_eos_penalty must be a number of at least 0, got -1",
+        ),
+        (
+            ["rollout.rows_per_pass=0"],
+            "rollout.rows_per_pass must be a whole number of at least 1 or null, got 0",
+        ),
+        (
+            ["rollout.max_rows=7"],
+            "rollout.max_rows must be at least algorithm.group_size=8, or null for all, got 7; the responses",
+        ),
+        (
+            ["rollout.max_rows=true"],
+            "rollout.max_rows must be a whole number of at least 1 or null, got true",
+        ),
+        (["rollout.cuda_graph=1"], "rollout.cuda_graph must be true or false or null, got 1"),
+        (
+            ["rollout.cuda_graph=yes_please"],
+            "rollout.cuda_graph must be true or false or null, got yes_please",
+        ),
+        (["kernels=cuda"], "kernels must be one of auto, reference, triton, got cuda"),
+        (["roles.alpha=0"], "roles.alpha must be a whole number of at least 1, got 0"),
         (["algorithm.kl.weight=0.1", "algorithm.kl.target=6", "algorithm.kl.horizon=50"], "steers too fast"),
         (
             [
@@ -116,13 +155,19 @@ JUDGED = [
             ["algorithm=ppo", "algorithm.loss.value_clip=none"],
             "value_clip must be a number above 0, got none",
         ),
-        (["algorithm=ppo", "algorithm.loss.separate_passes=off"], "separate_passes=off is neither true nor"),
+        (
+            ["algorithm=ppo", "algorithm.loss.separate_passes=off"],
+            "algorithm.loss.separate_passes must be true or false, got off",
+        ),
         (
             ["algorithm=ppo", "algorithm.advantage.whiten_advantages=no"],
-            "whiten_advantages=no is neither true nor false",
+            "algorithm.advantage.whiten_advantages must be true or false, got no",
         ),
-        (["roles.gradient_checkpointing=no"], "roles.gradient_checkpointing=no is neither true nor false"),
-        (["algorithm.max_grad_norm=abc"], "algorithm.max_grad_norm=abc is not a number"),
+        (["roles.gradient_checkpointing=no"], "roles.gradient_checkpointing must be true or false, got no"),
+        (
+            ["algorithm.max_grad_norm=abc"],
+            "algorithm.max_grad_norm must be a number above 0 or null, got abc",
+        ),
         (
             ["algorithm=online_dpo", "algorithm.advantage.judge=right_then_short"],
             "; give it as _target_ with _partial_: true",
@@ -132,7 +177,7 @@ JUDGED = [
             "the judge needs a verifier, and Preferences has none",
         ),
         ([*JUDGED, "reward.missing_eos_penalty=1"], "has no effect beside a judge"),
-        (["roles.target_modules=5"], "roles.target_modules=5 names no modules"),
+        (["roles.target_modules=5"], "roles.target_modules must be a text or a list, each a text, got 5"),
         (
             ["algorithm=ppo", "roles.value_init=reward", "sft.n_pairs=0"],
             "roles.value_init=reward starts the critic from the reward head, but sft trains none",
@@ -146,16 +191,22 @@ JUDGED = [
             ],
             "the task does not say which answers",
         ),
-        (["roles.layout=hydro"], "roles.layout='hydro' is unknown; choose one of ppo, lora_ppo"),
-        (["roles.value_view=sparse"], "roles.value_view='sparse' is unknown"),
+        (
+            ["roles.layout=hydro"],
+            "roles.layout must be one of ppo, lora_ppo, dynamic_lora, j_hydra, hydra, got hydro",
+        ),
+        (["roles.value_view=sparse"], "roles.value_view must be one of shadow, dense, got sparse"),
         (["algorithm=ppo", "sft.joint=false"], "roles.layout=hydra has one backbone for policy and critics"),
         (["algorithm.n_minibatches=9999"], "cannot be cut from"),
         (["correction=dense"], "distillation needs an evicting cache"),
         (["cache.policy=dense"], "distillation needs an evicting cache"),
         (["model.path=./no-such-folder"], "model.path=./no-such-folder is not a checkpoint folder"),
-        (["stages=[sft,ppo]"], "unknown ppo; choose from sft, rl, eval"),
+        (["stages=[sft,ppo]"], "stages[1] must be one of sft, rl, eval, got ppo"),
         (["stages=[]"], "leaves nothing to do"),
-        (["fabric.precision=fp8"], "fabric.precision='fp8' is unknown"),
+        (
+            ["fabric.precision=fp8"],
+            "fabric.precision must be one of 32-true, 64-true, bf16-true, 16-mixed, bf16-mixed, got fp8",
+        ),
         (["task._target_=os.system"], "task._target_='os.system' is not from a trusted package"),
         (["task._target_=lit_rlkv.tasks.ChainProduct"], "cannot be imported"),
         (
@@ -170,4 +221,4 @@ def test_a_mistake_ends_in_one_clear_error(overrides, says):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         cfg = compose("config", overrides=overrides)
     with pytest.raises(ConfigError, match=re.escape(says)):
-        check_config(cfg)
+        checked_config(cfg)

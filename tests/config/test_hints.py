@@ -1,13 +1,13 @@
 import pytest
 from omegaconf import OmegaConf
 
-from lit_rlkv.config.naming import TRL_VERL_ALIASES, closest
+from lit_rlkv.config.composing import TRL_VERL_ALIASES, closest
 from tests.config.asking import asked, refusal
 
 
 def test_every_name_of_another_package_leads_to_a_key_that_exists():
     cfg = asked()
-    assert [key for key in TRL_VERL_ALIASES.values() if OmegaConf.select(cfg, key) is None] == []
+    assert [key for key in TRL_VERL_ALIASES.values() if OmegaConf.select(cfg.source, key) is None] == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks on the kinds of objects that a config names, which a user's own modules may get wrong."""
+"""Checks that the classes named in a config are of the right kind; a user's modules may get it wrong."""
 
 import inspect
 
@@ -7,13 +7,14 @@ from lightning import Callback
 from omegaconf import DictConfig
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.config.building import ConfigError, as_config_errors, build, require
+from lit_rlkv.config import Config, ConfigError, as_config_errors, build, require
+from lit_rlkv.config.options import named_items
 from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.tasks import Task
 
 
-def check_extensions(cfg: DictConfig) -> None:
+def check_extensions(cfg: Config) -> None:
     """Refuse a task, algorithm, model preset or callback of the wrong kind.
 
     Raises:
@@ -36,14 +37,14 @@ def check_extensions(cfg: DictConfig) -> None:
     build_user_callbacks(cfg)
 
 
-def build_user_callbacks(cfg: DictConfig) -> list[Callback]:
+def build_user_callbacks(cfg: Config) -> list[Callback]:
     """Build the callbacks under `user_callbacks`, in the order of the config.
 
     Raises:
         ConfigError: a node names no callback, or a callback has a hook that is never called.
     """
     callbacks = []
-    for name, node in (cfg.get("user_callbacks") or {}).items():
+    for name, node in named_items(cfg.user_callbacks):
         where = f"user_callbacks.{name}"
         if not isinstance(node, DictConfig) or "_target_" not in node:
             raise ConfigError(

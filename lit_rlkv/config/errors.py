@@ -1,0 +1,29 @@
+"""ConfigError: a mistake of the user, said in one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.errors import InstantiationException
+
+
+class ConfigError(ValueError):
+    """A mistake in the configuration: what must hold, what was given, what to do."""
+
+
+def require(is_right: bool, message: str) -> None:
+    """Raise the message as a ConfigError unless something holds."""
+    if not is_right:
+        raise ConfigError(message)
+
+
+@contextmanager
+def as_config_errors(where: str) -> Iterator[None]:
+    """Raise the errors of a constructor or loader as ConfigError, prefixed by the key `where`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except InstantiationException as error:
+        raise ConfigError(f"{where}: {error.__cause__ or error}") from error
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -1,0 +1,233 @@
+"""A config schema of documented dataclasses: defaults, types, ranges, and conversion from YAML."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.checks import is_finite, is_number, is_whole
+from lit_rlkv.config.errors import ConfigError
+
+Schema = TypeVar("Schema")
+Number = float | int
+Node = DictConfig
+"""A node that names a class in `_target_`; the signature of the class says which keys it takes."""
+_META = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the schema says of one key beside its name and type."""
+
+    help: str
+    """Meaning and unit, in one line."""
+    least: Number | None
+    above: Number | None
+    most: Number | None
+    below: Number | None
+    yaml: Any
+    """Default in YAML if it differs from the dataclass's: an interpolation such as `${seed}`."""
+    is_chosen: bool
+    """True if the option of a config group gives the value, so that it has no default."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    least: Number | None = None,
+    above: Number | None = None,
+    most: Number | None = None,
+    below: Number | None = None,
+    yaml: Any = None,
+) -> Any:
+    """Declare a key of a config: a dataclass field with a meaning and a range.
+
+    Args:
+        default: MISSING for none; None also says that null is allowed; a list or dict is copied.
+        help: meaning and unit, in one line.
+        least: smallest allowed number.
+        above: every number must be larger.
+        most: largest allowed number.
+        below: every number must be smaller.
+        yaml: default in YAML, where another key decides it, such as `${seed}`.
+    """
+    metadata = {_META: Option(help, least, above, most, below, yaml, is_chosen=False)}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(schema: type) -> Any:
+    """Declare a node with a schema of its own."""
+    metadata = {_META: Option("", None, None, None, None, None, is_chosen=False)}
+    return field(default_factory=schema, metadata=metadata)
+
+
+def chosen(help: str) -> Any:
+    """Declare a node that the chosen option of a config group gives; empty in Python."""
+    return field(
+        default_factory=OmegaConf.create,
+        metadata={_META: Option(help, None, None, None, None, None, is_chosen=True)},
+    )
+
+
+def default_values(schema: type) -> dict[str, Any]:
+    """Return the default of every key as plain YAML values, nested as the dataclasses are."""
+    found: dict[str, Any] = {}
+    for name, each, declared, kind in keys_of(schema):
+        if is_dataclass(kind):
+            found[name] = default_values(cast(type, kind))
+        elif declared.yaml is not None:
+            found[name] = declared.yaml
+        elif not declared.is_chosen:
+            value = each.default if each.default_factory is MISSING else each.default_factory()
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def keys_of(schema: type) -> Iterator[tuple[str, Field[Any], Option, Any]]:
+    """Yield name, field, declaration and type of every key of a schema."""
+    hints = get_type_hints(schema)
+    for each in fields(schema):
+        if _META in each.metadata:
+            yield each.name, each, each.metadata[_META], hints[each.name]
+
+
+def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **others: Any) -> Schema:
+    """Return an instance of a schema with these values.
+
+    Args:
+        values: resolved and plain; keys that are left out have their default.
+        path: of the values in the whole config, for errors.
+        others: fields of the dataclass that are no keys.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or lies outside of its range.
+    """
+    known = {name: (declared, kind) for name, _, declared, kind in keys_of(schema)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"unknown key '{_join(path, name)}'; it takes {', '.join(known)}")
+    arguments: dict[str, Any] = {}
+    for name, (declared, kind) in known.items():
+        where = _join(path, name)
+        if name not in values:
+            continue
+        value = values[name]
+        if is_dataclass(kind):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where} must have the keys {', '.join(_names(kind))}, got {show(value)}")
+            arguments[name] = convert(cast(type, kind), value, where)
+        else:
+            arguments[name] = _converted(where, value, kind, declared)
+    return schema(**arguments, **others)
+
+
+def named_items(node: DictConfig) -> list[tuple[str, Any]]:
+    """Return the keys and values of a node, without `_target_` and `_partial_`."""
+    return [(str(name), value) for name, value in node.items() if not str(name).startswith("_")]
+
+
+def _names(schema: Any) -> list[str]:
+    return [each.name for each in fields(schema)]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _converted(where: str, value: Any, kind: Any, declared: Option) -> Any:
+    """Return a value as its type has it.
+
+    Raises:
+        ConfigError: the value has another type, or lies outside of its range.
+    """
+    item = next((get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is tuple), None)
+    if item is not None and isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_converted(f"{where}[{n}]", one, item, declared) for n, one in enumerate(value))
+    if get_origin(kind) is tuple:
+        example = "" if value is None else f"; write {where}=[{show(value)}]"
+        raise ConfigError(f"{where} must be a list ({declared.help}), got {show(value)}{example}")
+    if not any(_is_of(value, one, declared) for one in _alternatives(kind)):
+        raise ConfigError(f"{where} must be {describe(kind, declared)}, got {show(value)} ({declared.help})")
+    if isinstance(value, Mapping) and Node in _alternatives(kind):
+        return OmegaConf.create(dict(value))
+    return value
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _is_of(value: Any, kind: Any, declared: Option) -> bool:
+    """True if a value has one of the types that a key may have, and lies in its range."""
+    if kind is NoneType:
+        return value is None
+    if get_origin(kind) is Literal:
+        return any(value == one and type(value) is type(one) for one in get_args(kind))
+    if kind is bool or kind is str:
+        return isinstance(value, kind) and value != ""
+    if kind in (int, float):
+        is_right = is_whole(value) if kind is int else is_finite(value)
+        return is_right and is_in_range(value, declared)
+    return kind is Node and isinstance(value, Mapping)
+
+
+def is_in_range(value: Number, declared: Option) -> bool:
+    """True if a number is neither too small nor too large."""
+    return (
+        (declared.least is None or value >= declared.least)
+        and (declared.above is None or value > declared.above)
+        and (declared.most is None or value <= declared.most)
+        and (declared.below is None or value < declared.below)
+    )
+
+
+def describe(kind: Any, declared: Option) -> str:
+    """Return in words what a key may be: its type with its range."""
+    kinds = _alternatives(kind)
+    # A float includes whole numbers, so `float | int` is said once.
+    words = [_word(one, declared) for one in kinds if not (one is int and float in kinds)]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _word(kind: Any, declared: Option) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list, each {describe(get_args(kind)[0], declared)}"
+    if get_origin(kind) is Literal:
+        values = [show(one) for one in get_args(kind)]
+        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+    words = {NoneType: "null", bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
+    return words.get(kind, "a mapping") + (_range(declared) if kind in (int, float) else "")
+
+
+def _range(declared: Option) -> str:
+    bounds = []
+    if declared.least is not None:
+        bounds.append(f"of at least {declared.least}")
+    if declared.above is not None:
+        bounds.append(f"above {declared.above}")
+    if declared.most is not None:
+        bounds.append(f"at most {declared.most}")
+    if declared.below is not None:
+        bounds.append(f"below {declared.below}")
+    return "".join(f" {'and ' if n else ''}{bound}" for n, bound in enumerate(bounds))
+
+
+def show(value: Any) -> str:
+    """Return a value as YAML writes it, on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if is_number(value) and not math.isfinite(value):
+        return str(value)
+    if value == "":
+        return "''"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(show(one) for one in value)}]"
+    return str(value)

@@ -1,0 +1,229 @@
+"""From composed YAML to a checked `Config`: types and ranges by the schema, then rules between keys.
+
+It does not import torch, so a mistake is answered at once. `lit_rlkv.runs.preflight` checks the objects.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.checks import is_finite
+from lit_rlkv.config.errors import require
+from lit_rlkv.config.options import convert, named_items, show
+from lit_rlkv.config.schema import Config, SFTConfig, Stage
+from lit_rlkv.config.targets import is_local
+
+Schema = TypeVar("Schema")
+STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
+AUTO = "auto"
+"""Value of `resume` that finds the run by its config."""
+GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
+
+
+def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
+    """Return a composed config as its dataclass, with interpolations resolved.
+
+    Args:
+        others: fields of the dataclass that are no keys.
+
+    Raises:
+        ConfigError: a key is not given, or breaks a rule of the schema.
+    """
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    is_or_are = "is" if len(missing) == 1 else "are"
+    require(
+        not missing,
+        f"{', '.join(missing)} {is_or_are} not given; add {' '.join(f'{name}=...' for name in missing)}",
+    )
+    values = OmegaConf.to_container(cfg, resolve=True)
+    return convert(schema, cast(dict[str, Any], values), **others)
+
+
+def parse_config(cfg: DictConfig) -> Config:
+    """Return the config of a run, checked as far as that needs no objects.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    config = parse(Config, cfg, source=OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+    for check in (
+        _check_stages,
+        _check_sft,
+        _check_model,
+        _check_weights_of_responses,
+        _check_optimizers,
+        _check_rollout,
+        _check_fabric,
+        _check_losses,
+    ):
+        check(config)
+    return config
+
+
+def check_folders(cfg: DictConfig) -> None:
+    """Check the folders of a run, and of the run that it resumes.
+
+    Raises:
+        ConfigError: a folder is not given, or cannot be made.
+    """
+    runs_dir, resume = cfg.get("runs_dir"), cfg.get("resume")
+    require(
+        isinstance(runs_dir, str) and runs_dir != "",
+        f"runs_dir must be a folder, got {show(runs_dir)}; give one, such as runs_dir=runs",
+    )
+    require(
+        resume is None or (isinstance(resume, str) and resume != ""),
+        f"resume must be the folder of a run, got {show(resume)}; give resume=runs/NAME, or resume=auto",
+    )
+    asked = {"runs_dir": runs_dir, "resume": resume, "hydra.run.dir": OmegaConf.select(cfg, "hydra.run.dir")}
+    for name, folder in asked.items():
+        home = os.path.expanduser(str(folder))
+        require(not str(folder).startswith("~"), f"{name}={folder}: ~ is not expanded here; give {home}")
+        if folder is not None and name != "resume":
+            _check_can_be_made(name, Path(folder))
+
+
+def _check_can_be_made(name: str, folder: Path) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    reason = "" if there.is_dir() else f"{there} is a file"
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        reason = f"nothing can be written in {there}"
+    require(not reason, f"{name}={folder} cannot be made, since {reason}; give another folder")
+
+
+def _check_stages(cfg: Config) -> None:
+    stages = cfg.stages
+    require(len({*stages}) == len(stages), f"stages={show(stages)} names a stage twice; name each once")
+    require(bool(stages), f"stages=[] leaves nothing to do; choose from {', '.join(STAGES)}")
+
+
+def _check_sft(cfg: Config) -> None:
+    sft = cfg.sft
+    for name, n_steps in _pass_lengths(sft).items():
+        require(
+            n_steps % min(sft.steps_per_iteration, n_steps) == 0,
+            f"sft.{name} must be a multiple of sft.steps_per_iteration={sft.steps_per_iteration}, got "
+            f"{n_steps}; change one of them",
+        )
+    require(
+        sft.joint or sft.n_pairs > 0,
+        "sft.joint=false trains a reward model of its own, but sft.n_pairs=0 gives it nothing to learn from; "
+        "raise it, or use sft.joint=true",
+    )
+    require(
+        sft.n_pairs <= sft.batch_size,
+        f"sft.n_pairs must be at most sft.batch_size={sft.batch_size}, got {sft.n_pairs}; lower it",
+    )
+    require(
+        cfg.reward.learned == 0 or "sft" not in cfg.stages or sft.trains_reward_head,
+        f"reward.learned={cfg.reward.learned} needs a reward head, but sft.n_pairs={sft.n_pairs} with "
+        f"sft.reward_weight={sft.reward_weight} trains none; raise them",
+    )
+
+
+def _pass_lengths(sft: SFTConfig) -> dict[str, int]:
+    """Return the number of steps of each pass, by key."""
+    lengths = {"n_steps": sft.n_steps}
+    if not sft.joint:
+        lengths["reward_steps"] = sft.reward_steps
+    if sft.on_policy_pairs.n_prompts > 0:
+        lengths["on_policy_pairs.n_steps"] = sft.on_policy_pairs.n_steps
+    return lengths
+
+
+def _check_model(cfg: Config) -> None:
+    path = cfg.model.path
+    require(
+        path is not None or bool(cfg.model.preset),
+        "model has neither path nor preset; give model.path=... or model=tiny",
+    )
+    if path is not None and is_local(path):
+        require(
+            (Path(path).expanduser() / "config.json").is_file(),
+            f"model.path={path} is not a checkpoint folder (no config.json there); give a folder written by "
+            "save_pretrained, or a hub name",
+        )
+    require(
+        cfg.fabric.quantization is None or path is not None,
+        f"fabric.quantization={cfg.fabric.quantization} is of a checkpoint; give model.path, or use null",
+    )
+
+
+def _check_weights_of_responses(cfg: Config) -> None:
+    """Check the bounds of importance weights."""
+    bounds = dict(named_items(cfg.correction.get("weigh") or OmegaConf.create()))
+    for name, value in bounds.items():
+        is_upper = name in ("cap", "high")
+        require(
+            is_finite(value) and (value > 0 if is_upper else value >= 0),
+            f"correction.weigh.{name} must be a number {'above 0' if is_upper else 'of at least 0'}, got "
+            f"{show(value)}; it bounds a ratio of probabilities",
+        )
+    low, high = bounds.get("low"), bounds.get("high")
+    require(
+        low is None or high is None or low < high,
+        f"correction.weigh.low must be below correction.weigh.high={high}, got {low}; else nothing would "
+        "count; lower it",
+    )
+
+
+def _check_optimizers(cfg: Config) -> None:
+    for name, node in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
+        rate = node.get("lr")
+        require(
+            is_finite(rate) and rate >= 0,
+            f"{name}.lr must be a number of at least 0, got {show(rate)}; it is the learning rate",
+        )
+
+
+def _check_rollout(cfg: Config) -> None:
+    group_size, rows = cfg.algorithm.group_size, cfg.rollout.max_rows
+    require(
+        rows is None or rows >= group_size,
+        f"rollout.max_rows must be at least algorithm.group_size={group_size}, or null for all, got {rows}; "
+        "the responses to one prompt start together",
+    )
+
+
+def _check_fabric(cfg: Config) -> None:
+    fabric = cfg.fabric
+    if fabric.strategy != "fsdp2":
+        return
+    require(
+        fabric.precision != "16-mixed",
+        "fabric.precision=16-mixed scales losses by what it finds in whole gradients, which no rank has "
+        "under fabric.strategy=fsdp2; use bf16-mixed",
+    )
+    require(
+        fabric.quantization is None,
+        f"fabric.quantization={fabric.quantization} packs weights in a way that fabric.strategy=fsdp2 "
+        "cannot shard; use one of the two",
+    )
+    require(
+        not cfg.rollout.cuda_graph,
+        "rollout.cuda_graph=true cannot capture a decode step that gathers sharded layers "
+        "(fabric.strategy=fsdp2); leave it out",
+    )
+    for name, node in named_items(cfg.diagnostics):
+        require(
+            node is None or not str(node.get("_target_")).startswith(GRADIENT_DIAGNOSTICS),
+            f"diagnostics.{name} compares whole gradients, which no rank has under fabric.strategy=fsdp2; "
+            f"add diagnostics.{name}=null",
+        )
+
+
+def _check_losses(cfg: Config) -> None:
+    distillation = cfg.distillation
+    is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == "dense"
+    require(
+        distillation is None or distillation.get("weight") == 0 or not is_dense,
+        "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
+        "use distillation=none or distillation=anchor, or another correction and cache.policy",
+    )
+    require(
+        cfg.algorithm.policy_weight > 0 or distillation is not None,
+        "algorithm.policy_weight=0 leaves the policy nothing to learn from; raise it, or choose a "
+        "distillation",
+    )

@@ -1,0 +1,320 @@
+"""Every key of `python -m lit_rlkv.fit`: type, default, range and meaning, a dataclass per config group.
+
+`--help` and docs/reference/config.md are generated from here. Keys of a node with `_target_` are the
+arguments of the class that it names.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.config.errors import require
+from lit_rlkv.config.options import Node, Number, chosen, group, option
+
+Stage = Literal["sft", "rl", "eval"]
+Kernels = Literal["auto", "reference", "triton"]
+Precision = Literal["32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The language model: a checkpoint, or a preset that starts from random weights."""
+
+    path: str | None = option(None, "checkpoint folder or hub name, with its own tokenizer; null: the preset")
+    preset: Node | None = chosen(
+        "function that builds a model from scratch, such as lit_rlkv.models.presets.*"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV cache of rollouts, per sequence, layer and KV head; arguments of lit_rlkv.CacheSpec."""
+
+    policy: str = option(
+        "random",
+        "streaming h2o snapkv rkv tova knorm keydiff expected random dense, or mypackage.policies.MyPolicy",
+    )
+    policy_options: Node = option({}, "arguments of the policy's constructor")
+    budget: int = option(16, "keys that survive a compaction", least=1)
+    interval: int = option(5, "tokens written between compactions", least=1)
+    sink: int = option(1, "first tokens, never evicted", least=0)
+    window: int = option(3, "last tokens, never evicted, and the queries that policies look at", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How responses are sampled and scored."""
+
+    n_prompts: int = option(32, "prompts per iteration, each with algorithm.group_size responses", least=1)
+    max_new_tokens: int = option(24, "longest response, in tokens", least=1)
+    temperature: Number = option(1.0, "divides the logits before sampling", above=0)
+    top_p: Number = option(1.0, "refused unless 1: a sampling mask cannot be replayed", least=0, most=1)
+    top_k: int | None = option(None, "refused unless null: a sampling mask cannot be replayed")
+    max_rows: int | None = option(
+        None, "most responses sampled at a time, which bounds the cache; null: all", least=1
+    )
+    n_shards: int | None = option(
+        None,
+        "parts of the prompts with random numbers of their own; fixed, a run is the same on 1 to n_shards "
+        "processes; null: one per process",
+        least=1,
+    )
+    cuda_graph: bool | None = option(None, "capture the decode step as a CUDA graph; null: on CUDA")
+    rows_per_pass: int | None = option(
+        None, "most responses in one forward when the roles score them; null: all", least=1
+    )
+
+    def __post_init__(self) -> None:
+        for name, off in {"top_p": 1.0, "top_k": None}.items():
+            require(
+                getattr(self, name) == off,
+                f"rollout.{name}={getattr(self, name)} cannot be replayed: the learner would have to "
+                "renormalise over the very tokens that the sampler kept, which are not recorded; use "
+                f"rollout.{name}={'null' if off is None else off}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """The KL divergence to the reference, under the learner's own view."""
+
+    weight: Number = option(0.0, "coefficient; 0 leaves the reference out", least=0)
+    place: Literal["loss", "reward"] = option(
+        "loss", "a loss term with a gradient, or a penalty on the reward of each token"
+    )
+    estimator: Literal["k1", "k2", "k3"] = option("k3", "of the KL per token; k1 only in the reward")
+    target: Number | None = option(
+        None, "nats per response that the weight is steered to (arXiv:1909.08593); null: it is fixed", above=0
+    )
+    horizon: Number = option(10_000.0, "responses over which the weight is steered", above=0)
+
+    def __post_init__(self) -> None:
+        require(
+            self.estimator != "k1" or self.place == "reward",
+            "algorithm.kl.estimator=k1 has no useful gradient, so it does not serve in the loss; use k2 or "
+            "k3, or algorithm.kl.place=reward",
+        )
+        require(
+            self.target is None or self.weight > 0,
+            f"algorithm.kl.target={self.target} steers algorithm.kl.weight, which must be above 0, got "
+            f"{self.weight}; raise it, or use algorithm.kl.target=null",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """What all algorithms share."""
+
+    group_size: int = option(8, "responses to each prompt", least=1)
+    n_iterations: int = option(150, "iterations: a rollout and the updates on it", least=1)
+    n_epochs: int = option(1, "passes over each rollout", least=1)
+    n_minibatches: int = option(2, "optimizer steps per pass", least=1)
+    n_micro_batches: int = option(
+        1, "forward and backward passes per step: less memory, the same gradient", least=1
+    )
+    critic_warmup: int = option(0, "first iterations, in which the critic alone learns", least=0)
+    mask_truncated: bool = option(False, "leave responses cut at max_new_tokens out of the policy's loss")
+    max_grad_norm: Number | None = option(
+        1.0, "norm that gradients are clipped to; null: not clipped", above=0
+    )
+    policy_weight: Number = option(
+        1.0, "weight of the algorithm's own loss; 0 trains by distillation alone", least=0
+    )
+    n_warmup_steps: int = option(0, "first optimizer steps, in which the learning rate rises", least=0)
+    lr_schedule: Literal["linear", "constant"] = option("linear", "linear falls to 0 at the last iteration")
+    kl: KLConfig = group(KLConfig)
+    aggregation: Literal["token", "sequence", "constant"] = option(
+        "token", "how token losses become one: mean of tokens, of responses, or over a constant length"
+    )
+    advantage: Node = chosen("advantage estimator: GroupAdvantage, GAEAdvantage, PairAdvantage, or your own")
+    loss: Node = chosen("LightningModule with the policy's loss: GRPO, PPO, OnlineDPO, or your own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Components, weights and normalisation of the reward of a response."""
+
+    verifier: Number = option(0.0, "weight of the task's score, which is always logged", least=0)
+    learned: Number = option(0.0, "weight of the reward role's score; 0 leaves the role out", least=0)
+    functions: Node = option({}, "more scores by name, each a _target_ of lit_rlkv.rewards with a weight")
+    accuracy: str | None = option(
+        None, "the function that evaluations count right answers by; null: the task's own score"
+    )
+    max_failed: Number = option(
+        0.5, "share of an iteration's responses whose reward may fail before the run ends", least=0, most=1
+    )
+    normalize: Literal["none", "batch", "running"] = option(
+        "none", "batch: mean 0, std 1 over the iteration; running: over all rewards so far"
+    )
+    clip: Number | None = option(None, "bound on the size of the normalised reward; null: none", above=0)
+    missing_eos_penalty: Number = option(
+        0.0, "taken off a response that was cut at rollout.max_new_tokens", least=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesConfig:
+    """Policy, reference, reward model and critic on one backbone or several (arXiv:2309.00754)."""
+
+    layout: Literal["ppo", "lora_ppo", "dynamic_lora", "j_hydra", "hydra"] = option(
+        "hydra", "which roles share a backbone, and which train an adapter"
+    )
+    rank: int = option(32, "rank of the LoRA adapters", least=1)
+    alpha: int = option(64, "scale of the LoRA adapters, divided by rank", least=1)
+    target_modules: str | tuple[str, ...] = option("all-linear", "adapted modules, or a list of their names")
+    value_init: Literal["zero", "reward"] = option(
+        "zero", "reward: the critic's head starts from the reward head"
+    )
+    value_view: Literal["shadow", "dense"] = option(
+        "shadow", "keys that the critic sees: those that the sampler saw, or all"
+    )
+    gradient_checkpointing: bool = option(
+        False, "recompute layers in the backward pass: less memory, one more forward"
+    )
+    stack_passes: bool = option(False, "score reference, reward and value as one batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyPairsConfig:
+    """One more SFT pass, on pairs against wrong answers of the model itself under the run's cache."""
+
+    n_prompts: int = option(
+        0, "prompts that the model answers, at rollout.temperature; 0: no such pass", least=0
+    )
+    n_steps: int = option(300, "optimizer steps of this pass", least=1)
+    reward_weight: Number = option(1.0, "weight of the ranking loss in this pass", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Hydra-SFT: worked solutions for the LM head, preference pairs for the reward head."""
+
+    joint: bool = option(
+        True, "both heads on one backbone; false trains a reward model of its own, from the finished LM"
+    )
+    n_steps: int = option(800, "optimizer steps", least=1)
+    reward_steps: int = option(
+        800, "optimizer steps of a reward model of its own", least=1, yaml="${.n_steps}"
+    )
+    n_warmup_steps: int = option(30, "first steps, in which the learning rate rises", least=0)
+    batch_size: int = option(128, "worked solutions in a batch", least=1)
+    n_pairs: int = option(
+        32, "rows of each batch that also bring a rejected completion; 0: the LM head alone", least=0
+    )
+    reward_weight: Number = option(
+        0.1, "weight of the ranking loss beside the LM loss; 0: the LM head alone", least=0
+    )
+    on_policy_pairs: OnPolicyPairsConfig = group(OnPolicyPairsConfig)
+    steps_per_iteration: int = option(50, "steps between two checkpoints and log rows", least=1)
+    max_grad_norm: Number | None = option(
+        1.0, "norm that gradients are clipped to; null: not clipped", above=0
+    )
+    seed: int = option(0, "seed of the data and the initial weights", yaml="${seed}")
+    optimizer: Node = option(
+        {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 2e-3, "betas": [0.9, 0.98]}
+        | {"weight_decay": 0.01},
+        "of the SFT stage: any of torch.optim with its arguments",
+    )
+
+    @property
+    def trains_reward_head(self) -> bool:
+        """True if the stage trains a reward head."""
+        on_task_pairs = self.n_pairs > 0 and (self.reward_weight > 0 or not self.joint)
+        return on_task_pairs or (
+            self.on_policy_pairs.n_prompts > 0 and self.on_policy_pairs.reward_weight > 0
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Accuracy on held-out prompts, dense and for each budget, before and after training."""
+
+    n_prompts: int = option(512, "held-out prompts, which training never sees", least=1)
+    temperature: Number = option(0.0, "of the responses that are scored; 0: greedy", least=0)
+    n_mismatch: int = option(
+        128,
+        "prompts also sampled at rollout.temperature, for KL(μ‖dense policy) and the replay gap",
+        least=1,
+    )
+    budgets: tuple[int, ...] = option(
+        (10, 12, 14), "budgets to evaluate beside dense and cache.budget, in keys", least=1
+    )
+    batch_size: int = option(512, "most responses sampled at a time", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricConfig:
+    """Devices, processes and precision, for Lightning Fabric."""
+
+    accelerator: str = option("auto", "as in Lightning: auto, cpu, cuda, ...")
+    devices: Literal["auto"] | int = option(
+        "auto", "processes on this machine; -1: every device; auto: one, or those that a launcher has started"
+    )
+    num_nodes: int = option(1, "machines; only a launcher starts processes on others", least=1)
+    strategy: Literal["auto", "ddp", "fsdp2"] = option(
+        "auto", "auto: ddp for several processes; fsdp2 shards the layers of large backbones over them"
+    )
+    unshard_rollout: bool = option(False, "with fsdp2: gather all layers while sampling and scoring")
+    precision: Precision = option("32-true", "of weights and computation, as in Lightning")
+    quantization: Literal["4bit"] | None = option(
+        None, "4bit: the backbone's weights in NF4 under adapters; needs CUDA and the extra `quant`"
+    )
+    n_threads: int | None = option(None, "CPU threads of each process; null: as torch chooses", least=1)
+
+    def __post_init__(self) -> None:
+        devices = self.devices
+        require(
+            devices == "auto" or devices == -1 or devices >= 1,
+            f"fabric.devices must be auto, -1 or at least 1, got {devices}; -1 takes every device",
+        )
+        require(
+            not self.unshard_rollout or self.strategy == "fsdp2",
+            f"fabric.unshard_rollout=true, but fabric.strategy={self.strategy} shards nothing; drop one",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbacksConfig:
+    """Checkpoints and samples."""
+
+    checkpoint_every: int = option(1, "iterations between checkpoints; the last is always saved", least=1)
+    keep_last: int = option(2, "newest checkpoints to keep; resume takes the newest whole one", least=1)
+    keep_best: int = option(0, "more checkpoints to keep, the best by best_metric", least=0)
+    best_metric: str = option("reward", "any metric of metrics.csv")
+    best_mode: Literal["max", "min"] = option("max", "which values of best_metric are best")
+    samples_every: int = option(20, "iterations between printed samples", least=1)
+    n_samples: int = option(4, "responses shown each time", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    seed: int = option(0, "seed of every random number")
+    kernels: Kernels = option("auto", "auto: Triton on CUDA, plain PyTorch elsewhere")
+    stages: tuple[Stage, ...] = option(("sft", "rl", "eval"), "stages of the run: sft, rl, eval")
+    resume: str | None = option(None, "folder of an interrupted run, or auto: the newest run of this config")
+    runs_dir: str = option("runs", "folder of run folders and of the SFT models that runs share")
+    trusted_modules: tuple[str, ...] = option((), "your modules that may be named; on the command line only")
+    user_callbacks: Node = option({}, "your callbacks by name, each a _target_ with its arguments")
+    task: Node = chosen("problems with verifier: lit_rlkv.tasks.*, or your own")
+    model: ModelConfig = group(ModelConfig)
+    cache: CacheConfig = group(CacheConfig)
+    rollout: RolloutConfig = group(RolloutConfig)
+    algorithm: AlgorithmConfig = group(AlgorithmConfig)
+    correction: Node = chosen("keys that sampler and learner see, and the importance weights between them")
+    distillation: Node | None = chosen("Shadow Mask Distillation; null: none")
+    reward: RewardConfig = group(RewardConfig)
+    roles: RolesConfig = group(RolesConfig)
+    sft: SFTConfig = group(SFTConfig)
+    evaluation: EvaluationConfig = group(EvaluationConfig)
+    optimizer: Node = chosen("of the RL stage: any of torch.optim with its arguments")
+    fabric: FabricConfig = group(FabricConfig)
+    callbacks: CallbacksConfig = group(CallbacksConfig)
+    diagnostics: Node = chosen(
+        "measurements that do not change training, each with its interval in iterations"
+    )
+    logger: Node | None = chosen("where metrics go beside metrics.csv; null: nowhere")
+    source: DictConfig = field(default_factory=OmegaConf.create, repr=False, compare=False)
+    """The YAML of this config, for the files and loggers that keep it."""

@@ -1,0 +1,95 @@
+"""Refuse keys that do not exist, which Hydra would merge from a preset without a word."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.config.composing import CONF_DIR, closest
+from lit_rlkv.config.errors import ConfigError
+
+PRESETS = ("experiment", "recipe", "debug")
+"""Groups that set keys of others and have none of their own."""
+FREE = ("cache.policy_options.", "reward.functions.", "user_callbacks.")
+"""Nodes whose names the user chooses."""
+
+
+def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str] = ()) -> None:
+    """Refuse keys that no config group declares: Hydra merges a misspelt key of an experiment file silently.
+
+    Args:
+        choices: the option chosen in each group, as Hydra's runtime reports them.
+        overrides: of the command line; what it adds with `+` is meant where a signature judges it.
+
+    Raises:
+        ConfigError: naming the key and the closest one that exists.
+    """
+    groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
+    plain = [choice for choice in groups if choice.split("=")[0] not in PRESETS]
+    _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
+    with _hydra_initialized():
+        declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
+    known = set(_paths(OmegaConf.to_container(declared)))
+    # A diagnostic that is left out has no keys.
+    known |= {f"diagnostics.{name}" for name in declared.diagnostics if cfg.diagnostics.get(name, 0) is None}
+    added = [override for override in overrides if override.startswith("+")]
+    for path in _paths(OmegaConf.to_container(cfg)):
+        if path not in known and not (_is_set_by(path, added) and _is_judged(cfg, path)):
+            raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
+
+
+def _hydra_initialized() -> AbstractContextManager[Any]:
+    """Initialise Hydra with CONF_DIR, unless the caller has initialised it."""
+    if GlobalHydra.instance().is_initialized():
+        return nullcontext()
+    return initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR))
+
+
+def _check_deleted(cfg: DictConfig, keys: Sequence[str]) -> None:
+    """Refuse to leave out, by `~`, what a run reads; what a constructor takes it judges itself."""
+    for key in keys:
+        is_option = key in PRESETS or key.startswith("diagnostics.")
+        if not is_option and (key.endswith("_target_") or not _is_judged(cfg, key)):
+            off = f"{key}=none" if (CONF_DIR / key / "none.yaml").is_file() else f"{key}=..."
+            raise ConfigError(f"~{key} takes away what every run reads; write {off}")
+
+
+def _is_judged(cfg: DictConfig, path: str) -> bool:
+    """True if the schema leaves the keys at this place to a constructor, which checks them."""
+    names = path.split(".")
+    above = [OmegaConf.select(cfg, ".".join(names[:n])) for n in range(1, len(names) + 1)]
+    has_target = any(isinstance(node, DictConfig) and "_target_" in node for node in above)
+    return has_target or path.startswith(FREE)
+
+
+def _is_set_by(path: str, overrides: Sequence[str]) -> bool:
+    keys = [override.lstrip("+").split("=")[0] for override in overrides]
+    return any(path == key or path.startswith(f"{key}.") for key in keys)
+
+
+def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str:
+    """Return the error for a key that no group declares, or that replaces a node of several keys."""
+    below = [key.removeprefix(f"{path}.") for key in known if key.startswith(f"{path}.")]
+    inner = [key for key in below if not key.startswith("_")]
+    if inner:
+        off = "; null leaves it out" if path.startswith("diagnostics.") else ""
+        return (
+            f"{path}={OmegaConf.select(cfg, path)} takes the place of {', '.join(sorted(inner))}; "
+            f"set these one by one{off}"
+        )
+    places = {key for leaf in known for key in (leaf, leaf.rpartition(".")[0])}
+    close = closest(path, places)
+    hint = f"did you mean {close!r}?" if close else "see --cfg job for all keys"
+    where = "on the command line" if is_typed else "in the preset of experiment, recipe or debug"
+    return f"unknown key {path!r} {where}: {hint}"
+
+
+def _paths(node: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _paths(value, f"{prefix}{key}.")
+    else:
+        yield prefix.rstrip(".")
