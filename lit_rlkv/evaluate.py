@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line
-from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config, require
+from lit_rlkv.config import ConfigError, as_config_errors, check_saved_code, parse, parse_config, require
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
 from lit_rlkv.evaluation.estimates import CacheEstimates, estimate
@@ -73,6 +73,9 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             run.cfg.evaluation[key] = value
     run.cfg.kernels = asked.kernels or run.cfg.kernels
     cfg = parse_config(run.cfg)
+    check_saved_code(
+        {name: node for name, node in cfg.reward.functions.items() if name == cfg.reward.accuracy}
+    )
     _check_draws(asked.n_samples, cfg.evaluation.temperature)
     with as_config_errors("cache"):
         caches = evaluation_caches(cfg, asked.policies)

@@ -1,4 +1,4 @@
-"""Modules of the user whose code a config may name; trust lasts as long as the process."""
+"""The user's code that a config may name: modules, files, programs; trust lasts as long as the process."""
 
 import importlib.metadata
 import re
@@ -24,7 +24,8 @@ def trust_modules(names: Sequence[str]) -> None:
     """Let configs of this process name classes and functions that these modules or packages define.
 
     Args:
-        names: importable modules or packages, such as `mypackage`, which covers `mypackage.policies`.
+        names: importable modules or packages, such as `mypackage`, which covers `mypackage.policies`; files
+            such as `rewards.py` and command lines such as `sh score.sh`, for reward functions of a saved run.
 
     Raises:
         ValueError: a name is not a module name, or a module of Python or of an installed dependency.
@@ -52,6 +53,11 @@ def trusting(names: Sequence[str]) -> Iterator[None]:
 def is_trusted(target: str) -> bool:
     """True if a dotted name lies in a trusted module or package."""
     return target.startswith(tuple(f"{name}." for name in _trusted))
+
+
+def is_trusted_code(text: str) -> bool:
+    """True if a file or command line is trusted, letter for letter."""
+    return text in _trusted
 
 
 def can_be_trusted(target: str) -> bool:
@@ -84,7 +90,11 @@ def load_trusted_class(target: str) -> type:
 
 def _why_untrustable(name: str) -> str:
     """Return why a module can never be trusted, an empty text if it can."""
-    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+    if not isinstance(name, str) or not name:
+        return "which is not the name of a module"
+    if "/" in name or " " in name or name.endswith(".py"):
+        return ""  # a file or a command line, which trusts nothing but itself
+    if not all(part.isidentifier() for part in name.split(".")):
         return "which is not the name of a module"
     top = name.partition(".")[0]
     if top == "lit_rlkv":

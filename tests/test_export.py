@@ -24,6 +24,7 @@ from lit_rlkv.runs.model_card import Exported, model_card
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages import export as exporting
 from lit_rlkv.stages.export import policy_logits, probe_tokens, widened
+from lit_rlkv.trust import trusting
 from tests.whole_runs import config, run, scoring
 
 ROOT = Path(__file__).parent.parent
@@ -256,7 +257,7 @@ def test_widened_weights_are_back_in_their_own_precision_bit_for_bit():
         assert torch.equal(after[name], each)
 
 
-def test_an_export_runs_no_reward_function_of_the_run_and_an_evaluation_does(runs, tmp_path):
+def test_an_evaluation_runs_the_reward_function_of_a_run_if_trusted_and_an_export_never(runs, tmp_path):
     folder, file, sign = tmp_path / "runs" / "own", tmp_path / "rewards.py", tmp_path / "was_run"
     copytree(runs / "ppo", folder)
     file.write_text(
@@ -268,8 +269,11 @@ def test_an_export_runs_no_reward_function_of_the_run_and_an_evaluation_does(run
     saved.reward = OmegaConf.merge(saved.reward, {"functions": {"own": python}, "accuracy": "own"})
     OmegaConf.save(saved, folder / "config.yaml")
     export(asking(folder.parent, "own", tmp_path / "out"))
+    with pytest.raises(ConfigError, match=rf"add \"trusted_modules=\['{file}'\]\" to the command line"):
+        evaluate(scoring(folder))
     assert not sign.exists()
-    evaluate(scoring(folder))
+    with trusting([str(file)]):
+        evaluate(scoring(folder))
     assert sign.exists()
 
 

@@ -4,7 +4,7 @@ from lit_rlkv.config.composing import CONF_DIR, check_command_line, composed, qu
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
 from lit_rlkv.config.schema import Config
-from lit_rlkv.config.targets import build, check_targets, expanded, grant_trust, is_local
+from lit_rlkv.config.targets import build, check_saved_code, check_targets, expanded, grant_trust, is_local
 from lit_rlkv.config.unknown_keys import PRESETS, check_keys
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "check_command_line",
     "check_folders",
     "check_keys",
+    "check_saved_code",
     "check_targets",
     "composed",
     "expanded",

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lit_rlkv.checks import is_finite, is_number, is_whole
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.options import show
-from lit_rlkv.trust import KEY, can_be_trusted, is_trusted, trust_modules, trusted_modules
+from lit_rlkv.trust import KEY, can_be_trusted, is_trusted, is_trusted_code, trust_modules, trusted_modules
 
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
 HOMES = (
@@ -85,6 +85,33 @@ def grant_trust(cfg: DictConfig, overrides: Sequence[str]) -> None:
     )
     with as_config_errors(KEY):
         trust_modules(list(names or ()))
+
+
+def user_code(functions: Mapping[str, Any]) -> dict[str, str]:
+    """Return the Python file or command line that reward functions run, by the name of the function."""
+    found = {}
+    for name, node in functions.items():
+        if str(node.get("_target_")).endswith(".PythonFunction"):
+            found[str(name)] = str(node.get("path")).rpartition(":")[0]
+        elif str(node.get("_target_")).endswith(".Command"):
+            found[str(name)] = " ".join(map(str, node.get("argv") or ()))
+    return found
+
+
+def check_saved_code(functions: Mapping[str, Any]) -> None:
+    """Check that files and programs of a saved run's reward functions are trusted on this command line.
+
+    Raises:
+        ConfigError: naming what would run, and the key that allows it.
+    """
+    refused = {name: code for name, code in user_code(functions).items() if not is_trusted_code(code)}
+    if refused:
+        runs = " and ".join(f"reward.functions.{name} runs {code!r}" for name, code in refused.items())
+        trusted = ",".join(f"'{code}'" for code in refused.values())
+        raise ConfigError(
+            f'{runs}, which a saved config cannot allow by itself; if you trust it, add "{KEY}=[{trusted}]" '
+            "to the command line"
+        )
 
 
 def _check_trust(node: Any, path: str) -> None:

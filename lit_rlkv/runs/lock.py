@@ -62,7 +62,8 @@ class FolderLock:
             raise ConfigError(
                 f"{folder} cannot be written: {error}; give another ({self.setting}...)"
             ) from error
-        lock: FileLock | None = FileLock(path, timeout=TIMEOUT_S)
+        lock = FileLock(path, timeout=TIMEOUT_S)
+        is_locked = True
         try:
             lock.acquire()
         except Timeout as error:
@@ -74,10 +75,10 @@ class FolderLock:
         except OSError as error:
             log.warning("%s cannot be locked (%s): nothing keeps a second process out of it", folder, error)
             path.unlink(missing_ok=True)
-            lock = None
+            is_locked = False
         self._release()
-        self._held = lock
-        if lock is not None:
+        if is_locked:
+            self._held = lock
             self._inode = path.stat().st_ino
             with suppress(OSError):  # the name is for people only, and the disk may be full
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config import AUTO, PRESETS, ConfigError
+from lit_rlkv.config import AUTO, PRESETS, ConfigError, check_saved_code
 from lit_rlkv.config.parsing import STAGES
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT, read_config
@@ -48,6 +48,7 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
     saved = read_config(run_dir)
     asked = _with_overrides(saved, cfg, overrides)
     refuse_another(saved, asked, run_dir)
+    check_saved_code(saved.reward.functions)
     return run_dir, asked
 
 

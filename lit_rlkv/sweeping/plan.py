@@ -10,8 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from lit_rlkv.config import CONF_DIR, ConfigError, composed, grant_trust, quoted
+from lit_rlkv.config.targets import user_code
 from lit_rlkv.sweeping.parameters import Drawn, listed
 from lit_rlkv.sweeping.spec import Sweep
+from lit_rlkv.trust import KEY, trusted_modules
 
 DEFAULTS = ("logger=csv", "fabric.n_threads=1")
 """Of runs side by side on one machine, unless the user says otherwise; `logger=wandb` is for W&B's agents."""
@@ -98,6 +100,12 @@ class Plan:
             del cfg["hydra"]
         grant_trust(cfg, added)
         return Composed(cfg, dict(choices), list(added))
+
+    def trust(self, values: dict[str, Any], folder: Path) -> list[str]:
+        """Return the override that trusts the user's own code when a run of this sweep is resumed."""
+        functions = self.compose(values, folder).cfg.reward.functions
+        names = [quoted(name) for name in (*trusted_modules(), *user_code(functions).values())]
+        return [f"{KEY}=[{','.join(names)}]"] if names else []
 
 
 def groups_of(experiment: str) -> set[str]:

@@ -37,7 +37,8 @@ class FitLauncher:
         if is_worked_in(folder) or is_done(folder):
             return FitJob(folder)  # of an earlier sweep that was killed
         if can_resume(folder):
-            return FitJob.start(folder, [f"resume={quoted(str(folder))}", folder_override(folder)])
+            resume = [f"resume={quoted(str(folder))}", folder_override(folder)]
+            return FitJob.start(folder, [*resume, *self.plan.trust(run.values, folder)])
         with FolderLock() as lock:
             lock.take(folder)  # somebody may have gone on with it by hand
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.cli import compose_arguments
-from lit_rlkv.config import ConfigError, build, check_targets, grant_trust
+from lit_rlkv.config import ConfigError, build, check_saved_code, check_targets, grant_trust
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Policy
 from lit_rlkv.sweeping.plan import Plan
@@ -88,7 +88,7 @@ def test_trust_in_a_module_covers_no_other_name_that_begins_alike():
         ("pip", "installed library"),
         ("lit_rlkv", "is this package"),
         ("", "not the name of a module"),
-        ("a b", "not the name of a module"),
+        ("a-b", "not the name of a module"),
     ],
 )
 def test_some_modules_can_never_be_trusted(name, reason):
@@ -156,3 +156,28 @@ def test_a_cache_takes_a_trusted_name_a_class_or_an_instance():
     assert CacheSpec(policy=policy).make_policy() is policy
     with pytest.raises(ValueError, match="have no effect"):
         CacheSpec(policy=policy, policy_options={"n": 1})
+
+
+FUNCTIONS = {
+    "mine": {"_target_": "lit_rlkv.rewards.PythonFunction", "path": "a/rewards.py:score"},
+    "own": {"_target_": "lit_rlkv.rewards.Command", "argv": ["sh", "score.sh"]},
+    "number": {"_target_": "lit_rlkv.rewards.Numeric"},
+}
+
+
+def test_files_and_programs_of_a_saved_run_must_be_named_letter_for_letter():
+    key = """add "trusted_modules=['a/rewards.py','sh score.sh']" to the command line"""
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        check_saved_code(FUNCTIONS)
+    check_saved_code({"number": FUNCTIONS["number"]})
+    with trusting(["a/rewards.py", "sh score.sh"]):
+        check_saved_code(FUNCTIONS)
+        with pytest.raises(ConfigError, match=r"reward\.functions\.own runs 'sh other\.sh'"):
+            check_saved_code({"own": FUNCTIONS["own"] | {"argv": ["sh", "other.sh"]}})
+        with pytest.raises(ConfigError, match="not from a trusted package"):
+            build(node("a.rewards.Thing"))
+
+
+def test_the_key_that_the_error_names_is_read_by_the_command_line():
+    compose_arguments("config", ["trusted_modules=['a/rewards.py','sh score.sh']"])
+    check_saved_code(FUNCTIONS)

@@ -19,6 +19,7 @@ from lit_rlkv.runs.resume import (
     warn_of_other_ranks,
 )
 from lit_rlkv.runs.resume import find_resumable_run as found_by
+from lit_rlkv.trust import trusting
 from tests.whole_runs import TINY
 
 
@@ -127,6 +128,15 @@ def test_a_resumed_run_takes_changes_only_of_keys_that_may_change(tmp_path):
         load_resumed_config(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
     with pytest.raises(ConfigError, match="a preset cannot be put on a run"):
         load_resumed_config(cfg, [f"resume={run}", "experiment=tis"])
+
+
+def test_a_program_of_a_saved_run_is_resumed_only_if_the_command_line_trusts_it(tmp_path):
+    run = leave_run(tmp_path, "mine", "reward=command", "reward.functions.custom.argv=[sh,score.sh]")
+    cfg = asked(tmp_path, f"resume={run}")
+    with pytest.raises(ConfigError, match=r"trusted_modules=\['sh score\.sh'\]"):
+        load_resumed_config(cfg, [f"resume={run}"])
+    with trusting(["sh score.sh"]):
+        assert load_resumed_config(cfg, [f"resume={run}"])[0] == run
 
 
 def gone_on(folder, run, *overrides):

@@ -1,4 +1,9 @@
-"""Processes that score completions with a Python function, so that one that hangs can be killed."""
+"""Processes that score completions with a Python function, so that one that hangs can be killed.
+
+Not a process pool of a library (pebble, loky, concurrent.futures): a time-out must also kill what the
+function has started, a worker must end in the middle of a question when its trainer is killed, and it must
+not import this package.
+"""
 
 import json
 import os
