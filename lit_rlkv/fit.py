@@ -14,8 +14,8 @@ from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from lit_rlkv.faults import Interruption
     from lit_rlkv.runs.results import Results
+    from lit_rlkv.runs.signals import Interruption
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,13 @@ def main() -> None:
             parse_config(cfg)
     # Imported here: a mistake on the command line is answered before torch and transformers are loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
-    from lit_rlkv.faults import EXIT_CODE, InterruptedRunError, Interruption, NonFiniteError
+    from lit_rlkv.non_finite import NonFiniteError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
     from lit_rlkv.reporting.progress import stderr_console
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.runs.context import REPORT
     from lit_rlkv.runs.session import discard_if_empty, open_session
+    from lit_rlkv.runs.signals import EXIT_CODE, InterruptedRunError, Interruption
 
     configure_log(hydra_cfg.job_logging, hydra_cfg.verbose)
     console, interruption = stderr_console(), Interruption()
@@ -45,7 +46,7 @@ def main() -> None:
     try:
         with (
             exit_in_one_line(ConfigError, NonFiniteError, RewardsFailedError),
-            interruption.listening(),
+            interruption.handle_signals(),
             open_session(cfg, run_dir, overrides, console, interruption) as session,
         ):
             run_dir = session.run_dir
@@ -89,13 +90,13 @@ def fit(
         ConfigError: the folder holds a run already and this one does not resume it.
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
-    from lit_rlkv.faults import Interruption
     from lit_rlkv.runs.algorithm_checks import check_shares
     from lit_rlkv.runs.context import CONFIG, build_context
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import load_policy_weights, make_policy
     from lit_rlkv.runs.preflight import check_reward_functions
     from lit_rlkv.runs.saver import backbone_id, check_backbone
+    from lit_rlkv.runs.signals import Interruption
     from lit_rlkv.runs.starting_model import find_starting_model
     from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training

@@ -23,9 +23,10 @@ from lit_rlkv.distributed.sharding import (
     gather_full_state,
     shard_state_like,
 )
-from lit_rlkv.faults import InterruptedRunError, Interruption, NonFiniteGuard
 from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.non_finite import NonFiniteGuard
 from lit_rlkv.runs.checkpoint import TrainState
+from lit_rlkv.runs.signals import InterruptedRunError, Interruption
 
 
 def train(
@@ -62,16 +63,16 @@ def train(
     learner = Learner(fabric, module, callbacks, max_grad_norm, learner_state)
     metrics: dict[str, float] = {}
     call(callbacks, "on_fit_start", None, module)
-    with report_exception(callbacks, module), interruption.held():
+    with report_exception(callbacks, module), interruption.deferred():
         for iteration in range(first_iteration, n_iterations):
             started_at = time.perf_counter()
             data_state = datamodule.state_dict()
             # 2. data: for RL this samples, scores and rewards
             try:
                 # On several ranks a signal waits, or the other ranks would wait for this one.
-                with fabric.autocast(), interruption.granted(fabric.world_size == 1):
+                with fabric.autocast(), interruption.immediate(fabric.world_size == 1):
                     loader = fabric.setup_dataloaders(datamodule.train_dataloader())
-                interruption.end_if_asked(fabric)
+                interruption.raise_if_requested(fabric)
             except InterruptedRunError:
                 save(TrainState(iteration, metrics, data_state, learner.state_dict, is_last=True))
                 raise
@@ -92,10 +93,10 @@ def train(
             metrics["time/data"] = loaded_at - started_at
             metrics["time/update"] = time.perf_counter() - loaded_at
             call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
-            is_last = interruption.is_asked(fabric) or iteration + 1 == n_iterations
+            is_last = interruption.is_requested(fabric) or iteration + 1 == n_iterations
             save(TrainState(iteration + 1, metrics, datamodule.state_dict(), learner.state_dict, is_last))
             # A signal that arrived since then is handled when all ranks ask again.
-            interruption.end_if_agreed()
+            interruption.raise_if_agreed()
     call(callbacks, "on_fit_end", None, module)
 
 

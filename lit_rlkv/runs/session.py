@@ -11,13 +11,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.config import AUTO, Config
-from lit_rlkv.faults import InterruptedRunError, Interruption
 from lit_rlkv.files import sweep_partial
 from lit_rlkv.runs.context import CONFIG
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import FolderLock
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.resume import find_resumable_run, load_resumed_config
+from lit_rlkv.runs.signals import InterruptedRunError, Interruption
 from lit_rlkv.runs.starting_model import SFT_MODELS
 
 LOG = "fit.log"
@@ -62,8 +62,8 @@ def open_session(
     cfg = checked_config(composed)
     fabric = make_fabric(cfg)
     # If one rank ended alone, the others would wait for it, also while they start.
-    is_held = interruption.held(fabric.world_size > 1)
-    with is_held, end_together(fabric), FolderLock() as lock:
+    deferred = interruption.deferred(fabric.world_size > 1)
+    with deferred, end_together(fabric), FolderLock() as lock:
         launch(fabric)
         console.quiet = not fabric.is_global_zero
         # Each rank may have composed a folder name of its own; the run takes that of rank 0.

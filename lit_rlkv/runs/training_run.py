@@ -17,7 +17,6 @@ from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
-from lit_rlkv.faults import Interruption
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.loggers.logging_callback import LoggingCallback
@@ -34,6 +33,7 @@ from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
 from lit_rlkv.runs.run_logger import log_outcome, start_logger
 from lit_rlkv.runs.saver import latest_checkpoint
+from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE
 from lit_rlkv.types import Rollout
 
@@ -91,7 +91,7 @@ class TrainingRun:
     def open(self) -> Iterator[None]:
         """Open the logger and the reward workers; on several ranks, delay signals until all ranks agree."""
         is_distributed = self.context.fabric.world_size > 1
-        with self.context.rewards, self.logger, self.interruption.held(is_distributed):
+        with self.context.rewards, self.logger, self.interruption.deferred(is_distributed):
             yield
 
     def raise_if_interrupted(self) -> None:
@@ -100,7 +100,7 @@ class TrainingRun:
         Raises:
             InterruptedRunError: a signal was received.
         """
-        self.interruption.end_if_asked(self.context.fabric)
+        self.interruption.raise_if_requested(self.context.fabric)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -13,7 +13,6 @@ from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator
 from lit_rlkv.evaluation.reward_model import RewardReport, score_pairs
-from lit_rlkv.faults import Interruption
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, switched
 from lit_rlkv.models.heads import ScalarHead
@@ -24,6 +23,7 @@ from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.context import RunContext, cache_of
+from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.types import EvalRow, PreferencePair, Rollout
@@ -115,7 +115,7 @@ def score_caches(
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
-            interruption.end_if_asked(context.fabric)
+            interruption.raise_if_requested(context.fabric)
             found = evaluator.score_cache(cache)
             advance(accuracy=found.row.accuracy)
             yield found

@@ -9,7 +9,6 @@ from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.faults import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
@@ -17,6 +16,7 @@ from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.policy import load_policy_weights
 from lit_rlkv.runs.saver import Saver
+from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.trainer import train
 
 

@@ -20,7 +20,6 @@ from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode
 from lit_rlkv.data.validation import check_completions_fit
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.sample import sample_responses
-from lit_rlkv.faults import Interruption
 from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.models.backbone import check_length, text_config
 from lit_rlkv.models.heads import ScalarHead
@@ -33,6 +32,7 @@ from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.checkpoint import load_trainable
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.sft_progress import SFTPass, SFTProgress, training_passes
+from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.tasks import Task

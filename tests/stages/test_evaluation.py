@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lit_rlkv.faults import InterruptedRunError, Interruption
 from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.signals import InterruptedRunError, Interruption
 from lit_rlkv.stages.evaluation import evaluate_policy
 from lit_rlkv.stages.sft import run_sft
 from tests.whole_runs import config
@@ -36,7 +36,7 @@ def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     roles = make_policy(plain, run_sft(plain, [])).roles
     interruption, n_scored = Interruption(), []
     parts = AskedWhileItScores(**vars(plain), interruption=interruption, n_scored=n_scored)
-    with interruption.held(), pytest.raises(InterruptedRunError, match="SIGTERM"):
+    with interruption.deferred(), pytest.raises(InterruptedRunError, match="SIGTERM"):
         evaluate_policy(parts, roles, interruption)
     assert n_scored == [16]  # all prompts, with one cache of three
     rows, rollout = evaluate_policy(plain, roles)

@@ -1,9 +1,7 @@
-"""NaN and signals: what is left out, what ends, and when."""
+"""Steps without a finite gradient are skipped, and training ends after too many."""
 
 import csv
 import itertools
-import os
-import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,8 +11,8 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
-from lit_rlkv.faults import MAX_SKIPPED, InterruptedRunError, Interruption, NonFiniteError, NonFiniteGuard
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.non_finite import MAX_SKIPPED, NonFiniteError, NonFiniteGuard
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.trainer import Learner
 from tests.whole_runs import run
@@ -101,65 +99,3 @@ def test_a_run_leaves_out_a_step_without_a_gradient_and_ends_when_that_repeats(
         skipped = [float(row["skipped_steps"]) for row in csv.DictReader(file)]
     assert skipped == ([0, 1, 0] if broken == {2} else [0, 1, 1, 1, 1, 1])
     assert CheckpointDir(tmp_path / "run" / "checkpoints").latest().iteration == len(skipped)
-
-
-def send(number):
-    os.kill(os.getpid(), number)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_what_can_be_broken_off(number):
-    before = signal.getsignal(number)
-    with (
-        pytest.raises(InterruptedRunError, match=signal.Signals(number).name),
-        Interruption().listening(),
-    ):
-        send(number)
-    assert signal.getsignal(number) is before
-
-
-def test_a_signal_waits_for_what_is_held():
-    done = []
-    with Interruption().listening() as interruption:
-        with interruption.held():
-            interruption.end_if_agreed()
-            send(signal.SIGTERM)
-            done.append("step")
-            interruption.end_if_agreed()  # nobody has been asked whether they were
-            assert interruption.is_asked(FABRIC)
-        with pytest.raises(InterruptedRunError, match="SIGTERM"):
-            interruption.end_if_agreed()
-    assert done == ["step"]
-
-
-def test_nothing_that_survives_failures_takes_a_signal_for_one():
-    assert not issubclass(InterruptedRunError, Exception)
-
-
-def test_nobody_who_was_not_asked_ends():
-    interruption = Interruption()
-    assert not interruption.is_asked(FABRIC)
-    interruption.end_if_agreed()
-    interruption.end_if_asked(FABRIC)
-
-
-def test_who_was_asked_ends_at_the_next_place_for_it():
-    with Interruption().listening() as interruption, interruption.held():
-        send(signal.SIGTERM)
-        with pytest.raises(InterruptedRunError, match="SIGTERM"):
-            interruption.end_if_asked(FABRIC)
-
-
-def test_inside_of_what_is_held_a_block_may_be_broken_off():
-    with Interruption().listening() as interruption, interruption.held():
-        with interruption.granted(False):
-            send(signal.SIGTERM)  # held all the same
-        with pytest.raises(InterruptedRunError), interruption.granted(True):
-            pytest.fail("a signal that came before it ends it")
-    with (
-        Interruption().listening() as interruption,
-        interruption.held(),
-        pytest.raises(InterruptedRunError),
-        interruption.granted(True),
-    ):
-        send(signal.SIGTERM)

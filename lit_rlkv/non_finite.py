@@ -1,0 +1,53 @@
+"""NonFiniteGuard: skip optimizer steps whose gradient is NaN or infinite, and end training after too many."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+MAX_SKIPPED = 5
+"""Consecutive optimizer steps that may be skipped."""
+
+
+class NonFiniteError(FloatingPointError):
+    """Too many consecutive non-finite gradients."""
+
+
+class NonFiniteGuard:
+    """Skips optimizer steps with a NaN or infinite gradient, and ends training after too many in a row."""
+
+    def __init__(self, n_tolerated: int = MAX_SKIPPED) -> None:
+        self.n_tolerated = n_tolerated
+        self.n_in_a_row = 0
+
+    def is_step_allowed(self, norm: Tensor, terms: Mapping[str, Tensor], loss_scale: float = 1.0) -> bool:
+        """True if a gradient of this norm is finite; waits for the device.
+
+        Args:
+            terms: the losses and metrics of the step, to say which of them were not finite.
+            loss_scale: factor of the loss in the backward pass. Above 1 a non-finite gradient is not counted:
+                a scaler begins too high, and halves its scale each time.
+
+        Raises:
+            NonFiniteError: too many consecutive gradients were not finite.
+        """
+        if bool(torch.isfinite(norm)):
+            self.n_in_a_row = 0
+            return True
+        if loss_scale > 1.0:
+            return False
+        self.n_in_a_row += 1
+        if self.n_in_a_row > self.n_tolerated:
+            raise NonFiniteError(
+                f"{self.n_in_a_row} optimizer steps in a row had a gradient of norm {float(norm)}, so the "
+                f"parameters no longer change; {_culprits(terms)}. Start a new run with a lower learning "
+                "rate, or in float32 (fabric.precision=32-true)"
+            )
+        return False
+
+
+def _culprits(terms: Mapping[str, Tensor]) -> str:
+    bad = sorted(name for name, value in terms.items() if not bool(torch.isfinite(value).all()))
+    if bad:
+        return f"not finite in the last of them: {', '.join(bad)}"
+    return "all losses and metrics of the last of them were finite, so it overflowed on the way back"

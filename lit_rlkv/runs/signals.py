@@ -1,0 +1,93 @@
+"""Signals that ask a run to stop: it saves its state first, on all ranks together."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import cast
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
+"""Signals that schedulers send before they kill a job."""
+EXIT_CODE = 75
+"""Exit code of a run that a signal ended after it saved its state (EX_TEMPFAIL in sysexits.h)."""
+
+
+class InterruptedRunError(BaseException):
+    """A signal asked the run to end. Not an `Exception`: code that survives failures must not catch it."""
+
+
+class Interruption:
+    """A request to end the run, made by a signal: honoured at once, or later where it is deferred."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """Signal that this process received; None if it received none."""
+        self._agreed: int | None = None
+        self._is_deferred = False
+
+    @contextmanager
+    def handle_signals(self) -> Iterator["Interruption"]:
+        """Handle the signals inside the block; in the main thread only. Earlier handlers are restored."""
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self, is_deferred: bool = True) -> Iterator[None]:
+        """Run a block that no signal breaks off; ask afterwards if one came."""
+        before, self._is_deferred = self._is_deferred, is_deferred or self._is_deferred
+        try:
+            yield
+        finally:
+            self._is_deferred = before
+
+    @contextmanager
+    def immediate(self, is_immediate: bool) -> Iterator[None]:
+        """Inside `deferred`, run a block that a signal ends at once, also one that came before the block."""
+        before, self._is_deferred = self._is_deferred, self._is_deferred and not is_immediate
+        try:
+            if is_immediate and self.signal is not None:
+                self._on_signal(self.signal, None)
+            yield
+        finally:
+            self._is_deferred = before
+
+    def is_requested(self, fabric: Fabric) -> bool:
+        """True if any rank received a signal; every rank must call it inside `deferred`."""
+        mine = self.signal
+        if fabric.world_size > 1:
+            sent = torch.tensor(mine or 0, device=fabric.device)
+            mine = int(cast(Tensor, fabric.all_reduce(sent, reduce_op="max"))) or None
+        self._agreed = mine
+        return mine is not None
+
+    def raise_if_agreed(self) -> None:
+        """End the run if the last `is_requested` was True: on all ranks, or on none.
+
+        Raises:
+            InterruptedRunError: it was.
+        """
+        if self._agreed is not None:
+            raise InterruptedRunError(f"asked to end by {signal.Signals(self._agreed).name}")
+
+    def raise_if_requested(self, fabric: Fabric) -> None:
+        """End the run if any rank received a signal; every rank must call it inside `deferred`.
+
+        Raises:
+            InterruptedRunError: one did.
+        """
+        self.is_requested(fabric)
+        self.raise_if_agreed()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        if not self._is_deferred:
+            self._agreed = number
+            self.raise_if_agreed()
