@@ -12,7 +12,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.experience.group_baselines import is_informative
 from lit_rlkv.experience.reward import OWN
-from lit_rlkv.objectives.masking import masked_mean, masked_sum
+from lit_rlkv.objectives.reduction import masked_mean, masked_sum
 from lit_rlkv.types import Rewards
 
 

@@ -9,8 +9,8 @@ from lit_rlkv.checks import is_number
 from lit_rlkv.config.building import as_config_errors, build, require
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.settings import KLConfig
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.objectives.kl import MAX_ERROR
+from lit_rlkv.objectives.reduction import AGGREGATIONS
 
 
 def check_algorithm(cfg: DictConfig) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lit_rlkv.kernels.backend import is_interpreted, using
+from lit_rlkv.kernels.backend import is_interpreted, use_kernels
 from lit_rlkv.kernels.token_logps import policy_kl, token_logps, token_logps_and_entropy
 from tests.kernels.accuracy import excess_error
 from tests.tiers import diagonal, slow
@@ -24,7 +24,7 @@ def _with_both_implementations(request: pytest.FixtureRequest) -> Iterator[None]
     is_on_cpu = request.node.get_closest_marker("gpu") is None
     if request.param == "triton" and is_on_cpu and not is_interpreted():
         pytest.skip("tensors on the CPU need Triton's interpreter, which is off where there is a GPU")
-    with using(request.param):
+    with use_kernels(request.param):
         yield
 
 
@@ -334,7 +334,7 @@ def test_real_sizes_are_as_accurate_as_torch(is_linearised: bool):
     def error(actual: list[Tensor]) -> float:
         return max(excess_error(*each) for each in zip(actual, plain, truth, strict=True))
 
-    with using("reference"):
+    with use_kernels("reference"):
         truth, plain = results(torch.float64), results(torch.bfloat16)
     assert error(results(torch.bfloat16, is_linearised=is_linearised)) <= 2
     assert error(results(torch.bfloat16, shift=1, is_linearised=is_linearised)) > 10

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.adapters import LoraSpec, acting_by_row, active_adapter, lora_layers
+from lit_rlkv.models.adapters import LoraSpec, active_adapter, lora_layers, use_adapters_by_row
 from lit_rlkv.models.hydra import Roles, acting_as, checkpointed_layers
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.rollout import generate
@@ -231,7 +231,7 @@ def test_rows_may_have_roles_of_their_own():
     rows = [rollout().rows(slice(0, 1))] * 3
     whole = rollout().rows(torch.tensor([0, 0, 0]))
     with torch.no_grad():
-        with acting_by_row(shared().backbone("policy"), adapters):
+        with use_adapters_by_row(shared().backbone("policy"), adapters):
             found = replay_logps(shared().backbone("policy"), whole)
         for index, role in enumerate(("policy", "reference", "value")):
             with acting_as(shared(), role) as backbone:
@@ -325,7 +325,7 @@ def test_without_adapters_on_keys_policy_and_reference_share_those_of_the_first_
     [
         ({"layout": "hydro"}, "layout 'hydro' is unknown; choose one of ppo, lora_ppo"),
         ({"lora": LoraSpec(4, 8, ["nowhere"])}, "nowhere"),
-        ({"lora": LoraSpec(4, 8, ["lm_head"])}, "put an adapter on the output head"),
+        ({"lora": LoraSpec(4, 8, ["lm_head"])}, "must not include the shared output head"),
         ({"reward_head": None}, "the reward role needs a trained reward head"),
     ],
 )

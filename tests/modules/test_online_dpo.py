@@ -281,9 +281,9 @@ def test_a_penalty_for_cut_responses_changes_the_ranking():
 def test_options_that_make_no_loss_are_refused_when_the_module_is_built():
     roles = make_roles()
     for options, says in (
-        ({"beta": 0.0}, r"beta=0\.0 ties the policy to no reference"),
-        ({"kind": "hinge"}, "kind='hinge' is no loss on pairs"),
-        ({"label_smoothing": 0.5}, r"label_smoothing=0\.5 is a share of flipped labels"),
+        ({"beta": 0.0}, r"beta must be above 0, got 0\.0"),
+        ({"kind": "hinge"}, "kind='hinge' is unknown"),
+        ({"label_smoothing": 0.5}, r"label_smoothing must be at least 0 and below 0\.5, got 0\.5"),
     ):
         with pytest.raises(ValueError, match=says):
             make_dpo(roles, **options)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lit_rlkv.kernels.evict.reference import due_rows
 
 NEAR_DUPLICATE = 0.5
-"""Cosine above which two keys say the same (arXiv:2505.24133)."""
+"""Cosine above which two keys are near-duplicates (arXiv:2505.24133)."""
 
 
 def key_norm(
@@ -30,7 +30,7 @@ def key_direction_similarity(
     is_live: Bool[Tensor, "batch kv_head slot"],
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """Return cos(k, Σ over live keys of k/‖k‖): how much a key points where all keys point."""
+    """Return cos(k, Σ over live keys of k/‖k‖): the similarity of a key to the mean direction."""
 
     def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
         keys = keys.float()
@@ -47,8 +47,8 @@ def redundancy(
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Return the softmax over live keys of a key's mean cosine to the other keys (arXiv:2505.24133).
 
-    Of key j it is Σ_i cos(kᵢ, kⱼ) / n without i = j, and without each i whose last duplicate is j. The
-    cosine of duplicates is above 0.5.
+    For key j the mean is Σ_i cos(kᵢ, kⱼ) / n, without i = j and without each i whose last near-duplicate
+    (cosine above 0.5) is j.
     """
 
     def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def expected_attention(
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Return ‖v‖ · mean over group of softmax over live keys of mean + variance/2 over window of q·k·scaling.
 
-    The variance is that of the window's logits, not an estimate for a population.
+    The variance is the empirical one (not Bessel-corrected).
     """
 
     def of_rows(keys: Tensor, queries: Tensor, values: Tensor, is_live: Tensor) -> Tensor:

@@ -12,23 +12,23 @@ Head = Callable[[Tensor], Tensor]
 """Hidden states [position, dim] to logits [position, vocab]."""
 
 TRITON_MAX_CHUNK_LOGITS = 2**28
-"""Most logits of one policy held at once where Triton's kernels read them: 512 MiB in 16 bit.
+"""Most logits of one policy per chunk with Triton kernels: 512 MiB in 16 bit.
 
-Each chunk reads the head's weights and, where they train, adds to the whole of their gradient. That moves 8
-bytes for each weight in 16 bit, against 2 flops for each weight and position: on an H200 it takes as long as
-the product itself at some 700 positions a chunk. A vocabulary of 152,000 has 1766.
+Each chunk reads the head's weights and, if they train, updates their whole gradient. That moves 8 bytes per
+weight in 16 bit, against 2 flops per weight and position: on an H200 both take equally long at about 700
+positions per chunk. With a vocabulary of 152,000 a chunk has 1766 positions.
 """
 
 OfChunk = Callable[..., tuple[Tensor, ...]]
-"""Tensors whose rows are positions to tensors of one number a position, of which the first has gradients."""
+"""Maps tensors [position, ...] to tensors [position]; gradients flow through the first output only."""
 
 
 def in_chunks(of_chunk: OfChunk, *tensors: Tensor, size: int, is_linearised: bool) -> tuple[Tensor, ...]:
     """Apply `of_chunk` to `size` positions at a time; logits are not stored for the backward pass.
 
     Args:
-        is_linearised: take the derivatives in the forward pass, while the logits exist, rather than compute
-            the logits again in the backward pass. Right only where nothing but `tensors` needs a gradient.
+        is_linearised: compute the gradients in the forward pass, while the logits exist, instead of
+            recomputing the logits in the backward pass. Valid only if nothing but `tensors` needs a gradient.
     """
     run = _linearised if is_linearised else _recomputed
     chunks = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
@@ -65,7 +65,7 @@ def _linearised(of_chunk: OfChunk, *tensors: Tensor) -> tuple[Tensor, ...]:
     trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     result = value.detach()
     if value.requires_grad:
-        # A position's value depends on that position alone, so that the sum's gradient is each value's own.
+        # Each value depends on its own position only, so the gradient of the sum has each value's gradient.
         slopes = torch.autograd.grad(value.sum(), [inputs[i] for i in trained], allow_unused=True)
         for i, slope in zip(trained, slopes, strict=True):
             if slope is not None:
@@ -74,7 +74,7 @@ def _linearised(of_chunk: OfChunk, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _WithSlope(torch.autograd.Function):
-    """`value`, whose derivative with respect to the same row of `hidden` is the row of `slope`."""
+    """Identity on `value`, whose gradient with respect to each row of `hidden` is that row of `slope`."""
 
     @staticmethod
     def forward(value: Tensor, hidden: Tensor, slope: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _WithSlope(torch.autograd.Function):
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    @once_differentiable  # the slope is no function of anything any more
+    @once_differentiable  # the slope is a constant here
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         (slope,) = ctx.saved_tensors
         return upstream, (upstream[:, None] * slope).to(slope.dtype), None

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from lit_rlkv.reporting.loggers.base import Cell, RunLogger, RunStart, checked_interval
-from lit_rlkv.reporting.plots import pixels
+from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import ITERATION, AxisValues
 from lit_rlkv.reporting.tables import markdown_table

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.loggers.base import Cell, FileKind, RunLogger, RunStart, checked_interval
-from lit_rlkv.reporting.plots import pixels
+from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import AXES, ITERATION, TOKENS, AxisValues
 

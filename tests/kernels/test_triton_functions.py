@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import is_interpreted
-from lit_rlkv.kernels.numerics import tanh
+from lit_rlkv.kernels.triton_functions import tanh
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = 4.0 if is_interpreted() else 8.0
