@@ -81,8 +81,8 @@ def with_triton(
     overrides the choice of the process for one call. The kernel takes the same arguments.
 
     Args:
-        load_kernels: imports the module of the Triton kernel; called at first use, because Triton exists on
-            Linux only.
+        load_kernels: imports the module of the Triton kernel, by an import statement because torch.compile
+            does not trace `import_module`; called at first use, because Triton exists on Linux only.
         chosen_by: name of the argument whose device and dtype decide.
         fits: called with the operation's arguments; False if the kernel cannot hold tensors of this size.
     """

@@ -177,7 +177,7 @@ def test_a_number_of_rows_is_a_whole_one(make, n_rows):
 @pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
 def test_options_that_measure_nothing_are_refused(make, options):
     (option,) = options
-    with pytest.raises(ValueError, match=rf"diagnostics\.{make.name}\.{option}=0"):
+    with pytest.raises(ValueError, match=rf"diagnostics\.{make.name}\.{option}.*\b0"):
         make(**options)
 
 

@@ -186,7 +186,7 @@ def test_a_run_without_a_logger_still_notes_its_environment(sft_runs):
     ("overrides", "says"),
     [
         (["logger=wandb", "+logger.projct=x"], "unexpected 'projct'; it takes project, entity, name"),
-        (["logger=wandb", "logger.project=a/b"], "project='a/b' must be a W&B project name"),
+        (["logger=wandb", "logger.project=a/b"], "project must be a W&B project name"),
         (["logger=wandb", "logger.log_model=1"], "log_model=1 is neither true nor false"),
         (["logger=wandb", "logger.figures_every=0"], "figures_every=0 must be a whole number"),
         (["logger=tensorboard", "logger.figures_every=-1"], "figures_every=-1 must be a whole number"),
