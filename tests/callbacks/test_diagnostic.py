@@ -8,7 +8,7 @@ from tests.hand_built import make_datamodule, make_roles
 
 
 class Counting(Diagnostic):
-    """Finds how often it was asked."""
+    """Counts its calls."""
 
     name = "counting"
     n = 0

@@ -304,7 +304,7 @@ def test_mistakes_in_the_config_are_found_before_any_work(tmp_path):
 
 
 def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
-    """What each rank reports when the parts are dealt out to them."""
+    """Return the report of each rank if the parts are split over ranks."""
 
     def dealt(experience: Experience, n_parts: int):
         yield from list(run.data.splitter.parts(experience, n_parts))[fabric.global_rank :: fabric.world_size]

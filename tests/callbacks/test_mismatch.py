@@ -119,7 +119,7 @@ def test_it_measures_at_its_interval():
 
 
 def found_at(diagnostic, temperature):
-    """What is found of one rollout by a policy of that temperature."""
+    """Return the measurement of one rollout at a temperature."""
     roles = shift(make_roles(), std=0.1)
     experience = make_datamodule(roles, sampling={"temperature": 0.7}).collect()
     module = make_module(roles)

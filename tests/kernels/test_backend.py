@@ -39,7 +39,7 @@ def _choice_of_the_process_is_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a machine with a GPU, where the other tests do without."""
+    """The same on a machine with a GPU."""
     # Before the switch is set: Triton reads it when it defines its functions, and other tests compile them.
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -1,4 +1,4 @@
-"""Launches of any size stay within the grids that CUDA has."""
+"""Launches of any size stay within CUDA's grid limits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ flags = partial(torch.empty, device="meta", dtype=torch.bool)
 
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> dict[str, Grid]:
-    """Of every kernel that is launched in the test, by name; nothing runs."""
+    """Record the grid of every kernel that the test launches, by name; nothing runs."""
     found: dict[str, Grid] = {}
 
     def noted(kernel: Any, grid: Grid) -> Callable[..., None]:

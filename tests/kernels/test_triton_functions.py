@@ -29,7 +29,7 @@ def kernel_tanh(x: Tensor) -> Tensor:
 
 
 def roundings_off(actual: Tensor, x: Tensor) -> float:
-    """Largest relative error, in roundings of float32."""
+    """Return the largest relative error, in roundings of float32."""
     truth = x.double().tanh()
     return float(((actual.double() - truth) / truth).abs().max() / torch.finfo(torch.float32).eps)
 

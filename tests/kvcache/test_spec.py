@@ -9,7 +9,7 @@ from lit_rlkv.kvcache import POLICIES, CacheSpec
 
 @pytest.fixture
 def _as_users_run_it() -> Iterator[None]:
-    """Without the type checks of the test run, which would speak before the spec does."""
+    """Without the type checks of the test run, which would raise before the spec does."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

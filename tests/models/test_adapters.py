@@ -1,4 +1,4 @@
-"""Where adapters may go."""
+"""Tests of LoRA adapters and their target modules."""
 
 from copy import deepcopy
 
@@ -72,7 +72,7 @@ def test_the_layers_that_hold_one_adapter_hold_the_next():
 
 
 class Packed(torch.nn.Linear):
-    """As bitsandbytes keeps a matrix: bytes, and the precision that they are computed in."""
+    """A matrix as bitsandbytes stores it: bytes and a compute dtype."""
 
     compute_dtype = torch.bfloat16
 

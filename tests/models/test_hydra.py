@@ -1,4 +1,4 @@
-"""Roles: who reads which weights, and that no switch, nesting, error or recomputation mixes them up."""
+"""Roles use the right weights, also after nesting, errors and recomputation."""
 
 import copy
 import re
@@ -35,7 +35,7 @@ def make(layout: str = "hydra", needed=ALL, lora: LoraSpec = LORA, **options) ->
 
 
 def moved(roles: Roles) -> Roles:
-    """Every adapter away from zero, each in its own direction."""
+    """Move every adapter away from zero, each in another direction."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in roles.named_parameters():
@@ -299,7 +299,7 @@ def test_both_adapters_of_a_backbone_stand_in_the_same_places():
 
 
 def keys_of(roles: Roles, role: str) -> list[Tensor]:
-    """What each layer's k_proj gives in a role."""
+    """Return the output of each layer's k_proj in a role."""
     found: list[Tensor] = []
     with torch.no_grad(), acting_as(roles, role) as backbone:
         hooks = [
@@ -313,7 +313,7 @@ def keys_of(roles: Roles, role: str) -> list[Tensor]:
 
 
 def test_without_adapters_on_keys_policy_and_reference_share_those_of_the_first_layer_only():
-    """Which is why prompts cannot share their KV: deeper keys are made of states that the policy changed."""
+    """Prompts cannot share their KV between roles, because deeper keys depend on the adapter."""
     roles = moved(make(lora=LoraSpec(rank=4, alpha=8, target_modules=["q_proj", "o_proj"])))
     policy, reference = keys_of(roles, "policy"), keys_of(roles, "reference")
     assert torch.equal(policy[0], reference[0])

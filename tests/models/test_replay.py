@@ -145,7 +145,7 @@ def test_logits_of_all_positions_are_never_held_at_once(monkeypatch: pytest.Monk
 
 
 def gradients_and_head_calls(model: PreTrainedModel, rollout: Rollout) -> tuple[list[Tensor], list[int]]:
-    """Gradients of all that trains below the output head, and the positions of each call of the head."""
+    """Return the gradients below the output head, and the positions of each call of the head."""
     n_positions: list[int] = []
     handle = model.lm_head.register_forward_hook(lambda _, args, out: n_positions.append(len(args[0])))
     below = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("lm_head")]

@@ -38,7 +38,7 @@ def make_run(n_steps=40, lm_weight=1.0, reward_weight=0.5, **data):
 
 
 def learn(**options):
-    """Metrics of 12 iterations of 10 steps each."""
+    """Return the metrics of 12 iterations of 10 steps each."""
     module, datamodule = make_run(n_steps=120, **options)
     rows = Rows()
     train(
@@ -53,7 +53,7 @@ def learn(**options):
 
 
 def forwards(module, batch):
-    """Shapes of the token ids that the backbone reads in one step."""
+    """Return the shapes of the token ids that the backbone reads in one step."""
     shapes = []
 
     def note(backbone, args, kwargs):

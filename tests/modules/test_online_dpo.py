@@ -160,7 +160,7 @@ def test_the_logged_rewards_are_those_of_the_pairs_whatever_the_loss_averages(av
 
 
 def rows_of(experience: Experience, batch: TrainBatch) -> list[int]:
-    """Rows of the rollout that stand in a batch."""
+    """Return the rows of the rollout that are in a batch."""
     texts = [tuple(row) for row in experience.rollout.input_ids.tolist()]
     return [texts.index(tuple(row)) for row in batch.rollout.input_ids.tolist()]
 
@@ -239,7 +239,7 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def pairs_by(keys: list) -> list[tuple[int, int]]:
-    """First best and last worst of each group of four."""
+    """Return the first best and the last worst row of each group of four."""
     pairs = []
     for start in range(0, 16, 4):
         rows = range(start, start + 4)

@@ -1,4 +1,4 @@
-"""Texts of the policy: which are drawn, kept, written and shown."""
+"""Samples of the policy: choice, storage and display."""
 
 import io
 import json

@@ -20,7 +20,7 @@ SCALING = DIM**-0.5
 
 
 def make_view(n_padding: int = N_PADDING, n_keys: int = N_KEYS) -> SlotView:
-    """Padding, which is junk, then keys, of which the last WINDOW are recent."""
+    """Padding with random content, then keys, of which the last WINDOW are recent."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:

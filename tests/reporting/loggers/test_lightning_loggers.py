@@ -58,7 +58,7 @@ pytest.importorskip("tensorboard")
 
 
 def events(run_dir):
-    """What TensorBoard shows of a run's folder."""
+    """Return TensorBoard's view of a run's folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(run_dir / lightning_loggers.FOLDER))

@@ -1,4 +1,4 @@
-"""W&B without an account: what an offline run holds, and that a resumed one is the same run."""
+"""W&B without an account: contents of an offline run, and resumes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What holds for every picture."""
+"""Tests of every figure."""
 
 import pytest
 from matplotlib.figure import Figure
