@@ -100,7 +100,9 @@ class GradientSources(GradientDiagnostic):
         losses = {str(i): algorithm_loss(self.policy, batch, outputs) for i, batch in enumerate(batches)}
         return outputs, losses
 
-    def _with_dense_learner(self, experience: Experience, split: RolloutSplit, weigh: WeightFn) -> Experience:
+    def _with_dense_learner(
+        self, experience: Experience, split: RolloutSplit, weight_fn: WeightFn
+    ) -> Experience:
         """Return the rollout with the log-probs and weights of a dense learner."""
         module, rollout, ref_logps = self.policy, experience.rollout, experience.ref_logps
         first = next(iter(split(experience, self.n_parts_of(experience))))
@@ -116,7 +118,7 @@ class GradientSources(GradientDiagnostic):
             old_logps=scores["policy"],
             ref_logps=scores.get("reference"),
             weights=global_is_weights(
-                weigh, scores["policy"] - rollout.rollout_logps, rollout.response_mask, experience.ranks
+                weight_fn, scores["policy"] - rollout.rollout_logps, rollout.response_mask, experience.ranks
             ),
         )
         if dense.kl_estimator is None or dense.ref_logps is None:

@@ -38,13 +38,13 @@ class Correction:
 
 
 def global_is_weights(
-    weigh: WeightFn,
+    weight_fn: WeightFn,
     log_ratio: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
     ranks: Ranks,
 ) -> ISWeights:
     """Return the weights of this rank's tokens; normalisation is over the tokens of all ranks."""
-    found = weigh(ranks.all_gather(log_ratio), ranks.all_gather(response_mask))
+    found = weight_fn(ranks.all_gather(log_ratio), ranks.all_gather(response_mask))
     mine = ranks.local_rows(len(log_ratio))
     return ISWeights(found.weight[mine], found.is_counted[mine])
 
