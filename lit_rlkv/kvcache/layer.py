@@ -113,8 +113,10 @@ class SlotLayer(CacheLayerMixin):
         )
         attention = None
         if policy is not None and policy.tracks_attention is not None:
-            of_last = policy.tracks_attention == "last"
-            attention = prompt_attention(packed, key, incoming.is_prompt, scaling, softcap, of_last=of_last)
+            last_only = policy.tracks_attention == "last"
+            attention = prompt_attention(
+                packed, key, incoming.is_prompt, scaling, softcap, last_only=last_only
+            )
         if self.recent_queries is not None:
             self._remember_prompt_queries(packed)
         self._fill(key, value, attention)

@@ -17,7 +17,7 @@ JUDGED = [
     ("overrides", "says"),
     [
         (["distillation.teacher=critic"], "distillation.teacher='critic' is unknown"),
-        (["distillation.weight=0", "distillation.anchor_weight=0"], "anchor_weight=0 has no effect"),
+        (["distillation.weight=0", "distillation.anchor_weight=0"], "one above 0, got 0 and 0"),
         (
             ["experiment=shadow", "algorithm.policy_weight=0"],
             "algorithm.policy_weight=0 leaves the policy nothing",
@@ -49,7 +49,7 @@ JUDGED = [
         ),
         (["task._target_=lit_rlkv.files.write_atomically"], "is no class or function that a config may"),
         (["cache.budget=4"], "sink + window + 1 = 5, got 4; raise the budget"),
-        (["cache.budget=12.5"], "not an integer"),
+        (["cache.budget=12.5"], "must be an integer, got 12.5"),
         (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),
         (["evaluation.budgets=[2]"], "got 2; raise the budget"),
         (["rollout.top_p=0.9"], "rollout.top_p=0.9 cannot be replayed"),
