@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from lit_rlkv.kernels.device import A100, H100, L40S, Device, assuming
+from lit_rlkv.kernels.device import A100, H100, L40S, Device, assume_device
 
 NAME = "compiled"
 OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps")
@@ -103,7 +103,7 @@ def compiling_for(arch: int) -> Iterator[list[KernelReport]]:
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
-        with assuming(DEVICES[arch]):
+        with assume_device(DEVICES[arch]):
             yield reports
     finally:
         JITFunction.run = launch

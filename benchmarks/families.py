@@ -190,17 +190,18 @@ def page(verdicts: Sequence[Verdict]) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
     sections = [
         "# Models\n",
-        "Written by `python benchmarks/families.py`, which builds every causal LM of transformers tiny, from "
-        "its config and with random weights, in float32, and lets it roll out under a cache that evicts "
+        "Written by `python benchmarks/families.py`. It builds a tiny model of every causal LM in "
+        "transformers from its config, with random weights in float32, and runs a rollout under an evicting "
+        "cache "
         f"({CACHE.label}, prompts of {', '.join(map(str, PROMPT_LENS))} tokens, {N_NEW_TOKENS} new ones). "
         f"{versions}.\n",
-        f"{len(exact)} families are exact, {len(refused)} are refused with the reason, "
-        f"{len(not_built)} could not be tried small here. At run time it is not this page that decides: "
-        "every model is put to the same proof when it is loaded.\n",
+        f"{len(exact)} families are exact, {len(refused)} are refused for the given reason, "
+        f"{len(not_built)} could not be tested with a tiny model. This page is only an overview: every "
+        "model is checked again when it is loaded.\n",
         "## Exact\n",
-        "*Replay gap* is max |log-prob replayed − log-prob sampled|, which is float error; *without replay* "
-        "is the same for a learner that sees every key. A sliding window must hold the whole sequence, and "
-        "longer ones are refused.\n",
+        "*Replay gap* is max |replayed log-prob − sampled log-prob|; the values are float error. *Without "
+        "replay* is the same for a learner that sees every key. With a sliding window, sequences longer than "
+        "the window are refused.\n",
         _table(
             ["family", "`model_type`", "replay gap", "without replay"],
             [[v.name, f"`{v.model_type}`", f"{v.replay_gap:.0e}", f"{v.dense_gap:.2g}"] for v in exact],
@@ -218,11 +219,11 @@ def page(verdicts: Sequence[Verdict]) -> str:
             _table(["family", "`model_type`", "replay gap", "without replay"], rows),
         ]
     sections += [
-        "## Not tried here\n",
-        "Their configs cannot be made small by common names, or the result does not run, so nothing is known "
-        "but what the proof will say of a checkpoint.\n",
+        "## Not tested\n",
+        "Their configs cannot be made small by setting common fields, or the tiny model does not run. A "
+        "checkpoint of these families is checked when it is loaded, like any other.\n",
         _table(
-            ["family", "`model_type`", "what stopped it"],
+            ["family", "`model_type`", "error"],
             [[v.name, f"`{v.model_type}`", _cell(v.not_built)] for v in not_built],
         ),
     ]

@@ -23,7 +23,7 @@ import torch
 from rollout_parts.schedules import print_schedules, time_schedules
 from rollout_parts.setting import PAD, PRESETS, Setting
 
-from lit_rlkv.kernels.backend import using
+from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models import replay_logps
 from lit_rlkv.types import NEVER, Rollout
 
@@ -50,7 +50,7 @@ def check(setting: Setting, budget: int) -> None:
     rollout = small.roll_out(small.prompts(2), cache, max_new_tokens=n_new)
     if not ((rollout.evicted_at > small.shape.prompt) & (rollout.evicted_at < NEVER)).any():
         raise RuntimeError("nothing was evicted, so the check would show nothing")
-    with using("reference"), torch.no_grad():
+    with use_kernels("reference"), torch.no_grad():
         gap = float((replay_logps(small.model, rollout) - rollout.rollout_logps).abs().max())
     if not gap < MAX_GAP:
         raise RuntimeError(f"the plain definitions replay other log-probs, by up to {gap:.1e} nats")

@@ -30,7 +30,7 @@ from lit_rlkv.trainer import train
 from lit_rlkv.types import TrainBatch
 
 SPEC = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
-REPLAY = Correction(samples_dense=False, replays=True, weigh=unweighted)
+REPLAY = Correction(samples_dense=False, replays=True, weight_fn=unweighted)
 ARMS = {
     "dense": Correction(True, True, unweighted),
     "naive": Correction(False, False, unweighted),
@@ -71,7 +71,7 @@ def make_roles(layout: str = "hydra", needed=("policy", "reference"), seed: int 
 
 
 def shift(roles: Roles, std: float = 0.05, seed: int = 1) -> Roles:
-    """Move the adapters away from zero, or the backbones that train; ratios and KL are not trivial then."""
+    """Move the adapters or trained backbones away from zero, so that ratios and KL are not trivial."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in roles.named_parameters():
         if "lora_B" in name:
@@ -102,7 +102,7 @@ def make_dpo(roles: Roles, replays: bool = True, **options) -> OnlineDPO:
 
 
 def gradients_of(module: PolicyModule, batches: Iterable[TrainBatch]) -> dict[str, Tensor]:
-    """What the micro-batches of a step leave in the parameters, by name; without those that get nothing."""
+    """Return the gradients of the parameters after the micro-batches of a step, by name."""
     module.zero_grad()
     for batch in batches:
         module.training_step(batch, 0)["loss"].backward()

@@ -26,7 +26,7 @@ VOCAB, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 4, 8, 3
 PAD = 0
 
 WEIGHT_SCALE = 4.0
-"""Factor on the initial matrices: at their small scale attention is uniform, and no wrong mask would show."""
+"""Factor on the initial matrices; at their small scale attention is uniform and hides a wrong mask."""
 
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": LlamaConfig,
@@ -80,7 +80,7 @@ def tiny_model(family: str = "llama", n_kv_heads: int = 2) -> PreTrainedModel:
 
 
 def ragged_prompts(lens: tuple[int, ...] = (14, 9, 4, 1)) -> tuple[Tensor, Tensor]:
-    """Left-padded random prompts of these lengths, and their attention mask."""
+    """Return left-padded random prompts of these lengths, and their attention mask."""
     generator = torch.Generator().manual_seed(7)
     width = max(lens)
     attention_mask = torch.arange(width) >= width - torch.tensor(lens)[:, None]

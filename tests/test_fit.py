@@ -258,7 +258,7 @@ def test_settings_that_name_no_folder_are_refused_before_one_is_made(tmp_path, m
 
 
 def test_adapters_on_missing_modules_are_refused_before_sft(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing in this model is called zzz; choose from .*q_proj"):
+    with pytest.raises(ConfigError, match=r"this model has no module zzz; choose from .*q_proj"):
         run(tmp_path, "run", "roles.target_modules=[q_proj,zzz]")
     rows = tmp_path / "run" / "sft_metrics.csv"
     assert not rows.exists() or not rows.read_text().strip()

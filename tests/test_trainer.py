@@ -85,7 +85,7 @@ def test_several_processes_of_lightning_trainer_are_refused():
     module, datamodule = make_run()
     module.trainer = L.Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
     batch = next(iter(datamodule.train_dataloader()))
-    with pytest.raises(ValueError, match="2 processes: each would sample the same responses"):
+    with pytest.raises(ValueError, match="must run 1 process, got 2: each would sample the same"):
         module.training_step(batch, 0)
 
 

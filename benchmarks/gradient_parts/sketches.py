@@ -32,9 +32,9 @@ class Sketches(RLCallback):
 
     def on_update_start(self, experience: Experience, split: RolloutSplit) -> None:
         parts: list[Sized] = []
-        for part in split(experience, self.exact.parts_of(experience)):
-            gradients = [self.exact.of_batch(batch)[0]["loss"]["all"] for batch in part.batches]
-            n_prompts, share = self.exact.size_of(part, "loss")
+        for part in split(experience, self.exact.n_parts_of(experience)):
+            gradients = [self.exact.gradients_of_batch(batch)[0]["loss"]["all"] for batch in part.batches]
+            n_prompts, share = self.exact.size_of_part(part, "loss")
             parts.append((torch.stack(gradients).sum(dim=0), n_prompts, share))
         variance, snr = self._variance(parts)
         self.found = {

@@ -17,7 +17,7 @@ from lit_rlkv.reporting.plots.style import (
     SAND,
     SMALL,
     VERMILLION,
-    calm,
+    style_axes,
 )
 
 COLORS = {
@@ -63,7 +63,7 @@ def draw(results: Sequence[Result]) -> Figure:
     axes.set_yticks(ticks, labels)
     axes.invert_yaxis()
     axes.set_xlabel(f"MB at the peak of a phase, batch {results[0].batch}", fontsize=NORMAL, color=INK)
-    calm(axes)
+    style_axes(axes)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08, y=0.02)
     axes.tick_params(length=0)

@@ -14,8 +14,7 @@ from lit_rlkv.kernels.decode_attention import kernel as decode_kernel
 from lit_rlkv.kernels.decode_attention.launch import fits
 from lit_rlkv.kernels.evict import kernel as evict_kernel
 from lit_rlkv.kernels.shadow_attention import launch
-from lit_rlkv.kernels.slot_scores.keys import kernel as keys_kernel
-from lit_rlkv.kernels.slot_scores.window import kernel as window_kernel
+from lit_rlkv.kernels.slot_scores import keys_kernel, window_kernel
 from lit_rlkv.kernels.token_logps import kernel as logits_kernel
 
 BATCH, KV_HEADS, GROUP, SLOTS, WINDOW, SEQ = 64, 8, 4, 1152, 16, 16_384

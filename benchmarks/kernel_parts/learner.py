@@ -17,7 +17,7 @@ from text_table import text_table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.backend import using
+from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.models.replay import response_logps
@@ -100,7 +100,7 @@ def make_rollout(setting: Setting, shape: Shape, length: int, budget: int) -> Ro
 
 def step(model: PreTrainedModel, logps: Logps, rollout: Rollout, kernels: str) -> Values:
     """Log-probs of the actions and the gradients of their sum, which are left nowhere."""
-    with using(kernels):
+    with use_kernels(kernels):
         out = logps(model, rollout)
         return out, *torch.autograd.grad(out.sum(), list(model.parameters()))
 

@@ -19,7 +19,7 @@ from lit_rlkv.reporting.plots.style import (
     PURPLE,
     SMALL,
     VERMILLION,
-    calm,
+    style_axes,
 )
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, "#e69f00", "#56b4e9")  # of Okabe and Ito
@@ -170,7 +170,7 @@ def draw_panel(
         _log_y(axes, [y for points in lines.values() for _, y in points])
     if starts_at_zero:
         axes.set_ylim(bottom=0)
-    calm(axes)
+    style_axes(axes)
     axes.tick_params(labelsize=SMALL, labelcolor=MUTED, length=0, which="both")
     axes.legend(frameon=False, fontsize=SMALL)
 

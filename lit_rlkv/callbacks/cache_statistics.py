@@ -23,7 +23,7 @@ from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.types import Rollout
 
 MAX_AGE_BINS = 32
-"""Bars in the picture of lifetimes."""
+"""Most bars in the figure of lifetimes."""
 
 WITHOUT_EVICTIONS = {
     "kv/attention_kept": 1.0,
@@ -39,12 +39,12 @@ class CacheStatistics(Diagnostic):
     """`kv/*`: retained keys and lifetimes of the rollout, and attention on evicted keys of some responses.
 
     Attention is measured in one dense forward of `n_rows` responses by the policy before its update. A
-    rollout without evictions is not run again: everything is retained. With several ranks each measures
-    the attention of its own responses, because percentiles do not add up.
+    rollout without evictions needs no forward: everything is retained. Each rank measures the attention of
+    its own responses, because percentiles cannot be summed over ranks.
 
     Args:
-        n_rows: evenly spaced responses that the dense policy reads, at most 65,536 tokens.
-        needed: attention on a single evicted key from which a query counts as needing it.
+        n_rows: number of evenly spaced responses in the dense forward, at most 65,536 tokens.
+        needed: attention on one evicted key from which a query counts as needing it.
     """
 
     name = "cache"
@@ -53,7 +53,7 @@ class CacheStatistics(Diagnostic):
         super().__init__(every)
         check_rows(self.name, n_rows, None)
         if not 0 < needed < 1:
-            raise ValueError(f"diagnostics.cache.needed={needed} must be between 0 and 1")
+            raise ValueError(f"diagnostics.cache.needed must be between 0 and 1, got {needed}")
         self.n_rows = n_rows
         self.needed = needed
 
@@ -76,10 +76,10 @@ class CacheStatistics(Diagnostic):
             self.scalars |= WITHOUT_EVICTIONS
 
     def _add_lifetimes(self, lived: Lifetimes) -> None:
-        of_all = lived.evicted.sum(dim=(0, 1))
-        self.scalars["kv/lifetime_mean"] = float(mean_age(of_all))
-        self.scalars["kv/lifetime_median"] = float(median_age(of_all))
-        edges, counts = age_histogram(of_all, MAX_AGE_BINS)
+        counts_by_age = lived.evicted.sum(dim=(0, 1))
+        self.scalars["kv/lifetime_mean"] = float(mean_age(counts_by_age))
+        self.scalars["kv/lifetime_median"] = float(median_age(counts_by_age))
+        edges, counts = age_histogram(counts_by_age, MAX_AGE_BINS)
         self.arrays = {
             "lifetime_edges": edges.tolist(),
             "lifetime_counts": counts.tolist(),

@@ -21,10 +21,10 @@ FILE_NAME = "diagnostics.jsonl"
 
 
 class Diagnostic(RLCallback):
-    """A measurement every `every` iterations, the first among them.
+    """Base class of diagnostics, which measure every `every` iterations, starting with the first.
 
-    `scalars` go to the metrics of the iteration, and `arrays` (plain nested lists) to diagnostics.jsonl, for
-    pictures. The seconds that a measurement took are logged as `time/diagnostics/<name>`.
+    `scalars` go to the metrics of the iteration, and `arrays` (nested lists) to diagnostics.jsonl, for
+    figures. The seconds that a measurement took are logged as `time/diagnostics/<name>`.
     """
 
     name: ClassVar[str]
@@ -32,8 +32,8 @@ class Diagnostic(RLCallback):
     def __init__(self, every: int = 1) -> None:
         if not is_count(every):
             raise ValueError(
-                f"diagnostics.{self.name}.every={every} must be a whole number of at least 1; change it, "
-                f"or diagnostics.{self.name}=null to leave it out"
+                f"diagnostics.{self.name}.every must be an integer of at least 1, got {every}; change it, or "
+                f"set diagnostics.{self.name}=null"
             )
         self.every = every
         self.module: PolicyModule | None = None
@@ -46,7 +46,7 @@ class Diagnostic(RLCallback):
 
     @property
     def policy(self) -> PolicyModule:
-        """The module that is being trained."""
+        """The module in training."""
         assert self.module is not None, "a diagnostic measures between on_fit_start and on_fit_end"
         return self.module
 
@@ -64,7 +64,7 @@ class Diagnostic(RLCallback):
         """Measure a rollout without gradients; fill `scalars` and `arrays`."""
 
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
-        """Measure before the first update; gradients may be computed, and none may be left behind."""
+        """Measure before the first update; may compute gradients, but must leave `.grad` unchanged."""
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         if self._elapsed_s > 0:
@@ -83,8 +83,8 @@ class RowsDiagnostic(Diagnostic):
     """A diagnostic of full-vocabulary distributions on some responses of the rollout.
 
     Args:
-        n_rows: number of responses that are measured.
-        rows_per_pass: most responses in one forward; None takes as many as hold 65,536 tokens.
+        n_rows: number of measured responses.
+        rows_per_pass: most responses per forward; None limits a forward to 65,536 tokens.
     """
 
     def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
@@ -95,10 +95,10 @@ class RowsDiagnostic(Diagnostic):
 
 
 class DiagnosticsFile(RLCallback):
-    """Appends the arrays of each measurement to diagnostics.jsonl; stands behind the diagnostics.
+    """Appends the arrays of each measurement to diagnostics.jsonl; must come after the diagnostics.
 
-    One line per measurement: its iteration (counted from 1), the diagnostic's name and its arrays. A resumed
-    run keeps the lines up to its checkpoint.
+    Each line has the iteration (from 1), the diagnostic's name and its arrays. A resumed run keeps the lines
+    up to its checkpoint.
     """
 
     def __init__(self, run_dir: Path, diagnostics: Sequence[Diagnostic], resumed_at: int = 0) -> None:
@@ -119,5 +119,5 @@ class DiagnosticsFile(RLCallback):
 
 
 def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """Return the measurements of a file; none if there is no file."""
+    """Return the measurements in a file; none if there is no file."""
     return [json.loads(line) for line in complete_lines(path)]

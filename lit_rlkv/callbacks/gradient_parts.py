@@ -18,7 +18,7 @@ from lit_rlkv.modules.base import PolicyModule, StepOutputs
 from lit_rlkv.types import TrainBatch
 
 HALF_SCALE = 2.0**12
-"""Keeps gradients of float16 activations from underflowing, as training's own scaler does."""
+"""Loss scale that prevents underflow of float16 gradients, like the gradient scaler of training."""
 
 Vectors = dict[str, Tensor]
 """A gradient: a vector for each block of parameters."""
@@ -28,16 +28,16 @@ Losses = dict[str, Tensor]
 
 
 class GradientDiagnostic(Diagnostic):
-    """Base of diagnostics that compute gradients of parts of a rollout; leaves no gradient behind.
+    """Base class of diagnostics that compute gradients of parts of a rollout; `.grad` is not changed.
 
     Args:
-        n_parts: most parts that a rollout is cut into; no more than it has prompts.
+        n_parts: number of parts of a rollout, at most its number of prompts.
         blocks: grouping of the parameters, one of `lit_rlkv.diagnostics.covariance.BLOCKS`.
-        sketch: numbers that each block of a gradient is sketched to, so that memory does not grow with the
-            model by more than the gradient itself; None keeps them whole. The relative error of a block's
-            variance is about √(2 / sketch).
-        only: a regular expression on names of parameters; the variance is then that of these. Where they
-            belong to the last layers, the backward pass ends there. None: all that the policy trains.
+        sketch: size of a sketch of each block, so that memory grows with the model by no more than one
+            gradient; None keeps full gradients. The relative error of a block's variance is about
+            √(2 / sketch).
+        only: a regular expression; only parameters with matching names are measured. If they belong to the
+            last layers, the backward pass stops there. None measures all parameters that the policy trains.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GradientDiagnostic(Diagnostic):
         super().__init__(every)
         where = f"diagnostics.{self.name}"
         if not isinstance(n_parts, int) or n_parts < 2:
-            raise ValueError(f"{where}.n_parts={n_parts} must be at least 2")
+            raise ValueError(f"{where}.n_parts must be an integer of at least 2, got {n_parts}")
         if blocks not in BLOCKS:
             raise ValueError(f"{where}.blocks={blocks!r} is unknown; choose one of {', '.join(BLOCKS)}")
         if only is not None:
@@ -59,7 +59,7 @@ class GradientDiagnostic(Diagnostic):
                 re.compile(only)
             except re.error as error:
                 raise ValueError(
-                    f"{where}.only={only!r} must be a regular expression: {error}; correct it or leave it out"
+                    f"{where}.only must be a regular expression, got {only!r} ({error}); correct it"
                 ) from error
         self.n_parts = n_parts
         self.blocks = blocks
@@ -69,16 +69,17 @@ class GradientDiagnostic(Diagnostic):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
-        mine = {id(parameter) for parameter in self.policy.roles.trained_parameters("policy")}
-        named = {name: p for name, p in self.policy.named_parameters() if id(p) in mine}
+        policy_ids = {id(parameter) for parameter in self.policy.roles.trained_parameters("policy")}
+        named = {name: p for name, p in self.policy.named_parameters() if id(p) in policy_ids}
         self.parameters = {name: named[name] for name in chosen(list(named), self.only)}
 
-    def parts_of(self, experience: Experience) -> int:
+    def n_parts_of(self, experience: Experience) -> int:
+        """Return the number of parts of a rollout."""
         return min(self.n_parts, len(experience.problems) // experience.group_size)
 
     def has_parts(self, experience: Experience) -> bool:
         """True if there are at least two parts, counted over all processes."""
-        n_parts = torch.tensor(self.parts_of(experience), device=experience.has_eos.device)
+        n_parts = torch.tensor(self.n_parts_of(experience), device=experience.has_eos.device)
         return bool(over_ranks(n_parts) > 1)
 
     def gradients(
@@ -86,8 +87,8 @@ class GradientDiagnostic(Diagnostic):
     ) -> tuple[StepOutputs, dict[str, Vectors]]:
         """Return the outputs of one forward, and the gradient of each of its losses.
 
-        The graph of checkpointed layers can be walked back once, because a role is recomputed in once. The
-        forward is then repeated for each loss.
+        The graph of checkpointed layers supports one backward pass, so with checkpointing the forward is
+        repeated for each loss.
         """
         repeats = self.policy.roles.checkpoints_layers
         outputs, losses = forward()
@@ -96,13 +97,13 @@ class GradientDiagnostic(Diagnostic):
             is_last = len(found) == len(losses) - 1
             found[name] = self.gradient(losses[name], keeps_graph=not (is_last or repeats))
             if repeats and not is_last:
-                del outputs, losses  # lets go of the graph before there is another
+                del outputs, losses  # frees the graph before the next forward
                 outputs, losses = forward()
         return outputs, found
 
     def gradient(self, loss: Tensor, *, keeps_graph: bool) -> Vectors:
         """Return the gradient of a loss with respect to the parameters, in float32 or better."""
-        # As training does it: the forward pass under autocast, the backward pass outside of it.
+        # As in training: the forward pass under autocast, the backward pass outside.
         scale = HALF_SCALE if is_half_autocast(loss.device) else 1.0
         with torch.autocast(loss.device.type, enabled=False):
             found = torch.autograd.grad(
@@ -129,7 +130,7 @@ def algorithm_loss(module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
 
 def policy_outputs(module: PolicyModule, batch: TrainBatch, *, shadow: bool) -> StepOutputs:
     """Run one forward of the policy, under the shadow mask or dense."""
-    # What autocast has kept of the weights may come from a forward without gradients.
+    # Cached autocast weights may come from a forward without gradients.
     torch.clear_autocast_cache()
     with acting_as(module.roles, "policy") as backbone:
         hidden = response_hidden(backbone, batch.rollout, shadow=shadow)
@@ -138,10 +139,11 @@ def policy_outputs(module: PolicyModule, batch: TrainBatch, *, shadow: bool) -> 
 
 
 def added(gradient: Vectors, more: Vectors) -> Vectors:
-    """Return the sum of two gradients, of which the first may be empty."""
+    """Return the sum of two gradients; the first may be empty."""
     return {block: gradient[block] + vector if gradient else vector for block, vector in more.items()}
 
 
 def is_half_autocast(device: torch.device) -> bool:
+    """True if autocast to float16 is on."""
     is_on = torch.is_autocast_enabled(device.type)
     return is_on and torch.get_autocast_dtype(device.type) == torch.float16

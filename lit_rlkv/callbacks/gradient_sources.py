@@ -30,20 +30,19 @@ from lit_rlkv.types import TrainBatch
 
 
 class GradientSources(GradientDiagnostic):
-    """Three variances of the algorithm's own gradient Σ_t w_t·A_t·s_t, s_t = ∇ log π_t.
+    """Splits the variance of the algorithm's gradient Σ_t w_t·A_t·s_t, s_t = ∇ log π_t, by source.
 
-    `sampling` is V[c·s], in which each token has the same advantage c, the root mean square of A: what
-    scores alone would give if rewards of that size said nothing of the responses. `rewards` is
-    V[A·s] − V[c·s], what the rewards' relation to the responses adds or takes away. `reweighting` is
-    V[w·A·s] − V[A·s], what the off-policy correction adds by its weights and, where it rejects, by the loss
-    of data. They add up to `total` = V[w·A·s]. All are of the same parts, so that their differences are far
-    better known than each of them.
+    `sampling` is V[c·s], where every token has the same advantage c, the root mean square of A: the variance
+    if rewards of that size were independent of the responses. `rewards` is V[A·s] − V[c·s], the effect of
+    the relation of rewards and responses. `reweighting` is V[w·A·s] − V[A·s], the effect of importance
+    weights and of rejected data. They add up to `total` = V[w·A·s]. All are measured on the same parts, so
+    their differences have a much smaller error than each variance.
 
-    A preference pair has advantages 1 and −1, and its objective no other: `rewards` is 0 then.
+    Preference pairs always have advantages 1 and −1, so `rewards` is 0.
 
     Args:
-        counterfactual: one of `CORRECTIONS`: also measure the gradient that a dense learner with this
-            correction would get from the same rollout. None skips it.
+        counterfactual: a key of `CORRECTIONS`; also measure the gradient of a dense learner with this
+            correction on the same rollout. None skips it.
     """
 
     name = "gradient_sources"
@@ -68,11 +67,11 @@ class GradientSources(GradientDiagnostic):
         torch.clear_autocast_cache()
 
     def _decompose(self, prefix: str, experience: Experience, split: RolloutSplit, *, shadow: bool) -> None:
-        n_parts, response_mask = self.parts_of(experience), experience.rollout.response_mask
+        n_parts, response_mask = self.n_parts_of(experience), experience.rollout.response_mask
         log_ratio = experience.old_logps - experience.rollout.rollout_logps
-        alike = replace(experience, weights=unweighted(log_ratio, response_mask))
-        constant = with_advantage(rms_advantage(split(alike, n_parts)), split(alike, n_parts))
-        variants = [constant, split(alike, n_parts), split(experience, n_parts)]
+        equal = replace(experience, weights=unweighted(log_ratio, response_mask))
+        constant = with_advantage(rms_advantage(split(equal, n_parts)), split(equal, n_parts))
+        variants = [constant, split(equal, n_parts), split(experience, n_parts)]
         if not is_weighted(experience):
             del variants[-1]
         variances = self._variances(zip(*variants, strict=True), len(variants), shadow=shadow)
@@ -84,7 +83,7 @@ class GradientSources(GradientDiagnostic):
             self.scalars[f"{prefix}/total"] = total
 
     def _variances(self, variants: Iterable[Sequence[RolloutPart]], n: int, *, shadow: bool) -> list[float]:
-        """Return the variance of each of n variants of the gradient; none if too few parts count in one."""
+        """Return the variance of n variants of the gradient; empty if one has too few counted parts."""
         found = [PartGradients() for _ in range(n)]
         for parts in variants:
             gradients: list[Vectors] = [{} for _ in parts]
@@ -97,15 +96,17 @@ class GradientSources(GradientDiagnostic):
         return [float(spread.variance.sum()) for spread in spreads] if len(spreads) == n else []
 
     def _forward(self, batches: Sequence[TrainBatch], *, shadow: bool) -> tuple[StepOutputs, Losses]:
-        """One forward for batches of the same responses, which differ in weights and advantages only."""
+        """Run one forward for batches of the same responses with different weights and advantages."""
         outputs = policy_outputs(self.policy, batches[0], shadow=shadow)
         losses = {str(i): algorithm_loss(self.policy, batch, outputs) for i, batch in enumerate(batches)}
         return outputs, losses
 
-    def _with_dense_learner(self, experience: Experience, split: RolloutSplit, weigh: WeightFn) -> Experience:
+    def _with_dense_learner(
+        self, experience: Experience, split: RolloutSplit, weight_fn: WeightFn
+    ) -> Experience:
         """Return the rollout with the log-probs and weights of a dense learner."""
         module, rollout, ref_logps = self.policy, experience.rollout, experience.ref_logps
-        first = next(iter(split(experience, self.parts_of(experience))))
+        first = next(iter(split(experience, self.n_parts_of(experience))))
         scores = score_rollout(
             module.roles,
             rollout,
@@ -117,7 +118,7 @@ class GradientSources(GradientDiagnostic):
             old_logps=scores["policy"],
             ref_logps=scores.get("reference"),
             weights=global_is_weights(
-                weigh, scores["policy"] - rollout.rollout_logps, rollout.response_mask, experience.ranks
+                weight_fn, scores["policy"] - rollout.rollout_logps, rollout.response_mask, experience.ranks
             ),
         )
         if dense.kl_estimator is None or dense.ref_logps is None:
@@ -127,7 +128,7 @@ class GradientSources(GradientDiagnostic):
 
 
 def is_weighted(experience: Experience) -> bool:
-    """True if the correction changes the weight of any response token, on any process."""
+    """True if the correction changes the weight of any response token on any rank."""
     weights, response_mask = experience.weights, experience.rollout.response_mask
     is_changed = ((weights.weight != 1) & response_mask) | (weights.is_counted != response_mask)
     return bool(over_ranks(is_changed.any().long()) > 0)

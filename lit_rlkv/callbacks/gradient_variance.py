@@ -1,4 +1,4 @@
-"""Variance of the policy's gradient, from parts of the rollout that it is about to learn from."""
+"""Variance of the policy's gradient, estimated from parts of the rollout before the update."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,16 +27,16 @@ from lit_rlkv.modules.base import StepOutputs
 from lit_rlkv.types import TrainBatch
 
 TERMS = ("policy", "loss")
-"""`policy`: the algorithm's own objective. `loss`: the policy's whole loss with KL and callbacks' terms."""
+"""`policy` is the algorithm's objective; `loss` is the policy's loss with KL and callbacks' terms."""
 
 
 class GradientVariance(GradientDiagnostic):
-    """Variance, signal-to-noise ratio and noise scale of the policy's gradient, and verl's proxies of it.
+    """Variance, signal-to-noise ratio and noise scale of the policy's gradient, and verl's variance proxies.
 
-    Each part of the rollout estimates the same gradient from other prompts, so the scatter of the parts
-    gives the variance from rollout to rollout, for the policy before its first update. See
-    `lit_rlkv.diagnostics.covariance`. A critic's loss is left out, also if it trains the same adapter. While
-    the critic learns alone, the gradient is the one that the policy would get.
+    Each part of the rollout estimates the same gradient from other prompts, so the spread of the parts gives
+    the variance between rollouts, for the policy before its first update. See
+    `lit_rlkv.diagnostics.covariance`. The critic's loss is left out, also if it trains the same adapter.
+    During critic warmup this is the gradient that the policy would get.
 
     Args:
         terms: the losses to measure, from `TERMS`.
@@ -50,8 +50,7 @@ class GradientVariance(GradientDiagnostic):
         unknown = sorted(set(terms) - set(TERMS))
         if unknown or not self.terms:
             raise ValueError(
-                f"diagnostics.gradient.terms={list(terms)} names {', '.join(unknown) or 'nothing'}; "
-                f"choose from {', '.join(TERMS)}"
+                f"diagnostics.gradient.terms must name one or more of {', '.join(TERMS)}, got {list(terms)}"
             )
 
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
@@ -59,33 +58,33 @@ class GradientVariance(GradientDiagnostic):
             return
         found = {term: PartGradients() for term in self.terms}
         sums = torch.zeros(4, device=experience.rollout.input_ids.device)
-        for part in split(experience, self.parts_of(experience)):
+        for part in split(experience, self.n_parts_of(experience)):
             gradients: dict[str, Vectors] = {term: {} for term in self.terms}
             for batch in part.batches:
-                more, its_sums = self.of_batch(batch)
+                more, batch_sums = self.gradients_of_batch(batch)
                 gradients = {term: added(gradients[term], more[term]) for term in self.terms}
-                sums = sums + its_sums
+                sums = sums + batch_sums
             for term in self.terms:
-                found[term].add(gradients[term], *self.size_of(part, term))
+                found[term].add(gradients[term], *self.size_of_part(part, term))
         torch.clear_autocast_cache()
         self._report(found, sums)
 
-    def size_of(self, part: RolloutPart, term: str) -> tuple[int, float]:
+    def size_of_part(self, part: RolloutPart, term: str) -> tuple[int, float]:
         """Return the number of prompts of the part that count in this term, and its share of the denominator.
 
-        Loss terms of callbacks are averaged over all response tokens, also over those the algorithm drops.
-        A loss of both has two denominators. It is treated as a mean over tokens: the gradient of a KL is
-        mostly signal, which a wrong share would count as noise, and that of rewards mostly noise.
+        Loss terms of callbacks are averaged over all response tokens, including tokens that the algorithm
+        drops. A loss with both has two denominators and is treated as a mean over tokens: the gradient of a
+        KL is mostly signal, which a wrong share would count as noise; that of rewards is mostly noise.
         """
         if term == "loss" and self.policy.loss_terms:
             return part.n_prompts, part.token_share
         return part.n_groups, part.share
 
-    def of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
+    def gradients_of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
         """Return the gradient of each term from one micro-batch, and its sums for the proxies."""
         outputs, found = self.gradients(partial(self._forward, batch))
-        of_terms = {term: found[term if term in found else "loss"] for term in self.terms}
-        return of_terms, self._proxy_sums(batch, outputs)
+        by_term = {term: found[term if term in found else "loss"] for term in self.terms}
+        return by_term, self._proxy_sums(batch, outputs)
 
     def _report(self, found: Mapping[str, PartGradients], sums: Tensor) -> None:
         square = None
@@ -106,17 +105,17 @@ class GradientVariance(GradientDiagnostic):
             self.scalars |= variance_proxy(sums, square)
 
     def _forward(self, batch: TrainBatch) -> tuple[StepOutputs, Losses]:
-        """Return the losses to differentiate; one if the loss is the algorithm's own objective."""
+        """Return the losses to differentiate; only one if there are no terms beside the objective."""
         module = self.policy
         if self.terms == ("policy",):
             outputs = policy_outputs(module, batch, shadow=module.replays)
             return outputs, {"policy": algorithm_loss(module, batch, outputs)}
         torch.clear_autocast_cache()
         outputs, losses, _ = module.policy_terms(batch)
-        whole = {"loss": torch.stack(list(losses.values())).sum()}
+        total = {"loss": torch.stack(list(losses.values())).sum()}
         if self.terms == ("loss",) or losses.keys() == module.objective(batch, outputs)[0].keys():
-            return outputs, whole
-        return outputs, {"policy": algorithm_loss(module, batch, outputs)} | whole
+            return outputs, total
+        return outputs, {"policy": algorithm_loss(module, batch, outputs)} | total
 
     def _proxy_sums(self, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
         module = self.policy

@@ -1,4 +1,4 @@
-"""Hooks of the training loop, and the check that refuses callbacks with unknown hooks."""
+"""Hooks of the training loop, and a check for callbacks with unknown hooks."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -31,7 +31,7 @@ class RLCallback(Callback):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Roles beside the policy that the callback reads, for example `("reference",)`."""
+        """Roles besides the policy that the callback uses, for example `("reference",)`."""
         return ()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
@@ -46,8 +46,8 @@ class RLCallback(Callback):
     def on_update_start(self, experience: Experience, split: RolloutSplit) -> None:
         """Called before the first update on a rollout.
 
-        `split(experience, n)` cuts it into n parts of whole groups, with the denominators of one optimizer
-        step on the whole rollout: the gradients of the parts add up to the gradient of that step.
+        `split(experience, n)` splits it into n parts of complete groups, with the denominators of one
+        optimizer step on the full rollout: the gradients of the parts sum to the gradient of that step.
         """
 
     def loss_terms(
@@ -91,13 +91,13 @@ def loss_terms_of(callbacks: Iterable[Callback]) -> list[LossTerm]:
 
 
 def check_hooks(callbacks: Iterable[Callback], kind: type[Callback] = Callback) -> None:
-    """Refuse callbacks with a hook that the loop never calls.
+    """Check that the loop calls every hook of the callbacks.
 
     Args:
         kind: class that each callback must derive from.
 
     Raises:
-        TypeError: an unknown hook, a misspelt one such as `on_rolout_end`, or a callback of another class.
+        TypeError: a hook is unknown, for example misspelt, or a callback has another class.
     """
     for callback in callbacks:
         own = type(callback)

@@ -1,4 +1,4 @@
-"""Mismatch between the rollout policy and a dense learner: of the whole policy, and by layer."""
+"""Mismatch between the rollout policy and a dense learner: overall and by layer."""
 
 import torch
 from jaxtyping import Float
@@ -30,10 +30,9 @@ from lit_rlkv.models.hydra import acting_as
 class DenseMismatch(RowsDiagnostic):
     """Mismatch of the rollout policy with a learner that sees every key, under any training method.
 
-    A dense learner's π_old is that learner already. Under replay one more forward computes its log-probs, and
-    with them the effect of each correction on the same rollout. Without evictions no forward is run. Full
-    distributions are compared on `n_rows` responses, which costs two more forwards of them. With several
-    ranks everything covers the responses of all ranks.
+    With a dense learner, its log-probs are π_old. With replay they take one more forward. They also give the
+    effect of each correction on the same rollout. Full distributions are compared on `n_rows` responses,
+    with two more forwards of these. Without evictions no forward runs. Results cover all ranks.
     """
 
     name = "mismatch"
@@ -80,15 +79,15 @@ class DenseMismatch(RowsDiagnostic):
         """Return the overlap of the measured responses; NaN for the others."""
         rollout = experience.rollout
         rows = evenly_spaced_rows(rollout, self.n_rows, experience.ranks)
-        some = rollout.rows(rows)
+        sample = rollout.rows(rows)
         overlap = torch.full_like(rollout.rollout_logps, torch.nan)
-        if has_no_evictions(some):
-            overlap[rows] = some.response_mask.to(overlap.dtype)
+        if has_no_evictions(sample):
+            overlap[rows] = sample.response_mask.to(overlap.dtype)
             return overlap
         with acting_as(self.policy.roles, "policy") as backbone:
             parts = [
                 view_overlap(backbone, part, self.policy.temperature)
-                for part in split_into_passes(some, self.rows_per_pass)
+                for part in split_into_passes(sample, self.rows_per_pass)
             ]
         overlap[rows] = torch.cat(parts).to(overlap.dtype)
         return overlap
@@ -97,25 +96,23 @@ class DenseMismatch(RowsDiagnostic):
 class LayerMismatch(RowsDiagnostic):
     """KL from the dense policy to the policy with one layer's evictions, for each layer.
 
-    Costs n_layers + 2 forwards of `n_rows` responses, chosen over all ranks. Without evictions all values are
-    0, and no forward is run.
+    Takes n_layers + 2 forwards of `n_rows` responses, chosen over all ranks. Without evictions all values are
+    0 and no forward runs.
     """
 
     name = "layers"
 
     def measure(self, experience: Experience) -> None:
         rollout, ranks = experience.rollout, experience.ranks
-        some = rollout.rows(evenly_spaced_rows(rollout, self.n_rows, ranks))
-        kls = torch.zeros(
-            rollout.evicted_at.shape[1] + 1, dtype=torch.float64, device=rollout.evicted_at.device
-        )
-        if not has_no_evictions(some):
+        sample = rollout.rows(evenly_spaced_rows(rollout, self.n_rows, ranks))
+        n_layers, device = rollout.evicted_at.shape[1], rollout.evicted_at.device
+        kls = torch.zeros(n_layers + 1, dtype=torch.float64, device=device)
+        if not has_no_evictions(sample):
             with acting_as(self.policy.roles, "policy") as backbone:
-                for part in split_into_passes(some, self.rows_per_pass):
+                for part in split_into_passes(sample, self.rows_per_pass):
                     kls += layer_kls(backbone, part, self.policy.temperature).double().sum(dim=1)
-        *by_layer, all_layers = (
-            ranks.all_reduce_sum(kls) / ranks.all_reduce_sum(some.response_mask.sum())
-        ).tolist()
+        n_tokens = ranks.all_reduce_sum(sample.response_mask.sum())
+        *by_layer, all_layers = (ranks.all_reduce_sum(kls) / n_tokens).tolist()
         self.scalars = {f"kv/layer_kl/{layer}": value for layer, value in enumerate(by_layer)}
         self.scalars["kv/layer_kl/all"] = all_layers
         self.arrays = {"layer_kl": by_layer, "all_layers_kl": all_layers}

@@ -21,14 +21,14 @@ from lit_rlkv.models.hydra import Roles, acting_as
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""Written to the second file, resets the peak to the current resident set (proc(5))."""
+"""Written to CLEAR_REFS, resets the peak to the current resident set (proc(5))."""
 
 
 class MemoryMeter:
-    """Reads what torch has allocated on a CUDA device; elsewhere, on Linux, the resident set of the process.
+    """Reads torch's allocated memory on CUDA, and elsewhere on Linux the resident set of the process.
 
-    The peak of a resident set is the kernel's, and begins anew at `reset_peak`; what `getrusage` and `time`
-    say of the process then begins anew too.
+    The peak of the resident set is counted by the kernel. `reset_peak` also resets the peak that `getrusage`
+    and `time` report.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class MemoryMeter:
         try:
             CLEAR_REFS.write_text(RESET_PEAK)
             self._knows_peak = True
-        except OSError:  # not Linux, or not allowed: the peak of all time is not that of a phase
+        except OSError:  # not Linux, or not permitted
             self._knows_peak = False
 
     def read(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class MemoryMeter:
 
 
 def _status() -> dict[str, int]:
-    """Return the kernel's sizes of this process in bytes; empty if there is no such file."""
+    """Return the memory sizes of this process in bytes, by field of /proc/self/status."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:
@@ -77,8 +77,8 @@ def _status() -> dict[str, int]:
 class FlopCounter:
     """Counts flops from `start` to `stop`: each forward under an eviction table, and its backward pass.
 
-    A forward that a backward pass repeats (checkpointing) does not count. The host waits for the device
-    only when it reads the totals.
+    Recomputed forwards (checkpointing) do not count. The host waits for the device only when it reads the
+    totals.
     """
 
     def __init__(self, roles: Roles) -> None:
@@ -97,10 +97,10 @@ class FlopCounter:
         for name in self.roles.backbones:
             backbone = self.roles.named_backbone(name)
             self._adapted[id(backbone)] = lora_layers(backbone)
-            of_body, of_head = partial(self._on_body, backbone), partial(self._on_head, backbone)
+            on_body, on_head = partial(self._on_body, backbone), partial(self._on_head, backbone)
             self._handles += [
-                backbone.base_model.register_forward_hook(of_body, with_kwargs=True),
-                backbone.get_output_embeddings().register_forward_hook(of_head),
+                backbone.base_model.register_forward_hook(on_body, with_kwargs=True),
+                backbone.get_output_embeddings().register_forward_hook(on_head),
             ]
 
     def stop(self) -> None:
@@ -111,12 +111,12 @@ class FlopCounter:
 
     @property
     def flops(self) -> float | None:
-        """Total flops; None if a model's costs are unknown."""
+        """Total flops; None if the costs of a model are unknown."""
         return None if None in self._costs.values() else _total(self._flops)
 
     @property
     def n_learned(self) -> float:
-        """Tokens that backward passes went through; one that two of them went through counts twice."""
+        """Tokens in backward passes; a token in two backward passes counts twice."""
         return _total(self._learned)
 
     def _on_body(
@@ -138,7 +138,7 @@ class FlopCounter:
                 self._flops += flops
                 self._learned.append(work.n_tokens)
 
-            # It is never called where no loss depends on these states.
+            # Not called if no loss depends on these states.
             hidden.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_head(self, backbone: PreTrainedModel, module: nn.Module, args: Any, logits: Tensor) -> None:
@@ -167,12 +167,11 @@ def _total(counts: list[Tensor]) -> float:
 class Performance(Diagnostic):
     """`time/*`, `memory/*` and `perf/*` of the phases of an iteration: rollout, score, reward, update.
 
-    The host waits for the device where a phase starts and ends, and nowhere else. Each rank reports on its
-    own device.
+    The host waits for the device at the start and end of each phase only. Each rank reports its own device.
 
     Args:
-        peak_flops: most flops per second of a device at the run's precision, to measure utilisation by; None
-            looks the device up, and where it is not known only what was achieved is logged.
+        peak_flops: peak flops per second of a device at the run's precision, for the utilization; None looks
+            the device up. For an unknown device the utilization is not logged.
     """
 
     name = "performance"
@@ -181,8 +180,8 @@ class Performance(Diagnostic):
         super().__init__(every)
         if peak_flops is not None and peak_flops <= 0:
             raise ValueError(
-                f"diagnostics.performance.peak_flops={peak_flops} must be above 0; give flops per second, "
-                "such as 9.9e14, or null to look the device up"
+                f"diagnostics.performance.peak_flops must be above 0, got {peak_flops}; give flops per "
+                "second, such as 9.9e14, or null to look the device up"
             )
         self.peak_flops = peak_flops
         self.meter = MemoryMeter(torch.device("cpu"))
@@ -212,21 +211,21 @@ class Performance(Diagnostic):
         self._seconds[phase] = time.perf_counter() - self._started_at
         with self._timed():
             self.scalars |= {f"memory/{phase}/{name}": value for name, value in self.meter.read().items()}
-            if phase == "update":  # the loop itself logs its time
+            if phase == "update":  # the loop logs the time
                 self.passes.stop()
                 self._add_speed(phase, self.passes.n_learned, self.passes.flops)
             else:
                 self.scalars[f"time/{phase}"] = self._seconds[phase]
 
     def measure(self, experience: Experience) -> None:
-        """Speed of the rollout.
+        """Measure the speed of the rollout.
 
         Raises:
-            ValueError: the data module does not announce its phases.
+            ValueError: the data module does not call the phase hooks.
         """
         if "rollout" not in self._seconds:
             raise ValueError(
-                "Performance saw no rollout phase, so it cannot time one; give RolloutDataModule "
+                "Performance saw no rollout phase and cannot time it; give RolloutDataModule "
                 "on_phase_start=[diagnostic.on_phase_start], on_phase_end=[diagnostic.on_phase_end]"
             )
         n_sampled = int(experience.rollout.response_mask.sum())

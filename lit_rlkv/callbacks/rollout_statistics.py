@@ -12,7 +12,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.experience.group_baselines import is_informative
 from lit_rlkv.experience.reward import OWN
-from lit_rlkv.objectives.masking import masked_mean, masked_sum
+from lit_rlkv.objectives.reduction import masked_mean, masked_sum
 from lit_rlkv.types import Rewards
 
 
@@ -74,7 +74,7 @@ def critic_statistics(experience: Experience) -> dict[str, Tensor]:
     values, rollout = experience.values, experience.rollout
     if values is None:
         return {}
-    # Monte Carlo returns: those of GAE contain the values that are to be judged.
+    # Monte Carlo returns, because GAE returns contain the values to evaluate.
     response_mask = rollout.response_mask
     rewards = token_rewards(experience.rewards.total, response_mask, experience.kl_penalty)
     found = discounted_sums(rewards, experience.gamma)
@@ -96,14 +96,13 @@ def reference_statistics(experience: Experience) -> dict[str, Tensor]:
 class RolloutStatistics(RLCallback):
     """Adds the statistics of the rollout to the metrics of its iteration; must be the first callback.
 
-    It measures the time between the rollout and the update, in which diagnostics run, and leaves it out of
-    `tokens_per_second`.
+    `tokens_per_second` does not include the time between rollout and update, in which diagnostics run.
     """
 
     def __init__(self) -> None:
         self._latest: dict[str, float] = {}
         self._collected_at = 0.0
-        self._behind_s = 0.0
+        self._diagnostics_s = 0.0
 
     def on_rollout_end(self, experience: Experience) -> None:
         self._latest = rollout_statistics(experience.all_gather())
@@ -111,8 +110,9 @@ class RolloutStatistics(RLCallback):
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
         if phase == "update":
-            self._behind_s = time.perf_counter() - self._collected_at
+            self._diagnostics_s = time.perf_counter() - self._collected_at
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         metrics.update(self._latest)
-        metrics["tokens_per_second"] = self._latest["num_tokens"] / (metrics["time/data"] - self._behind_s)
+        seconds = metrics["time/data"] - self._diagnostics_s
+        metrics["tokens_per_second"] = self._latest["num_tokens"] / seconds

@@ -21,7 +21,7 @@ TEACHERS = ("policy", "reference")
 
 
 class _Term(NamedTuple):
-    """One KL of the loss: which role teaches under which view, and which view of the policy learns."""
+    """One KL term: role and view of the teacher, and view of the student."""
 
     name: str
     weight: float | int
@@ -39,12 +39,12 @@ class ShadowDistillation(RLCallback):
     behind the stop-gradient, is the current policy or the frozen reference.
 
     Replay trains only the sparse policy; the dense policy changes as a side effect. `anchor_weight` adds
-    anchor_weight · KL(sg π_reference ‖ π) on dense contexts, which holds the dense policy at the reference.
-    With weight=0 the anchor is the only term, and works with any correction: it is the control for the
-    regularisation that a frozen teacher brings.
+    anchor_weight · KL(sg π_reference ‖ π) on dense contexts, which keeps the dense policy near the reference.
+    With weight=0 the anchor is the only term and works with any correction; it is the control for the
+    regularization by a frozen teacher.
 
     Raises:
-        ValueError: an unknown direction or teacher, a negative weight, or no positive weight at all.
+        ValueError: the direction or teacher is unknown, a weight is negative, or both weights are 0.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class ShadowDistillation(RLCallback):
             )
         if weight < 0 or anchor_weight < 0 or weight == anchor_weight == 0:
             raise ValueError(
-                f"distillation.weight={weight} with distillation.anchor_weight={anchor_weight} has no effect "
-                "or is negative; both must be at least 0 and one above 0, or set distillation=none"
+                "distillation.weight and distillation.anchor_weight must be at least 0 and one above 0, got "
+                f"{weight} and {anchor_weight}; raise one, or set distillation=none"
             )
         self.direction = direction
         self.weight = weight
@@ -70,7 +70,7 @@ class ShadowDistillation(RLCallback):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Roles that it reads beside the policy."""
+        """Roles that it uses besides the policy."""
         reads_reference = (self.weight > 0 and self.teacher == "reference") or self.anchor_weight > 0
         return ("reference",) if reads_reference else ()
 

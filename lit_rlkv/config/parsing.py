@@ -153,18 +153,18 @@ def _check_model(cfg: Config) -> None:
 
 def _check_weights_of_responses(cfg: Config) -> None:
     """Check the bounds of importance weights."""
-    bounds = dict(named_items(cfg.correction.get("weigh") or OmegaConf.create()))
+    bounds = dict(named_items(cfg.correction.get("weight_fn") or OmegaConf.create()))
     for name, value in bounds.items():
         is_upper = name in ("cap", "high")
         require(
             is_finite(value) and (value > 0 if is_upper else value >= 0),
-            f"correction.weigh.{name} must be a number {'above 0' if is_upper else 'of at least 0'}, got "
+            f"correction.weight_fn.{name} must be a number {'above 0' if is_upper else 'of at least 0'}, got "
             f"{show(value)}; it bounds a ratio of probabilities",
         )
     low, high = bounds.get("low"), bounds.get("high")
     require(
         low is None or high is None or low < high,
-        f"correction.weigh.low must be below correction.weigh.high={high}, got {low}; else nothing would "
+        f"correction.weight_fn.low must be below correction.weight_fn.high={high}, got {low}; else nothing would "
         "count; lower it",
     )
 

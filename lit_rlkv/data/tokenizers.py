@@ -85,17 +85,17 @@ def is_end(tokenizer: PreTrainedTokenizerBase, input_ids: Int[Tensor, "*shape"])
     return torch.isin(input_ids, torch.tensor(end_token_ids(tokenizer), device=input_ids.device))
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embedded: int) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embeddings: int) -> None:
     """Refuse a model that has no embedding for what every batch holds: padding and ends.
 
     Raises:
         ValueError: naming the tokens.
     """
-    missing = {id_ for id_ in (tokenizer.pad_token_id, *end_token_ids(tokenizer)) if id_ >= n_embedded}
+    missing = {id_ for id_ in (tokenizer.pad_token_id, *end_token_ids(tokenizer)) if id_ >= n_embeddings}
     if missing:
         shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in sorted(missing))
         raise ValueError(
-            f"the tokenizer's {shown} are beyond the {n_embedded} tokens that the model embeds; it belongs "
+            f"the tokenizer's {shown} are beyond the {n_embeddings} tokens that the model embeds; it belongs "
             "to another model, or its pad token was added without resizing the embeddings"
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_rlkv.diagnostics.eviction_counts import response_queries
 from lit_rlkv.diagnostics.position_bins import by_position
-from lit_rlkv.kernels.backend import as_autocast
+from lit_rlkv.kernels.backend import to_autocast_dtype
 from lit_rlkv.types import Rollout
 
 MAX_LOGITS = 2**24
@@ -97,7 +97,7 @@ class EvictedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> None:
         """Record the attention of one layer."""
-        query, key = as_autocast(query, key)
+        query, key = to_autocast_dtype(query, key)
         with torch.autocast(query.device.type, enabled=False):
             mass, peak, is_top = evicted_mass(
                 query,

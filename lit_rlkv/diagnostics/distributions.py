@@ -34,13 +34,13 @@ def view_overlap(
         max_logits: most logits of one view that are held at a time.
     """
 
-    def of_chunk(*views: Tensor) -> tuple[Tensor]:
+    def chunk_overlap(*views: Tensor) -> tuple[Tensor]:
         probs = [tempered(head_logits(model, hidden), temperature).softmax(dim=-1) for hidden in views]
         return (torch.minimum(*probs).sum(dim=-1),)
 
     hidden = [response_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
     size = max(max_logits // text_config(model).vocab_size, 1)
-    (overlap,) = in_chunks(of_chunk, *hidden, size=size, is_linearised=False)
+    (overlap,) = in_chunks(chunk_overlap, *hidden, size=size, stores_gradients=False)
     return scatter_to_response(rollout, overlap)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_rlkv.diagnostics.scalars import Scalars
 from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn
-from lit_rlkv.objectives.masking import masked_mean
+from lit_rlkv.objectives.reduction import masked_mean
 
 MAX_LOG_RATIO = 20.0
 """Bound on log ρ before it is exponentiated, as in verl: the square of a ratio must stay within float32."""

@@ -18,12 +18,12 @@ def squared_probs(
     The logits of a whole batch never exist at once.
     """
 
-    def of_chunk(rows: Tensor) -> tuple[Tensor]:
+    def chunk_squares(rows: Tensor) -> tuple[Tensor]:
         logits = tempered(head(rows), temperature)
         return (((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp(),)
 
     size = max(MAX_CHUNK_LOGITS // vocab_size, 1)
-    (squares,) = in_chunks(of_chunk, hidden, size=size, is_linearised=False)
+    (squares,) = in_chunks(chunk_squares, hidden, size=size, stores_gradients=False)
     return squares
 
 

@@ -18,7 +18,7 @@ from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.objectives.masking import masked_mean
+from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager, score
 from lit_rlkv.rng import stream

@@ -178,7 +178,7 @@ class RolloutDataModule(L.LightningDataModule):
             kl_coef=kl_coef,
             kl_penalty=kl_penalty,
             values=scores.get("value"),
-            weights=global_is_weights(self.correction.weigh, log_ratio, response_mask, self.ranks),
+            weights=global_is_weights(self.correction.weight_fn, log_ratio, response_mask, self.ranks),
             group_size=group_size,
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
             verdicts=None if verdicts is None else verdicts.to(response_mask.device),

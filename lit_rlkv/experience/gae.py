@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rlkv.experience.group_baselines import STD_FLOOR
-from lit_rlkv.objectives.masking import masked_mean, masked_sum
+from lit_rlkv.objectives.reduction import masked_mean, masked_sum
 
 
 def token_rewards(

@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.objectives.kl import adapted_weight, k1, kl_penalty
-from lit_rlkv.objectives.masking import masked_sum
+from lit_rlkv.objectives.reduction import masked_sum
 
 
 class KLController:

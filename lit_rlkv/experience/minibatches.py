@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
+from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.rng import stream
 from lit_rlkv.types import TrainBatch
 

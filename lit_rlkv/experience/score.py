@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolesConfig, RolloutConfig
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.adapters import acting_by_row, lora_layers, switched
+from lit_rlkv.models.adapters import lora_layers, use_adapter, use_adapters_by_row
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
@@ -105,7 +105,7 @@ def _hidden(
             found |= _stacked(backbone, rollout, mine)
             continue
         for one in mine:
-            with switched(lora_layers(backbone), one.adapter):
+            with use_adapter(lora_layers(backbone), one.adapter):
                 evicted_at = _replay_table(rollout, one.shadow)
                 found[one] = _forward(backbone, rollout.input_ids, rollout.attention_mask, evicted_at)
     return found
@@ -120,9 +120,9 @@ def _stacked(
     evicted_at = torch.cat([_replay_table(rollout, one.shadow).expand(shape) for one in passes])
     adapters = [one.adapter for one in passes]
     chosen = (
-        switched(lora_layers(backbone), adapters[0])
+        use_adapter(lora_layers(backbone), adapters[0])
         if len(set(adapters)) == 1
-        else acting_by_row(backbone, [adapter for adapter in adapters for _ in range(n_rows)])
+        else use_adapters_by_row(backbone, [adapter for adapter in adapters for _ in range(n_rows)])
     )
     with chosen:
         hidden = _forward(backbone, rollout.input_ids[rows], rollout.attention_mask[rows], evicted_at)

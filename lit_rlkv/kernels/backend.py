@@ -1,4 +1,4 @@
-"""Choose the implementation of an operation: the plain definition or the Triton kernel."""
+"""Selection of an operation's implementation: the plain definition or the Triton kernel."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ KERNELS = ("auto", "reference", "triton")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _chosen = "auto"
-"""The choice of the whole process, not of one thread, because a backward pass runs in threads of its own."""
+"""The choice of the process, not of a thread, because autograd runs backward passes in its own threads."""
 
 
 def set_kernels(kernels: str) -> None:
@@ -31,7 +31,7 @@ def set_kernels(kernels: str) -> None:
 
 
 @contextmanager
-def using(kernels: str) -> Iterator[None]:
+def use_kernels(kernels: str) -> Iterator[None]:
     """Set the implementation within a `with` block, and restore the previous choice at its end."""
     before = _chosen
     set_kernels(kernels)
@@ -81,8 +81,8 @@ def with_triton(
     overrides the choice of the process for one call. The kernel takes the same arguments.
 
     Args:
-        load_kernels: imports the module of the Triton kernel; called at first use, because Triton exists on
-            Linux only.
+        load_kernels: imports the module of the Triton kernel, by an import statement because torch.compile
+            does not trace `import_module`; called at first use, because Triton exists on Linux only.
         chosen_by: name of the argument whose device and dtype decide.
         fits: called with the operation's arguments; False if the kernel cannot hold tensors of this size.
     """
@@ -98,7 +98,16 @@ def with_triton(
     return cast(Callable[Given, Output], operation)
 
 
-def on_its_device(launch: Callable[Given, Output]) -> Callable[Given, Output]:
+def register_operation(
+    name: str, schema: str, launch: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Register a launch as a torch operator; `fake` returns empty outputs of the same shapes."""
+    operation = torch.library.custom_op(f"lit_rlkv::{name}", launch, mutates_args=(), schema=schema)
+    operation.register_fake(fake)
+    return operation
+
+
+def on_tensor_device(launch: Callable[Given, Output]) -> Callable[Given, Output]:
     """Decorate a function that launches kernels: they run on the device of its first tensor.
 
     Triton launches on the current device.
@@ -118,7 +127,7 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast all tensors but float64 to the autocast dtype, as torch's own attention does under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -137,7 +146,7 @@ def in_autocast_dtype(
         query: Tensor, key: Tensor, value: Tensor, *args: Given.args, **kwargs: Given.kwargs
     ) -> Output:
         device = query.device.type
-        query, key, value = as_autocast(query, key, value)
+        query, key, value = to_autocast_dtype(query, key, value)
         with torch.autocast(device, enabled=False):
             return attend(query, key, value, *args, **kwargs)
 

@@ -28,7 +28,7 @@ H100 = Device(132, 233_472)
 _assumed = H100
 
 
-def describe(device: torch.device) -> Device:
+def device_info(device: torch.device) -> Device:
     """Return the sizes of a GPU, or of an H100 for any other device. Does not wait for the device."""
     if device.type != "cuda":
         return _assumed
@@ -37,7 +37,7 @@ def describe(device: torch.device) -> Device:
 
 
 @contextmanager
-def assuming(device: Device) -> Iterator[None]:
+def assume_device(device: Device) -> Iterator[None]:
     """Within the block, plan launches for this GPU where there is none, to compile without it."""
     global _assumed
     before = _assumed

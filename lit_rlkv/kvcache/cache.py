@@ -1,4 +1,4 @@
-"""SlotCache: a pool of slots per layer, compacted in place, with a record of when each key was evicted."""
+"""SlotCache: a pool of slots per layer, compacted in place, with a record of all evictions."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import Cache
 
 from lit_rlkv.kvcache.layer import SlotLayer
-from lit_rlkv.kvcache.levels import FillLevels
 from lit_rlkv.kvcache.spec import CacheSpec
 
 
@@ -129,9 +128,8 @@ class SlotCache(Cache):
         """Return, for each key of these rows, the first column whose query no longer sees it."""
         tables = [layer.evicted_at for layer in self.slot_layers]
         stacked = tables[0].new_empty(len(rows), len(tables), *tables[0].shape[1:])
-        for layer, table in enumerate(
-            tables
-        ):  # layer by layer, because a second copy of all can be too large
+        # Layer by layer, because a second copy of all can be too large.
+        for layer, table in enumerate(tables):
             stacked[:, layer] = table[rows]
         return stacked
 
@@ -139,3 +137,35 @@ class SlotCache(Cache):
     def kv_bytes(self) -> int:
         """Bytes of the pools, allocated once at the first prefill."""
         return sum(layer.kv_bytes for layer in self.slot_layers)
+
+
+IDLE = -(2**40)
+"""Level of a row without a sequence; it never becomes full."""
+
+
+class FillLevels:
+    """Counts the keys of every row on the host, to know when to compact without waiting for the device.
+
+    A row fills up to `budget + interval` keys, is compacted to `budget`, and fills up again. A finished row
+    writes nothing, but the host counts on until it knows; a compaction may then find nothing to do.
+    """
+
+    def __init__(self, spec: CacheSpec, n_rows: int, n_slots: int) -> None:
+        self.budget = n_slots if spec.is_dense else spec.budget
+        self.full = IDLE if spec.is_dense else n_slots
+        self.level = torch.full((n_rows,), IDLE)
+
+    def start(self, rows: Sequence[int], prompt_lens: Sequence[int]) -> None:
+        """Set the levels of rows after prefill, which keeps at most `budget` keys of a prompt."""
+        self.level[list(rows)] = torch.tensor(prompt_lens).clamp(max=self.budget)
+
+    def stop(self, rows: Sequence[int]) -> None:
+        """Mark rows as finished."""
+        self.level[list(rows)] = IDLE
+
+    def step(self) -> bool:
+        """Count one more key in each row; return True if some row may be full."""
+        self.level += 1
+        is_full = self.level == self.full
+        self.level[is_full] = self.budget
+        return bool(is_full.any())

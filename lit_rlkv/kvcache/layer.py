@@ -1,4 +1,4 @@
-"""SlotLayer: one layer of the evicting cache, with its pool of slots and what its policy needs."""
+"""SlotLayer: one layer of the evicting cache, with its pool of slots and the inputs of its policy."""
 
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from lit_rlkv.kernels.backend import as_autocast, uses_triton
+from lit_rlkv.kernels.backend import to_autocast_dtype, uses_triton
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import choose_survivors, due_rows, evict, take_slots
 from lit_rlkv.kernels.shadow_attention import shadow_attention
@@ -85,7 +85,7 @@ class SlotLayer(CacheLayerMixin):
         """
         self.scaling = scaling
         # Rotated keys are float32; the cache holds them in the dtype that the learner's attention casts to.
-        query, key, value = as_autocast(query, key, value)
+        query, key, value = to_autocast_dtype(query, key, value)
         step = self._decode if self.cache.incoming is None else self._prefill
         with torch.autocast(query.device.type, enabled=False):
             return step(query, key, value, scaling, softcap)
@@ -113,8 +113,10 @@ class SlotLayer(CacheLayerMixin):
         )
         attention = None
         if policy is not None and policy.tracks_attention is not None:
-            of_last = policy.tracks_attention == "last"
-            attention = prompt_attention(packed, key, incoming.is_prompt, scaling, softcap, of_last=of_last)
+            last_only = policy.tracks_attention == "last"
+            attention = prompt_attention(
+                packed, key, incoming.is_prompt, scaling, softcap, last_only=last_only
+            )
         if self.recent_queries is not None:
             self._remember_prompt_queries(packed)
         self._fill(key, value, attention)
@@ -202,12 +204,10 @@ class SlotLayer(CacheLayerMixin):
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
-        """Write one key per row, attend, and record what the policy needs."""
+        """Write one key per row, attend, and record the inputs of the policy."""
         cache, policy = self.cache, self.cache.policy
         if self.keys is None or self.values is None:
-            raise ValueError(
-                "the cache is empty; let the forward of a prompt run inside of cache.prefill first"
-            )
+            raise ValueError("the cache is empty; run the forward of a prompt inside cache.prefill first")
         n_rows, n_kv_heads = key.shape[:2]
         places = (self.first_slot + (cache.n_live - 1)[:, None]).flatten()
         for pool, new in ((self.keys, key), (self.values, value)):
@@ -287,7 +287,7 @@ class SlotLayer(CacheLayerMixin):
         first: Int[Tensor, " due"],
         is_due: Bool[Tensor, " due"] | None = None,
     ) -> SlotView:
-        """Return what the policy sees of these rows, whose latest query is at column `newest`."""
+        """Return the policy's input for these rows, whose latest query is at column `newest`."""
         window = self.cache.spec.window
         queries = query_columns = None
         if self.recent_queries is not None:

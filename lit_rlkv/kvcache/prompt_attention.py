@@ -1,4 +1,4 @@
-"""Attention that the keys of a prompt received at prefill, from which h2o and tova start."""
+"""Attention that the keys of a prompt receive at prefill: the initial scores of h2o and tova."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,17 +15,17 @@ def prompt_attention(
     scaling: float,
     softcap: float | None,
     *,
-    of_last: bool,
+    last_only: bool,
 ) -> Float[Tensor, "batch kv_head prompt"]:
     """Return the attention that each key received, mean over the query group.
 
-    With `of_last` it is that of the last query, otherwise the sum over all queries.
+    With `last_only` it is the attention of the last query, otherwise the sum over all queries.
     """
     n_columns = key.shape[2]
     column = torch.arange(n_columns, device=key.device)
     received = torch.zeros(key.shape[:3], device=key.device, dtype=torch.float32)
     n_queries = max(MAX_PROMPT_LOGITS // (query[:, :, :, 0, 0].numel() * n_columns), 1)
-    for block in torch.split(column[n_columns - 1 if of_last else 0 :], n_queries):
+    for block in torch.split(column[n_columns - 1 if last_only else 0 :], n_queries):
         logits = (query[:, :, :, block] @ key.transpose(-1, -2).unsqueeze(2)).float() * scaling
         if softcap is not None:
             logits = (logits / softcap).tanh() * softcap

@@ -43,11 +43,9 @@ class CacheSpec:
         for name, least in {"budget": 1, "interval": 1, "sink": 0, "window": 1}.items():
             value = getattr(self, name)
             if not is_whole(value):
-                raise ValueError(
-                    f"cache.{name}={value!r} is not an integer; it counts keys, so give a whole number"
-                )
+                raise ValueError(f"cache.{name} must be an integer, got {value!r}; give a whole number")
             if value < least:
-                raise ValueError(f"cache.{name}={value} is below {least}; raise it to at least {least}")
+                raise ValueError(f"cache.{name} must be at least {least}, got {value}; raise it")
         if not self.is_dense and self.sink + self.window >= self.budget:
             least = self.sink + self.window + 1
             raise ValueError(
@@ -62,7 +60,7 @@ class CacheSpec:
 
     @property
     def is_dense(self) -> bool:
-        """True if nothing is ever evicted; the sizes then have no meaning."""
+        """True if nothing is ever evicted; the sizes are then ignored."""
         return self.policy == "dense"
 
     @property

@@ -1,4 +1,4 @@
-"""Backbones with our attention, their roles, and the learner's replay of a rollout."""
+"""Models: backbones with our attention, roles, and replay of a rollout."""
 
 from lit_rlkv.models.backbone import prepare_backbone
 from lit_rlkv.models.replay import replay_logps

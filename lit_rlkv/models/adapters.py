@@ -1,4 +1,4 @@
-"""LoRA adapters on a backbone: injected by peft, switched here."""
+"""LoRA adapters on a backbone: injection with peft, activation, precision."""
 
 import re
 import warnings
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from lit_rlkv.models.rounding import Cast
+from lit_rlkv.models.backbone import is_sharded
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapters of the trained roles (arXiv:2106.09685)."""
+    """Configuration of the trained roles' adapters (arXiv:2106.09685)."""
 
     rank: int
     alpha: int
@@ -27,28 +29,28 @@ class LoraSpec:
 
 
 def check_target_modules(backbone: PreTrainedModel, targets: Sequence[str] | str) -> None:
-    """Refuse names under which nothing lies that could have an adapter, before there is one.
+    """Check that every target module exists and can have an adapter.
 
     Raises:
-        ValueError: naming them, and those that there are.
+        ValueError: a target matches no module with a weight matrix, or is an invalid regular expression.
     """
     if targets == "all-linear":
         return
     matrices = [name for name, module in backbone.named_modules() if _is_matrix(module)]
-    if isinstance(targets, str):  # to peft a text is a regular expression of whole names
+    if isinstance(targets, str):  # peft takes a string as a regular expression for full names
         try:
             unknown = [] if any(re.fullmatch(targets, name) for name in matrices) else [targets]
         except re.error as error:
             raise ValueError(
-                f"target_modules={targets!r} is no regular expression: {error}; mend it"
+                f"target_modules must be a regular expression, got {targets!r} ({error}); correct it"
             ) from error
     else:
-        unknown = [one for one in targets if not any(f".{name}".endswith(f".{one}") for name in matrices)]
+        unknown = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in matrices)]
     if unknown:
-        there = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
+        known = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
         raise ValueError(
-            f"target_modules: nothing in this model is called {', '.join(unknown)}; choose from "
-            f"{', '.join(there)}, or all-linear"
+            f"target_modules: this model has no module {', '.join(unknown)}; choose from "
+            f"{', '.join(known)}, or all-linear"
         )
 
 
@@ -58,27 +60,27 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
-    """Inject one more LoRA adapter, switched off; with B = 0 it changes nothing yet.
+    """Inject another LoRA adapter, disabled; with B = 0 it changes no output.
 
-    It is kept in float32 or better, and computes in the backbone's precision: in bfloat16 an update of 1e-5
-    would be lost on every weight above 0.004, where half a step is 1.5e-5.
+    Its weights are kept in float32 or higher, and it computes in the backbone's precision. In bfloat16 an
+    update of 1e-5 would be lost on every weight above 0.004, where half a rounding step is 1.5e-5.
 
     Raises:
-        ValueError: `target_modules` name no module of this backbone, or the output head.
+        ValueError: `target_modules` match no module of this backbone, or match the output head.
     """
-    # A second adapter goes where the first one went: "all-linear" would find the first one's own matrices.
+    # A second adapter has the targets of the first: "all-linear" would match the first adapter's matrices.
     present = [name for name, module in backbone.named_modules() if isinstance(module, LoraLayer)]
     given = lora.target_modules
     targets = present or (given if isinstance(given, str) else list(given))
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
     with warnings.catch_warnings():
-        # Several adapters on one backbone are what this is for.
+        # Several adapters on one backbone are intended.
         warnings.filterwarnings("ignore", "Already found a `peft_config`")
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # of GPT-2, and then set right
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # for GPT-2; peft then corrects it
         inject_adapter_in_model(config, backbone, adapter_name=name)
     if isinstance(backbone.get_output_embeddings(), LoraLayer):
         raise ValueError(
-            f"target_modules={given!r} put an adapter on the output head, which all roles share; leave it out"
+            f"target_modules must not include the shared output head, got {given!r}; leave the head out"
         )
     for layer in lora_layers(backbone):
         layer._disable_adapters = True
@@ -90,31 +92,31 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
         for layer in lora_layers(backbone):
             pair = [matrices for matrices in (layer.lora_A, layer.lora_B) if name in matrices]
             if all(type(matrices[name]) is nn.Linear for matrices in pair):
-                # peft would have each adapter keep a copy in float32 of what it reads.
+                # Otherwise peft stores a float32 copy of each adapter's input.
                 layer.cast_input_dtype_enabled = False
                 for matrices in pair:
-                    matrices[name] = Cast(matrices[name], layer.get_base_layer())
+                    matrices[name] = CastLinear(matrices[name], layer.get_base_layer())
 
 
 def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
-    """Layers that hold adapters, on or off; none before the first adapter is added.
+    """Return the layers with adapters, active or not; none before the first adapter is added.
 
-    It walks through the whole model: what asks often keeps the list, which more adapters do not change.
+    This walks through the whole model. Callers may keep the list: adding adapters does not change it.
     """
     return [module for module in backbone.modules() if isinstance(module, LoraLayer)]
 
 
 def active_adapter(layers: Sequence[LoraLayer]) -> str | None:
-    """The adapter that is on now in the layers of a backbone, None if all are off."""
+    """Return the name of the active adapter; None if all are disabled."""
     return None if not layers or layers[0]._disable_adapters else layers[0].active_adapters[0]
 
 
 @contextmanager
-def switched(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[None]:
-    """One adapter on in the layers of a backbone, or all off; what was on before is restored."""
+def use_adapter(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[None]:
+    """Activate one adapter within a `with` block, or disable all (None); then restore the previous one."""
     before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
     try:
-        # peft's own switches also flip requires_grad, which a role must not change.
+        # peft's set_adapter also changes requires_grad, which a role must not.
         for layer in layers:
             layer._disable_adapters = adapter is None
             layer._active_adapter = [adapter] if adapter is not None else layer._active_adapter
@@ -125,10 +127,10 @@ def switched(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[None]
 
 
 @contextmanager
-def acting_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> Iterator[None]:
-    """One adapter for each row of the batch (None: off), so that several roles share one forward.
+def use_adapters_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> Iterator[None]:
+    """Activate an adapter for each row of the batch (None: disabled), so that roles share one forward.
 
-    Without gradients only. Raises ValueError (peft's) from a layer that mixes up the rows of a batch.
+    For inference only. A layer that mixes rows of the batch raises peft's ValueError.
     """
     names = ["__base__" if adapter is None else adapter for adapter in adapters]
 
@@ -139,7 +141,44 @@ def acting_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> 
 
     layers = lora_layers(backbone)
     with ExitStack() as stack:
-        stack.enter_context(switched(layers, next(a for a in adapters if a is not None)))
+        stack.enter_context(use_adapter(layers, next(a for a in adapters if a is not None)))
         for layer in layers:
             stack.enter_context(cast(nn.Module, layer).register_forward_pre_hook(route, with_kwargs=True))
         yield
+
+
+class CastLinear(nn.Module):
+    """A linear module without bias that computes in the dtype of a base module."""
+
+    cached_weight: Tensor | None = None
+    """The weight in that dtype, within `cache_cast_weights`."""
+
+    def __init__(self, linear: nn.Module, base: nn.Module) -> None:
+        super().__init__()
+        self.weight = cast(nn.Parameter, linear.weight)
+        self._base = (base,)  # in a tuple, so that it is not registered as a submodule twice
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the base weights, or the compute dtype if they are quantized."""
+        (base,) = self._base
+        weight = cast(Tensor, base.weight)
+        return weight.dtype if weight.is_floating_point() else cast(torch.dtype, base.compute_dtype)
+
+    def forward(self, x: Float[Tensor, "*lead in"]) -> Float[Tensor, "*lead out"]:
+        weight = self.weight.to(self.dtype) if self.cached_weight is None else self.cached_weight
+        return F.linear(x.to(self.dtype), weight)
+
+
+@contextmanager
+def cache_cast_weights(backbone: PreTrainedModel) -> Iterator[None]:
+    """Cast the adapters' weights once for a `with` block without gradients or updates."""
+    # Sharded weights are gathered only during a forward.
+    casts = [] if is_sharded(backbone) else [m for m in backbone.modules() if isinstance(m, CastLinear)]
+    for module in casts:
+        module.cached_weight = module.weight.detach().to(module.dtype)
+    try:
+        yield
+    finally:
+        for module in casts:
+            module.cached_weight = None

@@ -16,10 +16,10 @@ from lit_rlkv.kvcache import SlotCache
 ATTENTION_NAME = "lit_rlkv"
 
 Probe = Callable[[int, Tensor, Tensor, float, float | None], None]
-"""Called at replay with a layer's index, rotated queries and keys, scaling and softcap."""
+"""Called at replay with the index of a layer, its rotated queries and keys, scaling and softcap."""
 
 NOT_REPLAYED = ("s_aux", "position_bias", "head_mask")
-"""Arguments with which some models change the softmax; not supported, so refused."""
+"""Attention arguments that change the softmax in some models; they are not supported."""
 
 
 def attention_forward(
@@ -37,14 +37,14 @@ def attention_forward(
     probe: Probe | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
-    """Attention of one layer, with the signature that transformers expects. Dropout is ignored.
+    """Return the attention output of one layer; the signature is transformers'. Dropout is ignored.
 
     Args:
-        slot_cache: write the keys to this cache and attend over what it holds: the rollout.
-        evicted_at: replay these evictions: the learner. A table of one layer or one KV head serves all.
-            With neither argument it is transformers' SDPA, or plain attention if the model has a softcap.
+        slot_cache: (rollout) write the keys to this cache and attend over the cached keys.
+        evicted_at: (learner) replay these evictions. A table of one layer or KV head is used for all.
+            Without `slot_cache` and `evicted_at` this is SDPA, or plain attention if there is a softcap.
         plan: made from `evicted_at`; saves work in the kernels.
-        probe: called at replay; changes nothing.
+        probe: called at replay; does not change the output.
 
     Raises:
         ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache.
@@ -85,7 +85,7 @@ def _capped_attention(
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     logits = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     logits = (logits / softcap).tanh() * softcap
-    if attention_mask is None:  # transformers leaves a plain causal mask to SDPA
+    if attention_mask is None:  # transformers passes no mask for plain causal attention
         n_queries, n_keys = logits.shape[-2:]
         attention_mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).tril(
             n_keys - n_queries

@@ -1,4 +1,4 @@
-"""Any transformers causal LM as a backbone: attention registered, or a refusal if replay is not exact."""
+"""Backbones: prepare any transformers causal LM for exact replay, or raise an error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,49 +21,48 @@ PROBE_LEN = 6
 
 
 def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with our attention registered and dropout off, after a proof that it can be replayed.
+    """Register our attention, set dropout to 0, check that replay is exact, and return the model.
 
-    The proof is a forward of a few tokens: in training mode it must equal the model's own attention in
-    evaluation mode, also when it decodes from our cache, and with every key dead to all later queries it must
-    equal those tokens each alone. So nothing but attention carries information between tokens.
+    The check runs a few tokens. In training mode, and when decoding from our cache, the logits must equal
+    those of the model's own attention in evaluation mode. With every key evicted right after its own query,
+    the logits must equal those of each token alone: only attention carries information between tokens.
 
     Raises:
-        ValueError: the architecture keeps state outside attention, or changes attention in a way we do not
-            compute.
+        ValueError: the architecture keeps state outside attention, or its attention is not supported.
     """
     name = type(model).__name__
     config = text_config(model)
-    odd_layers = set(optional_setting(config, "layer_types") or []) - REPLAYABLE_LAYERS
-    if odd_layers:
+    unsupported = set(optional_setting(config, "layer_types") or []) - REPLAYABLE_LAYERS
+    if unsupported:
         raise ValueError(
-            f"{name} cannot be replayed: its layers of type {', '.join(sorted(odd_layers))} keep state that "
+            f"{name} cannot be replayed: its layers of type {', '.join(sorted(unsupported))} keep state that "
             "a table of evicted keys does not describe; use a model with full attention"
         )
     for module in model.modules():
-        # Sampler and learner must compute one function; dropout would make them two.
+        # Sampler and learner must compute the same function, so dropout is off.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     was_training = model.training
     input_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
     try:
-        with torch.no_grad(), _float32_products():
+        with torch.no_grad(), _without_tf32():
             model.set_attn_implementation("eager")
             expected = model.eval()(input_ids, use_cache=False).logits
             model.set_attn_implementation(ATTENTION_NAME)
             if not _has_our_attention(model):
                 raise ValueError(
-                    f"{name} cannot be replayed: it computes attention in code of its own; use a model that "
-                    "looks its attention up by name"
+                    f"{name} cannot be replayed: it does not look its attention up in transformers' "
+                    "AttentionInterface; use a model that does"
                 )
-            _prove_replayable(model.train(), input_ids, expected)
+            _check_replayable(model.train(), input_ids, expected)
     finally:
         model.train(was_training)
     return model
 
 
 @contextmanager
-def _float32_products() -> Iterator[None]:
-    """Without TF32, in which the model's own attention would differ from kernels that do not use it."""
+def _without_tf32() -> Iterator[None]:
+    """Disable TF32 within a `with` block, because our kernels do not use it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -72,24 +71,26 @@ def _float32_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _prove_replayable(
+def _check_replayable(
     model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], expected: Float[Tensor, "batch seq vocab"]
 ) -> None:
     name = type(model).__name__
     batch, seq_len = input_ids.shape
     position_ids = torch.arange(seq_len, device=input_ids.device).expand(batch, -1)
-    nothing_dies = torch.full((batch, 1, 1, seq_len), NEVER, dtype=torch.int32, device=input_ids.device)
+    never_evicted = torch.full((batch, 1, 1, seq_len), NEVER, dtype=torch.int32, device=input_ids.device)
     try:
-        dense = head_logits(model, hidden_states(model, input_ids, position_ids, evicted_at=nothing_dies))
-        die_at_once = (position_ids + 1).int()[:, None, None]
-        isolated = head_logits(model, hidden_states(model, input_ids, position_ids, evicted_at=die_at_once))
+        dense = head_logits(model, hidden_states(model, input_ids, position_ids, evicted_at=never_evicted))
+        evicted_at_once = (position_ids + 1).int()[:, None, None]
+        isolated = head_logits(
+            model, hidden_states(model, input_ids, position_ids, evicted_at=evicted_at_once)
+        )
         alone = head_logits(
             model,
             hidden_states(
                 model,
                 input_ids.view(-1, 1),
                 position_ids.reshape(-1, 1),
-                evicted_at=nothing_dies.view(-1, 1, 1, 1),
+                evicted_at=never_evicted.view(-1, 1, 1, 1),
             ),
         )
         decoded = _decoded_logits(model, input_ids, position_ids)
@@ -97,28 +98,28 @@ def _prove_replayable(
         raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not expected.isfinite().all():
         raise ValueError(
-            f"{name} computes logits that are not finite, so its weights are broken or overflow their "
-            f"precision, {expected.dtype}; use another checkpoint or precision"
+            f"{name} computes logits that are not finite: its weights are broken or overflow "
+            f"{expected.dtype}; use another checkpoint or precision"
         )
     if not _is_close(dense, expected):
         raise ValueError(
-            f"{name} cannot be replayed: its logits change under our attention (to which it may not hand on "
-            "what it is given), with our output head or in training mode; dropout that is no nn.Dropout must "
-            "be 0 in its config"
+            f"{name} cannot be replayed: its logits change under our attention (it may not pass on the "
+            "attention arguments), with our output head or in training mode; set any dropout that is not an "
+            "nn.Dropout to 0 in its config"
         )
     if not _is_close(decoded, expected[:, -1:]):
         raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
     if not _is_close(isolated, alone.view_as(isolated)):
         raise ValueError(
-            f"{name} cannot be replayed: tokens reach each other by other ways than causal attention "
-            "(convolution, recurrence, a mask of its own)"
+            f"{name} cannot be replayed: information flows between tokens outside causal attention "
+            "(convolution, recurrence, a custom mask)"
         )
 
 
 def _decoded_logits(
     model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch 1 vocab"]:
-    """Logits of the last column as the sampler computes them: the rest is prefilled, that token decoded."""
+    """Return the logits of the last column from one decode step after a prefill of the other columns."""
     n_layers, (batch, seq_len) = text_config(model).num_hidden_layers, input_ids.shape
     cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
     with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
@@ -137,15 +138,15 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def text_config(model: PreTrainedModel) -> PretrainedConfig:
-    """The config of the language model, also where it is part of a larger one."""
+    """Return the config of the language model, which may be part of a multimodal config."""
     return model.config.get_text_config(decoder=True)
 
 
 def check_length(model: PreTrainedModel, seq_len: int) -> None:
-    """Refuse sequences on which a window or the rotation of keys would change attention.
+    """Check that sequences of `seq_len` tokens can be replayed and fit the model.
 
     Raises:
-        ValueError: `seq_len` exceeds the sliding window, the model's positions, or what one rotation covers.
+        ValueError: `seq_len` exceeds the sliding window, the model's positions, or longrope's limit.
     """
     name, config = type(model).__name__, text_config(model)
     layer_types = optional_setting(config, "layer_types")
@@ -156,10 +157,10 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
             f"{seq_len} tokens exceed the sliding window of {window} of {name}; keys that leave it are "
             "not in the eviction table: use shorter sequences or a model with full attention"
         )
-    switch = _rope_switch(config)
-    if switch is not None and seq_len > switch:
+    limit = _longrope_limit(config)
+    if limit is not None and seq_len > limit:
         raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but beyond {switch} {name} rotates all "
+            f"prompt and response may reach {seq_len} tokens, but beyond {limit} {name} rotates all "
             "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
         )
     limit = optional_setting(config, "max_position_embeddings")
@@ -170,47 +171,47 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
         )
 
 
-def _rope_switch(config: PretrainedConfig) -> int | None:
-    """Length beyond which the rotary frequencies depend on the length itself; None where they never do.
+def _longrope_limit(config: PretrainedConfig) -> int | None:
+    """Return the length from which longrope changes all rotary frequencies; None without longrope.
 
-    The other such kind, dynamic scaling, sets in at `max_position_embeddings`.
+    Dynamic scaling changes them only from `max_position_embeddings` on.
     """
-    switches = [
+    limits = [
         entry["original_max_position_embeddings"]
-        for entry in _ropes(config)
+        for entry in _rope_configs(config)
         if entry.get("rope_type") == "longrope"
     ]
-    return min(switches, default=None)
+    return min(limits, default=None)
 
 
-def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """How keys are rotated: in all layers, or by the kind of layer."""
+def _rope_configs(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the RoPE settings, of all layers and by layer type."""
     rope = optional_setting(config, "rope_parameters") or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """True if a forward can be captured as a CUDA graph: no communication, no device synchronisation.
+    """True if a forward can be captured as a CUDA graph: no communication, no device synchronization.
 
-    Dynamic scaling asks for the length so far, whether or not it has to do anything about it.
+    Dynamic RoPE scaling always synchronizes, to read the current length.
     """
-    is_asking = any(entry.get("rope_type") == "dynamic" for entry in _ropes(text_config(model)))
-    return not is_asking and not is_sharded(model)
+    is_dynamic = any(entry.get("rope_type") == "dynamic" for entry in _rope_configs(text_config(model)))
+    return not is_dynamic and not is_sharded(model)
 
 
 def optional_setting(config: PretrainedConfig, name: str) -> Any:
-    """A setting that only some families have, under whichever name they give it."""
+    """Return a setting that only some model families have; None if it is missing."""
     return getattr(config, name, None)
 
 
 def n_kv_heads(model: PreTrainedModel) -> int:
-    """KV heads of a layer."""
+    """Return the number of KV heads of a layer."""
     config = text_config(model)
     return int(optional_setting(config, "num_key_value_heads") or config.num_attention_heads)
 
 
 def head_dims(model: PreTrainedModel) -> set[int]:
-    """Dimensions of an attention head: one number, but for families in which layers differ."""
+    """Return the head dimensions of all layers; one number in most families."""
     config = text_config(model)
     layers = optional_setting(config, "per_layer_config") or [config]
     return {
@@ -228,12 +229,12 @@ def hidden_states(
     """Return the last hidden states; `evicted_at=`, `probe=` or `slot_cache=` go to the attention function.
 
     Raises:
-        ValueError: the model does not compute our attention, so it would take no notice.
+        ValueError: the model does not use our attention and would ignore these arguments.
     """
     if not _has_our_attention(model):
         raise ValueError(
-            f"{type(model).__name__} computes {text_config(model)._attn_implementation!r} attention, which "
-            "knows nothing of evicted keys; pass the model through prepare_backbone first"
+            f"{type(model).__name__} uses {text_config(model)._attn_implementation!r} attention, which "
+            "ignores evictions; pass the model through prepare_backbone first"
         )
     evicted_at = attention.get("evicted_at")
     if evicted_at is not None and uses_triton(next(model.parameters())):
@@ -251,12 +252,12 @@ def hidden_states(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """True if its layers are sharded, also while they are gathered to compute."""
-    return any(isinstance(one, FSDPModule) for one in module.modules())
+    """True if any layer is sharded by FSDP, whether or not it is gathered now."""
+    return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
-def n_embedded(model: PreTrainedModel) -> int:
-    """Tokens that the model has an embedding for: at least those of its tokenizer, often padded to more."""
+def n_embeddings(model: PreTrainedModel) -> int:
+    """Return the rows of the token embedding; often padded beyond the tokenizer's vocabulary."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return len(weight)
@@ -268,7 +269,7 @@ def head_is_frozen(model: PreTrainedModel) -> bool:
 
 
 def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead vocab"]:
-    """The model's output head with the scalings that some families put behind it (Granite, Cohere, Gemma)."""
+    """Return the logits of the output head, with the scalings and softcaps of Granite, Cohere and Gemma."""
     logits: Tensor = model.get_output_embeddings()(hidden)
     config = text_config(model)
     if (divisor := optional_setting(config, "logits_scaling")) is not None:
@@ -281,5 +282,5 @@ def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*lead dim"]) -> F
 
 
 def token_positions(attention_mask: Tensor) -> Int[Tensor, "batch seq"]:
-    """Position of each token in its own sequence: padding on the left counts for nothing."""
+    """Return the position of each token in its sequence, not counting left padding."""
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)

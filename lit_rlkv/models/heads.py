@@ -1,4 +1,4 @@
-"""Scalar heads beside the LM head: rewards and values; they live outside peft, as plain modules."""
+"""Scalar heads for rewards and values, plain modules beside the LM head."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 
 class ScalarHead(nn.Module):
-    """One number per hidden state, in float32 or better; 0 for all before training.
+    """Maps each hidden state to one number, in float32 or higher; initialized to 0.
 
-    In bfloat16 rewards near 10 would be 0.06 apart, and close responses would tie.
+    In bfloat16, rewards near 10 would be 0.06 apart, and similar responses would tie.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -19,12 +19,11 @@ class ScalarHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead"]:
-        """w·h + b of each hidden state: a value in the reward's unit, or a reward in log-odds of preference.
+        """Return w·h + b: a value in the unit of the reward, or a reward in log-odds of preference.
 
-        Returns:
-            float32, or the dtype of `hidden` where that is wider, whatever autocast is on.
+        The result is float32, or the dtype of `hidden` if it is wider, also under autocast.
         """
-        # Whatever the run's precision has made of the weights: Fabric converts and autocasts all it can.
+        # Fabric may have converted the weights to the run's precision, and autocast may be on.
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)
@@ -34,7 +33,7 @@ class ScalarHead(nn.Module):
 def last_token(
     hidden: Float[Tensor, "batch seq dim"], attention_mask: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch dim"]:
-    """The hidden state of each sequence's last token, from which a reward is read."""
+    """Return the hidden state of each sequence's last token."""
     column = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     last = (column * attention_mask).amax(dim=1)
     return hidden[torch.arange(len(hidden), device=hidden.device), last]

@@ -1,4 +1,4 @@
-"""Policy, reference, reward model and critic on one backbone, or on several where a layout asks for them."""
+"""Roles: policy, reference, reward model and critic on one backbone or several, by layout."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,26 +11,27 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_rlkv.models.adapters import LoraSpec, active_adapter, add_adapter, lora_layers, switched
+from lit_rlkv.models.adapters import LoraSpec, active_adapter, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.layouts import LAYOUTS, ROLES, TRAINED
 
 
 class Roles(nn.Module):
-    """The backbones and heads of a layout, as far as the roles in `needed` ask for them.
+    """The backbones and heads of a layout that the roles in `needed` use.
 
-    Adapters start at zero and the value head at `value_head`, so at first every trained role computes what
-    its backbone does. Outside of `acting_as` all adapters are off.
+    Adapters start at zero and the value head at `value_head`, so every trained role first computes the same
+    as its backbone. Outside `acting_as` all adapters are disabled.
 
     Args:
-        load: a prepared backbone of its own for a role; called once for each backbone of the layout.
-        reward_head: trained weights of a `ScalarHead`; needed for the reward role.
-        value_head: weights that the value head starts from; None starts at zero.
-        checkpoints_layers: keep only layer inputs for the backward pass and recompute the rest.
+        load: returns a new prepared backbone for a role; called once for each backbone of the layout.
+        reward_head: trained weights of a `ScalarHead`; required for the reward role.
+        value_head: initial weights of the value head; None starts at zero.
+        checkpoints_layers: store only layer inputs for the backward pass and recompute the rest.
 
     Raises:
-        ValueError: an unknown layout or role, adapters that fit nowhere, a reward role without a head.
+        ValueError: the layout or a role is unknown, the adapters match no module, or the reward role has no
+            head.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Roles(nn.Module):
         if "reward" in self.needed and reward_head is None:
             raise ValueError(
                 "the reward role needs a trained reward head, and this checkpoint has none; run the SFT "
-                "stage with preference pairs, or take the verifier as the reward"
+                "stage with preference pairs, or use the verifier as the reward"
             )
         self.backbones = nn.ModuleDict()
         for role in self.needed:
@@ -69,10 +70,10 @@ class Roles(nn.Module):
                 self._checkpoint_layers(name)
 
     def backbone(self, role: str) -> PreTrainedModel:
-        """The backbone that a role reads, without switching anything.
+        """Return the backbone of a role; its adapters are not changed.
 
         Raises:
-            ValueError: the role is unknown, or was not asked for when these were built.
+            ValueError: the role is unknown or was not in `needed`.
         """
         if role not in self.needed:
             known = f"unknown role {role!r}" if role not in ROLES else f"role {role!r} was not built"
@@ -80,11 +81,11 @@ class Roles(nn.Module):
         return self.named_backbone(self.layout.backbone[role])
 
     def named_backbone(self, name: str) -> PreTrainedModel:
-        """A backbone by its name in the layout."""
+        """Return a backbone by its name in the layout."""
         return cast(PreTrainedModel, self.backbones[name])
 
     def head(self, role: str) -> ScalarHead:
-        """The scalar head of the reward or value role."""
+        """Return the scalar head of the reward or value role."""
         return cast(ScalarHead, self.heads[role])
 
     def trained_parameters(self, role: str) -> list[nn.Parameter]:
@@ -109,10 +110,10 @@ class Roles(nn.Module):
                 add_adapter(backbone, adapter, lora)
 
     def _checkpoint_layers(self, name: str) -> None:
-        """Checkpoint the layers of a backbone, each recomputed in the role of its first forward.
+        """Enable activation checkpointing; each layer is recomputed with the adapter of its forward.
 
-        peft's layers read their adapter when they run, so without this a layer that is recomputed after a
-        switch would silently use the other role's. The shadow mask is an argument of the layer, and so bound.
+        peft's layers read the active adapter when they run. Without this, a layer that is recomputed after a
+        change of role would silently use the wrong adapter. The replay mask is an argument of the layer.
         """
         backbone = self.named_backbone(name)
         layers = checkpointed_layers(backbone)
@@ -122,22 +123,22 @@ class Roles(nn.Module):
                 "use roles.gradient_checkpointing=false"
             )
 
-        adapted = lora_layers(backbone)  # asked for once, and not by every layer of every forward
+        adapted = lora_layers(backbone)  # found once, because it walks through the whole model
 
-        def in_first_role() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), switched(adapted, active_adapter(adapted))
+        def with_same_adapter() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), use_adapter(adapted, active_adapter(adapted))
 
-        function = partial(checkpoint, use_reentrant=False, context_fn=in_first_role)
+        function = partial(checkpoint, use_reentrant=False, context_fn=with_same_adapter)
         for layer in layers:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = function  # type: ignore[assignment]
 
 
 def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> ScalarHead:
-    """A scalar head for this backbone with the weights given, or at zero.
+    """Return a scalar head for this backbone, with the given weights or at zero.
 
     Raises:
-        ValueError: the weights are of a head for another hidden size.
+        ValueError: the weights have another hidden size.
     """
     head = ScalarHead(text_config(backbone).hidden_size)
     if start is not None:
@@ -146,53 +147,53 @@ def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> 
         except RuntimeError as error:
             raise ValueError(
                 f"the reward head does not fit a {type(backbone).__name__} with hidden size "
-                f"{head.linear.in_features}; it belongs to another checkpoint: {error}"
+                f"{head.linear.in_features}; use the head of the same checkpoint: {error}"
             ) from error
     return head.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
 
 
 def freeze_output_head(backbone: PreTrainedModel) -> None:
-    """A critic reads no logits; an LM head that is not also the input embedding has nothing to learn."""
+    """Freeze the LM head, which a critic does not use, unless it is tied to the input embedding."""
     head = backbone.get_output_embeddings()
     if head.weight is not backbone.get_input_embeddings().weight:
         head.requires_grad_(False)
 
 
 def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Layers that transformers can checkpoint, whether or not they are now."""
+    """Return the layers that transformers can checkpoint, whether or not they are now."""
     return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextmanager
 def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
-    """The backbone of a role with that role's adapter on; the role before is restored, also after an error.
+    """Activate the adapter of a role within a `with` block, and yield the role's backbone.
 
-    Blocks nest. Which parameters train is not changed. Layers that are recomputed later for the backward pass
-    use the role of this forward, whatever role is active then.
+    The previous role is restored at the end, also after an error. Blocks can be nested. `requires_grad` does
+    not change. Checkpointed layers are recomputed with the role of their forward.
 
     Raises:
-        ValueError: an unknown role, or layers checkpointed in a way that forgets the role.
+        ValueError: the role is unknown, or transformers' own checkpointing is on.
     """
     backbone = roles.backbone(role)
     with ExitStack() as stack:
-        stack.enter_context(switched(lora_layers(backbone), roles.layout.adapter[role]))
-        stack.enter_context(_recomputing(backbone, roles.checkpoints_layers))
+        stack.enter_context(use_adapter(lora_layers(backbone), roles.layout.adapter[role]))
+        stack.enter_context(_checkpointing(backbone, roles.checkpoints_layers))
         yield backbone
 
 
 @contextmanager
-def _recomputing(backbone: PreTrainedModel, is_ours: bool) -> Iterator[None]:
-    """Checkpoint the layers while gradients flow, and never while sampling, whatever mode the model is in."""
+def _checkpointing(backbone: PreTrainedModel, is_on: bool) -> Iterator[None]:
+    """Checkpoint the layers if gradients are enabled, in training and evaluation mode alike."""
     layers = checkpointed_layers(backbone)
-    if not is_ours and any(layer.gradient_checkpointing for layer in layers):
+    if not is_on and any(layer.gradient_checkpointing for layer in layers):
         raise ValueError(
-            "this backbone checkpoints its layers in transformers' own way, which recomputes them in "
-            "whatever role is active then; turn that off and use roles.gradient_checkpointing=true"
+            "transformers' gradient checkpointing is on, which recomputes layers with whichever adapter is "
+            "active in the backward pass; turn it off and use roles.gradient_checkpointing=true"
         )
     before = [layer.training for layer in layers]
     try:
         for layer in layers:
-            layer.training = is_ours and torch.is_grad_enabled()
+            layer.training = is_on and torch.is_grad_enabled()
         yield
     finally:
         for layer, was_training in zip(layers, before, strict=True):

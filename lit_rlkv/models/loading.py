@@ -1,4 +1,4 @@
-"""A causal LM from a folder or the hub: safetensors, transformers' own code, and refusals in plain words."""
+"""Loading of causal LMs from a folder or the hub: safetensors only, no remote code."""
 
 import json
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-NOISES = ("dropout", "pdrop", "jitter", "layerdrop")
-"""Parts of the names that configs give to randomness in training."""
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DROPOUT_NAMES = ("dropout", "pdrop", "jitter", "layerdrop")
+"""Substrings of config fields for random noise during training."""
 QUANTIZATIONS = ("4bit",)
 
 
@@ -22,22 +22,22 @@ def load_causal_lm(
     quantization: str | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """The model with its weights in `dtype`, on the CPU unless it is quantized.
+    """Load a model with its weights in `dtype`, on the CPU unless it is quantized.
 
     Args:
         quantization: "4bit" keeps the linear layers in NF4 (QLoRA, arXiv:2305.14314) and computes in `dtype`.
-        device: CUDA, where there is a quantization, which works there alone.
+        device: must be CUDA with a quantization; not used otherwise.
 
     Raises:
-        ValueError: weights that are no safetensors, a model that brings code of its own, or a quantization
-            that cannot be had here.
+        ValueError: the weights are not safetensors, the model needs remote code, or the quantization is
+            unknown or not available.
     """
     if Path(path).is_dir():
         _check_folder(Path(path))
     options = {} if quantization is None else _quantized(quantization, dtype, device)
     with friendly_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        # Eager, which every family has: a checkpoint may ask for an implementation that is not installed.
+        # Every family supports eager; a checkpoint may name an implementation that is not installed.
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path,
             config=without_dropout(config),
@@ -51,12 +51,12 @@ def load_causal_lm(
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """The same config with every noise of training at 0: sampler and learner must compute one function.
+    """Set all dropout rates of a config to 0 in place, and return it.
 
-    Families name it differently, and those that call it as a function read it nowhere else.
+    Sampler and learner must compute the same function. Functional dropout reads its rate from the config.
     """
     for name, value in vars(config).items():
-        if isinstance(value, float) and any(noise in name for noise in NOISES):
+        if isinstance(value, float) and any(part in name for part in DROPOUT_NAMES):
             setattr(config, name, 0.0)
     for name in config.sub_configs:
         part = vars(config).get(name)
@@ -68,15 +68,15 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 def _check_folder(folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         return
-    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in folder.glob(pattern))
     if not pickles:
         raise ValueError(
             f"{folder} holds no weights (no *.safetensors); give a folder written by save_pretrained"
         )
     raise ValueError(
-        f"{folder} holds its weights as {pickles[0]}, and pickles, which may run code when they are read, "
-        "are not loaded; where you trust it, convert it once: AutoModelForCausalLM.from_pretrained("
-        f"{str(folder)!r}, use_safetensors=False).save_pretrained('NEW'), and the tokenizer beside it"
+        f"{folder} must hold weights as *.safetensors, got {pickles[0]}; pickles may run code and are not "
+        "loaded. If you trust it, convert it once: AutoModelForCausalLM.from_pretrained("
+        f"{str(folder)!r}, use_safetensors=False).save_pretrained('NEW'), and save the tokenizer there too"
     )
 
 
@@ -89,13 +89,13 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
         text = str(error)
         if "trust_remote_code" in text or "custom code" in text:
             raise ValueError(
-                f"{path} brings code of its own ({_model_type(path)}), which is never run; use a model that "
-                "transformers itself knows"
+                f"{path} needs remote code ({_model_type(path)}), which is never run; use a model that "
+                "transformers includes"
             ) from error
         if "safetensors" in text and "model" in text and isinstance(error, OSError):
             raise ValueError(
-                f"{path} has no weights as safetensors, and pickles are not loaded; use another revision, or "
-                "convert it once where you trust it (AutoModelForCausalLM.from_pretrained(NAME, "
+                f"{path} must have weights as safetensors; pickles are not loaded; use another revision, or "
+                "if you trust it convert it once (AutoModelForCausalLM.from_pretrained(NAME, "
                 f"use_safetensors=False).save_pretrained('NEW')): {' '.join(text.split())}"
             ) from error
         raise
@@ -114,9 +114,9 @@ def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | Non
             f"quantization={quantization!r} is unknown; choose {', '.join(QUANTIZATIONS)} or null"
         )
     if device is None or device.type != "cuda":
-        raise ValueError(f"quantization={quantization} needs CUDA, and this run is on {device}; use null")
+        raise ValueError(f"quantization={quantization} needs CUDA, got device {device}; use null")
     try:
-        import bitsandbytes  # noqa: F401  # of an extra, and looked for only where it is asked for
+        import bitsandbytes  # noqa: F401  # of an optional extra
     except ImportError as error:
         raise ValueError(
             f'quantization={quantization} needs bitsandbytes; pip install -e ".[quant]", or use null'

@@ -1,4 +1,4 @@
-"""Small models from scratch, for laptops and tests."""
+"""Small randomly initialized models, for laptops and tests."""
 
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -15,7 +15,7 @@ def tiny_qwen3(
     intermediate_size: int = 384,
     max_position_embeddings: int = 1024,
 ) -> PreTrainedModel:
-    """A Qwen3 of about half a million parameters: RMSNorm, RoPE, grouped queries, tied embeddings."""
+    """Return a Qwen3 of about half a million parameters: RMSNorm, RoPE, grouped queries, tied embeddings."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocab_size,

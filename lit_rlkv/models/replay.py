@@ -1,4 +1,4 @@
-"""Replay: log-probs of a rollout under exactly the keys that its cache held at each step."""
+"""Replay: log-probs of a rollout under the keys that its cache held at each step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +43,7 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
     """Return the hidden states that predict the response tokens, row by row: one column before each token."""
     check_length(model, rollout.input_ids.shape[1])
     evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
-    # The last column predicts nothing that was sampled.
+    # The last column predicts no sampled token.
     hidden = hidden_states(
         model,
         rollout.input_ids[:, :-1],
@@ -61,18 +61,20 @@ def response_logps(
     Raises:
         ValueError: `temperature` is 0 or less.
     """
-    return scatter_to_response(rollout, _of_response_tokens(token_logps, model, rollout, hidden, temperature))
+    return scatter_to_response(
+        rollout, _read_response_tokens(token_logps, model, rollout, hidden, temperature)
+    )
 
 
 def response_logps_and_entropy(
     model: PreTrainedModel, rollout: Rollout, hidden: Float[Tensor, "token dim"], temperature: float
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
     """Return `response_logps`, and in the same columns the entropy of each token's distribution in nats."""
-    logps, entropy = _of_response_tokens(token_logps_and_entropy, model, rollout, hidden, temperature)
+    logps, entropy = _read_response_tokens(token_logps_and_entropy, model, rollout, hidden, temperature)
     return scatter_to_response(rollout, logps), scatter_to_response(rollout, entropy)
 
 
-def _of_response_tokens(
+def _read_response_tokens(
     read: Callable[..., _Result], model: PreTrainedModel, rollout: Rollout, hidden: Tensor, temperature: float
 ) -> _Result:
     if temperature <= 0:

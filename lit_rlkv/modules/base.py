@@ -20,7 +20,7 @@ from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
 from lit_rlkv.objectives import kl
-from lit_rlkv.objectives.masking import masked_sum, weighted_sum
+from lit_rlkv.objectives.reduction import masked_sum, weighted_sum
 from lit_rlkv.types import TrainBatch
 
 Terms = dict[str, Tensor]
@@ -32,7 +32,7 @@ class StepOutputs:
     """Outputs of one policy forward, for the objective and for callbacks' loss terms."""
 
     hidden: Float[Tensor, "action dim"]
-    """States that predict the actions, under the learner's view."""
+    """Hidden states that predict the response tokens, under the learner's view."""
     logps: Float[Tensor, "batch seq"]
     """Log-probs of the response tokens at the sampler's temperature, in nats; 0 elsewhere."""
     entropy: Float[Tensor, "batch seq"]
@@ -40,31 +40,31 @@ class StepOutputs:
 
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
-"""From parameter groups to an optimizer."""
+"""Makes an optimizer from parameter groups."""
 
 LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Terms]]
-"""From a step's outputs to loss terms (added to the loss) and metrics (only logged)."""
+"""Computes loss terms, added to the loss, and metrics, only logged, from the outputs of a step."""
 
 
 class PolicyModule(L.LightningModule, ABC):
-    """Base of the RL modules. A subclass says in `objective` what the loss of the policy is.
+    """Base class of the RL modules. A subclass implements the policy's loss in `objective`.
 
-    `advantage_estimator` is the kind of credit that its objective can learn from.
+    `advantage_estimator` is the default advantage estimator of its objective.
 
     Args:
-        roles: with the policy, and the reference where a KL to it is wanted.
-        make_optimizer: from parameter groups to an optimizer.
-        replays: whether the learner sees what the sampler saw.
-        temperature: the sampler's.
-        n_decay_steps: optimizer steps in which the learning rate falls linearly to 0; None keeps it.
-        n_warmup_steps: first optimizer steps, in which it rises linearly.
-        kl_estimator: of the KL to the reference in the loss, whose weight comes with the batch.
-        policy_weight: of the algorithm's own loss; 0 leaves what callbacks add and the KL to the reference.
+        roles: with the policy, and the reference if a KL to it is in the loss.
+        make_optimizer: makes an optimizer from parameter groups.
+        replays: True if the learner replays the evictions of the rollout.
+        temperature: sampling temperature of the rollouts.
+        n_decay_steps: optimizer steps over which the learning rate decays linearly to 0; None: no decay.
+        n_warmup_steps: optimizer steps of linear warmup.
+        kl_estimator: estimator of the KL to the reference in the loss; its coefficient is in the batch.
+        policy_weight: weight of the algorithm's objective; the KL and callbacks' terms are not scaled.
     """
 
     advantage_estimator: ClassVar[type[AdvantageEstimator]] = GroupAdvantage
     required_options: ClassVar[tuple[str, ...]] = ()
-    """Options that a config must give."""
+    """Options that a config must set."""
 
     def __init__(
         self,
@@ -91,31 +91,31 @@ class PolicyModule(L.LightningModule, ABC):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        """Refuse options that cannot work, before there is a model to train.
+        """Check the options before a model is loaded.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: an option is invalid.
         """
 
     @property
     def learner_parts(self) -> tuple[tuple[str, ...], ...]:
-        """Roles that learn together from a micro-batch; it comes once for each part."""
+        """Groups of roles; each micro-batch is processed once for each group."""
         return (("policy",),)
 
     @property
     def warmup_part(self) -> tuple[str, ...]:
-        """The roles that learn during critic warmup."""
+        """Roles that train during critic warmup."""
         return ("value",)
 
     @abstractmethod
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
-        """Loss terms and metrics of the algorithm."""
+        """Return loss terms and metrics of the algorithm."""
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Terms:
-        """`loss` with its gradient, and metrics that add up over the micro-batches of a step.
+        """Return `loss`, and metrics that add up over the micro-batches of a step.
 
         Raises:
-            ValueError: under lightning.Trainer, what it would do otherwise than our loop.
+            ValueError: under lightning.Trainer, with settings for which it would differ from our loop.
         """
         if isinstance(self._trainer, L.Trainer):
             _check_trainer(self._trainer, batch)
@@ -135,12 +135,12 @@ class PolicyModule(L.LightningModule, ABC):
         """Return loss terms and metrics of a critic; none by default.
 
         Args:
-            outputs: of the policy, if it learns from this micro-batch too.
+            outputs: outputs of the policy, if it also trains on this micro-batch.
         """
         return {}, {}
 
     def policy_terms(self, batch: TrainBatch) -> tuple[StepOutputs, Terms, Terms]:
-        """One forward of the policy, and all that is learned from it: algorithm, KL, callbacks' terms."""
+        """Return the outputs of one policy forward, its loss terms (with KL and callbacks'), and metrics."""
         with acting_as(self.roles, "policy") as backbone:
             hidden = response_hidden(backbone, batch.rollout, shadow=self.replays)
             found = response_logps_and_entropy(backbone, batch.rollout, hidden, self.temperature)
@@ -164,17 +164,17 @@ class PolicyModule(L.LightningModule, ABC):
         return {"kl_loss": batch.kl_coef * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
-        """Those that train, but not in a step of these learners; on one rank they get no gradient at all."""
-        learning = {id(parameter) for role in learners for parameter in self._learning(role)}
+        """Return the trained parameters that get no gradient in a step of these learners on one rank."""
+        learning = {id(parameter) for role in learners for parameter in self._parameters_of(role)}
         return [p for p in self.parameters() if p.requires_grad and id(p) not in learning]
 
-    def _learning(self, learner: str) -> Iterable[nn.Parameter]:
+    def _parameters_of(self, learner: str) -> Iterable[nn.Parameter]:
         if learner.endswith("_head"):
             return self.roles.head(learner.removesuffix("_head")).parameters()
         return self.roles.trained_parameters(learner)
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
-        """All that trains, and by how much the learning rate of each group is scaled."""
+        """Return groups of trained parameters, each with the scale of its learning rate."""
         return [([p for p in self.parameters() if p.requires_grad], 1.0)]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -190,10 +190,10 @@ class PolicyModule(L.LightningModule, ABC):
 
 
 def add_zero_grads_for_unused(module: nn.Module, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    """The loss with a gradient for every parameter that trains, where several ranks exchange gradients.
+    """Add 0 · every trained parameter to the loss under DDP, so that each parameter gets a gradient.
 
-    A part of the roles may learn from a micro-batch, but ranks exchange the gradients of all: DDP waits for
-    every parameter, and would leave out what earlier parts have accumulated. Sharded layers do neither.
+    Only some roles may train on a micro-batch, but DDP waits for the gradients of all parameters, and would
+    drop gradients that earlier micro-batches have accumulated. Sharded layers need no such term.
     """
     if not (dist.is_available() and dist.is_initialized()) or is_sharded(module):
         return loss
@@ -203,8 +203,8 @@ def add_zero_grads_for_unused(module: nn.Module, loss: Float[Tensor, ""]) -> Flo
 def _check_trainer(trainer: L.Trainer, batch: TrainBatch) -> None:
     if trainer.world_size > 1:
         raise ValueError(
-            f"lightning.Trainer with {trainer.world_size} processes: each would sample the same responses; "
-            "share them out by python -m lit_rlkv.fit fabric.devices=..., or use one"
+            f"lightning.Trainer must run 1 process, got {trainer.world_size}: each would sample the same "
+            "responses; use python -m lit_rlkv.fit fabric.devices=... for several"
         )
     if not batch.ends_step:
         raise ValueError(

@@ -25,16 +25,16 @@ FINAL_LR_FRACTION = 0.02
 
 
 class HydraSFT(L.LightningModule):
-    """lm_weight · CE(chosen) + reward_weight · −log σ(r(chosen) − r(rejected)).
+    """Minimizes lm_weight · CE(chosen) + reward_weight · −log σ(r(chosen) − r(rejected)).
 
-    A head of weight 0 costs nothing: without the reward head no rejected side is read, and without the LM
-    head only the rows that have one. The learning rate is warmed up, then falls along a cosine.
+    A head of weight 0 costs nothing: without the reward head rejected responses are not read, and without the
+    LM head only the rows of pairs are. The learning rate has linear warmup and cosine decay.
 
     Args:
-        backbone: prepared; all of it trains.
-        make_optimizer: from parameters to an optimizer.
-        reward_head: one that goes on learning; None starts at zero.
-        n_steps: optimizer steps in all, of which `n_warmup_steps` warm the learning rate up.
+        backbone: a prepared backbone; all its parameters train.
+        make_optimizer: makes an optimizer from parameters.
+        reward_head: a head to continue training; None starts at zero.
+        n_steps: total optimizer steps, including `n_warmup_steps`.
 
     Raises:
         ValueError: both weights are 0.
@@ -54,11 +54,11 @@ class HydraSFT(L.LightningModule):
         super().__init__()
         if lm_weight == 0 and reward_weight == 0:
             raise ValueError(
-                "lm_weight=0 and reward_weight=0 leave nothing to learn; give one of them a weight"
+                "lm_weight or reward_weight must not be 0, got 0 for both; give one of them a weight"
             )
         self.backbone = backbone
         self.reward_head: ScalarHead | None = None
-        """None where its weight is 0."""
+        """None if its weight is 0."""
         if reward_weight != 0:
             fresh = ScalarHead(text_config(backbone).hidden_size)
             self.reward_head = (reward_head or fresh).to(backbone.device)
@@ -69,7 +69,7 @@ class HydraSFT(L.LightningModule):
         self.n_warmup_steps = n_warmup_steps
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> dict[str, Tensor]:
-        """`loss` with its gradient, and metrics of the heads that learn."""
+        """Return `loss`, and metrics of the heads that train."""
         chosen = batch.chosen
         if self.lm_weight == 0:
             chosen = chosen.rows(slice(len(self._rejected(batch).input_ids)))
@@ -90,15 +90,16 @@ class HydraSFT(L.LightningModule):
             reward_loss = ranking_loss(better, worse) / batch.n_ranks
             losses.append(self.reward_weight * reward_loss)
             metrics["reward_loss"] = reward_loss.detach()
-            metrics["pair_accuracy"] = (better > worse).float().mean() / batch.n_ranks  # no tie, no NaN
+            # Ties and NaN count as wrong.
+            metrics["pair_accuracy"] = (better > worse).float().mean() / batch.n_ranks
             metrics["margin"] = (better - worse).detach().mean() / batch.n_ranks
         return {"loss": add_zero_grads_for_unused(self, torch.stack(losses).sum()), **metrics}
 
     def _rejected(self, batch: SFTBatch) -> DemonstrationBatch:
         if batch.rejected is None:
             raise ValueError(
-                f"reward_weight={self.reward_weight} ranks pairs, and this batch has none; give the data "
-                "n_pairs, or reward_weight=0"
+                f"reward_weight={self.reward_weight} needs preference pairs, and this batch has none; set "
+                "n_pairs of the data, or reward_weight=0"
             )
         return batch.rejected
 
@@ -112,14 +113,14 @@ class HydraSFT(L.LightningModule):
         return -logps.sum() / (len(logps) if n_targets is None else n_targets)
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
-        """The LM head, where it is not the embedding and only the reward head has a loss."""
+        """Return the LM head's parameters if only the reward head has a loss and the head is not tied."""
         head = self.backbone.get_output_embeddings()
         is_tied = head.weight is self.backbone.get_input_embeddings().weight
         return [] if self.lm_weight != 0 or is_tied else list(head.parameters())
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(list(self.parameters()))
-        # A method would be saved with what it is wrapped in; a function is not saved.
+        # LambdaLR saves callable objects, as a bound method is, in its state; it does not save functions.
         scheduler = LambdaLR(optimizer, lambda step: self._lr_fraction(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

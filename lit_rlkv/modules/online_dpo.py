@@ -1,4 +1,4 @@
-"""Online DPO: the policy's own samples, ranked, as preference pairs (arXiv:2402.04792)."""
+"""Online DPO: preference pairs from ranked samples of the policy (arXiv:2402.04792)."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from lit_rlkv.types import TrainBatch
 
 
 class OnlineDPO(PolicyModule):
-    """Mean over pairs of −log σ(β[Δlog π − Δlog π_ref]) or of IPO's square, Δ = better − worse.
+    """Mean over pairs of −log σ(β[Δlog π − Δlog π_ref]), or of the squared loss of IPO; Δ = better − worse.
 
-    All four log-probs are under the mask of their own sequence. An arm that corrects for a mismatch weighs
-    the log-ratio of each action, so that its gradient is weighed as in a policy gradient.
+    All four log-probs are under the mask of their own sequence. Importance weights of a correction multiply
+    the log-ratio of each token, so they scale its gradient as in a policy gradient.
 
     Args:
-        beta: strength of the pull to the reference.
+        beta: strength of the KL to the reference.
         kind: sigmoid or ipo.
-        label_smoothing: chance that a preference is the wrong way round (sigmoid).
-        averages: log-probs per token instead of per response, as TRL does for ipo.
+        label_smoothing: probability that a preference label is flipped (sigmoid only).
+        averages: mean instead of sum of log-probs over tokens, as TRL does for ipo.
     """
 
     advantage_estimator = PairAdvantage
@@ -47,7 +47,7 @@ class OnlineDPO(PolicyModule):
     @classmethod
     def check_options(cls, **options: Any) -> None:
         if not isinstance(options["beta"], int | float):
-            raise ValueError(f"beta={options['beta']} pulls to no reference; give a number above 0")
+            raise ValueError(f"beta must be a number above 0, got {options['beta']}")
         kind, smoothing = options.get("kind", "sigmoid"), options.get("label_smoothing", 0.0)
         check_dpo(beta=options["beta"], kind=kind, label_smoothing=smoothing)
 
@@ -64,7 +64,7 @@ class OnlineDPO(PolicyModule):
 
         losses = {"dpo_loss": mean(token_loss)}
         logps = outputs.logps.sum(dim=1)
-        # As TRL has them, whatever the loss weighs and averages.
+        # As in TRL, without importance weights and not averaged over tokens.
         rewards = self.beta * (logps - batch.ref_logps.sum(dim=1))
         rewards_chosen, rewards_rejected = mean(rewards[::2]), mean(rewards[1::2])
         return losses, {
@@ -78,7 +78,7 @@ class OnlineDPO(PolicyModule):
         }
 
     def _margins(self, batch: TrainBatch, logps: Float[Tensor, "batch seq"]) -> Float[Tensor, " batch"]:
-        """Σ weight·(log π − log π_ref) of each response."""
+        """Return Σ weight·(log π − log π_ref) of each response, or the mean with `averages`."""
         response_mask = batch.rollout.response_mask
         log_ratio = torch.where(response_mask, batch.correction * (logps - batch.ref_logps), 0.0).sum(dim=1)
         return log_ratio / response_mask.sum(dim=1).clamp(min=1) if self.averages else log_ratio

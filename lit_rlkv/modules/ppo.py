@@ -1,4 +1,4 @@
-"""PPO: the clipped surrogate on GAE advantages, and a critic that learns the returns (arXiv:1707.06347)."""
+"""PPO: the clipped surrogate on GAE advantages, and a critic trained on returns (arXiv:1707.06347)."""
 
 from typing import Any
 
@@ -12,26 +12,26 @@ from lit_rlkv.experience.score import forward_pass_of
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
 from lit_rlkv.modules.base import StepOutputs, Terms
-from lit_rlkv.modules.clipped import ClippedPolicy, check_positive
-from lit_rlkv.objectives.masking import masked_sum
-from lit_rlkv.objectives.value import clipped_value
+from lit_rlkv.modules.grpo import ClippedPolicy, check_positive
+from lit_rlkv.objectives.clipped import clipped_value
+from lit_rlkv.objectives.reduction import masked_sum
 from lit_rlkv.types import TrainBatch
 
 
 class PPO(ClippedPolicy):
     """Clipped policy loss + value_weight · mean over tokens of 0.5·max((V − R)², (V_clipped − R)²).
 
-    If policy and critic share a forward (j_hydra, the same view), both losses use it.
+    Policy and critic share one forward if they have the same adapter and view (j_hydra).
 
     Args:
         clip_low, clip_high: see `ClippedPolicy`.
-        value_weight: of the critic's loss beside the policy's.
-        value_clip: values are clipped to within this distance of the old values; None: not clipped.
+        value_weight: weight of the critic's loss.
+        value_clip: values are clipped to this distance from the old values; None does not clip.
         value_shadow: the critic has the shadow view (True) or the dense view (False).
         value_lr_scale: learning rate of the critic's own parameters, relative to the policy's.
-        target_kl: skip the rest of an iteration's updates once a step's KL(π_old ‖ π) exceeds it; None: off.
-        separate_passes: policy and critic learn from a micro-batch one after the other, so that only one of
-            them holds activations at a time.
+        target_kl: skip the rest of an iteration once the KL(π_old ‖ π) of a step exceeds it; None: off.
+        separate_passes: run forward and backward of policy and critic one after the other, so that only one
+            holds activations at a time.
     """
 
     advantage_estimator = GAEAdvantage
@@ -65,8 +65,8 @@ class PPO(ClippedPolicy):
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
         policy, value = (self.roles.trained_parameters(role) for role in ("policy", "value"))
-        mine = {id(parameter) for parameter in policy}
-        return [(policy, 1.0), ([p for p in value if id(p) not in mine], self.value_lr_scale)]
+        policy_ids = {id(parameter) for parameter in policy}
+        return [(policy, 1.0), ([p for p in value if id(p) not in policy_ids], self.value_lr_scale)]
 
     @property
     def shares_forward(self) -> bool:
@@ -81,7 +81,7 @@ class PPO(ClippedPolicy):
 
     @property
     def warmup_part(self) -> tuple[str, ...]:
-        """A critic that shares the policy's adapter trains only its head, or the policy would change too."""
+        """The critic's roles; only its head if it shares the policy's adapter, which must not change."""
         is_joint = self.roles.layout.adapter["policy"] is not None and (
             self.roles.layout.adapter["policy"] == self.roles.layout.adapter["value"]
         )
@@ -98,10 +98,10 @@ class PPO(ClippedPolicy):
             losses, metrics = self._value_terms(batch, self._values(batch, outputs))
         elif batch.ends_step:
             raise ValueError(
-                f"learners={batch.learners} end a step without the critic; give the data module "
+                f"a step of PPO must train the critic, got learners={batch.learners}; give the data module "
                 "learner_parts=module.learner_parts"
             )
-        if batch.ends_step and self._step_kl:  # none while only the critic learns
+        if batch.ends_step and self._step_kl:  # empty while only the critic trains
             self._last_kl, self._step_kl = over_ranks(torch.stack(self._step_kl).sum()), []
         return losses, metrics
 
@@ -118,18 +118,18 @@ class PPO(ClippedPolicy):
     def _value_terms(self, batch: TrainBatch, values: Float[Tensor, "batch seq"]) -> tuple[Terms, Terms]:
         assert batch.old_values is not None
         assert batch.returns is not None
-        found = clipped_value(values, batch.old_values, batch.returns, self.value_clip)
+        clipped = clipped_value(values, batch.old_values, batch.returns, self.value_clip)
         response_mask, n = batch.rollout.response_mask, batch.n_response_tokens
-        value_loss = masked_sum(found.loss, response_mask) / n
+        value_loss = masked_sum(clipped.loss, response_mask) / n
         metrics = {
             "value_loss": value_loss,
-            "value/clip_ratio": masked_sum(found.is_clipped.float(), response_mask) / n,
+            "value/clip_ratio": masked_sum(clipped.is_clipped.float(), response_mask) / n,
             "value/mean": masked_sum(values, response_mask) / n,
         }
         return {"value_loss": self.value_weight * value_loss}, metrics
 
     def on_train_batch_start(self, batch: TrainBatch, batch_idx: int) -> int | None:
-        """−1 leaves out the rest of the iteration, Lightning's own protocol; asks the device once a step."""
+        """Return -1 to skip the rest of the iteration (Lightning's protocol); synchronizes once per step."""
         kl, self._last_kl = self._last_kl, None
         if self.target_kl is None or kl is None or batch.is_first_update:
             return None

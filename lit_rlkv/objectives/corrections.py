@@ -1,7 +1,7 @@
-"""Arms of the comparison: what the sampler keeps, what the learner sees, how the mismatch weighs.
+"""Corrections for the mismatch of sampler and learner: replay and importance weights.
 
-A weight function takes log ρ_t = log π_old − log μ of the actions, π_old under the learner's view, and
-answers how much each action weighs and which actions the denominators may count.
+A weight function takes log ρ_t = log π_old − log μ of the response tokens, where π_old is under the learner's
+view. It returns the weight of each token and a mask of the tokens that denominators count.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.objectives.masking import masked_mean
+from lit_rlkv.objectives.reduction import masked_mean
 
 
 @dataclass(frozen=True)
 class ISWeights:
-    """Detached weight of each action, and the actions that count."""
+    """Detached weight of each token, and a mask of the tokens that denominators count."""
 
     weight: Float[Tensor, "batch seq"]
     is_counted: Bool[Tensor, "batch seq"]
@@ -28,36 +28,36 @@ WeightFn = Callable[[Tensor, Tensor], ISWeights]
 
 @dataclass(frozen=True)
 class Correction:
-    """One arm: dense or sparse on either side, and the weight that ties them."""
+    """One training method: cache of the sampler, view of the learner, and importance weights."""
 
     samples_dense: bool
-    """Rollouts keep every key."""
+    """True if rollouts evict no keys."""
     replays: bool
-    """The learner sees what the sampler saw, by its eviction table."""
-    weigh: WeightFn
+    """True if the learner replays the evictions of the rollout."""
+    weight_fn: WeightFn
 
 
 def global_is_weights(
-    weigh: WeightFn,
+    weight_fn: WeightFn,
     log_ratio: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
     ranks: Ranks,
 ) -> ISWeights:
     """Return the weights of this rank's tokens; normalisation is over the tokens of all ranks."""
-    found = weigh(ranks.all_gather(log_ratio), ranks.all_gather(response_mask))
+    found = weight_fn(ranks.all_gather(log_ratio), ranks.all_gather(response_mask))
     mine = ranks.local_rows(len(log_ratio))
     return ISWeights(found.weight[mine], found.is_counted[mine])
 
 
 def unweighted(log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]) -> ISWeights:
-    """Weight 1: right for dense rollouts and for replay, and the naive mistake for a dense learner."""
+    """Return weight 1: correct for dense rollouts and for replay, biased for a dense learner."""
     return ISWeights(torch.ones_like(log_ratio), response_mask)
 
 
 def truncated(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"], cap: float = 2.0
 ) -> ISWeights:
-    """TIS: min(ρ_t, C)."""
+    """Return min(ρ_t, cap): truncated importance sampling (TIS)."""
     return ISWeights(_ratio(log_ratio, response_mask).clamp(max=cap), response_mask)
 
 
@@ -67,7 +67,7 @@ def masked(
     low: float = 0.5,
     high: float = 2.0,
 ) -> ISWeights:
-    """MIS (IcePop): ρ_t inside [low, high], else 0; a zeroed token still counts in the denominators."""
+    """Return ρ_t inside [low, high] and 0 outside (MIS, IcePop); tokens of weight 0 count in denominators."""
     ratio = _ratio(log_ratio, response_mask)
     return ISWeights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), response_mask)
 
@@ -79,24 +79,24 @@ def sparse_rl(
     low: float = 0.5,
     high: float = 1.5,
 ) -> ISWeights:
-    """Sparse-RL as released (arXiv:2601.10079): tokens and sequences far from the sampler are dropped.
+    """Return the weights of Sparse-RL as released (arXiv:2601.10079).
 
-    A sequence with any ρ_t < veto is dropped whole, tokens outside [low, high] are dropped, the rest weigh
-    min(ρ_t, high) normalised to mean 1, and denominators count the rest only.
+    A sequence with any ρ_t < veto is dropped, and so are tokens outside [low, high]. The other tokens weigh
+    min(ρ_t, high), normalized to mean 1, and only they count in denominators.
     """
     ratio = _ratio(log_ratio, response_mask)
     has_veto = (ratio < veto).any(dim=1, keepdim=True)
     is_counted = response_mask & ~has_veto & (ratio >= low) & (ratio <= high)
     weight = ratio.clamp(max=high)
-    # Every counted weight is at least `low`, so where anything counts the mean is positive.
+    # Every counted weight is at least `low`; the clamp matters only if no token counts.
     weight = weight / masked_mean(weight, is_counted).clamp(min=low)
     return ISWeights(torch.where(is_counted, weight, 0.0), is_counted)
 
 
 CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl": sparse_rl}
-"""Those that weigh, by the names of their arms, each with its default options."""
+"""Weight functions by name, with default options."""
 
 
 def _ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
-    """ρ_t, and 1 outside the actions whatever stands there."""
+    """Return ρ_t of the response tokens, and 1 elsewhere."""
     return log_ratio.masked_fill(~response_mask, 0.0).exp()

@@ -1,4 +1,4 @@
-"""Progress of long work: a rich bar on a terminal, plain lines elsewhere."""
+"""Progress of long tasks: a rich progress bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.units import human_seconds
 
 N_PLAIN_LINES = 10
-"""Number of plain lines per piece of work without a terminal."""
+"""Number of plain lines per task without a terminal."""
 
 Field = float | int | str
 
@@ -32,7 +32,7 @@ def stderr_console() -> Console:
 
 
 class ProgressMeter:
-    """One piece of work under way, started by its first `show` or by `start`, and ended by `stop`."""
+    """Progress of one task, from `start` (or the first `show`) to `stop`."""
 
     def __init__(self, description: str, console: Console | None = None) -> None:
         self.description = description
@@ -43,7 +43,7 @@ class ProgressMeter:
         self._n_lines = 0
 
     def start(self, n_done: int | None = None, n_total: int | None = None) -> None:
-        """Start the clock; `n_done` units were done before it, and None says that the first `show` tells."""
+        """Start the clock; `n_done` units are done already (None: one less than the first `show` reports)."""
         if self._started_at is not None:
             return
         self._started_at = time.monotonic()
@@ -54,7 +54,7 @@ class ProgressMeter:
             self._bar.start()
 
     def show(self, n_done: int, n_total: int, fields: Mapping[str, Field]) -> None:
-        """The state after `n_done` of `n_total`, and what to write beside it."""
+        """Show that `n_done` of `n_total` units are done, with more fields."""
         self.start()
         if self._first_n_done is None:
             self._first_n_done = n_done - 1
@@ -68,7 +68,7 @@ class ProgressMeter:
             self._print_line(n_done, n_total, fields)
 
     def stop(self) -> None:
-        """Give the terminal back; nothing happens on a second call."""
+        """Stop the progress bar; a second call does nothing."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
@@ -88,7 +88,7 @@ class ProgressMeter:
 
 
 class ProgressBar(RLCallback):
-    """Iterations done, with the reward (or else the loss) and the speed of the last one."""
+    """Shows the iterations done, with the last reward (or loss) and speed."""
 
     def __init__(self, description: str = "iteration", console: Console | None = None) -> None:
         self._meter = ProgressMeter(description, console)
@@ -97,7 +97,7 @@ class ProgressBar(RLCallback):
         self._meter.start()
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        """A first iteration above 1 is a resumed run: what came before does not count for the speed."""
+        """Show the iteration; iterations before a resume do not count for the speed."""
         fields: dict[str, Field] = {}
         if "reward" in metrics:
             fields["reward"] = f"{metrics['reward']:.3f}"
@@ -116,13 +116,13 @@ class ProgressBar(RLCallback):
 
 @contextmanager
 def track(description: str, total: int, console: Console | None = None) -> Iterator[Callable[..., None]]:
-    """Show long work of `total` units; yields `advance(n, **fields)`, to call after each `n` of them.
+    """Show the progress of a task of `total` units; yields `advance(n, **fields)` to count units.
 
     Raises:
-        ValueError: nothing to do, or an advance backwards or beyond the total.
+        ValueError: `total` is below 1, or an advance is below 1 or beyond the total.
     """
     if total < 1:
-        raise ValueError(f"total={total} must be at least 1")
+        raise ValueError(f"total must be at least 1, got {total}")
     meter = ProgressMeter(description, console)
     n_done = 0
 
@@ -130,7 +130,7 @@ def track(description: str, total: int, console: Console | None = None) -> Itera
         nonlocal n_done
         if n < 1 or n_done + n > total:
             raise ValueError(
-                f"cannot advance {description!r} by {n} after {n_done} of {total}; say how many were done"
+                f"{description!r} must advance by 1 to {total - n_done}, got {n} after {n_done} of {total}"
             )
         n_done += n
         meter.show(n_done, total, fields)
@@ -143,7 +143,7 @@ def track(description: str, total: int, console: Console | None = None) -> Itera
 
 
 def format_fields(fields: Mapping[str, Field]) -> str:
-    """`loss 0.123  tokens/s 4,100`: numbers in three digits, texts as they are."""
+    """Return fields as text, such as `loss 0.123  tokens/s 4,100`."""
     return "  ".join(f"{name} {_format(value)}" for name, value in fields.items())
 
 
@@ -162,6 +162,6 @@ def _bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
-        # Iterations may take minutes; rich would forget them after half of one and show no remaining time.
+        # Iterations may take minutes; rich's default of 30 seconds would show no remaining time.
         speed_estimate_period=float("inf"),
     )

@@ -1,4 +1,4 @@
-"""Metrics of a run: the axes they are plotted over, metrics.csv, and the final numbers."""
+"""Metrics of a run: axes, metrics.csv, and final metrics."""
 
 import csv
 import io
@@ -22,10 +22,10 @@ History = Sequence[Mapping[str, float | int]]
 
 
 class RunAxes(RLCallback):
-    """Adds `rollout/tokens` and `time/wall_clock_s`; stands behind the statistics of the rollout.
+    """Adds `rollout/tokens` and `time/wall_clock_s`; must come after RolloutStatistics.
 
-    Both continue from the last row of `history`, the rows of the run before a resume. Time between a stop and
-    a resume does not count, nor do repeated iterations.
+    Both continue from the last row of `history`, the rows before a resume. Repeated iterations and the time
+    between a stop and a resume do not count.
     """
 
     def __init__(self, history: History = ()) -> None:
@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile(RLCallback):
-    """One row per iteration in a CSV file, which is whole at any moment.
+    """Writes one row per iteration to a CSV file.
 
-    `history` holds the rows; rows of the run before a resume are read back, up to its checkpoint.
+    `history` holds the rows. After a resume the rows up to the checkpoint are read back.
     """
 
     def __init__(self, path: Path, resumed_at: int = 0) -> None:
@@ -63,7 +63,7 @@ class MetricsFile(RLCallback):
         self.history = [row for row in earlier if row["iteration"] <= resumed_at]
         self.columns = dict.fromkeys(name for row in self.history for name in row)
         self._is_behind = False
-        """The file lacks rows, or ends within one."""
+        """True if the file lacks rows or ends within one."""
         self._rewrite()
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
@@ -80,7 +80,7 @@ class MetricsFile(RLCallback):
             self._is_behind = False
         except OSError as error:  # such as a full disk
             if not self._is_behind:
-                log.warning("%s cannot be written now, and is rewritten later: %s", self.path, error)
+                log.warning("%s cannot be written; it is rewritten later: %s", self.path, error)
             self._is_behind = True
 
     def _rewrite(self) -> None:
@@ -92,7 +92,7 @@ class MetricsFile(RLCallback):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the complete rows of a metrics file, also while it is written; empty cells are left out."""
+    """Return the complete rows of a metrics file, without empty cells."""
     rows = csv.DictReader(complete_lines(path))
     return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
 
@@ -115,11 +115,11 @@ def final_metrics(
     """Return the results of the evaluation at the end of a run; empty if there was none.
 
     `eval/accuracy`, `eval/kl`, `eval/kv_bytes` and `eval/learned_reward` are under the run's own cache,
-    `eval/dense_accuracy` with all keys; a gain is the accuracy after training less the one before, and stands
-    only where both were measured.
+    `eval/dense_accuracy` is under a dense cache. A gain is the accuracy after minus before training, if both
+    were measured.
 
     Args:
-        budget: of the run's own cache; None where it keeps all keys.
+        budget: budget of the run's own cache; None if it is dense.
     """
     found: dict[str, float] = {}
     own, dense = _row(after, budget), _row(after, None)

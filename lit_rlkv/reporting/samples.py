@@ -17,7 +17,7 @@ from lit_rlkv.types import prompt_text
 
 FILE_NAME = "samples.jsonl"
 MAX_SHOWN_CHARACTERS = 400
-"""Longest text on the console; the file has all of it."""
+"""Longest text on the console; samples.jsonl has the full text."""
 N_REPORTED = 24
 """Most samples in the report."""
 
@@ -33,11 +33,11 @@ class LoggedSample:
 
 
 class Samples(RLCallback):
-    """Every `every_n_iterations`, from the first on, the first response to each of the first `n` prompts.
+    """Shows the first response to each of the first `n` prompts, every `every_n_iterations` iterations.
 
-    Which texts these are does not depend on their reward, so they show what is usual. `latest` is the latest
-    draw, and `samples` what the report shows of all: `N_REPORTED` of the first and the latest. samples.jsonl
-    in `run_dir` has every one, and a resumed run reads them back.
+    The choice does not depend on rewards, so samples are typical. `latest` are the latest samples, and
+    `samples` those for the report: `N_REPORTED`, from the first iteration and the latest ones. samples.jsonl
+    in `run_dir` has all samples, and a resumed run reads them back.
     """
 
     def __init__(
@@ -49,45 +49,45 @@ class Samples(RLCallback):
     ) -> None:
         for name, value in {"every_n_iterations": every_n_iterations, "n": n}.items():
             if value < 1:
-                raise ValueError(f"samples.{name}={value} must be at least 1")
+                raise ValueError(f"samples.{name} must be at least 1, got {value}; raise it")
         if not run_dir.is_dir():
-            raise ValueError(f"run_dir={str(run_dir)!r} must be an existing directory; create it first")
+            raise ValueError(f"run_dir must be an existing directory, got {str(run_dir)!r}; create it first")
         self.path = run_dir / FILE_NAME
         self.every_n_iterations = every_n_iterations
         self.n = n
         self.console = console or stderr_console()
-        if self.path.is_file():  # what a crash cut short would spoil the line that comes next
+        if self.path.is_file():  # drops a line that a crash cut short
             write_atomically(self.path, "".join(f"{line}\n" for line in complete_lines(self.path)))
         self.latest: list[LoggedSample] = []
-        self.samples = thinned(_read_back(self.path), N_REPORTED)
+        self.samples = select_samples(_read_back(self.path), N_REPORTED)
 
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every_n_iterations:
             return
-        self.latest = draw(experience, self.n)
+        self.latest = draw_samples(experience, self.n)
         lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.latest]
         append_if_possible(self.path, "".join(lines))
-        # What a run recorded after the checkpoint that it resumed from is drawn again.
+        # A resumed run draws the samples after its checkpoint again.
         earlier = [sample for sample in self.samples if sample.iteration <= experience.iteration]
-        self.samples = thinned([*earlier, *self.latest], N_REPORTED)
+        self.samples = select_samples([*earlier, *self.latest], N_REPORTED)
         self.console.print(render(self.latest))
 
 
-def recorded(path: Path) -> list[LoggedSample]:
-    """All samples of a file; what was drawn again after a resume takes the place of what it was before."""
+def read_samples(path: Path) -> list[LoggedSample]:
+    """Return all samples of a file; samples drawn again after a resume replace the earlier ones."""
     latest = {(sample.iteration, sample.prompt): sample for sample in _read_back(path)}
     return sorted(latest.values(), key=lambda sample: sample.iteration)
 
 
-def thinned(samples: list[LoggedSample], n_kept: int) -> list[LoggedSample]:
-    """Keep at most `n_kept` samples: the first iteration's, up to half of all, and the latest."""
+def select_samples(samples: list[LoggedSample], n_kept: int) -> list[LoggedSample]:
+    """Return at most `n_kept` samples: up to half from the first iteration, and the latest."""
     first = [sample for sample in samples if sample.iteration == samples[0].iteration][: n_kept // 2]
     n_latest = min(n_kept, len(samples)) - len(first)
     return first + samples[len(samples) - n_latest :]
 
 
-def draw(experience: Experience, n: int) -> list[LoggedSample]:
-    """The first response to each of the first `n` prompts, or to all where there are fewer."""
+def draw_samples(experience: Experience, n: int) -> list[LoggedSample]:
+    """Return the first response to each of the first `n` prompts."""
     rewards = experience.rewards.scores.tolist()
     rows = range(0, len(rewards), experience.group_size)[:n]
     return [
@@ -102,19 +102,19 @@ def draw(experience: Experience, n: int) -> list[LoggedSample]:
 
 
 def render(samples: list[LoggedSample]) -> Group:
-    """Return the console view of samples; their text is escaped, never markup or terminal codes."""
+    """Return the console view of samples; markup and control characters are escaped."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("Reward", justify="right")
     table.add_column("Prompt", overflow="fold")
     table.add_column("Completion", overflow="fold")
     for sample in samples:
-        prompt, completion = _shown(sample.prompt), _shown(sample.completion)
+        prompt, completion = _printable(sample.prompt), _printable(sample.completion)
         table.add_row(f"{sample.reward:.2f}", Text(prompt, style="dim"), Text(completion))
     return Group(Rule(f"samples of iteration {samples[0].iteration}", align="left", style="dim"), table)
 
 
-def _shown(text: str) -> str:
-    """The text cut to what fits, control characters as their escapes: they could redraw the terminal."""
+def _printable(text: str) -> str:
+    """Return the text shortened, with control characters escaped so that they cannot change the terminal."""
     cut = text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "…"
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in cut)
 

@@ -26,14 +26,18 @@ class CacheComparison:
     before: EvalRow | None
     after: EvalRow | None
     share_of_dense: float | None
-    """Its bytes over those of the dense cache; None without a dense evaluation."""
+    """Its bytes divided by those of the dense cache; None without a dense evaluation."""
 
     @property
     def latest(self) -> EvalRow:
-        """The evaluation after training, or else the one before."""
+        """The evaluation after training, or before if there is none."""
         row = self.after or self.before
         assert row is not None
         return row
+
+    def evaluations(self, names: Sequence[str]) -> list[EvalRow | None]:
+        """Return the evaluations of these names, `before` or `after`."""
+        return [self.before if name == "before" else self.after for name in names]
 
     @property
     def replay_gap(self) -> float:
@@ -42,7 +46,7 @@ class CacheComparison:
 
 
 def compare_caches(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> list[CacheComparison]:
-    """Rows of the same cache side by side, in the order of the evaluations.
+    """Return the evaluations paired by cache, in the order of the evaluations.
 
     Raises:
         ValueError: one evaluation lists a cache twice.
@@ -56,9 +60,8 @@ def compare_caches(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> list[
 def evaluation_cells(
     before: Sequence[EvalRow], after: Sequence[EvalRow]
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the evaluation table; one that happened only once has no before and after."""
-    moments = [("before", before), ("after", after)]
-    present = [name for name, rows in moments if rows]
+    """Return headings and cells of the evaluation table; columns say before and after if there are both."""
+    present = [name for name, rows in (("before", before), ("after", after)) if rows]
     suffixes = [f" {name}" for name in present] if len(present) > 1 else [""]
     headings = ["Cache"]
     headings += [f"Accuracy{suffix}" for suffix in suffixes]
@@ -69,14 +72,11 @@ def evaluation_cells(
 
 
 def learned_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the reward model's mean score of the same responses; no rows without one."""
-    moments = {name: rows for name, rows in (("before", before), ("after", after)) if rows}
+    """Return headings and cells of the mean learned rewards; no rows without a reward model."""
+    present = [name for name, rows in (("before", before), ("after", after)) if rows]
     rows = [row for row in compare_caches(before, after) if row.latest.learned_reward is not None]
-    cells = [
-        [row.cache, *(_learned(row.before if name == "before" else row.after) for name in moments)]
-        for row in rows
-    ]
-    return ["Cache", *(f"Learned reward {name}" for name in moments)], cells
+    cells = [[row.cache, *map(_learned, row.evaluations(present))] for row in rows]
+    return ["Cache", *(f"Learned reward {name}" for name in present)], cells
 
 
 def _learned(row: EvalRow | None) -> str:
@@ -84,7 +84,7 @@ def _learned(row: EvalRow | None) -> str:
 
 
 def stage_cells(stage_seconds: Mapping[str, float | int]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table of times; the last row is their sum."""
+    """Return headings and cells of the table of times; the last row is the total."""
     rows = [[name, human_seconds(seconds)] for name, seconds in stage_seconds.items()]
     return ["Stage", "Time"], [*rows, ["total", human_seconds(sum(stage_seconds.values()))]]
 
@@ -95,7 +95,7 @@ def summary_table(
     stage_seconds: Mapping[str, float | int],
     reward_model: RewardReport | None = None,
 ) -> Group:
-    """Both tables for a terminal; one that would be empty is left out."""
+    """Return all tables for a terminal, without empty ones."""
     tables: list[RenderableType] = []
     if before or after:
         tables += [make_table(*evaluation_cells(before, after)), Text(KL_MEANING, style="dim")]
@@ -134,14 +134,14 @@ def _comparison(before: EvalRow | None, after: EvalRow | None, dense_bytes: int 
 
 
 def _cells(row: CacheComparison, present: Sequence[str]) -> list[str]:
-    moments = [row.before if name == "before" else row.after for name in present]
+    evaluations = row.evaluations(present)
     share = ABSENT if row.share_of_dense is None else f"{row.share_of_dense:.0%}"
     return [
         row.cache,
-        *(ABSENT if moment is None else f"{moment.accuracy:.3f}" for moment in moments),
+        *(ABSENT if found is None else f"{found.accuracy:.3f}" for found in evaluations),
         human_bytes(row.latest.kv_bytes),
         share,
-        *(ABSENT if moment is None else f"{moment.kl:z.4f}" for moment in moments),
+        *(ABSENT if found is None else f"{found.kl:z.4f}" for found in evaluations),
         f"{row.replay_gap:.1e}",
     ]
 
@@ -149,12 +149,12 @@ def _cells(row: CacheComparison, present: Sequence[str]) -> list[str]:
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     for number, heading in enumerate(headings):
-        # Headings may wrap in a narrow terminal; a figure must not lose its unit to the next line.
+        # Headings may wrap in a narrow terminal, but cells may not.
         widest = max((len(row[number]) for row in rows), default=0)
         side: JustifyMethod = "left" if number == 0 else "right"
         table.add_column(heading, justify=side, no_wrap=number == 0, min_width=widest)
     for row in rows:
-        # Text, not str: a name in brackets must not be read as markup
+        # Text instead of str, so that brackets are not parsed as markup.
         table.add_row(*(Text(cell) for cell in row))
     return table
 
@@ -174,7 +174,7 @@ def score_table(scored: Sequence[Scored], level: float) -> Group:
 
 
 def score_cells(scored: Sequence[Scored]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of what was scored, each with its interval."""
+    """Return headings and cells of accuracies, pass@k and lengths, with intervals."""
     ks = list(scored[0][1].pass_at_k) if scored else []
     headings = ["Cache", "Accuracy", *(f"pass@{k}" for k in ks), "Tokens"]
     return headings, [
@@ -189,7 +189,7 @@ def score_cells(scored: Sequence[Scored]) -> tuple[list[str], list[list[str]]]:
 
 
 def cost_cells(rows: Sequence[EvalRow]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of cost and distance from dense; the learned reward where there is one."""
+    """Return headings and cells of cache bytes, KL, replay gap and, if there are any, learned rewards."""
     dense_bytes = next((row.kv_bytes for row in rows if row.budget is None), None)
     has_learned = any(row.learned_reward is not None for row in rows)
     headings = ["Cache", "KV bytes", "of dense", "KL", "Replay gap"]
@@ -201,7 +201,7 @@ def cost_cells(rows: Sequence[EvalRow]) -> tuple[list[str], list[list[str]]]:
             f"{row.kv_bytes / dense_bytes:.0%}" if dense_bytes else ABSENT,
             f"{row.kl:z.4f}",
             f"{row.replay_gap:.1e}",
-            *([ABSENT if row.learned_reward is None else f"{row.learned_reward:.2f}"] if has_learned else []),
+            *([_learned(row)] if has_learned else []),
         ]
         for row in rows
     ]
@@ -213,7 +213,7 @@ def _with_interval(estimate: IntervalEstimate, n_decimals: int) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str | float | int | None]]) -> str:
-    """One line a row; bars and line breaks of a cell are kept from ending it."""
+    """Return a Markdown table; bars and line breaks in cells are escaped."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import can_be_captured, check_length, n_embedded
-from lit_rlkv.models.rounding import rounding_once
+from lit_rlkv.models.adapters import cache_cast_weights
+from lit_rlkv.models.backbone import can_be_captured, check_length, n_embeddings
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
 from lit_rlkv.types import NEVER, Rollout
 
@@ -72,7 +72,7 @@ def generate(
         cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
     )
     # A CUDA graph is captured on the current device.
-    with torch.cuda.device_of(input_ids), rounding_once(model):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(input_ids), cache_cast_weights(model):  # type: ignore[no-untyped-call]
         rows = _decode_all(decoder, input_ids, is_prompt, num_return_sequences)
     kv_bytes = decoder.kv.kv_bytes
     del decoder  # frees its cache
@@ -176,10 +176,10 @@ def _check_prompts(
             "a prompt is empty or not left-padded; put padding first, so that each row of attention_mask "
             "reads 0...0 1...1"
         )
-    if (highest := int(input_ids.max())) >= n_embedded(model):
+    if (highest := int(input_ids.max())) >= n_embeddings(model):
         raise ValueError(
-            f"a prompt holds token {highest}, but {type(model).__name__} embeds {n_embedded(model)} tokens; "
-            "its tokenizer belongs to another model, or has tokens that the model was never given"
+            f"a prompt holds token {highest}, but {type(model).__name__} has "
+            f"{n_embeddings(model)} embeddings; use the tokenizer of this model, or resize its embeddings"
         )
     check_length(model, input_ids.shape[1] + max_new_tokens)
 

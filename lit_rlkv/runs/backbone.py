@@ -11,9 +11,9 @@ from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
-from lit_rlkv.kernels.backend import using
+from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models.adapters import check_target_modules
-from lit_rlkv.models.backbone import hidden_states, n_embedded, prepare_backbone, token_positions
+from lit_rlkv.models.backbone import hidden_states, n_embeddings, prepare_backbone, token_positions
 from lit_rlkv.models.hydra import checkpointed_layers
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.loading import load_causal_lm
@@ -60,9 +60,9 @@ def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dt
             )
         ):
             context.fabric.to_device(model)
-    check_vocabulary(context.tokenizer, n_embedded(model))
+    check_vocabulary(context.tokenizer, n_embeddings(model))
     check_prompts_fit(model, context.sizes, context.cfg.rollout.max_new_tokens)
-    with using("reference") if context.is_sharded else nullcontext():
+    with use_kernels("reference") if context.is_sharded else nullcontext():
         return prepare_backbone(model.eval())
 
 
@@ -105,7 +105,7 @@ def layers_in_order(backbone: PreTrainedModel) -> list[nn.Module]:
     input_ids = torch.zeros((1, 2), dtype=torch.long, device=backbone.device)
     attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
     try:
-        with using("reference"):
+        with use_kernels("reference"):
             hidden_states(
                 backbone,
                 input_ids,

@@ -14,7 +14,7 @@ from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator
 from lit_rlkv.evaluation.reward_model import RewardReport, score_pairs
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.adapters import lora_layers, switched
+from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles, acting_as, make_head
 from lit_rlkv.modules.base import PolicyModule
@@ -167,7 +167,7 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
     else:
         backbone = load_backbone(context, folder)
         shard(context, backbone)
-    with switched(lora_layers(backbone), None):
+    with use_adapter(lora_layers(backbone), None):
         return evaluate_reward(context, backbone, make_head(backbone, weights))
 
 

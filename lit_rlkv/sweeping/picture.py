@@ -58,7 +58,7 @@ def draw_sweep(sweep: Sweep, ended: Ended) -> Figure | None:
     figure = Figure(figsize=(width, (style.HEIGHT + 0.6) * n_lines), dpi=150, layout="constrained")
     panels = list(figure.subplots(n_lines, n_columns, squeeze=False, sharey=True).flat)
     for number, (parameter, axes) in enumerate(zip(parameters, panels, strict=False)):
-        style.calm(axes)
+        style.style_axes(axes)
         _draw_panel(axes, parameter, _told_apart(parameter, parameters), points)
         axes.set_xlabel(parameter.name, fontsize=style.NORMAL, color=style.INK)
         if number % n_columns == 0:
@@ -148,7 +148,7 @@ def _name_lines(axes: Axes, title: str) -> None:
         title_fontsize=style.SMALL,
         alignment="left",
     )
-    style.ink([*found.get_texts(), found.get_title()])
+    style.color_texts([*found.get_texts(), found.get_title()])
 
 
 def _draw_cloud(axes: Axes, parameter: Parameter, points: Sequence[Point]) -> None:

@@ -66,7 +66,7 @@ def measured(diagnostic: Diagnostic, run: Run, experience: Experience | None = N
 
 
 def trained_square(run: Run) -> float:
-    """‖gradient‖² of one optimizer step on the whole rollout, as training leaves it in the policy."""
+    """Return ‖gradient‖² of one optimizer step on the whole rollout, from the policy's `.grad`."""
     run.module.zero_grad()
     for batch in run.data.splitter.minibatches(run.experience):
         if "policy" in batch.learners:

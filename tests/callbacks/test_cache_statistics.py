@@ -119,7 +119,7 @@ def test_attention_is_measured_with_the_policys_adapter_in_every_layout(layout):
 @pytest.mark.parametrize("options", [{"n_rows": 0}, {"every": 0}, {"needed": 0.0}, {"needed": 1.0}])
 def test_options_that_measure_nothing_are_refused(options):
     ((option, value),) = options.items()
-    with pytest.raises(ValueError, match=rf"diagnostics\.cache\.{option}={value}"):
+    with pytest.raises(ValueError, match=rf"diagnostics\.cache\.{option}.*{value}"):
         CacheStatistics(**options)
 
 

@@ -11,7 +11,7 @@ from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles,
 
 
 def counted(module, datamodule):
-    """Flops and learned tokens of one iteration's updates, and its batches."""
+    """Return flops and learned tokens of one iteration's updates, and its batches."""
     batches = list(datamodule.splitter.minibatches(datamodule.collect()))
     counter = FlopCounter(module.roles)
     counter.start()
@@ -23,7 +23,7 @@ def counted(module, datamodule):
 
 
 def expected(roles, batch, role="policy", shadow=True, has_head=True):
-    """Flops forward and backward of one role on a batch, and the tokens of it."""
+    """Return the forward and backward flops of one role on a batch, and its tokens."""
     rollout = batch.rollout
     evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
     work = learner_work(evicted_at[..., :-1], n_layers=2, n_kv_heads=2)

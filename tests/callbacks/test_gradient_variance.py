@@ -113,7 +113,7 @@ def test_gradients_are_taken_as_training_takes_them_in_every_precision(precision
     with fabric.autocast():
         with torch.no_grad():  # leaves casts of the weights behind that know nothing of gradients
             run.module.training_step(batch, 0)
-        found, _ = diagnostic.of_batch(batch)
+        found, _ = diagnostic.gradients_of_batch(batch)
     assert torch.equal(found["loss"]["all"], torch.cat([expected[name] for name in diagnostic.parameters]))
     assert found["loss"]["all"].abs().max() > 1e-3
 
@@ -124,9 +124,9 @@ def test_float16_activations_give_the_gradient_of_float32_nearly():
     tiny = replace(batch, loss_weight=batch.loss_weight * 2.0**-18)
     diagnostic = GradientVariance(every=1, terms=["policy"], blocks="all")
     diagnostic.on_fit_start(None, run.module)
-    expected = diagnostic.of_batch(tiny)[0]["policy"]["all"]
+    expected = diagnostic.gradients_of_batch(tiny)[0]["policy"]["all"]
     with torch.autocast("cpu", torch.float16):
-        found = diagnostic.of_batch(tiny)[0]["policy"]["all"]
+        found = diagnostic.gradients_of_batch(tiny)[0]["policy"]["all"]
         unscaled = policy_outputs(run.module, tiny, shadow=True)
     algorithm_loss(run.module, tiny, unscaled).backward()
     lost = torch.cat([parameter.grad.flatten() for parameter in diagnostic.parameters.values()])
@@ -278,15 +278,15 @@ def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"n_parts": 1}, "diagnostics.gradient.n_parts=1 must be at least 2"),
-        ({"n_parts": 2.5}, "n_parts=2.5 must be at least 2"),
+        ({"n_parts": 1}, "diagnostics.gradient.n_parts must be an integer of at least 2, got 1"),
+        ({"n_parts": 2.5}, "n_parts must be an integer of at least 2, got 2.5"),
         ({"blocks": "head"}, "blocks='head' is unknown; choose one of layer, module, all"),
-        ({"terms": ["value"]}, "names value; choose from policy, loss"),
-        ({"terms": []}, "names nothing"),
-        ({"only": "("}, r"only='\(' must be a regular expression"),
+        ({"terms": ["value"]}, "terms must name one or more of policy, loss, got \\['value'\\]"),
+        ({"terms": []}, "terms must name one or more of policy, loss, got \\[\\]"),
+        ({"only": "("}, r"only must be a regular expression, got '\('"),
         ({"sketch": 0}, "a sketch of size=0 holds nothing"),
         ({"sketch": True}, "a sketch of size=True holds nothing; give a whole number"),
-        ({"every": 0}, "diagnostics.gradient.every=0 must be a whole number"),
+        ({"every": 0}, "diagnostics.gradient.every must be an integer of at least 1, got 0"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, says):
@@ -295,14 +295,16 @@ def test_options_without_a_meaning_are_refused(options, says):
 
 
 def test_mistakes_in_the_config_are_found_before_any_work(tmp_path):
-    with pytest.raises(ConfigError, match=r"diagnostics\.gradient\.n_parts=1 must be at least 2"):
+    with pytest.raises(
+        ConfigError, match=r"diagnostics\.gradient\.n_parts must be an integer of at least 2, got 1"
+    ):
         config(tmp_path, "diagnostics.gradient.n_parts=1")
     with pytest.raises(ConfigError, match="counterfactual='shadow' is unknown"):
         config(tmp_path, "diagnostics.gradient_sources.counterfactual=shadow")
 
 
 def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
-    """What each rank reports when the parts are dealt out to them."""
+    """Return the report of each rank if the parts are split over ranks."""
 
     def dealt(experience: Experience, n_parts: int):
         yield from list(run.data.splitter.parts(experience, n_parts))[fabric.global_rank :: fabric.world_size]
@@ -350,7 +352,7 @@ def test_it_agrees_with_brute_force_over_fresh_rollouts():
         found = measured(diagnostic, run, replace(experience, iteration=0))
         estimates.append(found["gradient/policy/variance"])
         (part,) = run.data.splitter.parts(experience, 1)
-        fresh.add(diagnostic.of_batch(part.batches[0])[0]["policy"], 1)
+        fresh.add(diagnostic.gradients_of_batch(part.batches[0])[0]["policy"], 1)
     brute = fresh.spread()
     mean, error = torch.tensor(estimates).mean(), torch.tensor(estimates).std() / len(estimates) ** 0.5
     # each rollout is one prompt of `fresh`, so that tr Σ is the variance of a rollout's gradient

@@ -35,7 +35,7 @@ class Right(RLCallback):
         pass
 
     def losses(self):
-        """No hook, and not meant to be one."""
+        """Not a hook."""
 
 
 @pytest.mark.parametrize(

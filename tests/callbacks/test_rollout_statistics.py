@@ -33,12 +33,12 @@ def test_statistics_describe_the_rollout():
 
 
 def test_a_dense_learner_shows_its_mismatch():
-    arm = Correction(samples_dense=False, replays=False, weigh=truncated)
+    arm = Correction(samples_dense=False, replays=False, weight_fn=truncated)
     experience = make_datamodule(make_roles(), correction=arm).collect()
     found = rollout_statistics(experience)
     assert found["rollout_corr/k3_kl"] > 1e-3
     assert found["rollout_corr/rollout_is_eff_sample_size"] < 0.999
-    dense = Correction(samples_dense=True, replays=False, weigh=unweighted)
+    dense = Correction(samples_dense=True, replays=False, weight_fn=unweighted)
     experience = make_datamodule(make_roles(), correction=dense).collect()
     assert rollout_statistics(experience)["rollout_corr/k3_kl"] == 0.0
 
@@ -141,7 +141,7 @@ def test_every_training_method_logs_the_names_of_verl(arm):
 
 
 def test_tokens_rejected_by_the_runs_correction_are_counted():
-    narrow = Correction(samples_dense=False, replays=False, weigh=partial(masked, low=0.98, high=1.02))
+    narrow = Correction(samples_dense=False, replays=False, weight_fn=partial(masked, low=0.98, high=1.02))
     experience = make_datamodule(shift(make_roles(), std=0.1), correction=narrow).collect()
     response_mask = experience.rollout.response_mask
     is_rejected = response_mask & (experience.weights.weight == 0)

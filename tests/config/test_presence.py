@@ -62,5 +62,5 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
 def test_what_a_constructor_or_a_preset_need_not_have_may_go():
     asked("~debug")
     asked("~diagnostics.gradient")
-    asked("~correction.weigh.cap", "experiment=tis")
+    asked("~correction.weight_fn.cap", "experiment=tis")
     asked("fabric.n_threads=2", "resume=auto")

@@ -16,8 +16,8 @@ from lit_rlkv.config.schema import AlgorithmConfig, Config, FabricConfig, KLConf
 from lit_rlkv.kernels.backend import KERNELS
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.loading import QUANTIZATIONS
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
 from lit_rlkv.objectives.kl import ESTIMATORS
+from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.runs.context import WEIGHT_DTYPES
 from tests.config.asking import refusal
 

@@ -21,20 +21,20 @@ from tests.config.asking import asked, refusal
         (["sft.max_grad_norm=0"], "sft.max_grad_norm must be a number above 0 or null, got 0"),
         (["sft.max_grad_norm=abc"], "sft.max_grad_norm must be a number above 0 or null, got abc"),
         (
-            ["experiment=tis", "correction.weigh.cap=abc"],
-            "correction.weigh.cap must be a number above 0, got abc; it bounds a ratio of probabilities",
+            ["experiment=tis", "correction.weight_fn.cap=abc"],
+            "correction.weight_fn.cap must be a number above 0, got abc; it bounds a ratio of probabilities",
         ),
         (
-            ["experiment=tis", "correction.weigh.cap=-1"],
-            "correction.weigh.cap must be a number above 0, got -1; it bounds a ratio of probabilities",
+            ["experiment=tis", "correction.weight_fn.cap=-1"],
+            "correction.weight_fn.cap must be a number above 0, got -1; it bounds a ratio of probabilities",
         ),
         (
-            ["experiment=tis", "correction.weigh.cap=0"],
-            "correction.weigh.cap must be a number above 0, got 0; it bounds a ratio of probabilities",
+            ["experiment=tis", "correction.weight_fn.cap=0"],
+            "correction.weight_fn.cap must be a number above 0, got 0; it bounds a ratio of probabilities",
         ),
         (
-            ["experiment=mis", "correction.weigh.low=3"],
-            "correction.weigh.low must be below correction.weigh.high=2.0, got 3; else nothing would count; ",
+            ["experiment=mis", "correction.weight_fn.low=3"],
+            "correction.weight_fn.low must be below correction.weight_fn.high=2.0, got 3; else nothing would count; ",
         ),
         (["stages=[rl,rl]"], "stages=[rl, rl] names a stage twice; name each once"),
         (

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.diagnostics.attention_mass import EvictedAttention, evicted_mass, fifth_percentile
 from lit_rlkv.diagnostics.eviction_counts import response_queries
-from lit_rlkv.kernels.backend import using
+from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import hidden_states, token_positions
@@ -144,7 +144,7 @@ def test_a_probe_sees_the_same_where_triton_attends():
     model = prepare_backbone(build(tiny_config("llama")).to(DEVICE))  # not the one that all tests share
     kept = []
     for kernels in ("triton", "reference"):
-        with using(kernels):
+        with use_kernels(kernels):
             kept.append(statistics(model, rollout).stacked("kept"))
     torch.testing.assert_close(*kept, rtol=0, atol=1e-5)
 

@@ -20,7 +20,7 @@ from lit_rlkv.diagnostics.eviction_counts import response_queries
 from lit_rlkv.diagnostics.flops import ForwardWork, flop_costs, learner_work, peak_flops, rollout_work
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switched
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.backbone import hidden_states
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from lit_rlkv.types import NEVER, Rollout
@@ -54,7 +54,7 @@ def lora_model():
 
 def test_a_frozen_weight_needs_no_gradient_of_its_own():
     model = lora_model()
-    with switched(lora_layers(model), "policy"):
+    with use_adapter(lora_layers(model), "policy"):
         costs = flop_costs(model)
     assert costs is not None
     adapter = LORA.rank * LAYER_INPUTS_AND_OUTPUTS
@@ -139,7 +139,7 @@ def test_products_of_lora_are_those_that_torch_counts_but_for_the_states_of_the_
     model = prepare_backbone(model)
     evicted_at = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
     positions = torch.arange(12).expand(2, -1)
-    with switched(lora_layers(model), "policy"):
+    with use_adapter(lora_layers(model), "policy"):
         costs = flop_costs(model)
         assert costs is not None
         counted = products(

@@ -9,7 +9,7 @@ from lit_rlkv.experience.gae import discounted_sums, explained_variance, gae, re
 # Two columns of prompt, then responses of four, two and one actions, then padding.
 LENGTHS = [4, 2, 1]
 PLACE = torch.arange(7).expand(3, 7) - 2
-"""Of a column in the response; negative in the prompt."""
+"""Position of a column in the response; negative in the prompt."""
 IS_ACTION = PLACE.ge(0) & PLACE.lt(torch.tensor(LENGTHS)[:, None])
 
 

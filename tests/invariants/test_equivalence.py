@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.objectives.surrogate import clipped
+from lit_rlkv.objectives.clipped import clipped_surrogate
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
@@ -92,7 +92,7 @@ def loss_of(rollout: Rollout, n_response_tokens: Tensor) -> Tensor:
     logps = replay_logps(tiny_model("qwen3"), rollout)
     # The advantage follows from the prompt's last token, so that it moves with its row.
     advantages = torch.where(rollout.response_mask, rollout.input_ids.sum(1, keepdim=True) % 7 - 3.0, 0.0)
-    gain = clipped(logps, rollout.rollout_logps - 0.1, advantages, 0.2, 0.2).gain
+    gain = clipped_surrogate(logps, rollout.rollout_logps - 0.1, advantages, 0.2, 0.2).gain
     return -gain.masked_fill(~rollout.response_mask, 0.0).sum() / n_response_tokens
 
 

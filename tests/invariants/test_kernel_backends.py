@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.backend import using
+from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
@@ -37,7 +37,7 @@ def roll_out(kernels: str, policy: str, family: str = "llama", **changes: Any) -
         "generator": torch.Generator(DEVICE).manual_seed(0),
     }
     prompts = [tensor.to(DEVICE) for tensor in ragged_prompts(LENS)]
-    with using(kernels):
+    with use_kernels(kernels):
         return generate(model_of(family), *prompts, **{**settings, **changes})
 
 
@@ -49,7 +49,7 @@ def by_triton(policy: str, family: str = "llama") -> Rollout:
 def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -> list[Tensor]:
     """Log-probs under the shadow mask, and what the sum of their squares asks of every parameter."""
     model = model_of(family)
-    with using(kernels):
+    with use_kernels(kernels):
         logps = replay_logps(model, rollout)
         gradients = torch.autograd.grad(logps.square().sum(), list(model.parameters()), allow_unused=True)
     return [logps.detach(), *(gradient for gradient in gradients if gradient is not None)]
@@ -69,7 +69,7 @@ REPLAYED = [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma2")]
 @pytest.mark.parametrize(("policy", "family"), short_tier(REPLAYED, [("h2o", "llama"), ("h2o", "gemma2")]))
 def test_replay_equals_rollout_when_both_run_kernels(policy: str, family: str):
     rollout = by_triton(policy, family)
-    with using("triton"), torch.no_grad():
+    with use_kernels("triton"), torch.no_grad():
         gap = (replay_logps(model_of(family), rollout) - rollout.rollout_logps).abs().max()
         blind = (replay_logps(model_of(family), rollout, shadow=False) - rollout.rollout_logps).abs().max()
     assert gap < 1e-4

@@ -1,4 +1,4 @@
-"""Errors measured against float64, in units of plain PyTorch's own error at that dtype."""
+"""Errors against float64, in units of plain PyTorch's error at the same dtype."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def excess_error(actual: Tensor, plain: Tensor, truth: Tensor) -> float:
 
 
 def bound(dtype: torch.dtype) -> float:
-    """What an error may be in units of plain PyTorch's own."""
+    """Return the largest error allowed, in units of plain PyTorch's error."""
     if not is_interpreted():
         # On a GPU exponentials and quotients are approximations, each right to about two roundings, and the
         # compiler fuses products with sums; the interpreter rounds every step as plain PyTorch does.

@@ -17,7 +17,7 @@ Attention = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one call, and the weights by which its two outputs are summed up before differentiation."""
+    """Inputs of one call, and weights with which its two outputs are summed before differentiation."""
 
     query: Tensor
     key: Tensor
@@ -32,7 +32,7 @@ class Case:
         return self.query.shape[-1] ** -0.5
 
     def to(self, target: torch.dtype | str) -> "Case":
-        """With floating-point tensors in that dtype, or everything on that device."""
+        """Return a copy in another dtype (floating-point tensors) or on another device."""
         is_dtype = isinstance(target, torch.dtype)
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {k: v.to(target) for k, v in tensors.items() if v.is_floating_point() or not is_dtype}
@@ -72,7 +72,7 @@ def make_case(
 
 
 def random_evictions(seq: int, batch: int = 2, n_kv_heads: int = 2) -> Tensor:
-    """Most keys die soon after their birth, some never live, a tenth stays; row 1 is left-padded."""
+    """Most keys are evicted early, some are never cached, a tenth stays; row 1 is left-padded."""
     generator = torch.Generator().manual_seed(seq)
     shape = (batch, n_kv_heads, seq)
     lifetime = torch.randint(0, max(2, seq // 3), shape, generator=generator)
@@ -90,7 +90,7 @@ def cache_evictions(
     interval: int = 5,
     n_sinks: int = 2,
 ) -> Tensor:
-    """What a cache of random survivors records; prompts end in the same column, padded on their left."""
+    """Return the eviction table of a cache that keeps random keys; prompts are left-padded."""
     generator = torch.Generator().manual_seed(seq)
     width = max(prompt_lens)
     evicted_at = torch.zeros(len(prompt_lens), n_kv_heads, seq, dtype=torch.int32)
@@ -120,7 +120,7 @@ def layer_plan(evicted_at: Tensor, block: int) -> SlotPlan:
 
 
 def with_gradients(attention: Attention, case: Case, **settings: object) -> list[Tensor]:
-    """Output, log-sum-exp (0 where nothing is seen) and the gradients of a weighted sum of both."""
+    """Return output, log-sum-exp (0 if no key is visible) and the gradients of a weighted sum of both."""
     inputs = [t.detach().requires_grad_() for t in (case.query, case.key, case.value)]
     out, lse = attention(*inputs, case.evicted_at, case.scaling, softcap=case.softcap, **settings)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
@@ -131,7 +131,7 @@ def with_gradients(attention: Attention, case: Case, **settings: object) -> list
 def excess_errors(
     attention: Attention, case: Case, dtype: torch.dtype, **settings: object
 ) -> dict[str, float]:
-    """Largest errors of all outputs and gradients against float64, in units of the definition's own."""
+    """Return the largest errors of outputs and gradients against float64, in units of the definition's."""
     rounded = case.to(dtype)
     truths = with_gradients(reference.shadow_attention_with_lse, rounded.to(torch.float64))
     plain = with_gradients(reference.shadow_attention_with_lse, rounded)

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lit_rlkv.kernels.backend import (
     TRITON_DTYPES,
-    as_autocast,
     is_interpreted,
-    on_its_device,
+    on_tensor_device,
     set_kernels,
+    to_autocast_dtype,
+    use_kernels,
     uses_triton,
-    using,
     with_triton,
 )
 from lit_rlkv.kernels.decode_attention import decode_attention
@@ -33,13 +33,13 @@ ON_CPU = torch.zeros(2)
 
 @pytest.fixture(autouse=True)
 def _choice_of_the_process_is_restored() -> Iterator[None]:
-    with using("auto"):
+    with use_kernels("auto"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a machine with a GPU, where the other tests do without."""
+    """The same on a machine with a GPU."""
     # Before the switch is set: Triton reads it when it defines its functions, and other tests compile them.
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -50,7 +50,7 @@ def test_an_unknown_name_is_refused_and_changes_nothing():
     set_kernels("triton")
     with pytest.raises(ValueError, match=message):
         set_kernels("cuda")
-    with pytest.raises(ValueError, match=message), using("cuda"):
+    with pytest.raises(ValueError, match=message), use_kernels("cuda"):
         pass
     with pytest.raises(ValueError, match=message):
         uses_triton(ON_CPU, "cuda")
@@ -60,7 +60,7 @@ def test_an_unknown_name_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("dtype", [*TRITON_DTYPES, torch.float64])
 def test_the_reference_is_never_triton(dtype: torch.dtype):
     assert not uses_triton(ON_CPU.to(dtype), "reference")
-    with using("reference"):
+    with use_kernels("reference"):
         assert not uses_triton(ON_CPU.to(dtype))
 
 
@@ -154,11 +154,11 @@ def test_set_kernels_chooses_for_all_that_follows():
 
 
 def test_a_block_restores_what_it_was_nested_in_also_after_an_error():
-    with using("triton"):
-        with using("reference"):
+    with use_kernels("triton"):
+        with use_kernels("reference"):
             assert not uses_triton(ON_CPU)
         assert uses_triton(ON_CPU)
-        with pytest.raises(RuntimeError, match="inside"), using("reference"):
+        with pytest.raises(RuntimeError, match="inside"), use_kernels("reference"):
             raise RuntimeError("inside")
         assert uses_triton(ON_CPU)
     assert not uses_triton(ON_CPU)
@@ -175,7 +175,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
         (evict_reference.evict, "evict.kernel.evict"),
         (shadow_reference.shadow_attention_with_lse, "shadow_attention.ops.shadow_attention_with_lse"),
         *(
-            (getattr(score_reference, name), f"slot_scores.{kind}.kernel.{name}")
+            (getattr(score_reference, name), f"slot_scores.{kind}_kernel.{name}")
             for kind, names in {
                 "keys": ("key_norm", "key_direction_similarity", "redundancy"),
                 "window": ("mean_window_attention", "peak_window_attention", "expected_attention"),
@@ -210,10 +210,10 @@ def test_the_operation_may_be_called_by_keyword():
 
 
 def test_the_choice_of_a_call_beats_that_of_the_process():
-    with using("triton"):
+    with use_kernels("triton"):
         assert not uses_triton(ON_CPU, "reference")
         assert not uses_triton(ON_CPU, "auto")
-    with using("reference"):
+    with use_kernels("reference"):
         assert uses_triton(ON_CPU, "triton")
 
 
@@ -221,7 +221,7 @@ def test_triton_in_double_precision_is_refused():
     message = "kernels=triton takes float32, float16 and bfloat16, not torch.float64; use kernels=reference"
     with pytest.raises(ValueError, match=message):
         uses_triton(ON_CPU.double(), "triton")
-    with pytest.raises(ValueError, match=message), using("triton"):
+    with pytest.raises(ValueError, match=message), use_kernels("triton"):
         uses_triton(ON_CPU.double())
 
 
@@ -237,7 +237,7 @@ def test_triton_on_a_cpu_without_the_interpreter_is_refused_with_advice(monkeypa
 
 
 def test_what_runs_on_a_tensors_device_gets_all_its_arguments_and_returns():
-    @on_its_device
+    @on_tensor_device
     def launch(scale: float, tensor: Tensor, *, shift: float = 0.0) -> tuple[float, Tensor, float]:
         """Launches nothing."""
         return scale, tensor, shift
@@ -250,8 +250,8 @@ def test_what_runs_on_a_tensors_device_gets_all_its_arguments_and_returns():
 def test_autocast_lowers_all_but_double_precision():
     single, double = torch.ones(2, dtype=torch.float32), torch.ones(2, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        lowered, untouched = as_autocast(single, double)
+        lowered, untouched = to_autocast_dtype(single, double)
     assert lowered.dtype == torch.bfloat16
     assert untouched is double
-    for same, tensor in zip(as_autocast(single, double), (single, double), strict=True):
+    for same, tensor in zip(to_autocast_dtype(single, double), (single, double), strict=True):
         assert same is tensor

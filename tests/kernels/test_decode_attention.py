@@ -72,7 +72,7 @@ def _poisoned_and_cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype) -> Inputs:
-    """Rows have filled all slots, half, and one, in turn; dead keys are NaN or huge, dead values huge."""
+    """Rows have filled all slots, half and one, in turn; unused keys are NaN or huge, unused values huge."""
     generator = torch.Generator(DEVICE).manual_seed(shape.n_slots)
     draw = partial(torch.randn, generator=generator, device=DEVICE)
     pools = (shape.batch, shape.kv_heads, shape.n_slots)
@@ -88,7 +88,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype) -> Inputs:
 
 
 def written_out(inputs: Inputs, dtype: torch.dtype, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-    """Output, and what slots received, in plain arithmetic of `dtype`, one row and KV head at a time."""
+    """Return output and received attention in plain arithmetic of `dtype`, one row and KV head at a time."""
     query, keys, values, n_live = inputs
     out = torch.zeros(*query.shape[:3], values.shape[3], dtype=dtype, device=DEVICE)
     received = torch.zeros(keys.shape[:3], dtype=dtype, device=DEVICE)
@@ -106,7 +106,7 @@ def written_out(inputs: Inputs, dtype: torch.dtype, softcap: float | None = None
 def excess_errors(
     attend: Callable[..., Tensor], inputs: Inputs, softcap: float | None = None
 ) -> tuple[float, float]:
-    """Of the output and of what slots received, in units of plain PyTorch's own errors."""
+    """Return the errors of output and received attention, in units of plain PyTorch's error."""
     received = torch.full(inputs.keys.shape[:3], torch.nan, device=DEVICE)
     out = attend(*inputs, SCALING, softcap=softcap, received=received)
     plain = written_out(inputs, inputs.query.dtype, softcap)
@@ -213,7 +213,7 @@ def test_softcap_matches_hand_arithmetic(attend):
 
 
 def running_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Scores so far, with NaN in the newest and the dead slots; and where slots are older than the newest."""
+    """Return earlier scores, with NaN in the newest and unused slots, and a mask of the older slots."""
     slot = torch.arange(inputs.keys.shape[2], device=DEVICE)
     is_older = (slot < inputs.n_live[:, None] - 1)[:, None].expand(inputs.keys.shape[:3])
     before = torch.rand(inputs.keys.shape[:3], generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -221,7 +221,7 @@ def running_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def accumulation_error(attend: Callable[..., Tensor], inputs: Inputs) -> float:
-    """Over live slots, in units of plain PyTorch's own."""
+    """Return the error over live slots, in units of plain PyTorch's error."""
     scores, is_older = running_scores(inputs)
     before = scores.masked_fill(~is_older, 0.0)
     attend(*inputs, SCALING, received=scores, accumulates=True)

@@ -17,7 +17,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Pool:
-    """All that eviction reads and writes."""
+    """Arguments of an eviction."""
 
     scores: Tensor
     keys: Tensor
@@ -35,7 +35,7 @@ class Pool:
         return Pool(**{n: None if t is None else t.clone().to(device) for n, t in tensors.items()})
 
     def same(self, other: "Pool") -> dict[str, bool]:
-        """Which tensors agree in every bit."""
+        """Return the names of the tensors that are bitwise equal."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return {n: bits_equal(a, b) for n, (a, b) in pairs.items() if a is not None}
 
@@ -57,7 +57,7 @@ def make_pool(
     dim_v: int = 8,
     has_attention: bool = True,
 ) -> Pool:
-    """Full rows of different padding and age, the middle one not due; scores repeat, so that some tie."""
+    """Full rows of different padding and age; the middle row is not due, and some scores tie."""
     generator = torch.Generator().manual_seed(n_slots)
     first = torch.tensor([5, 0, 11] * batch)[:batch]
     seq = 2 * n_slots + 20
@@ -119,7 +119,7 @@ def looped(pool: Pool, budget: int, sink: int = SINK, window: int = WINDOW) -> P
 
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks in a small pool, and scratch memory that is wrong until it is written."""
+    """Use small blocks, and fill scratch memory with wrong values."""
     from lit_rlkv.kernels.evict import kernel
 
     monkeypatch.setattr(kernel, "CHOOSE_BLOCK", 32)
@@ -394,5 +394,5 @@ def test_what_cannot_be_compacted_in_place_is_refused():
         evicted(pool, 18, "reference")
     apart = pool.on(DEVICE)
     apart = replace(apart, keys=apart.keys.repeat_interleave(2, dim=-1)[..., ::2])
-    with pytest.raises(ValueError, match=r"keys of shape .* has stride 2 in its last dimension"):
+    with pytest.raises(ValueError, match=r"the last dimension of keys .* must be contiguous, got stride 2"):
         evict_pool(apart, 9, "triton")

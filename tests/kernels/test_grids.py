@@ -1,4 +1,4 @@
-"""Launches of any size stay within the grids that CUDA has."""
+"""Launches of any size stay within CUDA's grid limits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +12,7 @@ from triton.runtime.jit import KernelInterface
 from lit_rlkv.kernels.decode_attention import kernel as decode_kernel
 from lit_rlkv.kernels.evict import kernel as evict_kernel
 from lit_rlkv.kernels.shadow_attention import launch
-from lit_rlkv.kernels.slot_scores.keys import kernel as keys_kernel
-from lit_rlkv.kernels.slot_scores.window import kernel as window_kernel
+from lit_rlkv.kernels.slot_scores import keys_kernel, window_kernel
 from lit_rlkv.kernels.token_logps import kernel as logits_kernel
 
 LIMITS = (2**31 - 1, 65_535, 65_535)
@@ -28,7 +27,7 @@ flags = partial(torch.empty, device="meta", dtype=torch.bool)
 
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> dict[str, Grid]:
-    """Of every kernel that is launched in the test, by name; nothing runs."""
+    """Record the grid of every kernel that the test launches, by name; nothing runs."""
     found: dict[str, Grid] = {}
 
     def noted(kernel: Any, grid: Grid) -> Callable[..., None]:

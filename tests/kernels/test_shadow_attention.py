@@ -48,7 +48,7 @@ def masked_softmax(query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor
 
 
 def excess_error(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor, Tensor, float]) -> float:
-    """Largest error against float64, in units of the error of plain PyTorch at the inputs' dtype."""
+    """Return the largest error against float64, in units of plain PyTorch's error at the inputs' dtype."""
     query, key, value, evicted_at, scaling = inputs
     truth = masked_softmax(query.double(), key.double(), value.double(), evicted_at, scaling)
     own = (masked_softmax(*inputs) - truth).abs().max()
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_finite_differences():
 
 
 def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """With 0 in place of the -inf of queries that see nothing, of which there is no finite difference."""
+    """Replace the -inf of queries that see no key by 0, because -inf has no finite difference."""
     return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
 

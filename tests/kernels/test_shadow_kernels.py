@@ -30,7 +30,7 @@ def triton(
 def errors(
     case: Case, dtype: torch.dtype, block: int | None = None, plan: SlotPlan | None = None
 ) -> list[float]:
-    """Of output, log-sum-exp and gradients; with a plan of this block size where one is given."""
+    """Return the errors of output, log-sum-exp and gradients, with a plan if `block` is given."""
     case = case.to(DEVICE)
     plan = layer_plan(case.evicted_at, block) if block else plan
     return list(excess_errors(triton, case, dtype, plan=plan).values())

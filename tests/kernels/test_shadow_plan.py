@@ -13,7 +13,7 @@ from tests.models_zoo import ragged_prompts, tiny_model
 
 
 def living_keys(evicted_at: Tensor, block: int) -> list[list[set[int]]]:
-    """For each row of a table [row seq] and each block of queries: keys that any of its queries sees."""
+    """Return the keys that any query of each block sees, for each row of a table [row seq]."""
     is_visible = visible(evicted_at)
     return [
         [set(queries.any(0).nonzero()[:, 0].tolist()) for queries in row.split(block)] for row in is_visible
@@ -21,7 +21,7 @@ def living_keys(evicted_at: Tensor, block: int) -> list[list[set[int]]]:
 
 
 def collisions(plan: SlotPlan, evicted_at: Tensor) -> int:
-    """Keys that share a slot with another one that lives in the same block, over all blocks."""
+    """Return the number of keys that share a slot with another key of the same block."""
     n = 0
     for slots, blocks in zip(
         plan.slot_of.flatten(0, 1), living_keys(evicted_at.flatten(0, 1), plan.block), strict=True

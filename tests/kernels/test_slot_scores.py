@@ -27,7 +27,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What any of the scores may be computed from."""
+    """Inputs of all scores."""
 
     queries: Tensor
     keys: Tensor
@@ -49,7 +49,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype = torch.float32) -> Inputs:
-    """Rows of different padding; every fifth key nearly repeats its neighbour; queries in a ring."""
+    """Rows of different padding; every fifth key is a near-duplicate; queries are in a ring buffer."""
     generator = torch.Generator(DEVICE).manual_seed(shape.n_slots)
 
     def normal(*lead: int) -> Tensor:
@@ -91,7 +91,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "expected_attention": ("queries", "keys", "values", "is_live", "scaling"),
 }
-"""What each score is called with, in order."""
+"""Arguments of each score, in order."""
 OF_WINDOW = [name for name, arguments in ARGUMENTS.items() if "queries" in arguments]
 
 
@@ -135,7 +135,7 @@ def redundancy_of_head(inputs: Inputs, b: int, h: int, live: Tensor) -> Tensor:
 
 
 def logits_of_head(inputs: Inputs, b: int, h: int, live: Tensor) -> Tensor:
-    """Of the live keys: [group, window, key]."""
+    """Return the logits of the live keys: [group, window, key]."""
     return inputs.queries[b, h] @ inputs.keys[b, h, live].T * inputs.scaling
 
 
@@ -170,7 +170,7 @@ OF_HEAD: dict[str, Callable[[Inputs, int, int, Tensor], Tensor]] = {
 
 
 def error(name: str, scores: Tensor, inputs: Inputs) -> float:
-    """Against float64, in units of float32's own error on the same numbers."""
+    """Return the error against float64, in units of float32's error."""
     own = replace(
         inputs, queries=inputs.queries.float(), keys=inputs.keys.float(), values=inputs.values.float()
     )
@@ -179,7 +179,7 @@ def error(name: str, scores: Tensor, inputs: Inputs) -> float:
 
 @pytest.fixture
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel has not written is not a number, or a place far behind the last."""
+    """Fill scratch memory with NaN, or with indices far out of range."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def poisoned(tensor: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def test_scores_are_as_accurate_as_float32(name: str, kernels: str, dtype: torch
 
 
 def of_live_keys(scores: Tensor, inputs: Inputs, name: str) -> Tensor:
-    """Padding may score whatever it likes, except where a norm or a cosine is asked for of every key."""
+    """Set the scores of padding to 0, except for scores that are defined for all keys."""
     return scores if name.startswith("key") else scores.masked_fill(~inputs.is_live, 0.0)
 
 

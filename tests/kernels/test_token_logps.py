@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lit_rlkv.kernels.backend import is_interpreted, using
+from lit_rlkv.kernels.backend import is_interpreted, use_kernels
 from lit_rlkv.kernels.token_logps import policy_kl, token_logps, token_logps_and_entropy
 from tests.kernels.accuracy import excess_error
 from tests.tiers import diagonal, slow
@@ -24,7 +24,7 @@ def _with_both_implementations(request: pytest.FixtureRequest) -> Iterator[None]
     is_on_cpu = request.node.get_closest_marker("gpu") is None
     if request.param == "triton" and is_on_cpu and not is_interpreted():
         pytest.skip("tensors on the CPU need Triton's interpreter, which is off where there is a GPU")
-    with using(request.param):
+    with use_kernels(request.param):
         yield
 
 
@@ -88,12 +88,12 @@ def test_the_entropy_carries_no_gradient():
     assert not entropy.requires_grad
 
 
-@pytest.mark.parametrize("is_linearised", [False, True])
-def test_log_probs_have_the_same_bits_with_and_without_the_entropy(is_linearised: bool):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_log_probs_have_the_same_bits_with_and_without_the_entropy(is_frozen: bool):
     head, upstream = CountingHead(is_frozen=True), torch.linspace(-1, 1, N_POSITIONS)
 
     def run(read: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        found = read(hidden := make_hidden(), head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
+        found = read(hidden := make_hidden(), head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_frozen)
         logps = found[0] if isinstance(found, tuple) else found
         return logps, *torch.autograd.grad(logps, [hidden], upstream)
 
@@ -173,19 +173,19 @@ def test_no_positions_are_no_error():
     assert logps.shape == entropy.shape == kl.shape == (0,)
 
 
-def frozen_with_gradients(head: CountingHead, *, is_linearised: bool) -> list[Tensor]:
+def frozen_with_gradients(head: CountingHead, *, is_frozen: bool) -> list[Tensor]:
     """Log-probs, entropies, KL and the hidden states' gradients where no head needs one."""
     p, q, weight = make_hidden(1), make_hidden(2), torch.linspace(-1, 1, N_POSITIONS)
-    logps, entropy = token_logps_and_entropy(p, head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised)
-    kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
+    logps, entropy = token_logps_and_entropy(p, head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_frozen)
+    kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_frozen)
     return [logps, entropy, kl, *torch.autograd.grad((weight * (logps + kl)).sum(), [p, q])]
 
 
 def test_a_frozen_head_is_asked_once_and_gives_the_same(monkeypatch: pytest.MonkeyPatch):
     set_chunk(monkeypatch, 5 * VOCAB)
     plain, linearised = CountingHead(is_frozen=True), CountingHead(is_frozen=True)
-    expected = frozen_with_gradients(plain, is_linearised=False)
-    actual = frozen_with_gradients(linearised, is_linearised=True)
+    expected = frozen_with_gradients(plain, is_frozen=False)
+    actual = frozen_with_gradients(linearised, is_frozen=True)
     assert all(torch.equal(a, b) for a, b in zip(actual[:3], expected[:3], strict=True))
     for a, b in zip(actual[3:], expected[3:], strict=True):
         torch.testing.assert_close(a, b)
@@ -193,8 +193,8 @@ def test_a_frozen_head_is_asked_once_and_gives_the_same(monkeypatch: pytest.Monk
     assert sum(plain.sizes) == 2 * 3 * N_POSITIONS
 
 
-@pytest.mark.parametrize("is_linearised", [False, True])
-def test_a_frozen_head_in_16_bit_loses_no_more_than_torch_does(is_linearised: bool):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_frozen_head_in_16_bit_loses_no_more_than_torch_does(is_frozen: bool):
     hidden, head, tokens = make_hidden(), CountingHead(is_frozen=True), make_tokens()
     upstream = torch.linspace(-1, 1, N_POSITIONS)
 
@@ -211,7 +211,7 @@ def test_a_frozen_head_in_16_bit_loses_no_more_than_torch_does(is_linearised: bo
 
     def ours(hidden: Tensor, head: CountingHead, shift: int = 0) -> Tensor:
         shifted = (tokens + shift) % VOCAB
-        return token_logps(hidden, head, shifted, 0.7, VOCAB, head_is_frozen=is_linearised).half()
+        return token_logps(hidden, head, shifted, 0.7, VOCAB, head_is_frozen=is_frozen).half()
 
     assert excess_error(gradient(hidden, head, ours), own, truth) <= 2
     assert excess_error(gradient(hidden, head, lambda *args: ours(*args, shift=1)), own, truth) > 10
@@ -228,20 +228,20 @@ def test_a_head_called_frozen_that_learns_is_refused():
         token_logps(p, trained, make_tokens(), 1.0, VOCAB, head_is_frozen=True)
 
 
-@pytest.mark.parametrize(("trained", "is_linearised"), diagonal(["p", "q", "neither"], [False, True]))
-def test_a_side_of_the_kl_that_needs_no_gradient_gets_none(trained: str, is_linearised: bool):
-    def run(trained: str, *, is_linearised: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+@pytest.mark.parametrize(("trained", "is_frozen"), diagonal(["p", "q", "neither"], [False, True]))
+def test_a_side_of_the_kl_that_needs_no_gradient_gets_none(trained: str, is_frozen: bool):
+    def run(trained: str, *, is_frozen: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         p, q = make_hidden(1).detach(), make_hidden(2).detach()
         p.requires_grad_(trained in ("p", "both"))
         q.requires_grad_(trained in ("q", "both"))
         head = CountingHead(is_frozen=True)
-        kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
+        kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_frozen)
         if kl.requires_grad:
             kl.sum().backward()
         return kl.detach(), p.grad, q.grad
 
-    kl, p_gradient, q_gradient = run("both", is_linearised=False)
-    actual = run(trained, is_linearised=is_linearised)
+    kl, p_gradient, q_gradient = run("both", is_frozen=False)
+    actual = run(trained, is_frozen=is_frozen)
     assert torch.equal(actual[0], kl)
     torch.testing.assert_close(actual[1], p_gradient if trained == "p" else None)
     torch.testing.assert_close(actual[2], q_gradient if trained == "q" else None)
@@ -255,12 +255,12 @@ def test_a_head_behind_a_stop_gradient_gives_its_side_none():
     assert q.grad is not None
 
 
-@pytest.mark.parametrize("is_linearised", [slow(False), True])
-def test_activation_checkpointing_around_it_changes_nothing(is_linearised: bool):
+@pytest.mark.parametrize("is_frozen", [slow(False), True])
+def test_activation_checkpointing_around_it_changes_nothing(is_frozen: bool):
     head, tokens = CountingHead(is_frozen=True), make_tokens()
 
     def run(hidden: Tensor) -> Tensor:
-        logps = token_logps(2 * hidden, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
+        logps = token_logps(2 * hidden, head, tokens, 0.7, VOCAB, head_is_frozen=is_frozen)
         return logps.square()
 
     plain, checkpointed = make_hidden(), make_hidden()
@@ -269,8 +269,8 @@ def test_activation_checkpointing_around_it_changes_nothing(is_linearised: bool)
     assert torch.equal(plain.grad, checkpointed.grad)
 
 
-@pytest.mark.parametrize("is_linearised", [False, True])
-def test_under_autocast_the_logits_are_16_bit_and_the_results_float32(is_linearised: bool):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_under_autocast_the_logits_are_16_bit_and_the_results_float32(is_frozen: bool):
     head, hidden, dtypes = CountingHead(is_frozen=True), make_hidden(), []
 
     def watched(hidden: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def test_under_autocast_the_logits_are_16_bit_and_the_results_float32(is_lineari
 
     with torch.autocast("cpu", dtype=torch.float16):
         logps, entropy = token_logps_and_entropy(
-            hidden, watched, make_tokens(), 0.7, VOCAB, head_is_frozen=is_linearised
+            hidden, watched, make_tokens(), 0.7, VOCAB, head_is_frozen=is_frozen
         )
     logps.sum().backward()
     assert set(dtypes) == {torch.float16}
@@ -292,16 +292,16 @@ def test_under_autocast_the_logits_are_16_bit_and_the_results_float32(is_lineari
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize("is_linearised", [False, slow(True)])
-def test_compiled_it_gives_the_same(is_linearised: bool):
+@pytest.mark.parametrize("is_frozen", [False, slow(True)])
+def test_compiled_it_gives_the_same(is_frozen: bool):
     head, tokens = nn.Linear(DIM, VOCAB, bias=False).requires_grad_(False), make_tokens()
 
     def run(p: Tensor, q: Tensor) -> Tensor:
-        logps = token_logps(p, head, tokens, 0.7, VOCAB, head_is_frozen=is_linearised)
-        return logps + policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_linearised)
+        logps = token_logps(p, head, tokens, 0.7, VOCAB, head_is_frozen=is_frozen)
+        return logps + policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_frozen)
 
     # Derivatives taken within the forward pass are run as they are, between two compiled graphs.
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=not is_linearised)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=not is_frozen)
     inputs = [make_hidden(1), make_hidden(2)]
     expected, actual = run(*inputs), compiled(*inputs)
     torch.testing.assert_close(actual, expected)
@@ -311,8 +311,8 @@ def test_compiled_it_gives_the_same(is_linearised: bool):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_linearised", [False, True])
-def test_real_sizes_are_as_accurate_as_torch(is_linearised: bool):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_real_sizes_are_as_accurate_as_torch(is_frozen: bool):
     n_positions, dim, vocab = 2000, 512, 151_936  # two chunks
     generator = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(vocab, dim, generator=generator, device="cuda").bfloat16() / 8
@@ -320,21 +320,21 @@ def test_real_sizes_are_as_accurate_as_torch(is_linearised: bool):
     tokens = torch.randint(0, vocab, (n_positions,), generator=generator, device="cuda")
     upstream = torch.randn(n_positions, generator=generator, device="cuda")
 
-    def results(dtype: torch.dtype, *, shift: int = 0, is_linearised: bool = False) -> list[Tensor]:
+    def results(dtype: torch.dtype, *, shift: int = 0, is_frozen: bool = False) -> list[Tensor]:
         inputs = [x.to(dtype).detach().requires_grad_() for x in (p, q)]
         head = partial(F.linear, weight=weight.to(dtype))
         shifted = (tokens + shift) % vocab
         logps, entropy = token_logps_and_entropy(
-            inputs[0], head, shifted, 0.7, vocab, head_is_frozen=is_linearised
+            inputs[0], head, shifted, 0.7, vocab, head_is_frozen=is_frozen
         )
-        kl = policy_kl(*inputs, head, head, 0.7, vocab, heads_are_frozen=is_linearised)
+        kl = policy_kl(*inputs, head, head, 0.7, vocab, heads_are_frozen=is_frozen)
         gradients = torch.autograd.grad(((logps + kl) * upstream).sum(), inputs)
         return [logps.detach(), entropy, kl.detach(), *gradients]
 
     def error(actual: list[Tensor]) -> float:
         return max(excess_error(*each) for each in zip(actual, plain, truth, strict=True))
 
-    with using("reference"):
+    with use_kernels("reference"):
         truth, plain = results(torch.float64), results(torch.bfloat16)
-    assert error(results(torch.bfloat16, is_linearised=is_linearised)) <= 2
-    assert error(results(torch.bfloat16, shift=1, is_linearised=is_linearised)) > 10
+    assert error(results(torch.bfloat16, is_frozen=is_frozen)) <= 2
+    assert error(results(torch.bfloat16, shift=1, is_frozen=is_frozen)) > 10

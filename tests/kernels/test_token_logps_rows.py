@@ -63,14 +63,14 @@ def make_inputs(
 
 
 def chosen_results(function: Chosen, logits: Tensor, tokens: Tensor, upstream: Tensor) -> list[Tensor]:
-    """Log-probs, entropies and the gradient of the logits."""
+    """Return log-probs, entropies and the gradient of the logits."""
     logits = logits.detach().requires_grad_()
     logps, entropy = function(logits, tokens, TEMPERATURE)
     return [logps.detach(), entropy, *torch.autograd.grad(logps, [logits], upstream.to(logps.dtype))]
 
 
 def kl_results(function: Kl, p: Tensor, q: Tensor, upstream: Tensor) -> list[Tensor]:
-    """KL and the gradients of both sides."""
+    """Return the KL and the gradients of both sides."""
     p, q = p.detach().requires_grad_(), q.detach().requires_grad_()
     kl = function(p, q, TEMPERATURE)
     return [kl.detach(), *torch.autograd.grad(kl, [p, q], upstream.to(kl.dtype))]
@@ -114,7 +114,7 @@ def test_rows_of_real_size_are_as_accurate_as_torch(shape: tuple[int, int], kind
 
 
 CONTROL = ((17, 33), "usual", torch.float16)
-"""Inputs, in the least precise of the types, for which a wrong implementation has to be found out."""
+"""Inputs of the least precise dtype for which the tests must detect a wrong implementation."""
 
 
 def test_the_comparison_catches_a_token_off_by_one():

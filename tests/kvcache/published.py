@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class Head:
-    """What one KV head of one sequence holds when it has to choose."""
+    """Cache content of one KV head of one sequence at an eviction."""
 
     keys: list[Tensor]
     values: list[Tensor]

@@ -38,7 +38,7 @@ def make_cache(spec: CacheSpec, lens: tuple[int, ...] = LENS) -> SlotCache:
 
 
 def evictions(kv: SlotCache) -> Tensor:
-    """Of all rows."""
+    """Return the eviction table of all rows."""
     return kv.evicted_at(torch.arange(kv.n_rows))
 
 
@@ -52,7 +52,7 @@ def run_cache(
     lens: tuple[int, ...] = LENS,
     rows: list[int] | None = None,
 ) -> Tensor:
-    """Attention outputs of every column: [layer, row, head, seq, dim]; other rows than these stand still."""
+    """Return the attention outputs of every column, [layer, row, head, seq, dim]."""
     rows = list(range(len(lens))) if rows is None else rows
     is_running = torch.zeros(len(lens), dtype=torch.bool)
     is_running[rows] = True
@@ -206,7 +206,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(policy: str):
 
 
 def received_by_prompt(policy: str, layer: int, row: int, kv_head: int, softcap: float | None) -> list[float]:
-    """Attention that each column of the prompt received, in a plain loop over queries and heads."""
+    """Return the attention that each prompt column received, by loops over queries and heads."""
     queries, keys, _ = (s[layer, row] for s in random_states())
     first = WIDTH - LENS[row]
     received = [0.0] * WIDTH

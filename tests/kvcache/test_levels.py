@@ -1,7 +1,7 @@
 import pytest
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.levels import FillLevels
+from lit_rlkv.kvcache.cache import FillLevels
 
 
 def spec_of(budget: int, interval: int) -> CacheSpec:

@@ -9,7 +9,7 @@ from lit_rlkv.kvcache import POLICIES, CacheSpec
 
 @pytest.fixture
 def _as_users_run_it() -> Iterator[None]:
-    """Without the type checks of the test run, which would speak before the spec does."""
+    """Without the type checks of the test run, which would raise before the spec does."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -46,7 +46,7 @@ def test_an_unknown_policy_is_refused_with_the_ones_to_choose_from():
 @pytest.mark.parametrize("value", [0.5, 64.0, True, "64", None])
 def test_counts_that_are_no_integers_are_refused(name: str, value: object):
     settings: dict[str, Any] = {name: value}
-    with pytest.raises(ValueError, match=rf"cache\.{name}=.* is not an integer; .* give a whole number"):
+    with pytest.raises(ValueError, match=rf"cache\.{name} must be an integer, got .*; give a whole number"):
         CacheSpec(**settings)
 
 
@@ -54,7 +54,7 @@ def test_counts_that_are_no_integers_are_refused(name: str, value: object):
 def test_counts_below_their_least_are_refused(name: str, least: int):
     settings: dict[str, Any] = {name: least - 1}
     with pytest.raises(
-        ValueError, match=rf"cache\.{name}={least - 1} is below {least}; raise it to at least {least}"
+        ValueError, match=rf"cache\.{name} must be at least {least}, got {least - 1}; raise it"
     ):
         CacheSpec(**settings)
 

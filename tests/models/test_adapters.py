@@ -1,4 +1,4 @@
-"""Where adapters may go."""
+"""Tests of LoRA adapters and their target modules."""
 
 from copy import deepcopy
 
@@ -7,14 +7,14 @@ import torch
 
 from lit_rlkv.models.adapters import (
     LoraSpec,
-    acting_by_row,
     active_adapter,
     add_adapter,
+    cache_cast_weights,
     check_target_modules,
     lora_layers,
-    switched,
+    use_adapter,
+    use_adapters_by_row,
 )
-from lit_rlkv.models.rounding import rounding_once
 from tests.models_zoo import tiny_model
 
 
@@ -31,7 +31,7 @@ def test_names_of_modules_with_a_matrix_pass(targets):
     [(["zzz"], "zzz"), (["q_proj", "y", "z"], "y, z"), (["self_attn"], "self_attn"), ("q_proj", "q_proj")],
 )
 def test_names_that_match_nothing_are_named(targets, unknown):
-    with pytest.raises(ValueError, match=f"nothing in this model is called {unknown}; choose from .*v_proj"):
+    with pytest.raises(ValueError, match=f"this model has no module {unknown}; choose from .*v_proj"):
         check_target_modules(tiny_model(), targets)
 
 
@@ -47,10 +47,10 @@ def test_adapters_on_bfloat16_weights_compute_in_it_alone_and_by_row_and_are_kep
     input_ids = torch.arange(12).view(2, 6) % 7 + 3
     alone = []
     for name in ("first", "second"):
-        with switched(lora_layers(model), name):
+        with use_adapter(lora_layers(model), name):
             alone.append(model(input_ids).logits)
     assert not torch.equal(*alone)
-    with acting_by_row(model, ["first", "first", "second", "second"]):
+    with use_adapters_by_row(model, ["first", "first", "second", "second"]):
         stacked = model(input_ids.repeat(2, 1)).logits
     assert torch.equal(stacked, torch.cat(alone))
     assert stacked.dtype == torch.bfloat16
@@ -64,15 +64,15 @@ def test_the_layers_that_hold_one_adapter_hold_the_next():
     add_adapter(model, "second", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
     assert kept == lora_layers(model)
     assert active_adapter(kept) is None
-    with switched(kept, "second"):
+    with use_adapter(kept, "second"):
         assert active_adapter(kept) == "second"
-        with switched(kept, None):
+        with use_adapter(kept, None):
             assert active_adapter(kept) is None
         assert active_adapter(kept) == "second"
 
 
 class Packed(torch.nn.Linear):
-    """As bitsandbytes keeps a matrix: bytes, and the precision that they are computed in."""
+    """A matrix as bitsandbytes stores it: bytes and a compute dtype."""
 
     compute_dtype = torch.bfloat16
 
@@ -97,9 +97,9 @@ def test_adapters_on_packed_weights_compute_in_the_precision_of_what_these_stand
         for layer in lora_layers(model):
             layer.lora_B["first"].weight.normal_(std=0.1)
         plain = model(input_ids).logits
-        with switched(lora_layers(model), "first"):
+        with use_adapter(lora_layers(model), "first"):
             logits.append(model(input_ids).logits)
-            with rounding_once(model):
+            with cache_cast_weights(model):
                 assert torch.equal(model(input_ids).logits, logits[-1])
         assert not torch.equal(plain, logits[-1])
     assert torch.equal(*logits)
@@ -111,9 +111,9 @@ def test_adapters_that_are_rounded_once_say_the_same_until_the_block_ends():
     add_adapter(model, "first", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
     moved = [p.normal_(std=0.1) for name, p in model.named_parameters() if "lora_B" in name]
     input_ids = torch.arange(12).view(2, 6) % 7 + 3
-    with switched(lora_layers(model), "first"):
+    with use_adapter(lora_layers(model), "first"):
         before = model(input_ids).logits
-        with rounding_once(model):
+        with cache_cast_weights(model):
             assert torch.equal(model(input_ids).logits, before)
             for parameter in moved:
                 parameter.mul_(2)

@@ -123,14 +123,14 @@ def test_a_model_whose_neighbours_meet_within_the_first_tokens_only_is_refused()
     def mix(hidden: Tensor, is_training: bool) -> Tensor:
         return torch.cat([hidden[:, :1], hidden[:, 1:2] + hidden[:, :1], hidden[:, 2:]], dim=1)
 
-    with pytest.raises(ValueError, match="tokens reach each other by other ways than causal attention"):
+    with pytest.raises(ValueError, match="information flows between tokens outside causal attention"):
         prepare_backbone(patched_llama(mix))
 
 
 def test_dropout_by_function_is_refused_because_it_cannot_be_switched_off():
     model = patched_llama(lambda hidden, is_training: F.dropout(hidden, 0.5, training=is_training))
     with pytest.raises(
-        ValueError, match=r"in training mode; dropout that is no nn\.Dropout must be 0 in its config"
+        ValueError, match=r"in training mode; set any dropout that is not an nn\.Dropout to 0 in its config"
     ):
         prepare_backbone(model)
 
@@ -301,7 +301,7 @@ def test_a_model_that_was_not_prepared_is_refused_rather_than_run_without_a_mask
     input_ids, is_prompt = ragged_prompts()
     settings = {"cache": CacheSpec.dense(), "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": PAD}
     raw = build(tiny_config("llama"))
-    message = r"LlamaForCausalLM computes 'sdpa' attention, .*pass the model through prepare_backbone first"
+    message = r"LlamaForCausalLM uses 'sdpa' attention, .*pass the model through prepare_backbone first"
     with pytest.raises(ValueError, match=message):
         generate(raw, input_ids, is_prompt, **settings)
     rollout = generate(tiny_model(), input_ids, is_prompt, **settings)

@@ -1,4 +1,4 @@
-"""Scalar heads are exact whatever the run's precision."""
+"""Scalar heads are exact at every precision of the run."""
 
 import pytest
 import torch

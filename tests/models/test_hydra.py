@@ -1,4 +1,4 @@
-"""Roles: who reads which weights, and that no switch, nesting, error or recomputation mixes them up."""
+"""Roles use the right weights, also after nesting, errors and recomputation."""
 
 import copy
 import re
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.adapters import LoraSpec, acting_by_row, active_adapter, lora_layers
+from lit_rlkv.models.adapters import LoraSpec, active_adapter, lora_layers, use_adapters_by_row
 from lit_rlkv.models.hydra import Roles, acting_as, checkpointed_layers
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.rollout import generate
@@ -35,7 +35,7 @@ def make(layout: str = "hydra", needed=ALL, lora: LoraSpec = LORA, **options) ->
 
 
 def moved(roles: Roles) -> Roles:
-    """Every adapter away from zero, each in its own direction."""
+    """Move every adapter away from zero, each in another direction."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in roles.named_parameters():
@@ -231,7 +231,7 @@ def test_rows_may_have_roles_of_their_own():
     rows = [rollout().rows(slice(0, 1))] * 3
     whole = rollout().rows(torch.tensor([0, 0, 0]))
     with torch.no_grad():
-        with acting_by_row(shared().backbone("policy"), adapters):
+        with use_adapters_by_row(shared().backbone("policy"), adapters):
             found = replay_logps(shared().backbone("policy"), whole)
         for index, role in enumerate(("policy", "reference", "value")):
             with acting_as(shared(), role) as backbone:
@@ -299,7 +299,7 @@ def test_both_adapters_of_a_backbone_stand_in_the_same_places():
 
 
 def keys_of(roles: Roles, role: str) -> list[Tensor]:
-    """What each layer's k_proj gives in a role."""
+    """Return the output of each layer's k_proj in a role."""
     found: list[Tensor] = []
     with torch.no_grad(), acting_as(roles, role) as backbone:
         hooks = [
@@ -313,7 +313,7 @@ def keys_of(roles: Roles, role: str) -> list[Tensor]:
 
 
 def test_without_adapters_on_keys_policy_and_reference_share_those_of_the_first_layer_only():
-    """Which is why prompts cannot share their KV: deeper keys are made of states that the policy changed."""
+    """Prompts cannot share their KV between roles, because deeper keys depend on the adapter."""
     roles = moved(make(lora=LoraSpec(rank=4, alpha=8, target_modules=["q_proj", "o_proj"])))
     policy, reference = keys_of(roles, "policy"), keys_of(roles, "reference")
     assert torch.equal(policy[0], reference[0])
@@ -325,7 +325,7 @@ def test_without_adapters_on_keys_policy_and_reference_share_those_of_the_first_
     [
         ({"layout": "hydro"}, "layout 'hydro' is unknown; choose one of ppo, lora_ppo"),
         ({"lora": LoraSpec(4, 8, ["nowhere"])}, "nowhere"),
-        ({"lora": LoraSpec(4, 8, ["lm_head"])}, "put an adapter on the output head"),
+        ({"lora": LoraSpec(4, 8, ["lm_head"])}, "must not include the shared output head"),
         ({"reward_head": None}, "the reward role needs a trained reward head"),
     ],
 )

@@ -27,7 +27,7 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(checkpoint, tm
     state = load_causal_lm(checkpoint, torch.float32).state_dict()
     (checkpoint / "model.safetensors").unlink()
     torch.save(state, checkpoint / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin, and pickles.*convert it once") as refusal:
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin; pickles.*convert it once") as refusal:
         load_causal_lm(checkpoint, torch.float32)
     assert "\n" not in str(refusal.value)
     # what it advises works
@@ -47,7 +47,7 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint, tmp_path):
     (checkpoint / "mine.py").write_text(f"open({str(ran)!r}, 'w')\n")
     classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
     change_json(checkpoint / "config.json", model_type="mine", auto_map=classes)
-    with pytest.raises(ValueError, match=r"brings code of its own \(model_type mine\), which is never run"):
+    with pytest.raises(ValueError, match=r"needs remote code \(model_type mine\), which is never run"):
         load_causal_lm(checkpoint, torch.float32)
     assert not ran.exists()
 
@@ -76,7 +76,7 @@ def test_randomness_that_only_the_config_can_switch_off_is_switched_off():
         "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
         "max_position_embeddings": 128, "word_embed_proj_dim": 32, "dropout": 0.5,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"dropout that is no nn\.Dropout must be 0 in its config"):
+    with pytest.raises(ValueError, match=r"set any dropout that is not an nn\.Dropout to 0 in its config"):
         prepare_backbone(build(OPTConfig(**settings)))
     prepare_backbone(build(without_dropout(OPTConfig(**settings))))
 
@@ -84,7 +84,7 @@ def test_randomness_that_only_the_config_can_switch_off_is_switched_off():
 @pytest.mark.parametrize(
     ("quantization", "device", "says"),
     [
-        ("4bit", "cpu", "quantization=4bit needs CUDA, and this run is on cpu; use null"),
+        ("4bit", "cpu", "quantization=4bit needs CUDA, got device cpu; use null"),
         ("3bit", "cuda", "quantization='3bit' is unknown; choose 4bit or null"),
     ],
 )

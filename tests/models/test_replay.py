@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, switched
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.replay import (
     dense_evicted_at,
     replay_evicted_at,
@@ -145,12 +145,12 @@ def test_logits_of_all_positions_are_never_held_at_once(monkeypatch: pytest.Monk
 
 
 def gradients_and_head_calls(model: PreTrainedModel, rollout: Rollout) -> tuple[list[Tensor], list[int]]:
-    """Gradients of all that trains below the output head, and the positions of each call of the head."""
+    """Return the gradients below the output head, and the positions of each call of the head."""
     n_positions: list[int] = []
     handle = model.lm_head.register_forward_hook(lambda _, args, out: n_positions.append(len(args[0])))
     below = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("lm_head")]
     try:
-        with switched(lora_layers(model), "policy"):
+        with use_adapter(lora_layers(model), "policy"):
             logps = replay_logps(model, rollout)
             upstream = torch.linspace(1, 2, logps.numel()).view_as(logps)
             return list(torch.autograd.grad(logps, below, upstream)), n_positions

@@ -108,5 +108,5 @@ def losses_by_definition(
 
 
 def step(module: PPO, batch: TrainBatch) -> dict[str, float]:
-    """Loss and metrics of a micro-batch."""
+    """Return the loss and metrics of a micro-batch."""
     return {name: float(value.detach()) for name, value in module.training_step(batch, 0).items()}

@@ -7,7 +7,7 @@ from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.experience.advantages import GroupAdvantage
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
+from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.types import Rewards
 from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
 

@@ -38,7 +38,7 @@ def make_run(n_steps=40, lm_weight=1.0, reward_weight=0.5, **data):
 
 
 def learn(**options):
-    """Metrics of 12 iterations of 10 steps each."""
+    """Return the metrics of 12 iterations of 10 steps each."""
     module, datamodule = make_run(n_steps=120, **options)
     rows = Rows()
     train(
@@ -53,7 +53,7 @@ def learn(**options):
 
 
 def forwards(module, batch):
-    """Shapes of the token ids that the backbone reads in one step."""
+    """Return the shapes of the token ids that the backbone reads in one step."""
     shapes = []
 
     def note(backbone, args, kwargs):
@@ -128,14 +128,14 @@ def test_neither_a_tie_nor_nan_is_a_pair_ranked_right(reward):
 
 
 def test_weights_that_leave_nothing_to_learn_are_refused():
-    with pytest.raises(ValueError, match="lm_weight=0 and reward_weight=0 leave nothing to learn"):
+    with pytest.raises(ValueError, match="lm_weight or reward_weight must not be 0, got 0 for both"):
         make_run(lm_weight=0.0, reward_weight=0)
 
 
 @pytest.mark.parametrize("lm_weight", [0.0, 1.0])
 def test_a_reward_head_without_pairs_is_refused(lm_weight):
     module, datamodule = make_run(lm_weight=lm_weight, n_pairs=0)
-    with pytest.raises(ValueError, match=r"reward_weight=0\.5 ranks pairs, and this batch has none"):
+    with pytest.raises(ValueError, match=r"reward_weight=0\.5 needs preference pairs"):
         module.training_step(datamodule.next_batch(), 0)
 
 

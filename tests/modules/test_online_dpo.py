@@ -160,7 +160,7 @@ def test_the_logged_rewards_are_those_of_the_pairs_whatever_the_loss_averages(av
 
 
 def rows_of(experience: Experience, batch: TrainBatch) -> list[int]:
-    """Rows of the rollout that stand in a batch."""
+    """Return the rows of the rollout that are in a batch."""
     texts = [tuple(row) for row in experience.rollout.input_ids.tolist()]
     return [texts.index(tuple(row)) for row in batch.rollout.input_ids.tolist()]
 
@@ -239,7 +239,7 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def pairs_by(keys: list) -> list[tuple[int, int]]:
-    """First best and last worst of each group of four."""
+    """Return the first best and the last worst row of each group of four."""
     pairs = []
     for start in range(0, 16, 4):
         rows = range(start, start + 4)
@@ -281,9 +281,9 @@ def test_a_penalty_for_cut_responses_changes_the_ranking():
 def test_options_that_make_no_loss_are_refused_when_the_module_is_built():
     roles = make_roles()
     for options, says in (
-        ({"beta": 0.0}, r"beta=0\.0 ties the policy to no reference"),
-        ({"kind": "hinge"}, "kind='hinge' is no loss on pairs"),
-        ({"label_smoothing": 0.5}, r"label_smoothing=0\.5 is a share of flipped labels"),
+        ({"beta": 0.0}, r"beta must be above 0, got 0\.0"),
+        ({"kind": "hinge"}, "kind='hinge' is unknown"),
+        ({"label_smoothing": 0.5}, r"label_smoothing must be at least 0 and below 0\.5, got 0\.5"),
     ):
         with pytest.raises(ValueError, match=says):
             make_dpo(roles, **options)

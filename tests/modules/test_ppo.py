@@ -161,7 +161,7 @@ def test_one_part_learns_at_a_time_unless_that_is_turned_off():
 
 
 def trained_by(layout: str, *learners: str) -> set[str]:
-    """Adapters, heads and backbones that a micro-batch of these learners gives a gradient."""
+    """Return the adapters, heads and backbones that get a gradient from a micro-batch of these learners."""
     roles, data, experience = roll_out(layout)
     (batch,) = data.splitter.minibatches(experience)
     gradients = gradients_of(make_ppo(roles), [replace(batch, learners=learners, ends_step=False)])
@@ -188,7 +188,7 @@ def test_gradients_reach_the_learner_alone(layout: str, by_policy: set[str], by_
 
 
 def n_steps(target_kl: float | None, n_epochs: int = 3) -> int:
-    """Optimizer steps in two iterations, with two minibatches an epoch."""
+    """Return the optimizer steps of two iterations with two minibatches per epoch."""
     roles = make_roles("hydra", ROLES)
     module = make_ppo(roles, target_kl=target_kl)
     options = {"n_epochs": n_epochs, "n_minibatches": 2, "n_micro_batches": 2}

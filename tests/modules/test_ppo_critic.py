@@ -1,4 +1,4 @@
-"""PPO's critic: when it learns, and the learning rate of its own."""
+"""PPO's critic: warmup and its own learning rate."""
 
 import math
 

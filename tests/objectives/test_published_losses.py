@@ -12,22 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.objectives.aggregate import AGGREGATIONS
+from lit_rlkv.objectives.clipped import clipped_surrogate, clipped_value
 from lit_rlkv.objectives.kl import k3
-from lit_rlkv.objectives.masking import masked_sum, weighted_sum
 from lit_rlkv.objectives.preference import dpo_loss
-from lit_rlkv.objectives.surrogate import clipped
-from lit_rlkv.objectives.value import clipped_value
+from lit_rlkv.objectives.reduction import AGGREGATIONS, masked_sum, weighted_sum
 
 MAX_NEW_TOKENS = 12
 LENGTHS = [1, 9, 4, 12, 3, 7, 12, 2]
-"""Of eight responses behind two columns of prompt."""
+"""Lengths of eight responses; the prompt has two columns."""
 PLACE = torch.arange(2 + MAX_NEW_TOKENS).expand(len(LENGTHS), -1) - 2
-"""Of a column in the response; negative in the prompt."""
+"""Position of a column in the response; negative in the prompt."""
 IS_ACTION = PLACE.ge(0) & PLACE.lt(torch.tensor(LENGTHS)[:, None])
 
 OURS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant"}
-"""TRL's loss_type and our aggregation of the same meaning."""
+"""Our aggregation for each loss_type of TRL."""
 
 
 def draw(scale: float, seed: int) -> Tensor:
@@ -60,22 +58,22 @@ def token_losses(epsilon: float, epsilon_high: float, beta: float) -> TokenLosse
 
 
 def grpo(losses: TokenLosses) -> float:
-    """Mean over responses of the mean over their tokens."""
+    """Return the mean over responses of the mean over their tokens."""
     return sum(sum(response) / len(response) for response in losses) / len(losses)
 
 
 def bnpo(losses: TokenLosses) -> float:
-    """Sum over the tokens of a batch, divided by how many it has."""
+    """Return the mean over the tokens of a batch."""
     return sum(map(sum, losses)) / sum(map(len, losses))
 
 
 def dr_grpo(losses: TokenLosses) -> float:
-    """Sum over the tokens, divided by responses times the longest length allowed."""
+    """Return the sum over the tokens, divided by responses times the longest length."""
     return sum(map(sum, losses)) / (len(losses) * MAX_NEW_TOKENS)
 
 
 def dapo(losses: TokenLosses, n_tokens: int) -> float:
-    """Sum over the tokens, divided by those of the whole optimizer step, all micro-batches and ranks."""
+    """Return the sum over the tokens, divided by the tokens of the optimizer step on all ranks."""
     return sum(map(sum, losses)) / n_tokens
 
 
@@ -93,7 +91,7 @@ def our_loss(
     """The policy's loss and its KL on some rows of a step, whose weights were settled as a whole."""
     weight = AGGREGATIONS[aggregation](IS_ACTION, MAX_NEW_TOKENS)[rows]
     advantages = torch.where(IS_ACTION, ADVANTAGES[:, None], 0.0)[rows]
-    gain = clipped(LOGPS[rows], OLD_LOGPS[rows], advantages, clip_low, clip_high).gain
+    gain = clipped_surrogate(LOGPS[rows], OLD_LOGPS[rows], advantages, clip_low, clip_high).gain
     kl = k3(LOGPS[rows], REF_LOGPS[rows])
     return (beta * weighted_sum(kl, weight) - weighted_sum(gain, weight)).item()
 
@@ -127,7 +125,7 @@ def test_micro_batches_add_up_to_the_loss_of_the_step(loss_type: str):
 
 
 def mean_of_micro_batches(loss: Callable[[TokenLosses], float], losses: TokenLosses, n_rows: int) -> float:
-    """Each micro-batch by itself, divided by how many of them an optimizer step has."""
+    """Return the mean over micro-batches of their losses."""
     parts = [losses[start : start + n_rows] for start in range(0, len(losses), n_rows)]
     return sum(map(loss, parts)) / len(parts)
 
@@ -180,7 +178,9 @@ def ppo_by_definition(clip: float, value_clip: float, value_weight: float) -> fl
 
 def our_ppo(clip: float, value_clip: float | None, value_weight: float) -> float:
     weight = AGGREGATIONS["token"](IS_ACTION, MAX_NEW_TOKENS)
-    policy_loss = -weighted_sum(clipped(LOGPS, OLD_LOGPS, TOKEN_ADVANTAGES, clip, clip).gain, weight)
+    policy_loss = -weighted_sum(
+        clipped_surrogate(LOGPS, OLD_LOGPS, TOKEN_ADVANTAGES, clip, clip).gain, weight
+    )
     value_loss = weighted_sum(clipped_value(VALUES, OLD_VALUES, RETURNS, value_clip).loss, weight)
     return (policy_loss + value_weight * value_loss).item()
 
@@ -197,7 +197,7 @@ def test_the_comparison_catches_values_that_are_not_clipped():
 
 
 def margins_by_definition(averages: bool) -> list[float]:
-    """Σ_t (log π − log π_ref) of each response, or its mean."""
+    """Return Σ_t (log π − log π_ref) of each response, or the mean over its tokens."""
     margins = []
     for row, length in enumerate(LENGTHS):
         columns = range(2, 2 + length)

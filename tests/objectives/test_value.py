@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from lit_rlkv.objectives.masking import weighted_sum
-from lit_rlkv.objectives.value import clipped_value
+from lit_rlkv.objectives.clipped import clipped_value
+from lit_rlkv.objectives.reduction import weighted_sum
 
 # The old value is 1 everywhere, so with a clip of 0.5 the bounds are 0.5 and 1.5.
 OLD = torch.ones(1, 4)

@@ -18,7 +18,7 @@ from lit_rlkv.types import EvalRow
 
 
 def rows_of(axes, *n_tokens):
-    """What the axes add to iterations that sampled so many tokens."""
+    """Return the metrics that RunAxes adds for iterations with these token counts."""
     rows = []
     for iteration, n in enumerate(n_tokens, start=1):
         metrics = {"num_tokens": float(n)}

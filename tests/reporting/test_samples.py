@@ -1,4 +1,4 @@
-"""Texts of the policy: which are drawn, kept, written and shown."""
+"""Samples of the policy: choice, storage and display."""
 
 import io
 import json
@@ -10,7 +10,14 @@ from rich.console import Console
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
-from lit_rlkv.reporting.samples import MAX_SHOWN_CHARACTERS, LoggedSample, Samples, draw, render, thinned
+from lit_rlkv.reporting.samples import (
+    MAX_SHOWN_CHARACTERS,
+    LoggedSample,
+    Samples,
+    draw_samples,
+    render,
+    select_samples,
+)
 from lit_rlkv.types import Problem, Rewards, Rollout
 
 
@@ -54,14 +61,14 @@ def test_its_hooks_are_ones_that_are_called(tmp_path):
 
 
 def test_the_first_response_to_each_of_the_first_prompts_is_drawn():
-    assert draw(make_experience(iteration=4), n=2) == [
+    assert draw_samples(make_experience(iteration=4), n=2) == [
         LoggedSample("question 0", "answer 0 of 4", 0.0, 5),
         LoggedSample("question 1", "answer 2 of 4", 0.5, 5),
     ]
 
 
 def test_fewer_prompts_than_wanted_give_fewer_samples():
-    assert len(draw(make_experience(n_prompts=3), n=10)) == 3
+    assert len(draw_samples(make_experience(n_prompts=3), n=10)) == 3
 
 
 def test_samples_are_drawn_every_so_many_iterations_from_the_first_on(tmp_path):
@@ -93,17 +100,17 @@ def test_large_draws_are_written_whole_and_share_the_report(tmp_path, n):
     callback = make_samples(tmp_path, every_n_iterations=1, n=n)
     for iteration in range(3):
         callback.on_rollout_end(make_experience(iteration, n_prompts=n))
-        assert callback.latest == draw(make_experience(iteration, n_prompts=n), n)
+        assert callback.latest == draw_samples(make_experience(iteration, n_prompts=n), n)
     assert [sample.iteration for sample in callback.samples] == [1] * 12 + [3] * 12
     assert len(read(tmp_path)) == 3 * n
 
 
 def test_thinning_keeps_everything_that_fits():
     samples = [LoggedSample("", "", 0.0, iteration) for iteration in (1, 1, 2)]
-    assert thinned(samples, 3) == samples
-    assert thinned(samples, 2) == [samples[0], samples[2]]
-    assert thinned(samples[:2], 2) == samples[:2]
-    assert thinned([], 2) == []
+    assert select_samples(samples, 3) == samples
+    assert select_samples(samples, 2) == [samples[0], samples[2]]
+    assert select_samples(samples[:2], 2) == samples[:2]
+    assert select_samples([], 2) == []
 
 
 def test_a_resumed_run_keeps_its_samples_and_draws_the_lost_ones_again(tmp_path):
@@ -141,8 +148,8 @@ def test_the_console_shows_each_draw(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 0}, "samples.n=0 must be at least 1"),
-        ({"every_n_iterations": 0}, "samples.every_n_iterations=0 must be at least 1"),
+        ({"n": 0}, "samples.n must be at least 1, got 0"),
+        ({"every_n_iterations": 0}, "samples.every_n_iterations must be at least 1, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, options, message):

@@ -17,7 +17,7 @@ JUDGED = [
     ("overrides", "says"),
     [
         (["distillation.teacher=critic"], "distillation.teacher='critic' is unknown"),
-        (["distillation.weight=0", "distillation.anchor_weight=0"], "anchor_weight=0 has no effect"),
+        (["distillation.weight=0", "distillation.anchor_weight=0"], "one above 0, got 0 and 0"),
         (
             ["experiment=shadow", "algorithm.policy_weight=0"],
             "algorithm.policy_weight=0 leaves the policy nothing",
@@ -214,7 +214,7 @@ JUDGED = [
             "lit_rlkv.tasks.ChainSum: unexpected 'n_term'; it takes n_terms, max_operand",
         ),
         (["+algorithm.loss.cliphigh=3"], "lit_rlkv.modules.grpo.GRPO: unexpected 'cliphigh'"),
-        (["+correction.weigh.cap=3"], "lit_rlkv.objectives.corrections.unweighted: unexpected 'cap'"),
+        (["+correction.weight_fn.cap=3"], "lit_rlkv.objectives.corrections.unweighted: unexpected 'cap'"),
     ],
 )
 def test_a_mistake_ends_in_one_clear_error(overrides, says):

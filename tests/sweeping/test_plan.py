@@ -17,7 +17,7 @@ def test_a_run_is_told_its_values_and_the_users_overrides_win(tmp_path):
         "task.n_terms=3", "hydra.run.dir='runs/it\\'s'",
     ]  # fmt: skip
     cfg = plan.compose({"seed": 1}, Path("runs/it's")).cfg
-    assert (cfg.seed, cfg.correction.weigh.cap, cfg.logger, cfg.fabric.n_threads) == (1, 2.0, None, 1)
+    assert (cfg.seed, cfg.correction.weight_fn.cap, cfg.logger, cfg.fabric.n_threads) == (1, 2.0, None, 1)
 
 
 def test_the_users_logger_and_threads_replace_those_of_sweeps(tmp_path):
@@ -58,7 +58,7 @@ def test_nor_can_it_be_a_constant_of_the_file_or_of_its_command(tmp_path):
 
 
 def test_other_groups_and_other_keys_of_the_preset_can_be_overridden(tmp_path):
-    plan_of(tmp_path, ARMS, "task=recall", "correction.weigh.cap=3.0", "algorithm=rloo")
+    plan_of(tmp_path, ARMS, "task=recall", "correction.weight_fn.cap=3.0", "algorithm=rloo")
     with pytest.raises(ConfigError, match="rlhf would lose the task"):
         plan_of(tmp_path, with_parameters(experiment={"values": ["tis", "rlhf"]}), "task=recall")
     plan_of(tmp_path, GRID, "experiment=smd", "distillation=anchor")  # one arm, as the user wants it

@@ -4,14 +4,14 @@
     p[h, s] = exp(l[h, s] - peak[h]) / total[h],  where l = scaling q·k, softcapped or not
     received[s] = mean over the heads h of the group of p[h, s]
 
-A program takes one row and KV head (a pair) with all query heads of the group as the rows of one tile, so
-that K and V are read once, and streams over the live slots with an online softmax in float32. Probabilities
-are known only when the last slot has been seen: where they are wanted, the program keeps its float32 logits
-in a scratch buffer, small beside K and V, and reads them back at the end.
+A program handles one row and KV head (a pair). All query heads of the group are the rows of one tile, so K
+and V are read once. It streams over the live slots with an online softmax in float32. Probabilities are known
+only after the last slot. If they are needed, the program keeps its float32 logits in a scratch buffer, small
+compared with K and V, and reads them back at the end.
 
-A small batch leaves multiprocessors idle; then several programs share the slots of a pair, each leaves its
+A small batch leaves multiprocessors idle. Then several programs share the slots of a pair: each writes its
 softmax-weighted mean, peak and total, and a second kernel merges them in the order of the slots. The number
-of splits depends on shapes and the device alone. No atomics: two calls give the same bits.
+of splits depends on shapes and the device only. There are no atomics, so results are deterministic.
 
 Logits are in units of log 2, for exp2. Scratch: logits [pair, group, slot], outputs of the splits
 [pair, split, group, dim_v], peaks and totals [pair, split, group].
@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
-from lit_rlkv.kernels.decode_attention.launch import padded, plan, power_of_2, shared_block
-from lit_rlkv.kernels.numerics import tanh
+from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
+from lit_rlkv.kernels.decode_attention.launch import next_power_of_2, padded, plan, shared_block
+from lit_rlkv.kernels.triton_functions import tanh
 
 LOG2_E = 1.4426950408889634
 
@@ -34,7 +34,7 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 @no_type_check
 def _vectors(end):
-    """Up to the next multiple of 16, which the compiler knows for one and so moves logits as vectors."""
+    """Return the next multiple of 16, so that the compiler vectorizes loads and stores of logits."""
     return tl.cdiv(end, 16) * 16
 
 
@@ -44,13 +44,13 @@ def _write_received(
     logits, received, received_step, peak, total, slots, n_slots, n_live, logit_step,
     GROUP: tl.constexpr, ACCUMULATES: tl.constexpr,
 ):  # fmt: skip
-    """Turn the logits of some slots into the mean of the group's probabilities; peak, total: [heads]."""
+    """Turn logits of a block of slots into the group's mean probabilities; peak, total: [heads]."""
     heads = tl.arange(0, peak.shape[0])
     end = tl.minimum(n_live, n_slots)
     is_live = slots < end
     is_logit = (heads < GROUP)[:, None] & (slots < _vectors(end))[None, :]
     tile = tl.load(logits + heads[:, None] * logit_step + slots[None, :], mask=is_logit, other=float("-inf"))
-    # No slot was live: the peak is -inf, and the difference of two infinities NaN.
+    # Without a live slot the peak is -inf, and the difference of two infinities would be NaN.
     peak = tl.where(total == 0.0, 0.0, peak)
     inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
     share = tl.sum(tl.exp2(tile - peak[:, None]) * inverse[:, None], axis=0) / GROUP
@@ -73,9 +73,9 @@ def _attend(
     N_SPLITS: tl.constexpr, ACCUMULATES: tl.constexpr, SHARED_HEADS: tl.constexpr,
     SHARED_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Out, peak and total of one pair over the slots of one split; and what slots received if it is the only.
+    """Write output, peak and total of one pair over one split, and `received` if there is one split.
 
-    Capitals in the plural are sizes padded to what a tile can be.
+    Plural capitals (HEADS, DIMS) are sizes padded to a tile's.
     """
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -103,7 +103,7 @@ def _attend(
         logits += pair * GROUP * logit_step
 
     peak = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS, BLOCK], tl.float32)  # summed over its columns only once, at the end
+    total = tl.zeros([HEADS, BLOCK], tl.float32)  # summed over its columns once, at the end
     mean = tl.zeros([HEADS, DIMS_V], tl.float32)
     for start in range(first, end, BLOCK):
         slots = start + block
@@ -145,7 +145,7 @@ def _attend(
     tl.store(totals + part + heads, summed, mask=is_head)
     if received is not None:
         received += row * received_row + kv_head * received_kv
-        tl.debug_barrier()  # other threads of the program wrote what this one reads back
+        tl.debug_barrier()  # other threads of the program wrote the logits read below
         sharing = tl.arange(0, SHARED_HEADS)
         peak = tl.load(peaks + part + sharing, mask=sharing < GROUP, other=0.0)
         summed = tl.load(totals + part + sharing, mask=sharing < GROUP, other=0.0)
@@ -165,7 +165,7 @@ def _merge(
     N_SPLITS: tl.constexpr, SPLITS: tl.constexpr, ACCUMULATES: tl.constexpr, SHARED_HEADS: tl.constexpr,
     SHARED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program i of a pair merges the splits of query head i and writes what block i of the slots received."""
+    """Merge the splits of query head i, and write `received` of block i of the slots."""
     pair = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1)
     splits, dims_v = tl.arange(0, SPLITS), tl.arange(0, DIMS_V)
@@ -200,11 +200,11 @@ def _merge(
         )  # fmt: skip
 
 
-@on_its_device
+@on_tensor_device
 def decode_attention(
     query, keys, values, n_live, scaling, *, softcap=None, received=None, accumulates=False, n_splits=None
 ):
-    """Run the definition's operation; `n_splits` overrides how many programs share a pair's slots."""
+    """Run `reference.decode_attention` in Triton; `n_splits` overrides the number of splits."""
     query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
     launch = plan(query, keys, values, n_splits)
     is_split = launch.n_splits > 1
@@ -217,12 +217,12 @@ def decode_attention(
     out = torch.empty(batch, n_kv_heads, group, dim_v, dtype=values.dtype, device=query.device)
     peaks, totals = scratch(n_pairs, launch.n_splits, group), scratch(n_pairs, launch.n_splits, group)
     means = scratch(n_pairs, launch.n_splits, group, dim_v) if is_split else out
-    logit_step = triton.cdiv(n_slots, 16) * 16  # rows of logits begin where vector loads may
+    logit_step = triton.cdiv(n_slots, 16) * 16  # aligns rows of logits for vector loads
     logits = None if received is None else scratch(n_pairs, group, logit_step)
     received_strides = (0, 0, 0) if received is None else received.stride()
     places = (n_live.stride(0), *received_strides, logit_step, n_slots)
     sizes = {"KV_HEADS": n_kv_heads, "GROUP": group, "DIM_V": dim_v, "DIMS_V": padded(dim_v)}
-    sizes |= {"N_SPLITS": launch.n_splits, "SHARED_HEADS": power_of_2(group), "ACCUMULATES": accumulates}
+    sizes |= {"N_SPLITS": launch.n_splits, "SHARED_HEADS": next_power_of_2(group), "ACCUMULATES": accumulates}
     _attend[n_pairs, launch.n_splits](
         query, keys, values, n_live, means, logits, peaks, totals, None if is_split else received,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *places,
@@ -237,7 +237,7 @@ def decode_attention(
         n_blocks = 0 if received is None else triton.cdiv(n_slots, block)
         _merge[n_pairs, max(group, n_blocks)](
             means, logits, peaks, totals, n_live, out, received, *places,
-            SPLITS=power_of_2(launch.n_splits), SHARED_BLOCK=block, num_warps=8, **sizes,
+            SPLITS=next_power_of_2(launch.n_splits), SHARED_BLOCK=block, num_warps=8, **sizes,
         )  # fmt: skip
     return out
 

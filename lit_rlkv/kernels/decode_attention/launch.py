@@ -6,32 +6,32 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kernels.device import describe
+from lit_rlkv.kernels.device import device_info
 
 BLOCK_BYTES = 16_384
-"""Bytes of keys, and of values, that a program takes at once."""
+"""Bytes of keys, and of values, per step of a program."""
 MAX_BLOCK = 128
-"""Slots of it: with more, for which heads of few dimensions leave room, registers overflow."""
+"""Most slots per step; with more, which fit for heads of few dimensions, registers spill."""
 MAX_LOGITS = 1024
-"""Logits of a block per warp; with more, which many query heads make, registers overflow too."""
+"""Most logits of a block per warp; with more, as with many query heads, registers spill."""
 MAX_QUERY_BYTES = 65_536
-"""Bytes of the query heads of a group, all of which a program holds; more leave no room for keys."""
+"""Most bytes of a group's query heads, which a program holds; more leave no room for keys."""
 MIN_SPLIT_SLOTS = 256
-"""Below it a program's start weighs more than its share of the bytes."""
+"""Fewest slots per split; below, the start of a program costs more than its share of the bytes."""
 MAX_SPLITS = 128
-"""Splits that the merging kernel holds in one tile."""
+"""Most splits, which the merging kernel holds in one tile."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch sizes of the kernel that attends."""
+    """Launch sizes of the attention kernel."""
 
     n_splits: int
     """Programs that share the slots of one row and KV head."""
     block: int
-    """Slots that a program takes at once."""
+    """Slots per step of a program."""
     n_stages: int
-    """With 4, three blocks of keys and of values are on their way to a program while it computes."""
+    """Pipeline stages; with 4, three blocks of keys and values are in flight during a computation."""
     n_warps: int
 
 
@@ -65,17 +65,16 @@ def plan(
 ) -> Launch:
     """Return the launch sizes of a call; `n_splits` overrides the choice."""
     n_pairs, group, n_slots = query.shape[0] * query.shape[1], query.shape[2], keys.shape[2]
-    device = describe(query.device)
+    device = device_info(query.device)
     if n_splits is None:
         n_splits = choose_n_splits(n_pairs, n_slots, device.n_multiprocessors)
     is_wide, is_small = padded(group) >= 64, device.shared_bytes <= 110_000
     is_crowded = is_wide and is_small  # many queries beside the blocks of keys and values
-    # Products in float32 are not made for tensor cores; with 4 warps their operands overflow registers, as
-    # those of very many queries do.
+    # float32 products do not use tensor cores; with 4 warps their operands, or very many queries, spill.
     n_warps = 8 if query.dtype == torch.float32 or padded(group) > 64 else 4
     n_stages = 2 if is_crowded else 3 if is_wide or is_small else 4
     if is_small and _query_bytes(query, values) >= MAX_QUERY_BYTES:
-        n_stages = 1  # what is left holds one block
+        n_stages = 1  # the rest of shared memory holds one block
     most = BLOCK_BYTES // (2 if is_crowded else 1) // _row_bytes(query, values)
     return Launch(
         n_splits=n_splits,
@@ -86,9 +85,9 @@ def plan(
 
 
 def choose_n_splits(n_pairs: int, n_slots: int, n_multiprocessors: int) -> int:
-    """One from three programs a multiprocessor on: two run at a time, and the last third still fills it.
+    """Return the splits of each pair; 1 with at least three programs per multiprocessor.
 
-    Always a power of two, because kernels are compiled for it: another batch or pool seldom needs a new one.
+    Always a power of two, because a kernel is compiled for each number of splits.
     """
     if n_pairs >= 3 * n_multiprocessors:
         return 1
@@ -98,15 +97,15 @@ def choose_n_splits(n_pairs: int, n_slots: int, n_multiprocessors: int) -> int:
 
 
 def padded(size: int) -> int:
-    """Return the power of two, at least 16, that tiles and matrix instructions take."""
-    return max(16, power_of_2(size))
+    """Return the next power of two, at least 16, as tiles and matrix instructions require."""
+    return max(16, next_power_of_2(size))
 
 
 def shared_block(n_logits: int, group: int, n_slots: int) -> int:
-    """Slots whose logits a program weighs at once: many loads on their way hide how long each takes."""
-    return max(16, min(n_logits // power_of_2(group), power_of_2(n_slots)))
+    """Return the slots per step of normalizing logits; many loads in flight hide their latency."""
+    return max(16, min(n_logits // next_power_of_2(group), next_power_of_2(n_slots)))
 
 
-def power_of_2(size: int) -> int:
+def next_power_of_2(size: int) -> int:
     """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

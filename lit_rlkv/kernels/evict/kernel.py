@@ -1,20 +1,19 @@
-"""Eviction in place, in two kernels that wait for no host.
+"""Eviction in place, in two kernels without host synchronisation.
 
     kept = the `budget` largest of (score, or +inf where protected), ties to the earlier slot
     evicted_at[column of slot] = now for the others; slot number i of the pool becomes kept[i]
 
-`_choose`: one program a (row, KV head). Float32 has an integer image of the same order, so the budget-th
-largest score is found bit by bit, from the highest: a bit belongs to the threshold if at least `budget`
-images reach it. That is 32 passes of counting, over scores that lie in the cache nearest to the program. Ties
-take the remaining places in the order of the slots, by a running count. The small arrays (columns, running
-attention) move here, and the list of survivors is written for the next kernel.
+`_choose`: one program per row and KV head. Scores are mapped to integers of the same order, and the
+budget-th largest is found bit by bit, from the highest: a bit is set in the threshold if at least `budget`
+integers reach it. That takes 32 counting passes over scores in the L1 cache. Ties take the remaining places
+in the order of the slots, by a running count. The small arrays (columns, running attention) move here, and
+the list of survivors is written for the next kernel.
 
-`_move`: one program a (row, KV head, 128 bytes of each key or value). Survivors come from their own place or
-from further behind, kept[i] >= i, so blocks in ascending order overwrite nothing that is still to be read.
-Within a block all threads have loaded before any of them stores: that is what the barrier is for. Dimensions
-do not mix, so the slices of a pool's vectors are independent programs.
+`_move`: one program per row, KV head and 128 bytes of each key or value. A survivor never moves backwards,
+kept[i] >= i, so blocks in ascending order overwrite nothing that is still to be read. Within a block, a
+barrier separates all loads from the stores. Dimensions are independent, so each slice has its own program.
 
-A program of a row that is not due ends at once.
+A program of a row that is not due returns immediately.
 """
 
 from typing import no_type_check
@@ -24,20 +23,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device
+from lit_rlkv.kernels.backend import on_tensor_device
 from lit_rlkv.kernels.evict.reference import check_budget
 
 CHOOSE_BLOCK = 1024
-"""Slots counted at once."""
+"""Slots per counting step."""
 MOVE_BLOCK = 128
-"""Slots moved at once: with 128 bytes of each, 16 KiB are under way in every program."""
+"""Slots moved per step: at 128 bytes each, every program has 16 KiB in flight."""
 LINE_BYTES = 128
-"""Of each vector that one program moves: a whole line of the cache, so that no two programs share one."""
+"""Bytes of each vector that one program moves: a cache line, so that programs share none."""
 N_WARPS = 4
 N_STAGES = 1
-"""A pipelined loop would load the next block before this one is stored; in place, order is all there is."""
+"""No pipelining: in place, a block must be stored before the next one is loaded."""
 WORDS = {2: torch.int16, 4: torch.int32}
-"""Numbers are moved as words of their size: their bits, whatever they mean."""
+"""Numbers are moved as integers of their size."""
 
 INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
@@ -47,60 +46,47 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 @no_type_check
-def _image(scores, columns, slot, first, sink, now, window, n_slots):
-    """int32 of the same order as what is sorted: [BLOCK], INT32_MIN behind the last slot."""
+def _sort_key(scores, columns, slot, first, sink, now, window, n_slots):
+    """Return int32 keys in the order of the scores: [BLOCK], INT32_MIN beyond the last slot."""
     is_slot = slot < n_slots
     column = tl.load(columns + slot, mask=is_slot, other=0)
     score = tl.load(scores + slot, mask=is_slot, other=0.0)
     is_protected = (column < first + sink) | (column >= now - window)
     score = tl.where(is_protected, INFINITY, score)
     score = tl.where(column < first, -INFINITY, score)
-    # Compared as integers, because a device may take the smallest floats for zero. -0.0 is INT32_MIN; among
-    # negative numbers the larger magnitude is the smaller number; beyond infinity is what is not a number.
+    # Integers, because a device may flush the smallest floats to zero. -0.0 has the bits of INT32_MIN, a
+    # larger magnitude is a smaller negative number, and bits above those of infinity are NaN.
     bits = score.to(tl.int32, bitcast=True)
     bits = tl.where(bits == INT32_MIN, 0, bits)
-    image = tl.where(bits < 0, bits ^ INT32_MAX, bits)
-    image = tl.where((bits & INT32_MAX) > INFINITY_BITS, INT32_MAX, image)
-    return tl.where(is_slot, image, INT32_MIN)
+    sort_key = tl.where(bits < 0, bits ^ INT32_MAX, bits)
+    sort_key = tl.where((bits & INT32_MAX) > INFINITY_BITS, INT32_MAX, sort_key)
+    return tl.where(is_slot, sort_key, INT32_MIN)
 
 
 @triton.jit
 @no_type_check
 def _count(scores, columns, bar, first, sink, now, window, n_slots, BLOCK: tl.constexpr):
-    """How many images are at least `bar`."""
+    """Return the number of sort keys that are at least `bar`."""
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, n_slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        image = _image(scores, columns, slot, first, sink, now, window, n_slots)
-        counts += (image >= bar).to(tl.int32)
+        sort_key = _sort_key(scores, columns, slot, first, sink, now, window, n_slots)
+        counts += (sort_key >= bar).to(tl.int32)
     return tl.sum(counts, axis=0)
 
 
 @triton.jit
 @no_type_check
 def _choose(
-    scores,  # [batch, kv_head, slot] contiguous
-    columns,  # [batch, kv_head, slot]
-    attention,  # [batch, kv_head, slot]
-    evicted_at,  # [batch, kv_head, seq]
-    survivors,  # [batch, kv_head, budget] contiguous
-    is_due,  # [batch], as are nows and firsts
-    nows,
-    firsts,
-    columns_row,  # strides
-    columns_head,
-    attention_row,
-    attention_head,
-    evicted_at_row,
-    evicted_at_head,
-    n_heads,
-    n_slots,
-    budget,
-    sink,
-    window,
-    HAS_ATTENTION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores, columns, attention, evicted_at, survivors, is_due, nows, firsts,
+    columns_row, columns_head, attention_row, attention_head, evicted_at_row, evicted_at_head,
+    n_heads, n_slots, budget, sink, window, HAS_ATTENTION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Choose the survivors of one pool, move its columns and attention, and record the evictions.
+
+    scores (contiguous), columns, attention: [batch, kv_head, slot]; evicted_at: [batch, kv_head, seq];
+    survivors (contiguous): [batch, kv_head, budget]; is_due, nows, firsts: [batch].
+    """
     pool = tl.program_id(0)
     row = (pool // n_heads).to(tl.int64)
     head = (pool % n_heads).to(tl.int64)
@@ -116,7 +102,7 @@ def _choose(
 
     n_reach = _count(scores, columns, 0, first, sink, now, window, n_slots, BLOCK)
     threshold = tl.where(n_reach >= budget, 0, INT32_MIN)
-    # The last bar that too few images reach is threshold + 1: this ends as the count above the threshold.
+    # The last bar that too few keys reach is threshold + 1, so n_above is the count above the threshold.
     n_above = tl.where(n_reach >= budget, 0, n_reach)
     for step in range(31):
         bar = threshold | (1 << (30 - step))
@@ -129,9 +115,9 @@ def _choose(
     for start in range(0, n_slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         is_slot = slot < n_slots
-        image = _image(scores, columns, slot, first, sink, now, window, n_slots)
-        is_tie = (image == threshold).to(tl.int32)
-        is_kept = (image > threshold) | ((is_tie != 0) & (tl.cumsum(is_tie, axis=0) <= n_ties_left))
+        sort_key = _sort_key(scores, columns, slot, first, sink, now, window, n_slots)
+        is_tie = (sort_key == threshold).to(tl.int32)
+        is_kept = (sort_key > threshold) | ((is_tie != 0) & (tl.cumsum(is_tie, axis=0) <= n_ties_left))
         place = n_kept + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
         n_ties_left -= tl.sum(is_tie, axis=0)
         n_kept += tl.sum(is_kept.to(tl.int32), axis=0)
@@ -165,24 +151,10 @@ def _move_slice(pool, survivors, slot_stride, part, dim, budget, DIMS: tl.conste
 @triton.jit
 @no_type_check
 def _move(
-    keys,  # [batch, kv_head, slot, dim], as words
-    values,  # [batch, kv_head, slot, dim_v], as words
-    survivors,  # [batch, kv_head, budget] contiguous
-    is_due,  # [batch]
-    keys_row,  # strides
-    keys_head,
-    keys_slot,
-    values_row,
-    values_head,
-    values_slot,
-    n_heads,
-    n_key_parts,
-    dim,
-    dim_v,
-    budget,
-    DIMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, values, survivors, is_due, keys_row, keys_head, keys_slot, values_row, values_head, values_slot,
+    n_heads, n_key_parts, dim, dim_v, budget, DIMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Move one slice of the keys or of the values, [batch, kv_head, slot, dim] as words, of one pool."""
     pool = tl.program_id(0)
     part = tl.program_id(1)
     row = (pool // n_heads).to(tl.int64)
@@ -198,9 +170,9 @@ def _move(
         _move_slice(values, survivors, values_slot, part - n_key_parts, dim_v, budget, DIMS, BLOCK)
 
 
-@on_its_device
+@on_tensor_device
 def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, first, *, budget, sink, window):
-    """Run the definition's operation in Triton; the last dimension of what changes must be contiguous."""
+    """Run `reference.evict` in Triton; the last dimension of tensors changed in place is contiguous."""
     check_budget(budget, scores)
     in_place = {"keys": keys, "values": values, "columns": columns, "evicted_at": evicted_at}
     for name, tensor in in_place.items():
@@ -210,7 +182,7 @@ def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, fir
     batch, n_heads, n_slots = columns.shape
     is_due, now, first = is_due.contiguous(), now.contiguous(), first.contiguous()
     survivors = torch.empty(batch, n_heads, budget, dtype=torch.int32, device=keys.device)
-    moving = scores if attention is None else attention  # an argument has to be there; it is not read
+    moving = scores if attention is None else attention  # not read without attention
     _choose[(batch * n_heads,)](
         *(scores.float().contiguous(), columns, moving, evicted_at, survivors, is_due, now, first),
         *(*columns.stride()[:2], *moving.stride()[:2], *evicted_at.stride()[:2]),
@@ -238,6 +210,6 @@ def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, fir
 def _check_contiguous(name: str, tensor: Tensor) -> None:
     if tensor.stride(-1) != 1:
         raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has stride {tensor.stride(-1)} in its last dimension, "
-            "but eviction in place moves whole vectors; allocate it contiguous"
+            f"the last dimension of {name} {tuple(tensor.shape)} must be contiguous, got stride "
+            f"{tensor.stride(-1)}: eviction in place moves whole vectors; allocate it contiguous"
         )

@@ -5,17 +5,17 @@
     ds[q, k] = p[q, k] (d_out[q]·v[k] - delta[q]),  delta[q] = d_out[q]·out[q] - d_lse[q]
     dq[q] = scaling Σ_k ds[q, k] k,  dk[k] = scaling Σ_q ds[q, k] q,  dv[k] = Σ_q p[q, k] d_out[q]
 
-Listed: `_table` writes down for every block of queries the keys that live in it, either densely in the order
-of position (`_forward` and `_query_gradients` gather tiles of keys by it) or each in its slot
-(`_key_gradients`: a program owns a tile of slots and goes through the blocks with the gradients of the slots'
-keys in registers; where a slot changes hands, the finished row goes out and the next starts from zero).
-Contiguous: the same without tables, in the order of position up to the diagonal. Either way every pair of
-query and key is tested, so that both are exact.
+Listed mode: `_table` writes, for every block of queries, the keys cached in it. `_forward` and
+`_query_gradients` read a dense list in the order of position and gather tiles of keys by it. `_key_gradients`
+reads the keys by slot: a program owns a tile of slots and goes through the blocks with the gradients of the
+slots' keys in registers. Where a slot gets a new key, the finished row is stored and the next starts from 0.
+Contiguous mode: the same without tables, in the order of position up to the diagonal. Both modes are exact,
+because they test every pair of query and key.
 
 An entry of a table is `key << 8 | left`, where `left` counts the queries of the block before the key's
-eviction; 0 is an empty place.
+eviction; 0 is an empty entry.
 
-Axis 0 of every grid is the heads of all sequences, because CUDA bounds the other two at 65,535.
+Axis 0 of every grid is the heads of all sequences, because CUDA limits the other two to 65,535.
 """
 
 from typing import no_type_check
@@ -23,7 +23,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from lit_rlkv.kernels.numerics import tanh
+from lit_rlkv.kernels.triton_functions import tanh
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -31,16 +31,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 @no_type_check
 def _table(
-    evicted_at,
-    slot_of,
-    table,
-    n_listed,
-    seq,
-    n_slots,
-    BLOCK: tl.constexpr,
-    PLACED: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    evicted_at, slot_of, table, n_listed, seq, n_slots,
+    BLOCK: tl.constexpr, PLACED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the table of one block of queries: by slot if PLACED, otherwise in the order of position."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = block * BLOCK
     evicted_at += row * seq
@@ -65,7 +59,7 @@ def _table(
 @triton.jit
 @no_type_check
 def _rows(matrix, rows, is_row, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """[rows, WIDTH] of a matrix [.., DIM]; 0 beyond it."""
+    """Load [rows, WIDTH] of a matrix [.., DIM]; 0 beyond it."""
     columns = tl.arange(0, WIDTH)
     is_value = is_row[:, None]
     if DIM < WIDTH:
@@ -87,7 +81,7 @@ def _store_rows(matrix, rows, is_row, stride, values, DIM: tl.constexpr, WIDTH: 
 @triton.jit
 @no_type_check
 def _tile_of_keys(table, evicted_at, places, n_places, first, LISTED: tl.constexpr):
-    """Keys at these places, their evictions, and whether there is one."""
+    """Return the keys at these places, their evictions, and a mask of the places that have a key."""
     if LISTED:
         entry = tl.load(table + places, mask=places < n_places, other=0)
         left = entry & 255
@@ -99,7 +93,7 @@ def _tile_of_keys(table, evicted_at, places, n_places, first, LISTED: tl.constex
 @triton.jit
 @no_type_check
 def _base2(products, inner, outer, CAPPED: tl.constexpr):
-    """Logits in units of log 2."""
+    """Return logits in base 2."""
     if CAPPED:
         return outer * tanh(products * inner)
     return outer * products
@@ -111,7 +105,7 @@ def _list_of(
     table, n_listed, row, first, seq, n_slots,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys of the block that the query `first` is in are listed, and how many places to look at."""
+    """Return the list of keys for the block of query `first`, and its length."""
     if LISTED:
         block = row * tl.cdiv(seq, BLOCK) + first // BLOCK
         return table + block * n_slots, tl.load(n_listed + block)
@@ -140,20 +134,16 @@ def _forward(
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, WIDTH_V], tl.float32)
     for start in range(0, n_places, KEYS):
+        places = start + tl.arange(0, KEYS)
         keys, evictions, is_key = _tile_of_keys(
-            table,
-            evicted_at + row * seq,
-            start + tl.arange(0, KEYS),
-            n_places,
-            first // BLOCK * BLOCK,
-            LISTED,
+            table, evicted_at + row * seq, places, n_places, first // BLOCK * BLOCK, LISTED
         )
         k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
         logits = _base2(tl.dot(q, tl.trans(k), input_precision=PRECISION), inner, outer, CAPPED)
         is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < evictions[None, :])
         logits = tl.where(is_visible, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
-        # Nothing seen so far: any finite number in place of -inf leaves exp2(-inf) = 0.
+        # Without a visible key so far, any finite number in place of -inf gives exp2(-inf) = 0.
         level = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(logits - level[:, None])
         fading = tl.exp2(top - level)
@@ -192,13 +182,9 @@ def _query_gradients(
     table, n_places = _list_of(table, n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
     d_q = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(0, n_places, KEYS):
+        places = start + tl.arange(0, KEYS)
         keys, evictions, is_key = _tile_of_keys(
-            table,
-            evicted_at + row * seq,
-            start + tl.arange(0, KEYS),
-            n_places,
-            first // BLOCK * BLOCK,
-            LISTED,
+            table, evicted_at + row * seq, places, n_places, first // BLOCK * BLOCK, LISTED
         )
         k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
         v = _rows(value, keys, is_key, value_s, DIM_V, WIDTH_V)
@@ -259,16 +245,16 @@ def _key_gradients(
             keys, evictions, is_key = _tile_of_keys(
                 table + span * n_slots, evicted_at, places, n_slots, first, LISTED
             )
-            heirs = tl.where(is_key, keys, -1)
-            is_over = heirs != owners
+            new_owners = tl.where(is_key, keys, -1)
+            is_over = new_owners != owners
             is_done = is_over & (owners >= 0)
-            # In most spans none is, and two tiles need not be laid out for the stores.
+            # Rarely true; skipping the stores saves their layout conversions.
             if tl.max(is_done.to(tl.int32), 0) > 0:
                 _store_rows(d_key, owners, is_done, n_kv_heads * DIM, d_k * scaling, DIM, WIDTH)
                 _store_rows(d_value, owners, is_done, n_kv_heads * DIM_V, d_v, DIM_V, WIDTH_V)
             d_k = tl.where(is_over[:, None], 0.0, d_k)
             d_v = tl.where(is_over[:, None], 0.0, d_v)
-            owners = heirs
+            owners = new_owners
             n_tiles = BLOCK // QUERIES
             n_steps = tl.where(tl.max(is_key.to(tl.int32), 0) > 0, HEADS * n_tiles, 0)
         else:
@@ -312,6 +298,6 @@ def _delta(
     o = _rows(out + batch * out_b + head * out_h, queries, is_query, out_s, DIM_V, WIDTH_V)
     d_o = _rows(d_out + batch * d_out_b + head * d_out_h, queries, is_query, d_out_s, DIM_V, WIDTH_V)
     at = (batch * n_heads + head) * seq + queries
-    # What is kept of the log-sum-exp is in units of log 2.
+    # The saved log-sum-exp is in base 2.
     d_natural = tl.load(d_lse + at, mask=is_query, other=0.0) * LOG2E
     tl.store(delta + at, tl.sum(o.to(tl.float32) * d_o.to(tl.float32), 1) - d_natural, mask=is_query)

@@ -14,9 +14,9 @@ from lit_rlkv.kernels.shadow_attention.tiles import Tiles, TilesOfPasses, tiles_
 LOG2E = 1.4426950408889634
 ENTRIES_AT_A_TIME = 1024
 DELTA_TILE = 8192
-"""Numbers of the output, and of its gradient, that a program takes to compute delta."""
+"""Numbers of the output, and of its gradient, per program that computes delta."""
 MIN_PROGRAMS = 264
-"""With fewer, two for each multiprocessor of an H100, the heads of a group go to programs of their own.
+"""With fewer programs (two per multiprocessor of an H100), the heads of a group are split over programs.
 A constant, so that results do not depend on the device."""
 
 
@@ -32,7 +32,7 @@ class Inputs:
     softcap: float | None
     block: int
     n_slots: int
-    """Places in the list of a block; 0 is the contiguous mode, without lists."""
+    """Length of each block's list; 0 for contiguous mode, without lists."""
 
     @property
     def group(self) -> int:
@@ -87,9 +87,9 @@ class Inputs:
 
 
 def forward(inputs: Inputs) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
-    """Output, laid out as [batch seq head dim_v], and float32 log-sum-exp."""
+    """Return the output, in memory [batch seq head dim_v], and the float32 log-sum-exp."""
     batch, n_heads, seq, _ = inputs.query.shape
-    arguments = inputs.arguments(_ahead(inputs, inputs.tiles.forward))
+    arguments = inputs.arguments(_with_prefetch(inputs, inputs.tiles.forward))
     table, n_listed = _cached_keys(inputs)
     out = by_position(inputs.value, n_heads)
     lse = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
@@ -110,7 +110,7 @@ def backward(
     Float[Tensor, "batch kv_head seq dim"],
     Float[Tensor, "batch kv_head seq dim_v"],
 ]:
-    """Gradients of query, key and value, each laid out as [batch seq head dim]."""
+    """Return the gradients of query, key and value, each in memory [batch seq head dim]."""
     common = {
         "d_out": d_out,
         **_strides(d_out=d_out),
@@ -123,7 +123,7 @@ def backward(
 
 def _query_gradients(inputs: Inputs, common: dict[str, Any]) -> Float[Tensor, "batch head seq dim"]:
     batch, n_heads, seq, _ = inputs.query.shape
-    arguments = common | inputs.arguments(_ahead(inputs, inputs.tiles.query_gradients))
+    arguments = common | inputs.arguments(_with_prefetch(inputs, inputs.tiles.query_gradients))
     table, n_listed = _cached_keys(inputs)
     d_query = by_position(inputs.query, n_heads)
     grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
@@ -139,9 +139,7 @@ def _key_gradients(
     n_tiles = triton.cdiv(inputs.n_slots or seq, arguments["KEYS"])
     n_splits = _splits(inputs.group, n_tiles * batch * n_kv_heads)
     dtype = None if n_splits == 1 else torch.float32
-    d_key, d_value = (
-        by_position(like, n_kv_heads, n_splits, dtype=dtype) for like in (inputs.key, inputs.value)
-    )
+    d_key, d_value = (by_position(t, n_kv_heads, n_splits, dtype=dtype) for t in (inputs.key, inputs.value))
     kernel._key_gradients[batch * n_kv_heads, n_splits, n_tiles](
         table=None if slot_of is None else _occupants(inputs, slot_of),
         d_key=d_key,
@@ -151,30 +149,33 @@ def _key_gradients(
     )
     # No program writes the rows of keys that no query sees.
     is_never_seen = inputs.evicted_at <= torch.arange(seq, device=d_key.device)
-    return _summed(d_key, inputs.key, is_never_seen), _summed(d_value, inputs.value, is_never_seen)
+    return (
+        _sum_splits(d_key, inputs.key.dtype, is_never_seen),
+        _sum_splits(d_value, inputs.value.dtype, is_never_seen),
+    )
 
 
-def _ahead(inputs: Inputs, tiles: Tiles) -> Tiles:
-    """Return tiles with more stages if there are lists: entries and then keys are loaded ahead."""
+def _with_prefetch(inputs: Inputs, tiles: Tiles) -> Tiles:
+    """Return tiles with more stages in listed mode, where entries and then keys are prefetched."""
     return replace(tiles, n_stages=2 * tiles.n_stages - 1) if inputs.n_slots else tiles
 
 
 def _splits(group: int, n_programs: int) -> int:
-    """Programs that share the heads of a group: the fewest that make programs enough."""
+    """Return the programs that share the heads of a group: the fewest that reach MIN_PROGRAMS."""
     enough = [n for n in range(1, group + 1) if group % n == 0 and n * n_programs >= MIN_PROGRAMS]
     return enough[0] if enough else group
 
 
-def _summed(parts: Tensor, like: Tensor, is_zero: Tensor) -> Tensor:
-    whole = parts[0]
+def _sum_splits(parts: Tensor, dtype: torch.dtype, is_zero: Tensor) -> Tensor:
+    total = parts[0]
     if len(parts) > 1:
         # Summed in the order of memory, which the sum then keeps.
-        whole = parts.transpose(-3, -2).sum(0).to(like.dtype).transpose(-3, -2)
-    return whole.masked_fill_(is_zero[..., None], 0.0)
+        total = parts.transpose(-3, -2).sum(0).to(dtype).transpose(-3, -2)
+    return total.masked_fill_(is_zero[..., None], 0.0)
 
 
 def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch head seq"]:
-    """d_out·out - d_lse of each query."""
+    """Return d_out·out - d_lse of each query."""
     batch, n_heads, seq, dim_v = out.shape
     delta = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
     queries = min(64, DELTA_TILE // _width(dim_v))
@@ -226,11 +227,11 @@ def _write_table(inputs: Inputs, slot_of: Tensor | None, table: Tensor, n_listed
     )
 
 
-def by_position(like: Tensor, n_heads: int, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
-    """[*lead batch head seq dim], in memory [*lead batch seq head dim] as projections read and write it."""
-    batch, _, seq, dim = like.shape
+def by_position(template: Tensor, n_heads: int, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate [*lead batch head seq dim], in memory [*lead batch seq head dim] as projections use it."""
+    batch, _, seq, dim = template.shape
     shape = (*lead, batch, seq, n_heads, dim)
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device).transpose(-3, -2)
+    return torch.empty(shape, dtype=dtype or template.dtype, device=template.device).transpose(-3, -2)
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -242,5 +243,5 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def _width(dim: int) -> int:
-    """Columns of a tile: powers of two, and at least what a matrix instruction takes."""
+    """Return the columns of a tile: a power of two, at least the 16 of a matrix instruction."""
     return max(16, triton.next_power_of_2(dim))

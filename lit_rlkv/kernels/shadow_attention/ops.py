@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lit_rlkv.kernels.backend import in_autocast_dtype, with_unit_stride
+from lit_rlkv.kernels.backend import (
+    in_autocast_dtype,
+    on_tensor_device,
+    register_operation,
+    with_unit_stride,
+)
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.shadow_attention.plan import BLOCK, SlotPlan
 from lit_rlkv.types import NEVER
@@ -16,95 +21,59 @@ MIN_BLOCK = 16
 """Rows of the smallest matrix product in Triton."""
 
 
-@torch.library.custom_op("lit_rlkv::shadow_attention_forward", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    evicted_at: Tensor,
-    scaling: float,
-    softcap: float | None,
-    block: int,
-    n_slots: int,
-) -> tuple[Tensor, Tensor]:
-    # Triton launches on the current device.
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        return launch.forward(launch.Inputs(query, key, value, evicted_at, scaling, softcap, block, n_slots))
+INPUTS = "Tensor query, Tensor key, Tensor value, Tensor evicted_at"
+SETTINGS = "float scaling, float? softcap, SymInt block, SymInt n_slots"
 
 
-@_forward.register_fake
-def _forward_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    evicted_at: Tensor,
-    scaling: float,
-    softcap: float | None,
-    block: int,
-    n_slots: int,
-) -> tuple[Tensor, Tensor]:
-    batch, n_heads, seq, _ = query.shape
-    lse = query.new_empty(batch, n_heads, seq, dtype=torch.float32)
-    return launch.by_position(value, n_heads), lse
+@on_tensor_device
+def _launch_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return launch.forward(launch.Inputs(*inputs))
 
 
-@torch.library.custom_op("lit_rlkv::shadow_attention_backward", mutates_args=())
-def _backward(
-    d_out: Tensor,
-    d_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    evicted_at: Tensor,
-    slot_of: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scaling: float,
-    softcap: float | None,
-    block: int,
-    n_slots: int,
+def _empty_outputs(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return launch.by_position(value, query.shape[1]), lse
+
+
+@on_tensor_device
+def _launch_backward(
+    d_out: Tensor, d_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = launch.Inputs(query, key, value, evicted_at, scaling, softcap, block, n_slots)
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        return launch.backward(inputs, with_unit_stride(d_out), d_lse.contiguous(), out, lse, slot_of)
+    slot_of, out, lse, *settings = others
+    inputs = launch.Inputs(query, key, value, evicted_at, *settings)
+    return launch.backward(inputs, with_unit_stride(d_out), d_lse.contiguous(), out, lse, slot_of)
 
 
-@_backward.register_fake
-def _backward_fake(
-    d_out: Tensor,
-    d_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    evicted_at: Tensor,
-    slot_of: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scaling: float,
-    softcap: float | None,
-    block: int,
-    n_slots: int,
+def _empty_gradients(
+    d_out: Tensor, d_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    d_query, d_key, d_value = (launch.by_position(like, like.shape[1]) for like in (query, key, value))
+    d_query, d_key, d_value = (launch.by_position(t, t.shape[1]) for t in (query, key, value))
     return d_query, d_key, d_value
 
 
+_forward = register_operation(
+    "shadow_attention_forward",
+    f"({INPUTS}, {SETTINGS}) -> (Tensor, Tensor)",
+    _launch_forward,
+    _empty_outputs,
+)
+_backward = register_operation(
+    "shadow_attention_backward",
+    f"(Tensor d_out, Tensor d_lse, {INPUTS}, Tensor? slot_of, Tensor out, Tensor lse, {SETTINGS})"
+    " -> (Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _empty_gradients,
+)
+
+
 class _ShadowAttention(torch.autograd.Function):
-    # The compiler traces these two, and cannot follow the type checks of the test run.
+    # torch.compile traces these methods and cannot trace the type checks of the test run.
     @staticmethod
     @no_type_check
     def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        evicted_at: Tensor,
-        slot_of: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        block: int,
-        n_slots: int,
+        query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, slot_of: Tensor | None, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        return _forward(query, key, value, evicted_at, scaling, softcap, block, n_slots)
+        return _forward(query, key, value, evicted_at, *settings)
 
     @staticmethod
     @no_type_check
@@ -154,14 +123,14 @@ def shadow_attention_with_lse(
     out, lse = _ShadowAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, evicted_at, slot_of, *settings
     )
-    return out, lse * math.log(2)  # the kernels count in powers of two
+    return out, lse * math.log(2)  # the kernels compute in base 2
 
 
 def _places(plan: SlotPlan) -> tuple[Tensor, int, int]:
     if plan.block < MIN_BLOCK:
         raise ValueError(
-            f"block={plan.block} of the plan is fewer rows than matrix instructions take; "
+            f"the plan's block must be at least {MIN_BLOCK} for matrix instructions, got {plan.block}; "
             f"plan with {MIN_BLOCK} or more"
         )
-    # Rows of tables start at multiples of 64 bytes, so that reads of them can be wide.
+    # Rows of tables start at multiples of 64 bytes, so that loads can be vectorized.
     return plan.slot_of.contiguous(), plan.block, -(-plan.n_slots // 16) * 16

@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 128
-"""Queries that share a list of keys. Smaller blocks have shorter lists, and start more loops over them."""
+"""Queries that share a list of keys. Smaller blocks have shorter lists but start more loops."""
 
 MAX_WORK = 0.75
-"""Share of dense causal work above which following lists costs more than it saves."""
+"""Share of dense causal work above which lists cost more than they save."""
 
 MAX_ENTRIES = 256
 """Most entries of a table per position and KV head, 4 bytes each: 32,768 slots in blocks of 128."""
@@ -28,7 +28,7 @@ class SlotPlan:
     n_slots: int
     """Slots of every sequence, layer and KV head: the largest number that any of them needs."""
     slot_of: Int[Tensor, "batch *layer kv_head seq"]
-    """Has no meaning for keys that are never cached."""
+    """Slot of each key; meaningless for keys that are never cached."""
 
     def layer(self, index: int) -> "SlotPlan":
         """Return the plan of one layer, as the operation takes it; a plan of one layer serves all layers."""
@@ -52,9 +52,7 @@ def plan_slots(evicted_at: Int[Tensor, "batch layer kv_head seq"], block: int = 
             f"block must be a power of two from 1 to {BLOCK}, got {block}; the default is {BLOCK}"
         )
     slots, needs, works = [], [], []
-    for layer in evicted_at.unbind(
-        1
-    ):  # one after the other, because sorting takes several times their memory
+    for layer in evicted_at.unbind(1):  # one layer at a time, because sorting takes several times its memory
         blocks = _CachedBlocks(layer.flatten(0, 1), block)
         slot_of, n_slots = _assign(blocks)
         slots.append(slot_of.view(layer.shape))
@@ -94,12 +92,12 @@ class _CachedBlocks:
 def _assign(blocks: _CachedBlocks) -> tuple[Int[Tensor, "row seq"], Int[Tensor, ""]]:
     """Return a slot for each key, and the most slots that any row takes.
 
-    Keys take slots in the order of their columns: new ones while there are fewer than will ever be needed at
-    once, and from then on the n-th key takes the slot of the (n - n_shared)-th to be released, in the order
-    of their last blocks. So many have been released by then, since otherwise more would be cached at once.
+    Keys take slots in the order of their columns. The first n_shared keys, the most that are cached at once,
+    take new slots. From then on the n-th key takes the slot of the (n - n_shared)-th key to be released, in
+    the order of last blocks. It has been released by then, or more than n_shared keys would be cached.
 
-    The keys evicted first of all have slots of their own, behind the others'. After a compaction that drops
-    most of a long prompt these are then empty for good, in whole tiles, and not scattered among survivors.
+    The keys evicted first have separate slots, after the others. When a compaction drops most of a long
+    prompt, whole tiles of slots become empty for good, instead of slots scattered among survivors.
     """
     is_first_evicted = blocks.is_cached & (blocks.last == blocks.last.amin(1, keepdim=True))
     is_other = blocks.is_cached & ~is_first_evicted
@@ -107,7 +105,7 @@ def _assign(blocks: _CachedBlocks) -> tuple[Int[Tensor, "row seq"], Int[Tensor, 
     order = torch.where(is_other, blocks.last, blocks.n_blocks).argsort(dim=1, stable=True)
     number = is_other.cumsum(1) - 1
     released = order.gather(1, (number - n_shared).clamp(min=0))
-    # From each key to the first in its slot, twice as far at every step; none takes over twice in one block.
+    # Pointer jumping from each key to the first owner of its slot; a slot changes owner once per block.
     owner = torch.where(is_other & (number >= n_shared), released, blocks.column)
     for _ in range(blocks.n_blocks.bit_length()):
         owner = owner.gather(1, owner)

@@ -1,9 +1,8 @@
 """Tile sizes of shadow attention, by element size, head dimension and device.
 
-Fixed and not tuned at run time, so that results do not depend on a measurement. On devices with as much
-shared memory as Hopper's the sizes for up to 128 dimensions are those that torch has settled on there for its
-FlexAttention; the others follow from the compiler's report: nothing spilled in inner loops, and no more taken
-than a device has.
+Sizes are fixed, so that results do not depend on timings. For up to 128 dimensions on devices with as much
+shared memory as Hopper's, they are torch's sizes for FlexAttention. The others follow from compiler reports:
+no spills in inner loops, and no more shared memory than the device has.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.device import describe
+from lit_rlkv.kernels.device import device_info
 
 LARGE_SHARED_BYTES = 220 * 1024
 """Shared memory of a multiprocessor: 228 KiB on an H100, 164 on an A100, 100 on desktop cards."""
@@ -19,7 +18,7 @@ LARGE_SHARED_BYTES = 220 * 1024
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of queries and of keys per step, warps per program, and steps that loads run ahead, plus one."""
+    """Queries and keys per step, warps per program, and pipeline stages."""
 
     queries: int
     keys: int
@@ -29,7 +28,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class TilesOfPasses:
-    """Tiles of the forward pass, and of the two that the backward pass consists of."""
+    """Tiles of the forward pass and of the two backward passes."""
 
     forward: Tiles
     query_gradients: Tiles
@@ -46,7 +45,7 @@ SMALL = {
     128: TilesOfPasses(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2)),
     256: TilesOfPasses(Tiles(64, 32, 4, 2), Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2)),
 }
-FLOAT32 = {  # without tensor cores, whose products are not float32's
+FLOAT32 = {  # without tensor cores, whose products are not exact in float32
     64: TilesOfPasses(*[Tiles(32, 32, 4, 2)] * 3),
     128: TilesOfPasses(*[Tiles(16, 16, 4, 2)] * 3),
     256: TilesOfPasses(*[Tiles(16, 16, 4, 2)] * 3),
@@ -54,7 +53,7 @@ FLOAT32 = {  # without tensor cores, whose products are not float32's
 MAX_HEAD_DIM = max(LARGE)
 
 
-def tiles_for(like: Tensor, width: int) -> TilesOfPasses:
+def tiles_for(tensor: Tensor, width: int) -> TilesOfPasses:
     """Return the tile sizes for tensors of this kind whose wider head dimension, padded, is `width`.
 
     Raises:
@@ -64,6 +63,6 @@ def tiles_for(like: Tensor, width: int) -> TilesOfPasses:
         raise ValueError(
             f"heads of more than {MAX_HEAD_DIM} dimensions do not fit; use kernels=auto or kernels=reference"
         )
-    is_large = describe(like.device).shared_bytes >= LARGE_SHARED_BYTES
-    sizes = FLOAT32 if like.dtype == torch.float32 else LARGE if is_large else SMALL
+    is_large = device_info(tensor.device).shared_bytes >= LARGE_SHARED_BYTES
+    sizes = FLOAT32 if tensor.dtype == torch.float32 else LARGE if is_large else SMALL
     return sizes[max(64, width)]

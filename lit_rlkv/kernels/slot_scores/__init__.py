@@ -15,23 +15,23 @@ __all__ = [
 ]
 
 
-def _load_key_kernels() -> ModuleType:
-    from lit_rlkv.kernels.slot_scores.keys import kernel
+def _load_keys_kernel() -> ModuleType:
+    from lit_rlkv.kernels.slot_scores import keys_kernel
 
-    return kernel
-
-
-def _load_window_kernels() -> ModuleType:
-    from lit_rlkv.kernels.slot_scores.window import kernel
-
-    return kernel
+    return keys_kernel
 
 
-key_norm = with_triton(reference.key_norm, _load_key_kernels, chosen_by="keys")
+def _load_window_kernel() -> ModuleType:
+    from lit_rlkv.kernels.slot_scores import window_kernel
+
+    return window_kernel
+
+
+key_norm = with_triton(reference.key_norm, _load_keys_kernel, chosen_by="keys")
 key_direction_similarity = with_triton(
-    reference.key_direction_similarity, _load_key_kernels, chosen_by="keys"
+    reference.key_direction_similarity, _load_keys_kernel, chosen_by="keys"
 )
-redundancy = with_triton(reference.redundancy, _load_key_kernels, chosen_by="keys")
-mean_window_attention = with_triton(reference.mean_window_attention, _load_window_kernels, chosen_by="keys")
-peak_window_attention = with_triton(reference.peak_window_attention, _load_window_kernels, chosen_by="keys")
-expected_attention = with_triton(reference.expected_attention, _load_window_kernels, chosen_by="keys")
+redundancy = with_triton(reference.redundancy, _load_keys_kernel, chosen_by="keys")
+mean_window_attention = with_triton(reference.mean_window_attention, _load_window_kernel, chosen_by="keys")
+peak_window_attention = with_triton(reference.peak_window_attention, _load_window_kernel, chosen_by="keys")
+expected_attention = with_triton(reference.expected_attention, _load_window_kernel, chosen_by="keys")

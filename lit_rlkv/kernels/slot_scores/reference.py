@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from lit_rlkv.kernels.evict.reference import due_rows
 
 NEAR_DUPLICATE = 0.5
-"""Cosine above which two keys say the same (arXiv:2505.24133)."""
+"""Cosine above which two keys are near-duplicates (arXiv:2505.24133)."""
 
 
 def key_norm(
     keys: Float[Tensor, "batch kv_head slot dim"], is_due: Bool[Tensor, " batch"] | None = None
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Return ‖k‖₂."""
-    return _of_due_rows(lambda keys: keys.float().norm(dim=-1), is_due, keys)
+    return _score_due_rows(lambda keys: keys.float().norm(dim=-1), is_due, keys)
 
 
 def key_direction_similarity(
@@ -30,14 +30,14 @@ def key_direction_similarity(
     is_live: Bool[Tensor, "batch kv_head slot"],
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
-    """Return cos(k, Σ over live keys of k/‖k‖): how much a key points where all keys point."""
+    """Return cos(k, Σ over live keys of k/‖k‖): the similarity of a key to the mean direction."""
 
-    def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
+    def score(keys: Tensor, is_live: Tensor) -> Tensor:
         keys = keys.float()
         direction = (F.normalize(keys, dim=-1) * is_live.unsqueeze(-1)).sum(dim=-2, keepdim=True)
         return F.cosine_similarity(keys, direction, dim=-1)
 
-    return _of_due_rows(of_rows, is_due, keys, is_live)
+    return _score_due_rows(score, is_due, keys, is_live)
 
 
 def redundancy(
@@ -47,11 +47,11 @@ def redundancy(
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Return the softmax over live keys of a key's mean cosine to the other keys (arXiv:2505.24133).
 
-    Of key j it is Σ_i cos(kᵢ, kⱼ) / n without i = j, and without each i whose last duplicate is j. The
-    cosine of duplicates is above 0.5.
+    For key j the mean is Σ_i cos(kᵢ, kⱼ) / n, without i = j and without each i whose last near-duplicate
+    (cosine above 0.5) is j.
     """
 
-    def of_rows(keys: Tensor, is_live: Tensor) -> Tensor:
+    def score(keys: Tensor, is_live: Tensor) -> Tensor:
         keys = F.normalize(keys.float(), dim=-1) * is_live.unsqueeze(-1)
         similarity = keys @ keys.transpose(-1, -2)
         n_slots = similarity.shape[-1]
@@ -63,7 +63,7 @@ def redundancy(
         mean_similarity = similarity.sum(dim=-2) / n_live
         return mean_similarity.masked_fill(~is_live, -torch.inf).softmax(-1)
 
-    return _of_due_rows(of_rows, is_due, keys, is_live)
+    return _score_due_rows(score, is_due, keys, is_live)
 
 
 def mean_window_attention(
@@ -80,10 +80,10 @@ def mean_window_attention(
     A query sees the live keys of its own and of earlier columns.
     """
 
-    def of_rows(k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor) -> Tensor:
+    def score(k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor) -> Tensor:
         return _seen_logits(q, k, column, q_column, is_live, scaling).softmax(-1).mean(dim=(2, 3))
 
-    return _of_due_rows(of_rows, is_due, keys, queries, columns, query_columns, is_live)
+    return _score_due_rows(score, is_due, keys, queries, columns, query_columns, is_live)
 
 
 def peak_window_attention(
@@ -101,13 +101,13 @@ def peak_window_attention(
     The logit of a query and a key is the maximum over the group of q·k·scaling.
     """
 
-    def of_rows(
+    def score(
         k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor, is_recent: Tensor
     ) -> Tensor:
         logits = _seen_logits(q, k, column, q_column, is_live, scaling).amax(dim=2)
         return logits.masked_fill(is_recent.unsqueeze(2), -torch.inf).softmax(-1).mean(dim=2)
 
-    return _of_due_rows(of_rows, is_due, keys, queries, columns, query_columns, is_live, is_recent)
+    return _score_due_rows(score, is_due, keys, queries, columns, query_columns, is_live, is_recent)
 
 
 def expected_attention(
@@ -120,16 +120,16 @@ def expected_attention(
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Return ‖v‖ · mean over group of softmax over live keys of mean + variance/2 over window of q·k·scaling.
 
-    The variance is that of the window's logits, not an estimate for a population.
+    The variance is the empirical one (not Bessel-corrected).
     """
 
-    def of_rows(keys: Tensor, queries: Tensor, values: Tensor, is_live: Tensor) -> Tensor:
+    def score(keys: Tensor, queries: Tensor, values: Tensor, is_live: Tensor) -> Tensor:
         logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
         exponent = logits.mean(dim=3) + logits.var(dim=3, unbiased=False) / 2
         exponent = exponent.masked_fill(~is_live.unsqueeze(2), float("-inf"))
         return exponent.softmax(-1).mean(dim=2) * values.float().norm(dim=-1)
 
-    return _of_due_rows(of_rows, is_due, keys, queries, values, is_live)
+    return _score_due_rows(score, is_due, keys, queries, values, is_live)
 
 
 def _seen_logits(
@@ -146,7 +146,7 @@ def _seen_logits(
     return logits.masked_fill(~(is_seen & is_live[:, :, None, :]).unsqueeze(2), -torch.inf)
 
 
-def _of_due_rows(
+def _score_due_rows(
     score: Callable[..., Tensor], is_due: Bool[Tensor, " batch"] | None, keys: Tensor, *others: Tensor
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Compute the scores of the due rows only, and return 0 in all other rows."""

@@ -27,11 +27,11 @@ def token_logps(
     """Return the log-prob of each token under softmax(head(hidden) / temperature), in nats.
 
     Args:
-        head_is_frozen: only `hidden` needs a gradient. The forward pass then computes it and stores
-            [position, dim] until the backward pass, which saves computing the logits twice.
+        head_is_frozen: True if only `hidden` needs a gradient. The forward pass then computes and stores it,
+            [position, dim], which saves computing the logits again in the backward pass.
 
     Raises:
-        ValueError: `head_is_frozen`, but a parameter of the head requires a gradient.
+        ValueError: `head_is_frozen` is True, but a parameter of the head requires a gradient.
     """
     rows, max_logits = _implementation(hidden, kernels)
     (logps,) = in_chunks(
@@ -39,7 +39,7 @@ def token_logps(
         hidden,
         tokens,
         size=max(max_logits // vocab_size, 1),
-        is_linearised=_is_linearised(head_is_frozen, (head, hidden)),
+        stores_gradients=_check_frozen(head_is_frozen, (head, hidden)),
     )
     return logps
 
@@ -61,7 +61,7 @@ def token_logps_and_entropy(
         hidden,
         tokens,
         size=max(max_logits // vocab_size, 1),
-        is_linearised=_is_linearised(head_is_frozen, (head, hidden)),
+        stores_gradients=_check_frozen(head_is_frozen, (head, hidden)),
     )
     return logps, entropy
 
@@ -80,10 +80,10 @@ def policy_kl(
     """Return KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) over the whole vocabulary, in nats, at each position.
 
     Args:
-        heads_are_frozen: only the hidden states need gradients; as in `token_logps`, for both heads.
+        heads_are_frozen: True if only the hidden states need gradients; see `token_logps`.
 
     Raises:
-        ValueError: `heads_are_frozen`, but a parameter of a head requires a gradient.
+        ValueError: `heads_are_frozen` is True, but a parameter of a head requires a gradient.
     """
     rows, max_logits = _implementation(hidden_p, kernels)
     (kl,) = in_chunks(
@@ -91,7 +91,7 @@ def policy_kl(
         hidden_p,
         hidden_q,
         size=max(max_logits // vocab_size, 1),
-        is_linearised=_is_linearised(heads_are_frozen, (head_p, hidden_p), (head_q, hidden_q)),
+        stores_gradients=_check_frozen(heads_are_frozen, (head_p, hidden_p), (head_q, hidden_q)),
     )
     return kl
 
@@ -105,8 +105,8 @@ def _implementation(hidden: Tensor, kernels: str | None) -> tuple[ModuleType, in
     return reference, reference.MAX_CHUNK_LOGITS
 
 
-def _is_linearised(is_frozen: bool, *sides: tuple[Head, Tensor]) -> bool:
-    """Return `is_frozen` after checking that no frozen head needs a gradient."""
+def _check_frozen(is_frozen: bool, *sides: tuple[Head, Tensor]) -> bool:
+    """Return `is_frozen`, after a check that no frozen head needs a gradient."""
     if is_frozen and torch.is_grad_enabled():
         for head, hidden in sides:
             check_frozen(head, hidden)

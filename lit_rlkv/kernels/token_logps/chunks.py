@@ -12,27 +12,29 @@ Head = Callable[[Tensor], Tensor]
 """Hidden states [position, dim] to logits [position, vocab]."""
 
 TRITON_MAX_CHUNK_LOGITS = 2**28
-"""Most logits of one policy held at once where Triton's kernels read them: 512 MiB in 16 bit.
+"""Most logits of one policy per chunk with Triton kernels: 512 MiB in 16 bit.
 
-Each chunk reads the head's weights and, where they train, adds to the whole of their gradient. That moves 8
-bytes for each weight in 16 bit, against 2 flops for each weight and position: on an H200 it takes as long as
-the product itself at some 700 positions a chunk. A vocabulary of 152,000 has 1766.
+Each chunk reads the head's weights and, if they train, updates their whole gradient. That moves 8 bytes per
+weight in 16 bit, against 2 flops per weight and position: on an H200 both take equally long at about 700
+positions per chunk. With a vocabulary of 152,000 a chunk has 1766 positions.
 """
 
-OfChunk = Callable[..., tuple[Tensor, ...]]
-"""Tensors whose rows are positions to tensors of one number a position, of which the first has gradients."""
+ChunkFunction = Callable[..., tuple[Tensor, ...]]
+"""Maps tensors [position, ...] to tensors [position]; gradients flow through the first output only."""
 
 
-def in_chunks(of_chunk: OfChunk, *tensors: Tensor, size: int, is_linearised: bool) -> tuple[Tensor, ...]:
-    """Apply `of_chunk` to `size` positions at a time; logits are not stored for the backward pass.
+def in_chunks(
+    function: ChunkFunction, *tensors: Tensor, size: int, stores_gradients: bool
+) -> tuple[Tensor, ...]:
+    """Apply `function` to `size` positions at a time; logits are not stored for the backward pass.
 
     Args:
-        is_linearised: take the derivatives in the forward pass, while the logits exist, rather than compute
-            the logits again in the backward pass. Right only where nothing but `tensors` needs a gradient.
+        stores_gradients: compute and store the gradients in the forward pass, instead of recomputing the
+            logits in the backward pass. Valid only if nothing but `tensors` needs a gradient.
     """
-    run = _linearised if is_linearised else _recomputed
+    run = _store_gradients if stores_gradients else _recompute
     chunks = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
-    outputs = [run(of_chunk, *chunk) for chunk in chunks]
+    outputs = [run(function, *chunk) for chunk in chunks]
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
@@ -50,34 +52,34 @@ def check_frozen(head: Head, hidden: Tensor) -> None:
             )
 
 
-def _recomputed(of_chunk: OfChunk, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _recompute(function: ChunkFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_grad_enabled():
-        return of_chunk(*tensors)
-    outputs: tuple[Tensor, ...] = checkpoint(of_chunk, *tensors, use_reentrant=False)
+        return function(*tensors)
+    outputs: tuple[Tensor, ...] = checkpoint(function, *tensors, use_reentrant=False)
     return outputs
 
 
-def _linearised(of_chunk: OfChunk, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _store_gradients(function: ChunkFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_grad_enabled():
-        return of_chunk(*tensors)
+        return function(*tensors)
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    value, *statistics = of_chunk(*inputs)
+    value, *statistics = function(*inputs)
     trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     result = value.detach()
     if value.requires_grad:
-        # A position's value depends on that position alone, so that the sum's gradient is each value's own.
-        slopes = torch.autograd.grad(value.sum(), [inputs[i] for i in trained], allow_unused=True)
-        for i, slope in zip(trained, slopes, strict=True):
-            if slope is not None:
-                result = _WithSlope.apply(result, tensors[i], slope)  # type: ignore[no-untyped-call]
+        # Each value depends on its own position only, so the gradient of the sum has each value's gradient.
+        gradients = torch.autograd.grad(value.sum(), [inputs[i] for i in trained], allow_unused=True)
+        for i, gradient in zip(trained, gradients, strict=True):
+            if gradient is not None:
+                result = _AttachGradient.apply(result, tensors[i], gradient)  # type: ignore[no-untyped-call]
     return (result, *statistics)
 
 
-class _WithSlope(torch.autograd.Function):
-    """`value`, whose derivative with respect to the same row of `hidden` is the row of `slope`."""
+class _AttachGradient(torch.autograd.Function):
+    """Returns `value`, with `gradient` as its gradient with respect to the rows of `hidden`."""
 
     @staticmethod
-    def forward(value: Tensor, hidden: Tensor, slope: Tensor) -> Tensor:
+    def forward(value: Tensor, hidden: Tensor, gradient: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
@@ -85,7 +87,7 @@ class _WithSlope(torch.autograd.Function):
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    @once_differentiable  # the slope is no function of anything any more
+    @once_differentiable  # the gradient is a constant here
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        (slope,) = ctx.saved_tensors
-        return upstream, (upstream[:, None] * slope).to(slope.dtype), None
+        (gradient,) = ctx.saved_tensors
+        return upstream, (upstream[:, None] * gradient).to(gradient.dtype), None

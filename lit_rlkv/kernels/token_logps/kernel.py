@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens and KL of two policies from logits in Triton: each logit is read once.
+"""Log-probs of chosen tokens and KL of two policies from logits, in Triton; each logit is read once.
 
 With temperature T, the peak m = max x, e = exp((x − m) / T) and the mass s = Σ e of one row of logits x:
 
@@ -7,15 +7,15 @@ With temperature T, the peak m = max x, e = exp((x − m) / T) and the mass s = 
     KL(p ‖ q) = Σ e_p ((x_p − m_p) − (x_q − m_q)) / (s_p T) − ln s_p + ln s_q
         d KL / dx_p = p (log p − log q − KL) / T        d KL / dx_q = (q − p) / T
 
-Forward: a program owns a row and walks it in tiles [N_DEEP, N_LANES]. Every lane has a running peak and sums
-relative to it, so that a tile costs no exchange between threads; lanes are joined once, at the end.
-Backward: every tile of a row is a program of its own, because the forward pass saved peak and log2(mass).
+Forward: one program reads one row in tiles [N_DEEP, N_LANES]. Every lane keeps a running peak and sums
+relative to it, so threads exchange nothing per tile; lanes are combined once, at the end.
+Backward: one program per tile, using the peak and log2(mass) that the forward pass saved.
 
-Differences to the peak are taken before anything is multiplied, because the compiler may fuse a product with
-a sum: so equal logits have a KL of exactly 0. A logit of -inf has no probability, and counts in no sum.
+The peak is subtracted before any multiplication, because the compiler may fuse a product with a sum. Equal
+logits therefore have a KL of exactly 0. A logit of -inf has probability 0 and adds to no sum.
 """
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -23,18 +23,18 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
+from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
 
 N_DEEP = 4
 N_LANES = 2048
 N_WARPS = 8
-"""16 bytes of each of four rows of the tile a thread, the widest load, and 64 bytes of them in flight."""
+"""A thread loads 16 bytes, the widest load, from each of the tile's four rows: 64 bytes in flight."""
 
 BLOCK = 4096
-"""Logits of a program in the backward pass."""
+"""Logits per program in the backward pass."""
 
 NO_PEAK = tl.constexpr(-1e30)
-"""A peak before there is a logit; finite, since the difference of two infinite ones would be NaN."""
+"""The initial peak. It is finite, because the difference of two infinite peaks would be NaN."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -70,8 +70,8 @@ def _chosen_forward(
     total_mass = tl.sum(scale * mass, axis=0)
     log2_mass = tl.log2(total_mass)
     token = tl.load(tokens + row)
-    attention_mask = (token >= 0) & (token < vocab)
-    chosen = tl.load(logits + token, mask=attention_mask, other=float("nan")).to(tl.float32)
+    is_in_vocab = (token >= 0) & (token < vocab)
+    chosen = tl.load(logits + token, mask=is_in_vocab, other=float("nan")).to(tl.float32)
     tl.store(logps + row, (chosen - top) / temperature - log2_mass * LN_2)
     tl.store(entropy + row, log2_mass * LN_2 - total_moment / (total_mass * temperature))
     tl.store(stats + row, top)
@@ -174,11 +174,11 @@ def _kl_backward(
         tl.store(q_gradient + row * vocab + column, slope.to(q_gradient.dtype.element_ty), mask=is_logit)
 
 
-@on_its_device
+@on_tensor_device
 def chosen_forward(
     logits: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"], temperature: float
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"], Float[Tensor, "2 position"]]:
-    """Log-probs, entropies, and of each row the peak and log2(mass) that the backward pass needs."""
+    """Return log-probs, entropies, and each row's peak and log2(mass) for the backward pass."""
     outputs = empty_chosen_outputs(logits, tokens, temperature)
     logits, tokens = with_unit_stride(logits), tokens.contiguous()
     n_rows, vocab = logits.shape
@@ -190,7 +190,7 @@ def chosen_forward(
     return outputs
 
 
-@on_its_device
+@on_tensor_device
 def chosen_backward(
     upstream: Float[Tensor, " position"],
     logits: Float[Tensor, "position vocab"],
@@ -198,7 +198,7 @@ def chosen_backward(
     stats: Float[Tensor, "2 position"],
     temperature: float,
 ) -> Float[Tensor, "position vocab"]:
-    """Return the gradient of the logits, given that of the log-probs."""
+    """Return the gradient of the logits, given the gradient of the log-probs."""
     gradient = empty_chosen_gradient(upstream, logits, tokens, stats, temperature)
     logits, tokens = with_unit_stride(logits), tokens.contiguous()
     n_rows, vocab = logits.shape
@@ -210,11 +210,11 @@ def chosen_backward(
     return gradient
 
 
-@on_its_device
+@on_tensor_device
 def kl_forward(
     p_logits: Float[Tensor, "position vocab"], q_logits: Float[Tensor, "position vocab"], temperature: float
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, "4 position"]]:
-    """KL(p ‖ q), and of each row peak and log2(mass), of p and then of q."""
+    """Return KL(p ‖ q), and each row's peak and log2(mass): of p, then of q."""
     outputs = empty_kl_outputs(p_logits, q_logits, temperature)
     p_logits, q_logits = with_unit_stride(p_logits), with_unit_stride(q_logits)
     n_rows, vocab = p_logits.shape
@@ -226,7 +226,7 @@ def kl_forward(
     return outputs
 
 
-@on_its_device
+@on_tensor_device
 def kl_backward(
     upstream: Float[Tensor, " position"],
     p_logits: Float[Tensor, "position vocab"],
@@ -237,7 +237,7 @@ def kl_backward(
     needs_p: bool,
     needs_q: bool,
 ) -> tuple[Float[Tensor, "p_position vocab"], Float[Tensor, "q_position vocab"]]:
-    """Return the gradients of both sides' logits; one that is not needed has no rows."""
+    """Return the gradients of both logits; a gradient that is not needed has no rows."""
     gradients = empty_kl_gradients(upstream, p_logits, q_logits, kl, stats, temperature, needs_p, needs_q)
     p_logits, q_logits = with_unit_stride(p_logits), with_unit_stride(q_logits)
     n_rows, vocab = p_logits.shape
@@ -250,39 +250,27 @@ def kl_backward(
     return gradients
 
 
-def empty_chosen_outputs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def empty_chosen_outputs(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the outputs of `chosen_forward`, in float32."""
     return _floats(logits), _floats(logits), _floats(logits, 2)
 
 
-def empty_chosen_gradient(
-    upstream: Tensor, logits: Tensor, tokens: Tensor, stats: Tensor, temperature: float
-) -> Tensor:
+def empty_chosen_gradient(upstream: Tensor, logits: Tensor, *_: Any) -> Tensor:
     """Allocate the output of `chosen_backward`, contiguous and in the dtype of the logits."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def empty_kl_outputs(p_logits: Tensor, q_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def empty_kl_outputs(p_logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Allocate the outputs of `kl_forward`, in float32."""
     return _floats(p_logits), _floats(p_logits, 4)
 
 
-def empty_kl_gradients(
-    upstream: Tensor,
-    p_logits: Tensor,
-    q_logits: Tensor,
-    kl: Tensor,
-    stats: Tensor,
-    temperature: float,
-    needs_p: bool,
-    needs_q: bool,
-) -> tuple[Tensor, Tensor]:
-    """Allocate the outputs of `kl_backward` in each side's dtype; a side that is not needed has no rows."""
-    rows, vocab = p_logits.shape
-    p_shape, q_shape = (rows * needs_p, vocab), (rows * needs_q, vocab)
-    return (
-        torch.empty(p_shape, dtype=p_logits.dtype, device=p_logits.device),
-        torch.empty(q_shape, dtype=q_logits.dtype, device=q_logits.device),
+def empty_kl_gradients(upstream: Tensor, p_logits: Tensor, q_logits: Tensor, *others: Any) -> Any:
+    """Allocate the outputs of `kl_backward`; a gradient that is not needed has no rows."""
+    *_, needs_p, needs_q = others
+    return tuple(
+        torch.empty((len(logits) * is_needed, logits.shape[1]), dtype=logits.dtype, device=logits.device)
+        for logits, is_needed in ((p_logits, needs_p), (q_logits, needs_q))
     )
 
 

@@ -11,7 +11,7 @@ MAX_CHUNK_LOGITS = 2**24
 def chosen_logps(
     logits: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"], temperature: float
 ) -> Float[Tensor, " position"]:
-    """Log-prob of each token under softmax(logits / temperature), in nats."""
+    """Return the log-prob of each token under softmax(logits / temperature), in nats."""
     return _chosen(tempered(logits, temperature).log_softmax(-1), tokens)
 
 
@@ -21,7 +21,7 @@ def chosen_logps_and_entropy(
     """Return `chosen_logps`, and the entropy in nats, which carries no gradient."""
     logps = tempered(logits, temperature).log_softmax(-1)
     with torch.no_grad():
-        # In place, for a chunk less at the peak. What has no probability is -inf, and 0 · -inf would be NaN.
+        # In place, to save a chunk of peak memory. Log-probs of -inf are masked, because 0 · -inf is NaN.
         entropy = -logps.exp().mul_(logps).masked_fill_(logps == -torch.inf, 0.0).sum(-1)
     return _chosen(logps, tokens), entropy
 
@@ -29,7 +29,7 @@ def chosen_logps_and_entropy(
 def kl_of_logits(
     p_logits: Float[Tensor, "position vocab"], q_logits: Float[Tensor, "position vocab"], temperature: float
 ) -> Float[Tensor, " position"]:
-    """KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) in nats, where p and q are softmax(logits / temperature)."""
+    """Return KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) in nats for p, q = softmax(logits / temperature)."""
     log_p = tempered(p_logits, temperature).log_softmax(-1)
     log_q = tempered(q_logits, temperature).log_softmax(-1)
     p = log_p.exp()
@@ -37,9 +37,9 @@ def kl_of_logits(
 
 
 def tempered(logits: Float[Tensor, "*lead vocab"], temperature: float | int) -> Float[Tensor, "*lead vocab"]:
-    """logits / temperature, of which a softmax is the policy: in float32, or their own precision if higher.
+    """Return logits / temperature in float32, or in their own precision if it is higher.
 
-    At temperature 1 perhaps the logits themselves, because dividing them would hold them twice.
+    At temperature 1 this may be the logits themselves, to save a copy.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1 else logits / temperature

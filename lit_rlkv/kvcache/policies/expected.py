@@ -16,7 +16,6 @@ class Expected(Policy):
     so no [dim, dim] is formed.
     """
 
-    tracks_attention = None
     sees_queries = True
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:

@@ -10,7 +10,6 @@ class H2O(Policy):
     """score(k) = Σ of the attention of all queries since k was written, mean over the query group."""
 
     tracks_attention = "sum"
-    sees_queries = False
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         assert view.attention is not None

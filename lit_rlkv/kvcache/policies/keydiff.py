@@ -10,8 +10,5 @@ from lit_rlkv.kvcache.policies.base import Policy, SlotView
 class KeyDiff(Policy):
     """score(k) = −cos(k, mean over live keys of k/‖k‖)."""
 
-    tracks_attention = None
-    sees_queries = False
-
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         return -key_direction_similarity(view.keys, view.is_live, view.is_due)

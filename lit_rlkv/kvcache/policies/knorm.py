@@ -10,8 +10,5 @@ from lit_rlkv.kvcache.policies.base import Policy, SlotView
 class KNorm(Policy):
     """score(k) = −‖k‖₂."""
 
-    tracks_attention = None
-    sees_queries = False
-
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         return -key_norm(view.keys, view.is_due)

@@ -10,8 +10,6 @@ from lit_rlkv.kvcache.policies.base import Policy, SlotView
 class Random(Policy):
     """score(k) ~ U(0, 1), drawn anew at each compaction and independently for each KV head."""
 
-    tracks_attention = None
-    sees_queries = False
     draws = True
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:

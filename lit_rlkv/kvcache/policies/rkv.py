@@ -35,7 +35,6 @@ def redundancy(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
 class RKV(Policy):
     """score = λ·importance − (1 − λ)·redundancy, λ = 0.1."""
 
-    tracks_attention = None
     sees_queries = True
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:

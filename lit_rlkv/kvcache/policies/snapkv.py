@@ -16,7 +16,6 @@ class SnapKV(Policy):
     The softmax runs over all keys that a query sees, the pooling over keys outside the window, as in kvpress.
     """
 
-    tracks_attention = None
     sees_queries = True
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:

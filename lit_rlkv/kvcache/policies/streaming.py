@@ -9,8 +9,5 @@ from lit_rlkv.kvcache.policies.base import Policy, SlotView
 class Streaming(Policy):
     """score(k) = position of k; the sinks are protected by the cache."""
 
-    tracks_attention = None
-    sees_queries = False
-
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         return view.columns.float()

@@ -10,7 +10,6 @@ class Tova(Policy):
     """score(k) = attention of the last query to k, mean over all heads of the layer."""
 
     tracks_attention = "last"
-    sees_queries = False
 
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         assert view.attention is not None

@@ -1,4 +1,4 @@
-"""Loggers beside the run folder: W&B, TensorBoard, or any of Lightning's."""
+"""Loggers beside the run folder: W&B, TensorBoard, or any Lightning logger."""
 
 from typing import Any
 
@@ -20,4 +20,4 @@ def as_run_logger(built: Any) -> RunLogger:
         return built
     if isinstance(built, Logger):
         return LightningLogger(built)
-    raise TypeError(f"logger is a {type(built).__name__}; give one of lit_rlkv's or of Lightning's loggers")
+    raise TypeError(f"logger must be a RunLogger or a Lightning logger, got {type(built).__name__}")

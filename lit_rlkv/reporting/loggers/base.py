@@ -1,4 +1,4 @@
-"""Interface of a run's logger, and the guard that keeps its failures from stopping a run."""
+"""Interface of loggers, and a guard so that a failing logger does not stop a run."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -15,6 +15,7 @@ from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import AxisValues
 
 Cell = str | float | int | None
+Rows = Sequence[Sequence[Cell]]
 FileKind = Literal["report", "model"]
 
 
@@ -24,23 +25,23 @@ class RunStart:
 
     run_dir: Path
     config: Mapping[str, Any]
-    """Resolved, in plain types."""
+    """The resolved config in plain types."""
     environment: Mapping[str, Any]
     resumed_at: int = 0
     """Iterations in the checkpoint that the run resumes from; 0 at its first start."""
 
 
 class RunLogger(ABC):
-    """A place beside the run folder where a run is recorded.
+    """Interface of a logger beside the run folder.
 
-    A constructor looks at its arguments only and raises ValueError for those that cannot be meant; what may
-    fail (a network, a disk, a package) is for `open` and what comes after it.
+    The constructor only checks its arguments and raises ValueError if one is invalid. Operations that may
+    fail later (network, disk, missing packages) belong in `open` and the other methods.
     """
 
     figures_every: int | None = None
     """Iterations between figures during training; None draws them at the end only."""
     last_iteration = 0
-    """Last iteration that it holds from before a resume; later rows are sent again, earlier ones are not."""
+    """Last iteration that the logger has from before a resume; later rows are sent again."""
     keeps_tables = True
     """True if a growing table still has its rows after a resume."""
 
@@ -53,24 +54,18 @@ class RunLogger(ABC):
 
     @abstractmethod
     def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
-        """Numbers by name, at their place on the axes."""
+        """Log scalars by name, at these axis values."""
 
     def table(  # noqa: B027
-        self,
-        name: str,
-        headings: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-        place: AxisValues,
-        *,
-        grows: bool = False,
+        self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
     ) -> None:
-        """A table as a whole, or more rows of one that grows."""
+        """Log a table, or append rows to one that grows."""
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:  # noqa: B027
-        """Pictures, each under its name; a later one stands beside the earlier one of that name."""
+        """Log figures, each under its key; earlier figures of the same key are kept."""
 
     def file(self, path: Path, kind: FileKind) -> None:  # noqa: B027
-        """A file, or a folder with all that it holds."""
+        """Upload a file, or a folder with its contents."""
 
     @abstractmethod
     def close(self, is_complete: bool) -> str | None:
@@ -82,17 +77,15 @@ class RunLogger(ABC):
 
 
 def checked_interval(name: str, figures_every: int | None) -> int | None:
-    """The interval between figures.
+    """Return the interval between figures after checking it.
 
     Raises:
-        ValueError: it is not a positive whole number.
+        ValueError: it is neither None nor a positive integer.
     """
-    if figures_every is None:
-        return None
-    if not is_count(figures_every):
+    if figures_every is not None and not is_count(figures_every):
         raise ValueError(
-            f"{name}.figures_every={figures_every} must be a whole number of iterations of at least 1, or "
-            "null for figures at the end only"
+            f"{name}.figures_every must be an integer of at least 1, got {figures_every}; give null for "
+            "figures at the end only"
         )
     return figures_every
 
@@ -101,9 +94,9 @@ log = logging.getLogger(__name__)
 
 
 class GuardedLogger:
-    """Opens a logger for the time of a `with` block; without a logger, everything is left out.
+    """Context manager that opens and closes a logger, and logs its errors instead of raising them.
 
-    Errors of the run itself pass through, and Ctrl-C does while the logger is at work.
+    After an error, and if `logger` is None, nothing is sent. Errors of the run itself and Ctrl-C propagate.
     """
 
     def __init__(self, logger: RunLogger | None, start: RunStart, console: Console) -> None:
@@ -113,7 +106,7 @@ class GuardedLogger:
         self.is_broken = False
 
     def __enter__(self) -> "GuardedLogger":
-        self.send("starting", lambda logger: self._say(logger.open(self.start)))
+        self.send("starting", lambda logger: self._print(logger.open(self.start)))
         return self
 
     def __exit__(
@@ -123,19 +116,19 @@ class GuardedLogger:
         traceback: TracebackType | None,
     ) -> None:
         if self.logger is not None and self.is_broken:
-            self._end_quietly(self.logger)
-        self.send("ending", lambda logger: self._say(logger.close(is_complete=kind is None)))
+            self._close_quietly(self.logger)
+        self.send("ending", lambda logger: self._print(logger.close(is_complete=kind is None)))
 
     @property
     def figures_every(self) -> int | None:
-        """Iterations between figures during training; None while nothing would take them."""
+        """Iterations between figures during training; None if the logger takes none or has failed."""
         return None if self.logger is None or self.is_broken else self.logger.figures_every
 
     def send(self, doing: str, action: Callable[[RunLogger], object]) -> None:
-        """Let the logger do something, as long as it has not failed.
+        """Call `action` with the logger, unless the logger has failed before.
 
         Args:
-            doing: what a warning says that it failed at.
+            doing: name of the action for the warning if it fails.
         """
         if self.logger is None or self.is_broken:
             return
@@ -144,19 +137,19 @@ class GuardedLogger:
         except Exception as error:
             self.is_broken = True
             log.warning(
-                "%s failed at %s and gets nothing more; the run continues, with metrics in metrics.csv: %s",
+                "%s failed at %s and gets no more data; the run continues, with metrics in metrics.csv: %s",
                 type(self.logger).__name__,
                 doing,
                 error,
             )
 
-    def _end_quietly(self, logger: RunLogger) -> None:
+    def _close_quietly(self, logger: RunLogger) -> None:
         """Close a failed logger, which may still save its data."""
         try:
             logger.close(is_complete=False)
         except Exception as error:
             log.debug("%s could not be ended either: %s", type(logger).__name__, error)
 
-    def _say(self, sentence: str | None) -> None:
-        if sentence is not None:
-            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, message: str | None) -> None:
+        if message is not None:
+            self.console.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Lightning's loggers: any of them for config and metrics, TensorBoard with figures and tables too."""
+"""Lightning's loggers: any for config and metrics, TensorBoard also for figures and tables."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from importlib.util import find_spec
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from lit_rlkv.reporting.loggers.base import Cell, RunLogger, RunStart, checked_interval
-from lit_rlkv.reporting.plots import pixels
+from lit_rlkv.reporting.loggers.base import Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import ITERATION, AxisValues
 from lit_rlkv.reporting.tables import markdown_table
 
 
 class LightningLogger(RunLogger):
-    """Hands config, environment and metrics on; the step is the iteration."""
+    """Logs config, environment and metrics to a Lightning logger; the step is the iteration."""
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
@@ -35,11 +35,11 @@ class LightningLogger(RunLogger):
 
 
 FOLDER = "tensorboard"
-"""In the run's folder."""
+"""Folder of the event files, in the run's folder."""
 
 
 class TensorBoard(RunLogger):
-    """Event files in the run's folder; a resumed run hides what an earlier part did after its checkpoint.
+    """Event files in the run's folder; a resumed run hides events after its checkpoint.
 
     Raises:
         ValueError: the package is not installed, or an interval is invalid.
@@ -59,7 +59,7 @@ class TensorBoard(RunLogger):
             name=FOLDER,
             version="",
             default_hp_metric=False,
-            purge_step=start.resumed_at + 1,  # also where a run begins again that was killed too soon
+            purge_step=start.resumed_at + 1,  # also after a kill before the first checkpoint
         )
         self.logger.log_hyperparams({**start.config, "environment": dict(start.environment)})
         described = json.dumps(dict(start.environment), indent=1, default=str)
@@ -70,16 +70,10 @@ class TensorBoard(RunLogger):
     def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
         numbers = {name: float(value) for name, value in {**metrics, **place}.items()}
         self.logger.log_metrics(numbers, step=int(place[ITERATION]))
-        self.logger.experiment.flush()  # a kill must not cost more than the checkpoint does
+        self.logger.experiment.flush()  # so that a kill loses no events
 
     def table(
-        self,
-        name: str,
-        headings: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-        place: AxisValues,
-        *,
-        grows: bool = False,
+        self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
     ) -> None:
         self.logger.experiment.add_text(name, markdown_table(headings, rows), int(place[ITERATION]))
 

@@ -5,23 +5,23 @@ from collections.abc import Callable, Sequence
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.reporting.loggers import GuardedLogger
-from lit_rlkv.reporting.loggers.base import Cell, RunLogger
+from lit_rlkv.reporting.loggers.base import Rows, RunLogger
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, TOKENS, AxisValues, History, last_axis_values
-from lit_rlkv.reporting.samples import LoggedSample, Samples, recorded
+from lit_rlkv.reporting.samples import LoggedSample, Samples, read_samples
 from lit_rlkv.types import Rollout
 
 SAMPLE_HEADINGS = ("iteration", "prompt", "completion", "reward")
 N_DRAWN = 16
-"""Sequences of a rollout that figures during training show."""
+"""Sequences of a rollout in the figures during training."""
 
 
 class LoggingCallback(RLCallback):
-    """Stands behind what adds to the metrics; hands over what the logger lost of an earlier part of the run.
+    """Logs metrics, samples and figures; must come after all callbacks that add metrics.
 
     Args:
-        history: of that part, as metrics.csv has it.
-        draw: makes the figures of the run so far, given a rollout.
+        history: rows of metrics.csv from before a resume; rows that the logger lacks are sent again.
+        draw: returns the figures of the run so far, given a rollout.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class LoggingCallback(RLCallback):
         self.samples = samples
         self.draw = draw
         self._rollout: Rollout | None = None
-        """The rollout of this iteration, where figures are due."""
+        """The rollout of this iteration if figures are due."""
         if history:
             earlier = list(history)
-            logger.send("the earlier iterations", lambda logger: self._make_up(logger, earlier))
+            logger.send("the earlier iterations", lambda logger: self._send_missing(logger, earlier))
 
     def on_rollout_end(self, experience: Experience) -> None:
         every = self.logger.figures_every
@@ -61,20 +61,20 @@ class LoggingCallback(RLCallback):
         if self._rollout is not None:
             logger.figures(self.draw(self._rollout), place)
 
-    def _make_up(self, logger: RunLogger, history: History) -> None:
-        """Send rows after the logger's last iteration, and a table that it had to start again."""
+    def _send_missing(self, logger: RunLogger, history: History) -> None:
+        """Send rows after the logger's last iteration, and samples missing from its table."""
         for n_rows, row in enumerate(history, start=1):
             if row[ITERATION] > logger.last_iteration:
                 logger.scalars(row, last_axis_values(history[:n_rows]))
         n_known = max(logger.last_iteration, int(history[-1][ITERATION]))
         n_kept = logger.last_iteration if logger.keeps_tables else 0
-        known = [s for s in recorded(self.samples.path) if n_kept < s.iteration <= n_known]
+        known = [s for s in read_samples(self.samples.path) if n_kept < s.iteration <= n_known]
         if known:
             logger.table(
                 "samples", SAMPLE_HEADINGS, sample_rows(known), last_axis_values(history), grows=True
             )
 
 
-def sample_rows(samples: Sequence[LoggedSample]) -> list[list[Cell]]:
-    """Cells under SAMPLE_HEADINGS."""
+def sample_rows(samples: Sequence[LoggedSample]) -> Rows:
+    """Return rows with the columns of SAMPLE_HEADINGS."""
     return [[sample.iteration, sample.prompt, sample.completion, sample.reward] for sample in samples]

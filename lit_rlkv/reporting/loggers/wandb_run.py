@@ -1,4 +1,4 @@
-"""Weights & Biases: one run for one run folder, however often it resumes; offline without an account."""
+"""Weights & Biases: one W&B run per run folder, also across resumes; offline without an account."""
 
 import json
 import logging
@@ -12,30 +12,27 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from lit_rlkv.files import write_atomically
-from lit_rlkv.reporting.loggers.base import Cell, FileKind, RunLogger, RunStart, checked_interval
-from lit_rlkv.reporting.plots import pixels
+from lit_rlkv.reporting.loggers.base import FileKind, Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import AXES, ITERATION, TOKENS, AxisValues
 
 SYNCED = ".wandb.synced"
-"""Ending of the file beside another for which `wandb sync` passes over that."""
+"""Suffix of the marker file that makes `wandb sync` skip a run file."""
 BLOCK, HEADER, RECORD_HEADER = 32768, 7, 7
-"""Bytes of LevelDB's log format, in which wandb writes."""
+"""Sizes in bytes of LevelDB's log format, which wandb uses."""
 UNUSED, FULL, LAST = 0, 1, 4
-"""Kinds of pieces: the rest of a block, a whole record, the end of one."""
+"""Record types: padding of a block, a full record, the last fragment of a record."""
 
 
-def segments(run_dir: Path, run_id: str) -> list[Path]:
-    """The files of a W&B run, one for each start."""
+def run_files(run_dir: Path, run_id: str) -> list[Path]:
+    """Return the files of a W&B run, one per start, in order."""
     # Two starts within a second differ by a number at the end of their folders' names.
     return sorted(run_dir.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb"))
 
 
-def repair(path: Path) -> None:
-    """Cut off a record that a kill has cut short, which would keep `wandb sync` from what comes after it.
-
-    A file without any record is removed: there is nothing in it to upload.
-    """
+def truncate_incomplete(path: Path) -> None:
+    """Truncate an incomplete last record, which would stop `wandb sync`; remove a file without records."""
     log = path.read_bytes()
     end = max((end for end, _ in records(log)), default=0)
     if end == 0:
@@ -46,7 +43,7 @@ def repair(path: Path) -> None:
 
 def last_iteration(path: Path, metric: str) -> int:
     """Return the highest logged value of the iteration metric; 0 if there is none."""
-    from wandb.proto import wandb_internal_pb2  # here: it takes a second
+    from wandb.proto import wandb_internal_pb2  # imported here, because it takes a second
 
     highest = 0
     for _, data in records(path.read_bytes()):
@@ -59,7 +56,7 @@ def last_iteration(path: Path, metric: str) -> int:
 
 
 def records(log: bytes) -> Iterator[tuple[int, bytes]]:
-    """Each whole record, and where it ends."""
+    """Yield each complete record with the position of its end."""
     position, pieces = HEADER, b""
     while position + RECORD_HEADER <= len(log):
         left = BLOCK - position % BLOCK
@@ -87,10 +84,10 @@ def _name(item: Any) -> str:
 log = logging.getLogger(__name__)
 
 FILE_NAME = "wandb.json"
-"""In the run's folder: the id of the W&B run."""
+"""File in the run's folder with the id of the W&B run."""
 
 FORBIDDEN = "/\\#?%:"
-"""Characters that W&B refuses in the name of a project."""
+"""Characters that W&B does not allow in project names."""
 
 INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
 
@@ -98,23 +95,22 @@ Mode = Literal["online", "offline"]
 
 
 class WandbRun(RunLogger):
-    """Metrics over sampled tokens, a growing table of samples, figures, and files as artifacts.
+    """Logs metrics over sampled tokens, a table of samples, figures, and files as artifacts.
 
-    W&B only ever appends, and gives its own step to what it gets, so the axes are metrics of ours. After a
-    resume it is found out what the W&B run holds: an iteration that is done again is not logged twice, and
-    what a kill has kept from the service is made up for. A run that was offline and resumes with an account
-    sends what the service lacks, but for figures, and `wandb sync` then passes over its offline parts.
+    W&B only appends, with its own step, so our axes are logged as metrics. After a resume, repeated
+    iterations are not logged again, and iterations that W&B lacks are sent. An offline run that resumes
+    online sends everything that W&B lacks except figures, and `wandb sync` then skips its offline files.
 
     Args:
         entity: a team or user; None is the account's default.
-        name: what W&B shows; None takes the name of the run's folder.
-        offline: keep the run in its folder, for `wandb sync`; None does so where wandb finds no account.
+        name: display name; None is the name of the run's folder.
+        offline: keep the run in its folder, for `wandb sync`; None does so if wandb finds no account.
         log_model: upload the last checkpoint.
         figures_every: iterations between figures; None draws them at the end only.
-        finish_timeout_s: longest wait for uploads at the end; what is left by then can be synced.
+        finish_timeout_s: longest wait for uploads at the end; the rest can be synced later.
 
     Raises:
-        ValueError: an argument that cannot be meant.
+        ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -131,12 +127,12 @@ class WandbRun(RunLogger):
     ) -> None:
         if not project or any(character in FORBIDDEN for character in project):
             raise ValueError(
-                f"logger.project={project!r} must be a W&B project name without {' '.join(FORBIDDEN)}"
+                f"logger.project must be a W&B project name without {' '.join(FORBIDDEN)}, got {project!r}"
             )
         if offline is not None and not isinstance(offline, bool):
-            raise ValueError(f"logger.offline={offline} must be true, false or null")
+            raise ValueError(f"logger.offline must be true, false or null, got {offline}")
         if finish_timeout_s <= 0:
-            raise ValueError(f"logger.finish_timeout_s={finish_timeout_s} must be above 0 seconds")
+            raise ValueError(f"logger.finish_timeout_s must be above 0 seconds, got {finish_timeout_s}")
         self.labels: dict[str, Any] = {
             "project": project,
             "entity": entity,
@@ -150,24 +146,24 @@ class WandbRun(RunLogger):
         self.finish_timeout_s = float(finish_timeout_s)
         self._tables: dict[str, Any] = {}
         self._sent: list[Path] = []
-        """Earlier parts of the run in its folder, whose contents the service has once this one ends."""
+        """Earlier files of the run, all of whose contents are uploaded once this run ends."""
 
     def open(self, start: RunStart) -> str | None:
-        import wandb  # here: it takes a second, for which only its users should pay, and it may be missing
+        import wandb  # imported here, because it takes a second and is optional
 
         self._wandb = wandb
         self.run_dir = start.run_dir
         kept_id = _read_id(start.run_dir)
-        earlier = [] if kept_id is None else segments(start.run_dir, kept_id)
+        earlier = [] if kept_id is None else run_files(start.run_dir, kept_id)
         held = max((last_iteration(path, ITERATION) for path in earlier), default=0)
         for path in earlier:
-            repair(path)
+            truncate_incomplete(path)
         self.run = self._init(kept_id or uuid4().hex[:8])
-        # A sweep's agent has chosen an id before us, and wandb then keeps to that.
+        # A sweep agent chooses the id itself.
         _write_id(start.run_dir, self.run.id)
         is_online = not (self.run.offline or self.run.disabled)
         self._sent = earlier if is_online else []
-        # What the service has counts for a run that resumes there, and it may have nothing yet.
+        # Online, the iterations on the server count, not those in the files.
         self.last_iteration = int(self.run.summary.get(ITERATION, 0)) if is_online else held
         self.keeps_tables = bool(self.run.resumed)
         for axis in AXES:
@@ -181,15 +177,9 @@ class WandbRun(RunLogger):
         self.run.log({**metrics, **place})
 
     def table(
-        self,
-        name: str,
-        headings: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-        place: AxisValues,
-        *,
-        grows: bool = False,
+        self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
     ) -> None:
-        # A table cannot be changed once it was logged; an incremental one is logged by what came to it.
+        # A logged table is immutable; an incremental one logs its new rows.
         table = self._tables.get(name) if grows else None
         if table is None:
             table = self._wandb.Table(
@@ -212,7 +202,7 @@ class WandbRun(RunLogger):
             return
         artifact = self._wandb.Artifact(f"{kind}-{self.run.id}", type=kind)
         if path.is_dir():
-            artifact.add_dir(str(path), policy="immutable")  # a checkpoint stays; no need for a copy
+            artifact.add_dir(str(path), policy="immutable")  # checkpoints do not change, so no copy is needed
         else:
             artifact.add_file(str(path))
         self.run.log_artifact(artifact)
@@ -220,7 +210,7 @@ class WandbRun(RunLogger):
     def close(self, is_complete: bool) -> str | None:
         is_offline = self.run.offline
         self.run.finish(exit_code=0 if is_complete else 1)
-        for path in self._sent:  # the service has all of it from us, and by a sync would get it twice
+        for path in self._sent:  # already uploaded; a sync would upload it again
             path.with_suffix(SYNCED).touch()
         return f"to upload to W&B: wandb sync {self.run_dir / 'wandb'}" if is_offline else None
 
@@ -230,9 +220,9 @@ class WandbRun(RunLogger):
         except Exception as error:
             if self.offline:
                 raise
-            log.warning("W&B cannot be reached, so this run is kept in its folder: %s", error)
-            with suppress(TimeoutError):  # then another is started beside it
-                end_service(self._wandb.teardown)  # else it holds on to the id
+            log.warning("W&B is not reachable; this run is logged offline in its folder: %s", error)
+            with suppress(TimeoutError):  # a second service is then started
+                end_service(self._wandb.teardown)  # the first one keeps the id in use
             return self._init_in("offline", run_id)
 
     def _mode(self) -> Mode | None:
@@ -252,8 +242,8 @@ class WandbRun(RunLogger):
             dir=str(self.run_dir),
             reinit="create_new",
             settings=self._wandb.Settings(
-                console="off",  # the progress bar is no log
-                silent=True,  # what the user should know is said by us
+                console="off",  # do not capture the progress bar
+                silent=True,  # we print the messages for users
                 init_timeout=INIT_TIMEOUT_S,
                 finish_timeout=self.finish_timeout_s,
                 finish_timeout_raises=True,
@@ -262,10 +252,10 @@ class WandbRun(RunLogger):
 
 
 def end_service(teardown: Callable[[], None]) -> None:
-    """End wandb's own process, which itself waits without a limit for what it may still be sending.
+    """Stop wandb's service process, with a timeout, because `teardown` waits for uploads without one.
 
     Raises:
-        TimeoutError: it does not end.
+        TimeoutError: it does not stop in time.
     """
     errors: list[Exception] = []
 
@@ -281,7 +271,7 @@ def end_service(teardown: Callable[[], None]) -> None:
     if errors:
         raise errors[0]
     if ending.is_alive():
-        raise TimeoutError(f"wandb's service has not ended within {TEARDOWN_TIMEOUT_S:g} seconds")
+        raise TimeoutError(f"wandb's service did not stop within {TEARDOWN_TIMEOUT_S:g} seconds")
 
 
 def _read_id(run_dir: Path) -> str | None:

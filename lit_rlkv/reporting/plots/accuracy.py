@@ -7,22 +7,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from lit_rlkv.evaluation.reward_model import N_BINS
-from lit_rlkv.reporting.plots.style import (
-    BLUE,
-    MUTED,
-    SAND,
-    legend,
-    nothing,
-    single,
-)
+from lit_rlkv.reporting.plots.style import BLUE, MUTED, SAND, empty_figure, legend, single_axes
 from lit_rlkv.types import EvalRow
 
 
 def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Figure:
-    """Accuracy at each cache budget; a dashed line is the same model with all its keys."""
-    figure, axes = single("Budget (keys per sequence, layer and KV head)", "Accuracy")
+    """Draw the accuracy at each cache budget; a dashed line is the same model with a dense cache."""
+    figure, axes = single_axes("Budget (keys per sequence, layer and KV head)", "Accuracy")
     if not before and not after:
-        return nothing(figure, axes, "no evaluation was run")
+        return empty_figure(figure, axes, "no evaluation was run")
     budgets = sorted({row.budget for row in (*before, *after) if row.budget is not None})
     is_single = not before or not after
     for rows, name, color, marker in ((before, "before", MUTED, "s"), (after, "after", BLUE, "o")):
@@ -50,13 +43,13 @@ def reliability(confidence: Sequence[float], accuracy: Sequence[float], counts: 
     """Draw the accuracy of a reward head against its confidence; a calibrated head lies on the diagonal.
 
     Args:
-        confidence: mean P(first is better) of each bin that holds any comparisons, in ascending order.
-        accuracy: how often the first was the better one.
-        counts: comparisons; the bars are their shares.
+        confidence: mean P(first is better) of each non-empty bin, in ascending order.
+        accuracy: share of comparisons in which the first is better, of each bin.
+        counts: comparisons in each bin; bars show their shares.
     """
-    figure, axes = single("Predicted: the first is better", "Observed")
+    figure, axes = single_axes("Predicted: the first is better", "Observed")
     if not counts:
-        return nothing(figure, axes, "no pairs were scored")
+        return empty_figure(figure, axes, "no pairs were scored")
     share = np.array(counts) / np.sum(counts)
     place = np.minimum(np.floor(np.array(confidence) * N_BINS), N_BINS - 1)
     axes.bar((place + 0.5) / N_BINS, share, width=0.9 / N_BINS, color=SAND, label="share of comparisons")

@@ -13,15 +13,15 @@ from lit_rlkv.reporting.plots.style import (
     MUTED,
     NORMAL,
     PURPLE,
-    SMALL,
     SMOOTHING,
     VERMILLION,
     History,
-    calm,
+    empty_figure,
     legend,
-    nothing,
+    right_axis,
     series,
-    single,
+    single_axes,
+    style_axes,
     trailing_mean,
 )
 
@@ -32,15 +32,15 @@ MISMATCHES = {
     "smd/kl": "distillation KL",
     "kv/replay_gap": "replay gap",
 }
-"""Metrics that the mismatch figure draws where they were logged, and their names in its legend."""
+"""Metrics of the mismatch figure and their labels; metrics that were not logged are left out."""
 
 
 def reward_curve(history: History) -> Figure:
-    """Mean reward of each iteration, its moving average, and the spread of rewards around that average."""
-    figure, axes = single("Iteration", "Mean reward")
+    """Draw the mean reward of each iteration, its moving average, and the std of rewards around it."""
+    figure, axes = single_axes("Iteration", "Mean reward")
     iteration, reward = series(history, "reward")
     if len(reward) == 0:
-        return nothing(figure, axes, "no reward was logged")
+        return empty_figure(figure, axes, "no reward was logged")
     smooth = trailing_mean(reward)
     spread_at, spread = series(history, "reward_std")
     if np.array_equal(spread_at, iteration):
@@ -60,7 +60,7 @@ def mismatch(history: History) -> Figure:
 
     A negative estimate is drawn at its size with an open circle; an exact 0 leaves a gap in its line.
     """
-    figure, axes = single("Iteration", "Mismatch (nats)")
+    figure, axes = single_axes("Iteration", "Mismatch (nats)")
     for (metric, name), color in zip(
         MISMATCHES.items(), (BLUE, GREEN, MUTED, PURPLE, VERMILLION), strict=True
     ):
@@ -75,12 +75,12 @@ def mismatch(history: History) -> Figure:
             at, negative = iteration[is_negative], size[is_negative]
             axes.plot(at, negative, "o", mfc="white", mec=color, ms=4, label=f"{name}, negative")
     if not axes.lines:
-        return nothing(figure, axes, "no mismatch was logged")
+        return empty_figure(figure, axes, "no mismatch was logged")
     shown = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
     shown = shown[np.isfinite(shown)]
     if len(shown):
         axes.set_yscale("log")
-        # Whole decades, so that there is a label on the axis however close the values are.
+        # Limits at decades, so that the axis always has a label.
         lowest = np.floor(np.log10(0.9 * shown.min()))  # a value on a decade is not drawn on the frame
         axes.set_ylim(10**lowest, 10 ** (np.floor(np.log10(shown.max())) + 1))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -100,30 +100,30 @@ CORRECTION_STYLES = {
 
 
 def effective_samples(history: History) -> Figure:
-    """Effective sample size of each correction, and the share of tokens that it rejects or clips."""
+    """Draw the effective sample size of each correction, and the share of rejected or clipped tokens."""
     figure = Figure(figsize=(FULL_WIDTH, HEIGHT), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2)
     for axes, label in ((left, "Effective sample size"), (right, "Rejected or clipped tokens")):
-        calm(axes)
+        style_axes(axes)
         axes.set_xlabel("Iteration", fontsize=NORMAL, color=INK)
         axes.set_ylabel(label, fontsize=NORMAL, color=INK)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for arm, (name, color) in CORRECTION_STYLES.items():
+    for correction, (name, color) in CORRECTION_STYLES.items():
         for axes, statistic, verb in (
             (left, "ess", ""),
             (right, "rejected", " rejects"),
             (right, "clipped", " clips"),
         ):
-            iteration, value = series(history, f"kv/arms/{arm}/{statistic}")
+            iteration, value = series(history, f"kv/arms/{correction}/{statistic}")
             if len(value):
                 axes.plot(iteration, value, color=color, lw=1.6, marker=".", ms=5, label=f"{name}{verb}")
     if not left.lines:
         right.set_axis_off()
-        return nothing(figure, left, "no correction was measured")
+        return empty_figure(figure, left, "no correction was measured")
     sizes = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in left.lines])
-    lowest = sizes[sizes > 0].min(initial=1.0)  # a correction that rejects all has no size to draw
+    lowest = sizes[sizes > 0].min(initial=1.0)  # 0 if a correction rejects all tokens
     left.set_yscale("log")
-    # Whole decades, so that there is a label on the axis however close the values are.
+    # Limits at decades, so that the axis always has a label.
     left.set_ylim(10 ** np.floor(np.log10(lowest) - 0.01), 1.3)
     left.yaxis.set_minor_locator(NullLocator())
     left.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
@@ -136,16 +136,13 @@ def effective_samples(history: History) -> Figure:
 
 
 def proxy_and_gold(history: History) -> Figure:
-    """The verifier's score of the rollouts on the left axis, what the reward model thinks on the right."""
-    figure, axes = single("Iteration", "Verifier's score (gold)")
+    """Draw the verifier's score of the rollouts (left axis) and the learned reward (right axis)."""
+    figure, axes = single_axes("Iteration", "Verifier's score (gold)")
     learned_at, learned = series(history, "rewards/learned")
     gold_at, gold = series(history, "rewards/exact_match")
     if len(learned) == 0:
-        return nothing(figure, axes, "no learned reward was logged")
-    right = axes.twinx()
-    right.set_ylabel("Learned reward (proxy)", color=VERMILLION, size=NORMAL)
-    right.tick_params(colors=VERMILLION, labelsize=SMALL, length=0)
-    right.spines[:].set_visible(False)
+        return empty_figure(figure, axes, "no learned reward was logged")
+    right = right_axis(axes, "Learned reward (proxy)")
     for at, value, side, color, name in (
         (gold_at, gold, axes, BLUE, "gold, left axis"),
         (learned_at, learned, right, VERMILLION, ""),

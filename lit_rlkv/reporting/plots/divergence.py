@@ -13,19 +13,18 @@ from lit_rlkv.reporting.plots.style import (
     GREEN,
     GRID,
     INK,
-    NORMAL,
-    SMALL,
     VERMILLION,
+    empty_figure,
     legend,
-    nothing,
-    single,
+    right_axis,
+    single_axes,
 )
 
 Measured = Mapping[str, Any]
-"""One line of diagnostics.jsonl that the diagnostic `mismatch` has written."""
+"""A line of diagnostics.jsonl from the diagnostic `mismatch`."""
 
 ROUNDING = 1e-6
-"""Nats below which a mismatch is rounding, and is not drawn."""
+"""Mismatch in nats below which it is rounding error and not drawn."""
 
 RARE = 0.05
 """Positions with a smaller share of the responses than this are shaded."""
@@ -34,10 +33,10 @@ X_LABEL = "Position in the response"
 
 
 def mismatch_by_position(measured: Measured | None) -> Figure:
-    """KL and the tail of |log ρ| at each position, on a log axis."""
-    figure, axes = single(X_LABEL, "Mismatch (nats)")
+    """Draw the KL and the tail of |log ρ| at each position, on a log axis."""
+    figure, axes = single_axes(X_LABEL, "Mismatch (nats)")
     if measured is None:
-        return nothing(figure, axes, "no mismatch was measured")
+        return empty_figure(figure, axes, "no mismatch was measured")
     position = _column(measured, "position")
     highest = ROUNDING
     for name, color, label in (
@@ -52,28 +51,28 @@ def mismatch_by_position(measured: Measured | None) -> Figure:
     axes.set_yscale("log")
     axes.set_ylim(ROUNDING, 10 ** np.ceil(np.log10(highest) + 0.1))
     axes.yaxis.set_minor_locator(NullLocator())
-    return _finished(figure, axes, measured)
+    return _finish(figure, axes, measured)
 
 
 def overlap_by_position(measured: Measured | None) -> Figure:
     """Draw the overlap of the sparse and the dense distribution at each position."""
-    figure, axes = single(X_LABEL, "Overlap Σ min(μ, π)")
+    figure, axes = single_axes(X_LABEL, "Overlap Σ min(μ, π)")
     if measured is None:
-        return nothing(figure, axes, "no overlap was measured")
+        return empty_figure(figure, axes, "no overlap was measured")
     position = _column(measured, "position")
     axes.plot(position, _column(measured, "overlap_mean"), color=BLUE, lw=1.8, marker=".", ms=4, label="mean")
     low = _column(measured, "overlap_p05")
     axes.plot(position, low, color=VERMILLION, lw=1.8, marker=".", ms=4, label="5th percentile")
     axes.set_ylim(0, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    return _finished(figure, axes, measured)
+    return _finish(figure, axes, measured)
 
 
 def weights_by_position(measured: Measured | None) -> Figure:
     """Draw the cost of unbiased reweighting of the response so far: effective sample size, |log Π ρ|."""
-    figure, axes = single(X_LABEL, "Effective sample size")
+    figure, axes = single_axes(X_LABEL, "Effective sample size")
     if measured is None:
-        return nothing(figure, axes, "no weights were measured")
+        return empty_figure(figure, axes, "no weights were measured")
     position = _column(measured, "position")
     share = _column(measured, "prefix_ess")
     axes.plot(position, share, color=BLUE, lw=2, label="sample size, left axis")
@@ -81,10 +80,7 @@ def weights_by_position(measured: Measured | None) -> Figure:
     axes.set_ylim(10 ** np.floor(np.log10(share.min()) - 0.01), 1.3)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    right = axes.twinx()
-    right.set_ylabel("|log Π ρ| (nats)", color=VERMILLION, size=NORMAL)
-    right.tick_params(colors=VERMILLION, labelsize=SMALL, length=0)
-    right.spines[:].set_visible(False)
+    right = right_axis(axes, "|log Π ρ| (nats)")
     for name, style, label in (
         ("prefix_abs_log_ratio", "-", "|log Π ρ|, mean"),
         ("prefix_abs_log_ratio_p95", (0, (5, 3)), "95th percentile"),
@@ -92,16 +88,16 @@ def weights_by_position(measured: Measured | None) -> Figure:
         right.plot(position, _column(measured, name), color=VERMILLION, lw=1.4, ls=style)
         axes.plot([], [], color=VERMILLION, lw=1.4, ls=style, label=label)  # for the legend
     right.set_ylim(bottom=0)
-    return _finished(figure, axes, measured)
+    return _finish(figure, axes, measured)
 
 
 def _column(measured: Measured, name: str) -> np.ndarray:
-    """Numbers of a measurement, NaN where there was nothing to measure."""
+    """Return an array of the measurement, with NaN for None."""
     return np.array(measured[name], dtype=float)
 
 
-def _finished(figure: Figure, axes: Axes, measured: Measured) -> Figure:
-    """With positions that few responses reach behind a shade, and a legend."""
+def _finish(figure: Figure, axes: Axes, measured: Measured) -> Figure:
+    """Shade the positions that few responses reach, add a legend, and return the figure."""
     position, n_response_tokens = _column(measured, "position"), _column(measured, "n_response_tokens")
     is_rare = n_response_tokens < RARE * n_response_tokens[0]
     if is_rare.any():
@@ -115,15 +111,15 @@ def _finished(figure: Figure, axes: Axes, measured: Measured) -> Figure:
 
 
 def layer_mismatch(first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> Figure:
-    """KL from the dense policy when one layer alone had evicted its keys, layer by layer.
+    """Draw the KL from the dense policy if only one layer evicts keys, for each layer.
 
     Args:
-        first: the first line of diagnostics.jsonl that the diagnostic `layers` has written, to compare with.
+        first: the first line of diagnostics.jsonl from the diagnostic `layers`, for comparison.
         last: the line to draw.
     """
-    figure, axes = single("Layer that evicts", "KL from the dense policy (nats)")
+    figure, axes = single_axes("Layer that evicts", "KL from the dense policy (nats)")
     if first is None or last is None:
-        return nothing(figure, axes, "no layer was measured")
+        return empty_figure(figure, axes, "no layer was measured")
     layer = np.arange(len(last["layer_kl"]))
     axes.bar(layer, last["layer_kl"], color=BLUE, width=0.6, label=f"iteration {last['iteration']}")
     if first["iteration"] != last["iteration"]:

@@ -25,24 +25,24 @@ from lit_rlkv.reporting.plots.style import (
     SAND,
     SMALL,
     VERMILLION,
-    calm,
-    ink,
+    color_texts,
+    empty_figure,
+    labelled_line,
     legend,
-    level,
-    nothing,
-    single,
+    single_axes,
+    style_axes,
 )
 from lit_rlkv.types import NEVER, Rollout
 
 
 def cache_fill(rollout: Rollout, budget: int | None = None, interval: int | None = None) -> Figure:
     """Draw the cached keys at each query over all sequences, layers and heads, beside a dense cache."""
-    figure, axes = single("Tokens since the response began", "Cached keys per layer and KV head")
+    figure, axes = single_axes("Tokens since the response began", "Cached keys per layer and KV head")
     is_query = queries(rollout)
     column = torch.arange(is_query.shape[1]) - _response_start(rollout)
     is_shown = is_query.any(dim=0)
     if not is_shown.any():
-        return nothing(figure, axes, "the rollout is empty")
+        return empty_figure(figure, axes, "the rollout is empty")
     x = column[is_shown].numpy()
     live = _over_queries(cached_keys(rollout), is_query)[:, is_shown]
     dense = _over_queries(rollout.attention_mask.cpu().cumsum(dim=1)[:, None, None], is_query)[:, is_shown]
@@ -52,9 +52,9 @@ def cache_fill(rollout: Rollout, budget: int | None = None, interval: int | None
     axes.plot(x, np.nanmean(live, axis=0), color=BLUE, lw=2, label="cached, mean")
     axes.axvline(0, color=INK, lw=0.8, ls=":")
     if budget is not None:
-        level(axes, budget, f"budget {budget}", "top")
+        labelled_line(axes, budget, f"budget {budget}", "top")
     if budget is not None and interval is not None:
-        level(axes, budget + interval, f"slots {budget + interval}", "bottom")
+        labelled_line(axes, budget + interval, f"slots {budget + interval}", "bottom")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -69,13 +69,13 @@ def cached_keys(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
 
 
 def queries(rollout: Rollout) -> Bool[Tensor, "batch seq"]:
-    """True on tokens that queried the cache: all but the last, which is never read."""
+    """Return a mask of the tokens that queried the cache: all but the last of each sequence."""
     attention_mask = rollout.attention_mask.cpu()
     return attention_mask & response_queries(attention_mask)
 
 
 def _over_queries(counts: Tensor, is_query: Tensor) -> np.ndarray:
-    """[sequence × layer × head, column], NaN outside the queries."""
+    """Return the counts as [sequence × layer × head, column], NaN outside the queries."""
     values = counts.double().masked_fill(~is_query[:, None, None].expand_as(counts), torch.nan)
     return values.flatten(0, 2).numpy()
 
@@ -86,32 +86,32 @@ def _response_start(rollout: Rollout) -> int:
 
 
 Measured = Mapping[str, Any]
-"""One line of diagnostics.jsonl that the diagnostic `cache` has written."""
+"""A line of diagnostics.jsonl from the diagnostic `cache`."""
 
-MAX_WRITTEN = 12
-"""Largest table (rows or columns) with numbers in its cells."""
+MAX_ANNOTATED = 12
+"""Most rows or columns of a table whose cells show numbers."""
 
 
 def attention_kept(measured: Measured | None) -> Figure:
-    """The dense policy's attention on keys that the sampler still had, by layer and query head."""
+    """Draw the dense policy's attention on keys in the sampler's cache, by layer and query head."""
     figure, left, right = _pair()
     if measured is None or "attention_kept" not in measured:
         right.set_axis_off()
-        return nothing(figure, left, "no attention was measured")
+        return empty_figure(figure, left, "no attention was measured")
     for axes, name, title in (
         (left, "attention_kept", "mean over queries"),
         (right, "attention_kept_p05", "5th percentile over queries"),
     ):
         _heat(axes, measured[name], title, "Query head", "{:.0%}", 0.0, 1.0)
-    _scale(figure, right, "attention kept", PercentFormatter(1, decimals=0))
+    _color_bar(figure, right, "attention kept", PercentFormatter(1, decimals=0))
     return figure
 
 
 def attention_on_evicted(measured: Measured | None) -> Figure:
     """Draw the dense policy's attention on evicted keys at each position of the response."""
-    figure, axes = single("Position in the response", "Attention on evicted keys")
+    figure, axes = single_axes("Position in the response", "Attention on evicted keys")
     if measured is None or "attention_on_dead" not in measured:
-        return nothing(figure, axes, "no attention was measured")
+        return empty_figure(figure, axes, "no attention was measured")
     position = measured["position"]
     mass = np.array(measured["attention_on_dead"], dtype=float)
     low, high = mass.min(axis=0), mass.max(axis=0)
@@ -131,10 +131,10 @@ def ages_at_eviction(measured: Measured | None) -> Figure:
     figure, left, right = _pair()
     if measured is None or "lifetime_counts" not in measured:
         right.set_axis_off()
-        return nothing(figure, left, "no key was evicted")
+        return empty_figure(figure, left, "no key was evicted")
     edges, counts = np.array(measured["lifetime_edges"]), np.array(measured["lifetime_counts"])
-    calm(left)
-    borders = edges - 0.5  # a bar of one age stands on it
+    style_axes(left)
+    borders = edges - 0.5  # centres bars of one age on that age
     left.bar(borders[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=BLUE, lw=0)
     left.set_xlabel("Age at eviction (tokens)", fontsize=NORMAL, color=INK)
     left.set_ylabel("Share of evicted keys", fontsize=NORMAL, color=INK)
@@ -145,7 +145,7 @@ def ages_at_eviction(measured: Measured | None) -> Figure:
     _heat(
         right, medians, "median", "KV head", "{:.0f}", 0.0, max(float(np.nanmax(medians, initial=1.0)), 1.0)
     )
-    _scale(figure, right, "tokens", None)
+    _color_bar(figure, right, "tokens", None)
     return figure
 
 
@@ -164,7 +164,7 @@ def _heat(
     low: float,
     high: float,
 ) -> None:
-    """A cell for each layer and head, its number in it where there are few."""
+    """Draw a cell for each layer and head, with its number if the table is small."""
     values = np.array(table, dtype=float)
     axes.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     axes.set_title(title, fontsize=SMALL, color=INK, loc="left")
@@ -174,7 +174,7 @@ def _heat(
     axes.spines[:].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if max(values.shape) > MAX_WRITTEN:
+    if max(values.shape) > MAX_ANNOTATED:
         return
     for (layer, head), value in np.ndenumerate(values):
         if np.isfinite(value):
@@ -183,8 +183,8 @@ def _heat(
             axes.text(head, layer, text, ha="center", va="center", fontsize=SMALL, color=color)
 
 
-def _scale(figure: Figure, axes: Axes, name: str, formatter: PercentFormatter | None) -> None:
-    """The colours of the last table, beside it."""
+def _color_bar(figure: Figure, axes: Axes, name: str, formatter: PercentFormatter | None) -> None:
+    """Add the colour bar of a table."""
     bar = figure.colorbar(axes.images[0], ax=axes, format=formatter)
     bar.set_label(name, fontsize=SMALL, color=INK)
     bar.ax.tick_params(labelsize=SMALL, length=0)
@@ -192,7 +192,7 @@ def _scale(figure: Figure, axes: Axes, name: str, formatter: PercentFormatter | 
 
 
 MAX_PANELS = 4
-"""Layers, and heads, at most."""
+"""Most layers, and most heads, with a panel."""
 
 MAX_LABELLED_TOKENS = 64
 """Longest sequence that gets token labels."""
@@ -202,16 +202,16 @@ MAX_LABEL_CHARACTERS = 10
 
 
 def key_lifetimes(rollout: Rollout, row: int, token_labels: Sequence[str] | None = None) -> Figure:
-    """One sequence, a panel per layer and KV head: each key's bar runs from its own token to its eviction.
+    """Draw the lifetime of each key of one sequence, in a panel per layer and KV head.
 
     Args:
-        token_labels: what to write beside each token of the row, padding not counted; unused on a long row.
+        token_labels: one label per token of the row, without padding; not drawn for a long row.
 
     Raises:
-        ValueError: a row that the rollout does not have, or not one label per token.
+        ValueError: `row` is out of range, or `token_labels` does not have one label per token.
     """
     if not 0 <= row < len(rollout.input_ids):
-        raise ValueError(f"row={row} is not in a rollout of {len(rollout.input_ids)}; give 0 to its size - 1")
+        raise ValueError(f"row must be from 0 to {len(rollout.input_ids) - 1}, got {row}")
     attention_mask = rollout.attention_mask[row].cpu()
     n_tokens = int(attention_mask.sum())
     if token_labels is not None and len(token_labels) != n_tokens:
@@ -241,7 +241,7 @@ def key_lifetimes(rollout: Rollout, row: int, token_labels: Sequence[str] | None
         *[line for line in grid[0][0].lines if line.get_label() == "response begins"][:1],
     ]
     legend = figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=SMALL)
-    ink(legend.get_texts())
+    color_texts(legend.get_texts())
     return figure
 
 
@@ -251,7 +251,7 @@ def _evenly_chosen(size: int) -> list[int]:
 
 
 def _visible(label: str) -> str:
-    """A token as one short line: blanks and line breaks as signs, control characters as escapes."""
+    """Return a token as one short printable line, with symbols for spaces and line breaks."""
     signs = label.replace(" ", "␣").replace("\n", "⏎")
     escaped = "".join(character if character.isprintable() else repr(character)[1:-1] for character in signs)
     return escaped if len(escaped) <= MAX_LABEL_CHARACTERS else escaped[: MAX_LABEL_CHARACTERS - 1] + "…"
@@ -284,7 +284,7 @@ def _panels(n_rows: int, n_columns: int, n_labels: int) -> tuple[Figure, list[li
     figure = Figure(figsize=(FULL_WIDTH, 0.8 + n_rows * (height + 0.25)), dpi=100, layout="constrained")
     grid = figure.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat:
-        calm(axes)
+        style_axes(axes)
         axes.grid(visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -11,27 +11,27 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 HALF_WIDTH, FULL_WIDTH, HEIGHT = 5.2, 10.4, 3.2
-"""Inches at 100 pixels per inch: two figures side by side in a report, one across it."""
+"""Inches; a report shows two figures of HALF_WIDTH side by side, or one of FULL_WIDTH."""
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e3e6eb"
-BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # of Okabe and Ito
+BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # the palette of Okabe and Ito
 SAND = "#f0c890"
 SMALL, NORMAL = 8, 9
 """Font sizes in points."""
 
 
-def single(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
-    """One pair of axes, as wide as half a report."""
+def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
+    """Return a figure with one pair of axes, half as wide as a report."""
     figure = Figure(figsize=(HALF_WIDTH, height), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    calm(axes)
+    style_axes(axes)
     axes.set_xlabel(x_label, fontsize=NORMAL, color=INK)
     axes.set_ylabel(y_label, fontsize=NORMAL, color=INK)
     return figure, axes
 
 
-def calm(axes: Axes) -> None:
-    """Grid, ticks and spines behind the data, and paler than it."""
+def style_axes(axes: Axes) -> None:
+    """Draw grid, ticks and spines behind the data, in pale colours."""
     axes.set_axisbelow(True)
     axes.grid(visible=True, color=GRID, lw=0.8)
     axes.tick_params(labelsize=SMALL, labelcolor=MUTED, color=GRID)
@@ -42,7 +42,7 @@ def calm(axes: Axes) -> None:
 
 
 def legend(axes: Axes, n_columns: int = 3) -> None:
-    """Above the axes, where it hides no data."""
+    """Add a legend above the axes, where it hides no data."""
     n_entries = len(axes.get_legend_handles_labels()[0])
     found = axes.legend(
         loc="lower left",
@@ -52,17 +52,17 @@ def legend(axes: Axes, n_columns: int = 3) -> None:
         fontsize=SMALL,
         borderaxespad=0.2,
     )
-    ink(found.get_texts())
+    color_texts(found.get_texts())
 
 
-def ink(texts: Sequence[Text]) -> None:
+def color_texts(texts: Sequence[Text]) -> None:
     """Write texts in the colour of the page."""
     for text in texts:
         text.set_color(INK)
 
 
-def level(axes: Axes, height: float | int, name: str, side: str) -> None:
-    """A horizontal line named at its right end, above or below it so that close lines keep readable names."""
+def labelled_line(axes: Axes, height: float | int, name: str, side: str) -> None:
+    """Draw a horizontal line with a label at its right end; `side` is the vertical alignment of the text."""
     axes.axhline(height, color=VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
     axes.annotate(
         name,
@@ -77,22 +77,31 @@ def level(axes: Axes, height: float | int, name: str, side: str) -> None:
     )
 
 
-def nothing(figure: Figure, axes: Axes, reason: str) -> Figure:
-    """The figure with a reason in place of its axes."""
+def right_axis(axes: Axes, label: str) -> Axes:
+    """Return a second y axis on the right, in the colour of its curves (VERMILLION)."""
+    right = axes.twinx()
+    right.set_ylabel(label, color=VERMILLION, size=NORMAL)
+    right.tick_params(colors=VERMILLION, labelsize=SMALL, length=0)
+    right.spines[:].set_visible(False)
+    return right
+
+
+def empty_figure(figure: Figure, axes: Axes, reason: str) -> Figure:
+    """Return the figure with a reason in place of its axes."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, reason, ha="center", va="center", fontsize=NORMAL, color=MUTED)
     return figure
 
 
 History = Sequence[Mapping[str, float | int]]
-"""Logged metrics, one mapping per iteration; "iteration" is always there, a metric may be missing."""
+"""Logged metrics, one mapping per iteration with "iteration"; other metrics may be missing."""
 
 SMOOTHING = 10
 """Window of moving averages in iterations."""
 
 
 def series(history: History, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Iterations at which a metric was logged and finite, and its values there."""
+    """Return the iterations at which a metric was logged and finite, and its values there."""
     points = [(row["iteration"], row[metric]) for row in history if np.isfinite(row.get(metric, np.nan))]
     iteration, value = np.array(points, dtype=float).reshape(-1, 2).T
     return iteration, value
@@ -107,7 +116,7 @@ PIXELS_PER_INCH = 150
 
 
 def pixels(figure: Figure) -> UInt8[np.ndarray, "height width 3"]:
-    """The figure on white, in red, green and blue."""
+    """Return the figure as RGB pixels on a white background."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, facecolor="white")
     buffer.seek(0)

@@ -16,10 +16,10 @@ from lit_rlkv.reporting.plots.style import (
     SMALL,
     VERMILLION,
     History,
+    empty_figure,
     legend,
-    nothing,
     series,
-    single,
+    single_axes,
 )
 
 TIMES = {
@@ -28,23 +28,23 @@ TIMES = {
     "time/reward": ("reward", PURPLE),
     "time/update": ("update", VERMILLION),
 }
-"""Phases from the bottom up."""
+"""Label and colour of each phase, from bottom to top."""
 
 MEMORY = {
     "peak": "allocated at most",
     "resident_peak": "resident at most",
 }
-"""Meaning of a peak on CUDA and elsewhere."""
+"""Metrics of peak memory (CUDA, other devices) and their axis labels."""
 
 MIB = 2**20
 
 
 def time_per_phase(history: History) -> Figure:
-    """Seconds of each phase, one on the other, and of the diagnostics on top of them."""
-    figure, axes = single("Iteration", "Seconds")
+    """Draw stacked bars of the seconds of each phase and of the diagnostics."""
+    figure, axes = single_axes("Iteration", "Seconds")
     iteration, rollout = series(history, "time/rollout")
     if len(rollout) == 0:
-        return nothing(figure, axes, "no phase was timed")
+        return empty_figure(figure, axes, "no phase was timed")
     bottom = np.zeros(len(iteration))
     layers = [(label, color, _at(history, name, iteration)) for name, (label, color) in TIMES.items()]
     names = {name for row in history for name in row if name.startswith("time/diagnostics/")}
@@ -64,8 +64,8 @@ def has_memory(history: History) -> bool:
 
 
 def memory_per_phase(history: History) -> Figure:
-    """The most memory that each phase held."""
-    figure, axes = single("Iteration", "")
+    """Draw the peak memory of each phase."""
+    figure, axes = single_axes("Iteration", "")
     for kind, meaning in MEMORY.items():
         for name, (label, color) in TIMES.items():
             iteration, peak = series(history, f"memory/{name.removeprefix('time/')}/{kind}")
@@ -73,7 +73,7 @@ def memory_per_phase(history: History) -> Figure:
                 axes.plot(iteration, peak / MIB, color=color, lw=1.6, marker=".", ms=4, label=label)
                 axes.set_ylabel(f"MiB {meaning}", fontsize=NORMAL, color=INK)
     if not axes.lines:
-        return nothing(figure, axes, "no memory was measured")
+        return empty_figure(figure, axes, "no memory was measured")
     highest = max(float(np.max(line.get_ydata())) for line in axes.lines)
     axes.set_ylim(0, 1.1 * highest)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -82,16 +82,16 @@ def memory_per_phase(history: History) -> Figure:
 
 
 def _at(history: History, metric: str, iterations: np.ndarray) -> np.ndarray:
-    """The metric at these iterations, 0 where it was not logged."""
+    """Return the metric at these iterations; 0 where it was not logged."""
     logged = dict(zip(*series(history, metric), strict=True))
     return np.array([logged.get(iteration, 0.0) for iteration in iterations])
 
 
 def time_per_stage(stage_seconds: Mapping[str, float | int]) -> Figure:
-    """Wall-clock seconds of each stage, in the order they ran."""
-    figure, axes = single("Seconds", "", height=0.9 + 0.34 * len(stage_seconds))
+    """Draw the wall-clock seconds of each stage, in order."""
+    figure, axes = single_axes("Seconds", "", height=0.9 + 0.34 * len(stage_seconds))
     if not stage_seconds:
-        return nothing(figure, axes, "no stage was timed")
+        return empty_figure(figure, axes, "no stage was timed")
     bars = axes.barh(list(stage_seconds), list(stage_seconds.values()), color=BLUE, height=0.6)
     axes.bar_label(bars, fmt="{:,.1f}", padding=4, fontsize=SMALL, color=INK)
     axes.invert_yaxis()

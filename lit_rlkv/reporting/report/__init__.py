@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that says what a run gained, and how to read its pictures."""
+"""report.html: one self-contained page with the results and figures of a run."""
 
 from lit_rlkv.reporting.report.content import Picture, RunReport, headline
 from lit_rlkv.reporting.report.page import render, write_report

@@ -1,4 +1,4 @@
-"""Content of a report: its pictures' type, everything that a run measured, and the headline."""
+"""Content of a report: pictures, measurements of the run, and the headline."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from lit_rlkv.evaluation.reward_model import RewardReport
-from lit_rlkv.reporting import plots
+from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.samples import LoggedSample
 from lit_rlkv.types import EvalRow, Rollout
 
 
 class Picture(NamedTuple):
-    """A figure with what stands under it."""
+    """A figure with its name and caption."""
 
     figure: Figure
     name: str
@@ -28,11 +28,11 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True)
 class RunReport:
-    """Data of the page; missing parts are empty or None, and their sections are left out."""
+    """Data of the page; sections whose data is empty or None are left out."""
 
     title: str
     config_yaml: str
-    history: plots.History
+    history: style.History
     before: list[EvalRow]
     after: list[EvalRow]
     rollout: Rollout | None
@@ -58,9 +58,9 @@ class RunReport:
 def headline(report: RunReport) -> list[str]:
     """Return the results of the run in one or two sentences."""
     sentences = [_accuracy_sentence(report)] if report.before or report.after else []
-    _, reward = plots.series(report.history, "reward")
+    _, reward = style.series(report.history, "reward")
     if len(reward):
-        n_averaged = min(plots.SMOOTHING, max(len(reward) // 2, 1))
+        n_averaged = min(style.SMOOTHING, max(len(reward) // 2, 1))
         first, last = reward[:n_averaged].mean(), reward[-n_averaged:].mean()
         over = f"over {len(reward)} iterations" if len(reward) > 1 else "in one iteration"
         change = f"{first:.2f} → {last:.2f}" if len(reward) > 1 else f"{last:.2f}"
@@ -78,6 +78,6 @@ def _accuracy_sentence(report: RunReport) -> str:
 
 
 def _gain(report: RunReport, budget: int | None) -> str:
-    """`0.46 → 0.81`, or the one number there is, or nothing."""
+    """Return the accuracies before and after, such as `0.46 → 0.81`; empty if there are none."""
     found = [row.accuracy for rows in (report.before, report.after) for row in rows if row.budget == budget]
     return " → ".join(f"{accuracy:.2f}" for accuracy in found)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lit_rlkv.files import write_atomically
-from lit_rlkv.reporting import plots
+from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.report.content import Picture, RunReport, headline
 from lit_rlkv.reporting.report.pictures import figures
 from lit_rlkv.reporting.samples import LoggedSample
@@ -71,16 +71,16 @@ PIXELS_PER_INCH = 200
 
 
 def write_report(path: Path, report: RunReport, pictures: Sequence[Picture] | None = None) -> None:
-    """Write the page; a reader sees the old file or the new one, never half of it.
+    """Write the page atomically.
 
     Args:
-        pictures: of `figures(report)`, where they have been drawn already.
+        pictures: the result of `figures(report)`; None draws them now.
     """
     write_atomically(path, render(report, pictures))
 
 
 def render(report: RunReport, pictures: Sequence[Picture] | None = None) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     sections = [
         f"<h1>{escape(report.title)}</h1>",
         *(f'<p class="headline">{escape(sentence)}</p>' for sentence in headline(report)),
@@ -118,11 +118,11 @@ def _figures(pictures: Sequence[Picture]) -> str:
 def _figure(picture: Picture) -> str:
     figure, name, caption = picture
     buffer = io.BytesIO()
-    # Transparent, so that the page's own background shows, and its dark scheme can invert the ink.
+    # Transparent, so that the dark scheme of the page can invert the image.
     figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, transparent=True)
     data = base64.b64encode(buffer.getvalue()).decode()
     width, height = (round(inches * PIXELS_PER_INCH / 2) for inches in figure.get_size_inches())
-    is_wide = figure.get_size_inches()[0] > np.mean([plots.HALF_WIDTH, plots.FULL_WIDTH])
+    is_wide = figure.get_size_inches()[0] > np.mean([style.HALF_WIDTH, style.FULL_WIDTH])
     image = f'<img src="data:image/png;base64,{data}" width="{width}" height="{height}" alt="{escape(name)}">'
     below = f"<figcaption><b>{escape(name)}.</b> {escape(caption)}</figcaption>"
     return f"<figure{' class=wide' if is_wide else ''}>{image}{below}</figure>"
@@ -158,7 +158,7 @@ def _versions(versions: Mapping[str, str]) -> str:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column text, the others numbers."""
+    """Return an HTML table: the first column is text, the others are numbers."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         kinds = ["", *[' class="number"'] * (len(cells) - 1)]

@@ -1,10 +1,10 @@
-"""The pictures of a report, each with its name and one sentence on how to read it."""
+"""Pictures of a report, each with a name and a caption on how to read it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from matplotlib.figure import Figure
 
-from lit_rlkv.reporting import plots
+from lit_rlkv.reporting.plots import accuracy, curves, divergence, kept_keys, style, time_and_memory
 from lit_rlkv.reporting.report.content import Picture, RunReport
 from lit_rlkv.reporting.tables import reward_sentence
 from lit_rlkv.types import Rollout
@@ -12,223 +12,156 @@ from lit_rlkv.units import human_seconds
 
 
 def figures(report: RunReport) -> list[Picture]:
-    """Each picture that the run has data for."""
+    """Return all pictures for which the run has data."""
     return [
-        *_of_reward(report),
-        *_of_evaluation(report),
-        *_of_mismatch(report),
-        *of_eviction(report),
-        *_of_cache(report),
-        *of_retention(report),
-        *_of_time(report),
-        *of_phases(report),
+        *_result_pictures(report),
+        *_eviction_pictures(report),
+        *_cache_pictures(report),
+        *_time_pictures(report),
     ]
 
 
-def _of_reward(report: RunReport) -> list[Picture]:
-    shown = []
-    if _is_logged(report.history, ["reward"]):
-        shown.append(
-            Picture(
-                plots.reward_curve(report.history),
-                "Reward",
-                "The thick line is the trend of what rollouts scored during training; the band is how far "
-                "responses to one prompt differ, and where it vanishes there is nothing left to learn from.",
-            )
+def _result_pictures(report: RunReport) -> Iterator[Picture]:
+    history, quality = report.history, report.reward_model
+    if _is_logged(history, ["reward"]):
+        yield Picture(
+            curves.reward_curve(history),
+            "Reward",
+            "The thick line is the moving average of the mean reward of rollouts. The band is the std of "
+            "rewards among responses to one prompt; at 0 there is no learning signal.",
         )
-    if _is_logged(report.history, ["rewards/learned"]):
-        shown.append(
-            Picture(
-                plots.proxy_and_gold(report.history),
-                "Proxy and gold",
-                "The policy climbs the reward model's opinion; where the verifier's score does not follow, "
-                "it has learned to please the reward model and no more.",
-            )
+    if _is_logged(history, ["rewards/learned"]):
+        yield Picture(
+            curves.proxy_and_gold(history),
+            "Proxy and gold",
+            "If the learned reward rises and the verifier's score does not, the policy exploits the reward "
+            "model.",
         )
-    judged = report.reward_model
-    if judged is not None:
-        shown.append(
-            Picture(
-                plots.reliability(judged.bin_confidence, judged.bin_accuracy, judged.bin_counts),
-                "How sure the reward model should be",
-                f"{reward_sentence(judged)}; below the diagonal on the right it is surer than it should be.",
-            )
+    if quality is not None:
+        yield Picture(
+            accuracy.reliability(quality.bin_confidence, quality.bin_accuracy, quality.bin_counts),
+            "How sure the reward model should be",
+            f"{reward_sentence(quality)}. Below the diagonal on the right it is overconfident.",
         )
-    return shown
-
-
-def _of_evaluation(report: RunReport) -> list[Picture]:
-    if not report.before and not report.after:
-        return []
-    return [
-        Picture(
-            plots.accuracy_against_budget(report.before, report.after),
+    if report.before or report.after:
+        yield Picture(
+            accuracy.accuracy_against_budget(report.before, report.after),
             "Accuracy against budget",
-            "The distance from a point up to the dashed line of its colour is what eviction costs there.",
+            "The distance from a point up to the dashed line of its colour is the cost of eviction.",
         )
-    ]
-
-
-def _of_mismatch(report: RunReport) -> list[Picture]:
-    if not _is_logged(report.history, plots.MISMATCHES):
-        return []
-    return [
-        Picture(
-            plots.mismatch(report.history),
+    if _is_logged(history, curves.MISMATCHES):
+        yield Picture(
+            curves.mismatch(history),
             "Mismatch of sampler and learner",
-            "Lower is better on every line, and a replay gap far below the rest means that the learner "
-            "saw exactly what the sampler saw.",
+            "Lower is better on every line. A replay gap far below the other lines means exact replay.",
         )
-    ]
 
 
-def _of_cache(report: RunReport) -> list[Picture]:
-    if report.rollout is None:
-        return []
-    return [
-        Picture(
-            plots.cache_fill(report.rollout, report.budget, report.interval),
+def _eviction_pictures(report: RunReport) -> Iterator[Picture]:
+    if mismatches := report.measured("mismatch"):
+        last = mismatches[-1]
+        when = f"In iteration {last['iteration']}"
+        yield Picture(
+            divergence.mismatch_by_position(last),
+            "Mismatch by position",
+            f"{when}: distance of the sampler from a policy that sees every key. It starts where keys are "
+            "first evicted. A high percentile far above the mean means that few tokens carry it.",
+        )
+        yield Picture(
+            divergence.overlap_by_position(last),
+            "Overlap by position",
+            f"{when}: the probability that both distributions give to the same tokens. Where the 5th "
+            "percentile falls to 0, the dense policy would not sample some of the responses.",
+        )
+        yield Picture(
+            divergence.weights_by_position(last),
+            "Why reweighting explodes with length",
+            f"{when}: the weight of a response is a product over its tokens, so the spread of its log grows "
+            "with the length. The left axis is the effective share of the responses so far.",
+        )
+    if layers := report.measured("layers"):
+        yield Picture(
+            divergence.layer_mismatch(layers[0], layers[-1]),
+            "Which layer's eviction matters",
+            "A bar is the effect of the evictions of one layer alone; the dashed line is the effect of all "
+            "layers together.",
+        )
+    if _is_logged(report.history, ["kv/arms/tis/ess"]):
+        yield Picture(
+            curves.effective_samples(report.history),
+            "What each correction would make of the rollouts",
+            "Left: effective share of the response tokens after weighting. Right: share of tokens that are "
+            "rejected or have a clipped weight. Replay needs no weights.",
+        )
+
+
+def _cache_pictures(report: RunReport) -> Iterator[Picture]:
+    if report.rollout is not None:
+        yield Picture(
+            kept_keys.cache_fill(report.rollout, report.budget, report.interval),
             "Cache fill",
-            "The cache fills up to its slots and falls back to its budget, while a dense cache, the "
-            "dashed line, grows with the text; the prompt is read before any key is evicted.",
-        ),
-        Picture(
+            "The cache fills up to its slots and is compacted to its budget; a dense cache, the dashed line, "
+            "grows with the text. The prompt is read before any key is evicted.",
+        )
+        yield Picture(
             _lifetimes(report.rollout, report.token_labels),
             "Key lifetimes in one sequence",
-            "A bar is one key, from its own token to the query that first misses it: compare panels to "
-            "see which head still holds what another has lost.",
-        ),
-    ]
+            "A bar is one key, from its own token to the first query that no longer sees it. Compare panels "
+            "to see which heads keep keys that others evict.",
+        )
+    if retained := report.measured("cache"):
+        last = retained[-1]
+        when = f"In iteration {last['iteration']}"
+        yield Picture(
+            kept_keys.attention_kept(last),
+            "Attention that eviction left",
+            f"{when}: share of each head's dense attention that is on cached keys; on the right for the "
+            "queries with the lowest share.",
+        )
+        yield Picture(
+            kept_keys.attention_on_evicted(last),
+            "Evicted and later needed",
+            f"{when}: attention of the dense policy on evicted keys; near 0, eviction removed only keys that "
+            "are not used.",
+        )
+        yield Picture(
+            kept_keys.ages_at_eviction(last),
+            "Age of keys at their eviction",
+            f"{when}: a policy that keeps recent keys evicts at one age; a head with a high median keeps old "
+            "keys.",
+        )
 
 
-def _of_time(report: RunReport) -> list[Picture]:
-    if not report.stage_seconds:
-        return []
-    total = human_seconds(sum(report.stage_seconds.values()))
-    caption = f"Each bar is the wall-clock time of one stage; {total} in all."
-    return [Picture(plots.time_per_stage(report.stage_seconds), "Time per stage", caption)]
+def _time_pictures(report: RunReport) -> Iterator[Picture]:
+    history = report.history
+    if report.stage_seconds:
+        total = human_seconds(sum(report.stage_seconds.values()))
+        caption = f"Each bar is the wall-clock time of one stage; {total} in all."
+        yield Picture(time_and_memory.time_per_stage(report.stage_seconds), "Time per stage", caption)
+    if not _is_logged(history, ["time/rollout"]):
+        return
+    yield Picture(
+        time_and_memory.time_per_phase(history),
+        "Time per phase",
+        "Time of each phase of an iteration, with the time of diagnostics on top.",
+    )
+    if time_and_memory.has_memory(history):
+        yield Picture(
+            time_and_memory.memory_per_phase(history),
+            "Memory per phase",
+            "Peak memory of each phase, including earlier allocations. A line that rises is a leak, or "
+            "responses that grow.",
+        )
 
 
-def _is_logged(history: plots.History, metrics: Iterable[str]) -> bool:
-    return any(len(plots.series(history, metric)[0]) for metric in metrics)
+def _is_logged(history: style.History, metrics: Iterable[str]) -> bool:
+    return any(len(style.series(history, metric)[0]) for metric in metrics)
 
 
 def _lifetimes(rollout: Rollout, token_labels: Mapping[int, str] | None) -> Figure:
     """Draw the lifetimes of the longest sequence, which has the most evictions."""
     row = int(rollout.attention_mask.sum(dim=1).argmax())
     if token_labels is None:
-        return plots.key_lifetimes(rollout, row)
+        return kept_keys.key_lifetimes(rollout, row)
     input_ids = rollout.input_ids[row][rollout.attention_mask[row]].tolist()
-    return plots.key_lifetimes(rollout, row, [token_labels.get(id_, "?") for id_ in input_ids])
-
-
-def of_eviction(report: RunReport) -> list[Picture]:
-    """Return the pictures of eviction effects from the last measurement of each diagnostic."""
-    return [*_by_position(report), *_by_layer(report), *_of_arms(report)]
-
-
-def _by_position(report: RunReport) -> list[Picture]:
-    rows = report.measured("mismatch")
-    if not rows:
-        return []
-    last = rows[-1]
-    when = f"In iteration {last['iteration']}"
-    return [
-        Picture(
-            plots.mismatch_by_position(last),
-            "Mismatch by position",
-            f"{when}: how far the sampler is from a policy that sees every key; it sets in where keys are "
-            "first evicted, and a high percentile far above the mean says that few tokens carry it.",
-        ),
-        Picture(
-            plots.overlap_by_position(last),
-            "Overlap by position",
-            f"{when}: the probability that both distributions give to the same tokens; where the 5th "
-            "percentile falls to 0, some responses go where the dense policy never would.",
-        ),
-        Picture(
-            plots.weights_by_position(last),
-            "Why reweighting explodes with length",
-            f"{when}: the weight of a response is a product over its tokens, so its log wanders off as the "
-            "response grows, and of all responses so far only the share on the left still counts.",
-        ),
-    ]
-
-
-def _by_layer(report: RunReport) -> list[Picture]:
-    rows = report.measured("layers")
-    if not rows:
-        return []
-    return [
-        Picture(
-            plots.layer_mismatch(rows[0], rows[-1]),
-            "Which layer's eviction matters",
-            "A bar is what the evictions of one layer alone would do to the policy; a bar as high as the "
-            "dashed line does as much damage as all layers together.",
-        )
-    ]
-
-
-def _of_arms(report: RunReport) -> list[Picture]:
-    if len(plots.series(report.history, "kv/arms/tis/ess")[0]) == 0:
-        return []
-    return [
-        Picture(
-            plots.effective_samples(report.history),
-            "What each correction would make of the rollouts",
-            "The share of response tokens that would still count once they are weighted, and the share that "
-            "would be thrown away or weighted by less than is right; replay needs neither.",
-        )
-    ]
-
-
-def of_retention(report: RunReport) -> list[Picture]:
-    """Return the pictures of the last measurement with evictions."""
-    rows = report.measured("cache")
-    if not rows:
-        return []
-    last = rows[-1]
-    when = f"In iteration {last['iteration']}"
-    return [
-        Picture(
-            plots.attention_kept(last),
-            "Attention that eviction left",
-            f"{when}: of what each head of the policy looks at when it sees every key, the share that the "
-            "cache still held; on the right for the queries that lost most.",
-        ),
-        Picture(
-            plots.attention_on_evicted(last),
-            "Evicted and later needed",
-            f"{when}: the attention that the dense policy gives to keys that were gone; where it stays near "
-            "0, eviction took what nobody reads.",
-        ),
-        Picture(
-            plots.ages_at_eviction(last),
-            "Age of keys at their eviction",
-            f"{when}: a policy that keeps what is recent evicts at one age; a head whose median is high "
-            "holds on to what it has.",
-        ),
-    ]
-
-
-def of_phases(report: RunReport) -> list[Picture]:
-    """Return the pictures of time and memory per phase, if they were measured."""
-    if len(plots.series(report.history, "time/rollout")[0]) == 0:
-        return []
-    shown = [
-        Picture(
-            plots.time_per_phase(report.history),
-            "Time per phase",
-            "Where an iteration spends its time; diagnostics stand on top, where they measured.",
-        )
-    ]
-    if plots.has_memory(report.history):
-        shown.append(
-            Picture(
-                plots.memory_per_phase(report.history),
-                "Memory per phase",
-                "The most that each phase held, what lay there before it included; a line that climbs is a "
-                "leak, or responses that grow.",
-            )
-        )
-    return shown
+    return kept_keys.key_lifetimes(rollout, row, [token_labels.get(id_, "?") for id_ in input_ids])

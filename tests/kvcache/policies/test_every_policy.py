@@ -1,4 +1,4 @@
-"""What holds for every policy in the table; a new one joins by standing there."""
+"""Tests of every policy in POLICIES."""
 
 from functools import cache
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import using
+from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.kvcache.policies import Policy, SlotView
 from lit_rlkv.kvcache.policies.rkv import RKV, importance, redundancy
@@ -20,7 +20,7 @@ SCALING = DIM**-0.5
 
 
 def make_view(n_padding: int = N_PADDING, n_keys: int = N_KEYS) -> SlotView:
-    """Padding, which is junk, then keys, of which the last WINDOW are recent."""
+    """Padding with random content, then keys, of which the last WINDOW are recent."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -101,9 +101,9 @@ def test_the_kernels_score_as_accurately_as_the_definitions(name: str):
     truth = torch.tensor(
         [s[: N_KEYS - WINDOW] for s in published.scores_of_layer(name, heads_of(view))], dtype=torch.float64
     )
-    with using("reference"):
+    with use_kernels("reference"):
         plain = older_scores(policy, view)
-    with using("triton"):
+    with use_kernels("triton"):
         scores = older_scores(policy, on_device(view)).cpu()
     assert excess_error(scores, plain, truth) <= bound(torch.float32)
     assert excess_error(scores.flip(0), plain, truth) > 10.0
@@ -113,7 +113,7 @@ def test_the_kernels_score_as_accurately_as_the_definitions(name: str):
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_a_row_that_is_not_due_is_not_scored(name: str, kernels: str):
     view = on_device(make_view())
-    with using(kernels):
+    with use_kernels(kernels):
         scores = POLICIES[name]().score(replace(view, is_due=torch.tensor([True], device=DEVICE)))
         assert torch.equal(scores, POLICIES[name]().score(view))
         assert (POLICIES[name]().score(replace(view, is_due=torch.tensor([False], device=DEVICE))) == 0).all()

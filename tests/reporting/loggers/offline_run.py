@@ -1,4 +1,4 @@
-"""Reads what wandb has written of a run that is kept offline, as `wandb sync` would."""
+"""Reads the files of an offline W&B run, like `wandb sync`."""
 
 import json
 import time
@@ -38,7 +38,7 @@ class OfflineRun:
 
 
 def read_runs(run_dir: Path) -> list[OfflineRun]:
-    """All segments of a run folder, in the order in which they began."""
+    """Return all W&B files of a run folder, in the order of their start."""
     return [read(path) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
 
 

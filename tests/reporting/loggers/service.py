@@ -1,4 +1,4 @@
-"""As much of W&B's service as a run without artifacts needs, on this machine."""
+"""A local stand-in for the part of W&B's service that a run without artifacts needs."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ PROJECT = {"id": "P", "name": "tests", "entity": {"id": "E", "name": "me"}}
 
 
 class Service(ThreadingHTTPServer):
-    """Keeps runs as the real one does: a line that arrives takes the place of the one that was there."""
+    """Stores runs like the real service: a new line replaces the old one."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Service
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on the console."""
+        """Log nothing to the console."""
 
     def do_PUT(self) -> None:
         self._body()

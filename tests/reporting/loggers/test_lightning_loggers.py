@@ -50,7 +50,7 @@ def test_a_resumed_run_keeps_the_files_of_before(tmp_path):
 def test_an_object_that_is_not_a_logger_is_refused():
     logger = KeepingLogger()
     assert as_run_logger(logger) is logger
-    with pytest.raises(TypeError, match="logger is a dict"):
+    with pytest.raises(TypeError, match="logger must be a RunLogger or a Lightning logger, got dict"):
         as_run_logger({})
 
 
@@ -58,7 +58,7 @@ pytest.importorskip("tensorboard")
 
 
 def events(run_dir):
-    """What TensorBoard shows of a run's folder."""
+    """Return TensorBoard's view of a run's folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(run_dir / lightning_loggers.FOLDER))
@@ -140,5 +140,5 @@ def test_a_missing_package_is_named_before_work(monkeypatch):
 @pytest.mark.usefixtures("_as_users_run_it")
 def test_an_invalid_interval_is_refused():
     for figures_every in (0, -1, True):
-        with pytest.raises(ValueError, match="must be a whole number of iterations"):
+        with pytest.raises(ValueError, match="must be an integer of at least 1"):
             TensorBoard(figures_every=figures_every)

@@ -33,7 +33,7 @@ def write_samples(tmp_path, *iterations):
 
 
 def experience(iteration, n_rows=20):
-    """What the callback looks at of one."""
+    """Return an experience with the fields that the callback reads."""
     attention_mask = torch.ones(n_rows, 3, dtype=torch.bool)
     evicted_at = torch.full((n_rows, 1, 1, 3), NEVER).int()
     rollout = Rollout(

@@ -2,7 +2,14 @@ import struct
 
 import pytest
 
-from lit_rlkv.reporting.loggers.wandb_run import BLOCK, HEADER, last_iteration, records, repair, segments
+from lit_rlkv.reporting.loggers.wandb_run import (
+    BLOCK,
+    HEADER,
+    last_iteration,
+    records,
+    run_files,
+    truncate_incomplete,
+)
 
 
 def piece(kind, data):
@@ -50,7 +57,7 @@ def test_a_record_that_was_cut_short_is_left_out_and_cut_off(tmp_path, torn):
     whole = log(piece(FULL, b"abc"))
     path.write_bytes(whole + torn)
     assert [data for _, data in records(path.read_bytes())] == [b"abc"]
-    repair(path)
+    truncate_incomplete(path)
     assert path.read_bytes() == whole
 
 
@@ -58,14 +65,14 @@ def test_a_whole_file_is_left_as_it_is(tmp_path):
     path = tmp_path / "run.wandb"
     path.write_bytes(log(piece(FULL, b"abc"), piece(FIRST, b"d"), piece(LAST, b"e")))
     before = path.read_bytes()
-    repair(path)
+    truncate_incomplete(path)
     assert path.read_bytes() == before
 
 
 def test_a_file_without_a_record_is_removed(tmp_path):
     path = tmp_path / "run.wandb"
     path.write_bytes(log())
-    repair(path)
+    truncate_incomplete(path)
     assert not path.exists()
 
 
@@ -91,4 +98,4 @@ def test_only_the_files_of_that_run_are_its_segments(tmp_path):
         (tmp_path / "wandb" / name).mkdir(parents=True)
         run_id = "xyz" if "xyz" in name else "abc"
         (tmp_path / "wandb" / name / f"run-{run_id}.wandb").touch()
-    assert [path.parent.name for path in segments(tmp_path, "abc")] == names[:3]
+    assert [path.parent.name for path in run_files(tmp_path, "abc")] == names[:3]

@@ -1,4 +1,4 @@
-"""With an account: against a service of our own, on this machine."""
+"""W&B with an account, against a local service."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def record(run_dir, iterations, resumed_at=0, **settings):
 
 
 def sync(run_dir):
-    """What a user does who has kept a run offline."""
+    """Run `wandb sync`."""
     subprocess.run(
         [sys.executable, "-m", "wandb", "sync", str(run_dir / "wandb")],
         timeout=300,

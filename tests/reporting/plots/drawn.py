@@ -1,4 +1,4 @@
-"""What tests of pictures share: small rollouts and histories, and how to find what was drawn."""
+"""Helpers of the figure tests: small rollouts and histories, and look-up of drawn elements."""
 
 import torch
 

@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from lit_rlkv.reporting import plots
+from lit_rlkv.reporting.plots import divergence
 from tests.reporting.plots.drawn import POSITIONS, labels, layers, line
 
 NAN = np.nan
 
 
 def test_mismatch_is_drawn_by_position_without_what_is_rounding():
-    figure = plots.mismatch_by_position(POSITIONS)
+    figure = divergence.mismatch_by_position(POSITIONS)
     assert figure.axes[0].get_yscale() == "log"
     assert list(line(figure, "KL, mean").get_xdata()) == [0, 1, 2, 3]
     np.testing.assert_array_equal(line(figure, "KL, mean").get_ydata(), [NAN, 0.01, 0.2, 1.5])
@@ -20,18 +20,18 @@ def test_mismatch_is_drawn_by_position_without_what_is_rounding():
 def test_a_rollout_without_mismatch_has_a_picture_too():
     nothing = [0.0] * 4
     silent = {**POSITIONS, "k3": nothing, "abs_log_ratio_p95": nothing, "abs_log_ratio_p99": nothing}
-    low, high = plots.mismatch_by_position(silent).axes[0].get_ylim()
+    low, high = divergence.mismatch_by_position(silent).axes[0].get_ylim()
     assert low < high
 
 
 def test_overlap_is_drawn_where_it_was_looked_at():
-    figure = plots.overlap_by_position(POSITIONS)
+    figure = divergence.overlap_by_position(POSITIONS)
     np.testing.assert_array_equal(line(figure, "mean").get_ydata(), [1.0, 0.9, 0.8, NAN])
     np.testing.assert_array_equal(line(figure, "5th percentile").get_ydata(), [1.0, 0.4, 0.05, NAN])
 
 
 def test_weights_show_sample_size_and_the_log_of_the_product():
-    figure = plots.weights_by_position(POSITIONS)
+    figure = divergence.weights_by_position(POSITIONS)
     left, right = figure.axes
     assert list(left.lines[0].get_ydata()) == [1.0, 0.9, 0.05, 0.002]
     assert left.get_ylim() == pytest.approx((1e-3, 1.3))
@@ -40,14 +40,14 @@ def test_weights_show_sample_size_and_the_log_of_the_product():
 
 
 def test_positions_that_few_responses_reach_are_shaded():
-    (shade,) = plots.overlap_by_position(POSITIONS).axes[0].patches
+    (shade,) = divergence.overlap_by_position(POSITIONS).axes[0].patches
     assert (shade.get_x(), shade.get_x() + shade.get_width()) == (2.5, 3.5)  # 2 of 100 get to the last one
     everyone = {**POSITIONS, "n_response_tokens": [100] * 4}
-    assert len(plots.overlap_by_position(everyone).axes[0].patches) == 0
+    assert len(divergence.overlap_by_position(everyone).axes[0].patches) == 0
 
 
 def test_layers_are_bars_of_the_last_measurement_beside_the_first():
-    figure = plots.layer_mismatch(layers(1, 0.3, 0.2), layers(51, 0.1, 0.4))
+    figure = divergence.layer_mismatch(layers(1, 0.3, 0.2), layers(51, 0.1, 0.4))
     assert [bar.get_height() for bar in figure.axes[0].patches] == [0.1, 0.4]
     assert list(line(figure, "iteration 1").get_ydata()) == [0.3, 0.2]
     assert line(figure, "all layers evict").get_ydata()[0] == 0.5
@@ -55,5 +55,5 @@ def test_layers_are_bars_of_the_last_measurement_beside_the_first():
 
 def test_a_single_measurement_is_not_compared_with_itself():
     only = layers(1, 0.3, 0.2)
-    names = [found.get_label() for found in plots.layer_mismatch(only, only).axes[0].lines]
+    names = [found.get_label() for found in divergence.layer_mismatch(only, only).axes[0].lines]
     assert names == ["all layers evict"]

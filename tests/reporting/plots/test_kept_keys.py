@@ -3,13 +3,13 @@ import pytest
 import torch
 from matplotlib.collections import PolyCollection
 
-from lit_rlkv.reporting import plots
+from lit_rlkv.reporting.plots import kept_keys, style
 from lit_rlkv.types import Rollout
 from tests.reporting.plots.drawn import TWO_HEADS, N, line, make_rollout
 
 
 def test_cache_fill_counts_births_less_evictions():
-    figure = plots.cache_fill(TWO_HEADS, budget=2, interval=1)
+    figure = kept_keys.cache_fill(TWO_HEADS, budget=2, interval=1)
     live, dense = line(figure, "cached, mean"), line(figure, "dense, mean")
     # queries are columns 1 to 4: the last token was never one; the response begins at column 3
     assert list(live.get_xdata()) == [-2, -1, 0, 1]
@@ -22,16 +22,17 @@ def test_cache_fill_counts_births_less_evictions():
 
 def test_cache_fill_notices_an_eviction_that_comes_one_query_late():
     late = make_rollout([[[0, N, 5, N, N, N], [0, 5, 5, N, N, N]]])
-    assert list(line(plots.cache_fill(late), "cached, mean").get_ydata()) == [1, 2, 3, 4]
+    assert list(line(kept_keys.cache_fill(late), "cached, mean").get_ydata()) == [1, 2, 3, 4]
 
 
 def test_cache_fill_marks_budget_and_slots():
     levels = {
-        found.get_label(): found.get_ydata()[0] for found in plots.cache_fill(TWO_HEADS, 2, 1).axes[0].lines
+        found.get_label(): found.get_ydata()[0]
+        for found in kept_keys.cache_fill(TWO_HEADS, 2, 1).axes[0].lines
     }
     assert levels["_budget 2"] == 2
     assert levels["_slots 3"] == 3
-    assert "_budget 2" not in {found.get_label() for found in plots.cache_fill(TWO_HEADS).axes[0].lines}
+    assert "_budget 2" not in {found.get_label() for found in kept_keys.cache_fill(TWO_HEADS).axes[0].lines}
 
 
 def test_cached_keys_agree_with_their_definition():
@@ -48,7 +49,7 @@ def test_cached_keys_agree_with_their_definition():
     )
     is_live = (column[None, :] <= column[:, None]) & (evicted_at[..., None, :] > column[:, None])
     expected = (is_live & attention_mask[:, None, None, None]).sum(-1)
-    assert torch.equal(plots.cached_keys(rollout), expected)
+    assert torch.equal(kept_keys.cached_keys(rollout), expected)
     is_live_late = (column[None, :] <= column[:, None]) & (evicted_at[..., None, :] >= column[:, None])
     assert not torch.equal((is_live_late & attention_mask[:, None, None, None]).sum(-1), expected)
 
@@ -65,7 +66,7 @@ def test_cache_fill_averages_only_over_rows_that_still_write():
         kv_bytes=0,
     )
     # queries of the long row are columns 0 to 3, of the short one 0 and 1: its idle columns do not count
-    assert list(line(plots.cache_fill(both), "cached, mean").get_ydata()) == [1, 2, 3, 4]
+    assert list(line(kept_keys.cache_fill(both), "cached, mean").get_ydata()) == [1, 2, 3, 4]
 
 
 CACHE = {
@@ -86,7 +87,7 @@ def tables(figure):
 
 
 def test_attention_is_a_cell_for_each_layer_and_head():
-    figure = plots.attention_kept(CACHE)
+    figure = kept_keys.attention_kept(CACHE)
     mean, low = tables(figure)[:2]
     assert mean.tolist() == CACHE["attention_kept"]
     assert low.tolist() == CACHE["attention_kept_p05"]
@@ -97,11 +98,11 @@ def test_attention_is_a_cell_for_each_layer_and_head():
 
 def test_large_tables_are_colours_alone():
     large = {**CACHE, "attention_kept": [[0.5] * 32] * 28, "attention_kept_p05": [[0.5] * 32] * 28}
-    assert list(plots.attention_kept(large).axes[0].texts) == []
+    assert list(kept_keys.attention_kept(large).axes[0].texts) == []
 
 
 def test_attention_on_evicted_keys_shows_mean_spread_and_the_worst_layer():
-    axes = plots.attention_on_evicted(CACHE).axes[0]
+    axes = kept_keys.attention_on_evicted(CACHE).axes[0]
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
     assert lines["their mean"] == pytest.approx([0.0, 0.2, 0.3])
     assert lines["layer 1, the highest"] == [0.0, 0.2, 0.5]
@@ -110,7 +111,7 @@ def test_attention_on_evicted_keys_shows_mean_spread_and_the_worst_layer():
 
 
 def test_ages_are_shares_on_their_own_tokens():
-    figure = plots.ages_at_eviction(CACHE)
+    figure = kept_keys.ages_at_eviction(CACHE)
     bars = figure.axes[0].patches
     assert [bar.get_height() for bar in bars] == [0.75, 0.25]
     assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0.5, 2), (2.5, 2)]  # ages 1, 2 and 3, 4
@@ -122,9 +123,9 @@ def test_ages_are_shares_on_their_own_tokens():
 @pytest.mark.parametrize(
     ("draw", "reason"),
     [
-        (plots.attention_kept, "no attention was measured"),
-        (plots.attention_on_evicted, "no attention was measured"),
-        (plots.ages_at_eviction, "no key was evicted"),
+        (kept_keys.attention_kept, "no attention was measured"),
+        (kept_keys.attention_on_evicted, "no attention was measured"),
+        (kept_keys.ages_at_eviction, "no key was evicted"),
     ],
 )
 @pytest.mark.parametrize("measured", [None, {"iteration": 1, "name": "cache"}])
@@ -145,11 +146,11 @@ def bars(axes):
 
 
 def blue():
-    return tuple(PolyCollection([], facecolors=[plots.BLUE]).get_facecolor()[0])
+    return tuple(PolyCollection([], facecolors=[style.BLUE]).get_facecolor()[0])
 
 
 def test_lifetimes_run_from_birth_to_eviction_without_the_padding():
-    first, second = plots.key_lifetimes(TWO_HEADS, row=0).axes
+    first, second = kept_keys.key_lifetimes(TWO_HEADS, row=0).axes
     # tokens 0 to 3 stand in columns 1 to 4; the query of column 4 is token 3; the fifth token has no key yet
     assert [bar[:3] for bar in bars(first)] == [(0, 0, 4), (1, 1, 3), (2, 2, 4), (3, 3, 4)]
     assert [bar[:3] for bar in bars(second)] == [(0, 0, 3), (1, 1, 3), (2, 2, 4), (3, 3, 4)]
@@ -158,35 +159,37 @@ def test_lifetimes_run_from_birth_to_eviction_without_the_padding():
 
 
 def test_lifetimes_mark_where_the_response_begins():
-    axes = plots.key_lifetimes(TWO_HEADS, row=0).axes[0]
+    axes = kept_keys.key_lifetimes(TWO_HEADS, row=0).axes[0]
     (border,) = (found for found in axes.lines if found.get_label() == "response begins")
     assert list(border.get_xdata()) == [2, 2]
 
 
 def test_many_layers_and_heads_are_thinned_evenly():
     evicted_at = torch.full((10, 7, 6), N)
-    titles = [axes.get_title(loc="left") for axes in plots.key_lifetimes(make_rollout(evicted_at), 0).axes]
+    titles = [
+        axes.get_title(loc="left") for axes in kept_keys.key_lifetimes(make_rollout(evicted_at), 0).axes
+    ]
     assert titles[:4] == [f"layer 0 · head {head}" for head in (0, 2, 4, 6)]
     assert titles[::4] == [f"layer {layer} · head 0" for layer in (0, 3, 6, 9)]
 
 
 def test_tokens_are_written_beside_short_sequences_only():
-    texts = plots.key_lifetimes(TWO_HEADS, 0, list("1+2=3")).axes[0].get_yticklabels()
+    texts = kept_keys.key_lifetimes(TWO_HEADS, 0, list("1+2=3")).axes[0].get_yticklabels()
     assert [text.get_text() for text in texts] == ["1", "+", "2", "="]
-    seq = plots.MAX_LABELLED_TOKENS + 1
+    seq = kept_keys.MAX_LABELLED_TOKENS + 1
     long = make_rollout(torch.full((1, 1, seq), N), n_pad=0)
-    texts = plots.key_lifetimes(long, 0, ["x"] * seq).axes[0].get_yticklabels()
+    texts = kept_keys.key_lifetimes(long, 0, ["x"] * seq).axes[0].get_yticklabels()
     assert "x" not in {text.get_text() for text in texts}
 
 
 def test_tokens_that_cannot_be_seen_are_written_as_signs():
-    figure = plots.key_lifetimes(TWO_HEADS, 0, [" a", "\n", "\x1b$x$", "internationally", "<eos>"])
+    figure = kept_keys.key_lifetimes(TWO_HEADS, 0, [" a", "\n", "\x1b$x$", "internationally", "<eos>"])
     texts = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert texts == ["␣a", "⏎", "\\x1b$x$", "internati…"]
 
 
 def test_lifetimes_refuse_a_row_or_labels_that_do_not_fit():
-    with pytest.raises(ValueError, match="row=1 is not in a rollout of 1"):
-        plots.key_lifetimes(TWO_HEADS, row=1)
+    with pytest.raises(ValueError, match="row must be from 0 to 0, got 1"):
+        kept_keys.key_lifetimes(TWO_HEADS, row=1)
     with pytest.raises(ValueError, match="2 token_labels for 5 tokens"):
-        plots.key_lifetimes(TWO_HEADS, row=0, token_labels=["a", "b"])
+        kept_keys.key_lifetimes(TWO_HEADS, row=0, token_labels=["a", "b"])

@@ -1,4 +1,4 @@
-"""Reports for the tests: of a run that did everything, and of one that did nothing."""
+"""Reports for the tests: of a complete run and of an empty one."""
 
 import torch
 

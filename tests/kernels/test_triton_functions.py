@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import is_interpreted
-from lit_rlkv.kernels.numerics import tanh
+from lit_rlkv.kernels.triton_functions import tanh
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = 4.0 if is_interpreted() else 8.0
@@ -29,7 +29,7 @@ def kernel_tanh(x: Tensor) -> Tensor:
 
 
 def roundings_off(actual: Tensor, x: Tensor) -> float:
-    """Largest relative error, in roundings of float32."""
+    """Return the largest relative error, in roundings of float32."""
     truth = x.double().tanh()
     return float(((actual.double() - truth) / truth).abs().max() / torch.finfo(torch.float32).eps)
 

@@ -1,16 +1,16 @@
-"""Scores that need a window of queries, without a [window, slot] tensor.
+"""Scores computed from a window of queries, without a [window, slot] tensor.
 
     mean       1/(G·W) Σ_gw softmax_k(l_gwk)              l_gwk = q_gw·k·scaling, over the keys that q_gw sees
     peak       1/W     Σ_w  softmax_k(max_g l_gwk)        over those of them that are not recent
     expected   ‖v_k‖/G Σ_g  softmax_k(mean_w + var_w/2)   of l_gwk, over live keys
 
-One program a (row, KV head, block of slots): a step at which one row is due has many programs as well. Each
-softmax goes over all blocks, so a first visit of all blocks writes the largest logit and the sum of every
-softmax over its block, `_merge_blocks` adds these up, and a second visit computes the logits once more, now
-with the whole sum to divide by. The keys are read twice; logits kept in between would be G·W float32 a slot,
-more than the slot's key itself at any usual window, written once and read once.
+Each program takes one block of slots of one row and KV head, so a step with a single due row still has many
+programs. Each softmax covers all blocks. A first visit of all blocks writes the largest logit and the sum of
+exponentials of every softmax over the block; `_merge_blocks` merges these; a second visit recomputes the
+logits and divides by the total. The keys are read twice. Storing the logits instead would take G·W float32
+numbers per slot, more than the slot's key at any usual window, each written and read once.
 
-A block of keys stays on the chip while all queries that share it come by.
+A block of keys stays on the chip while the program goes through all queries that share it.
 """
 
 from typing import no_type_check
@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
-from lit_rlkv.kernels.slot_scores.shared import due_argument, is_row_due, load_flags, load_vectors
+from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
+from lit_rlkv.kernels.triton_functions import due_argument, is_row_due, load_flags, load_vectors
 
 MERGE_BLOCK = 64
-"""Softmaxes whose sums one program adds up."""
+"""Softmaxes merged by one program."""
 MERGED_AT_ONCE = tl.constexpr(16)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -32,7 +32,7 @@ INFINITY = tl.constexpr(float("inf"))
 @triton.jit
 @no_type_check
 def _store_sums(sums, at, logits, is_counted, is_stored, axis: tl.constexpr):
-    """Of each softmax the largest logit that counts, -inf if none does, and Σ exp(logit - largest)."""
+    """Store the largest counted logit of each softmax (-inf if none) and Σ exp(logit - largest)."""
     top = tl.max(tl.where(is_counted, logits, -INFINITY), axis=axis)
     exps = tl.where(is_counted, tl.exp(logits - tl.expand_dims(top, axis)), 0.0)
     tl.store(sums + 2 * at, top, mask=is_stored)
@@ -42,7 +42,7 @@ def _store_sums(sums, at, logits, is_counted, is_stored, axis: tl.constexpr):
 @triton.jit
 @no_type_check
 def _logits(queries, key, w, query_window, n_window, dim, scaling, DIM: tl.constexpr):
-    """Of the window's queries w of one head with a block of keys [BLOCK, DIM]: [BLOCK_W, BLOCK]."""
+    """Return the logits of queries `w` of one head with a block of keys [BLOCK, DIM]: [BLOCK_W, BLOCK]."""
     query = load_vectors(queries, w, w < n_window, query_window, dim, DIM)
     return tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
 
@@ -50,23 +50,16 @@ def _logits(queries, key, w, query_window, n_window, dim, scaling, DIM: tl.const
 @triton.jit
 @no_type_check
 def _exponents(
-    queries,
-    key,
-    query_window,
-    n_window,
-    dim,
-    scaling,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    """Mean and half the variance over the window of one head's logits: [BLOCK]."""
+    queries, key, query_window, n_window, dim, scaling,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Return mean + variance/2 over the window of one head's logits: [BLOCK]."""
     mean = tl.zeros([BLOCK], tl.float32)
     spread = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_window, BLOCK_W):
         w = start + tl.arange(0, BLOCK_W)
         logits = _logits(queries, key, w, query_window, n_window, dim, scaling, DIM)
-        # Squares add up around the mean of their block, and the distance between means is accounted for.
+        # Merge means and sums of squared deviations of blocks (Chan et al.).
         n_before = start * 1.0
         n_new = tl.minimum(n_window - start, BLOCK_W) * 1.0
         new_mean = tl.sum(logits, axis=0) / n_new
@@ -80,7 +73,7 @@ def _exponents(
 @triton.jit
 @no_type_check
 def _seen(columns, query_columns, is_wanted, slot, w, n_slots, n_window):
-    """Which keys of a block the window's queries w see: [BLOCK_W, BLOCK]."""
+    """Return a mask of the keys of a block that queries `w` of the window see: [BLOCK_W, BLOCK]."""
     column = tl.load(columns + slot, mask=slot < n_slots, other=0)
     query_column = tl.load(query_columns + w, mask=w < n_window, other=0)
     is_earlier = column[None, :] <= query_column[:, None]
@@ -90,42 +83,18 @@ def _seen(columns, query_columns, is_wanted, slot, w, n_slots, n_window):
 @triton.jit
 @no_type_check
 def _visit_blocks(
-    queries,  # [batch, kv_head, group, window, dim]
-    keys,  # [batch, kv_head, slot, dim]
-    values,  # [batch, kv_head, slot, dim_v]
-    columns,  # [batch, kv_head, slot], as are is_wanted and scores
-    query_columns,  # [batch, window]
-    is_wanted,
-    sums,  # [batch, kv_head, block, softmax, 2]
-    merged,  # [batch, kv_head, softmax, 2]
-    scores,
-    is_due,  # [batch]
-    scaling,
-    query_row,  # strides
-    query_head,
-    query_group,
-    query_window,
-    keys_row,
-    keys_head,
-    keys_slot,
-    values_row,
-    values_head,
-    values_slot,
-    n_heads,
-    n_slots,
-    dim,
-    dim_v,
-    group,
-    n_window,
-    n_softmax,
-    SCORES: tl.constexpr,  # False: the first visit writes sums; True: the second writes scores
-    KIND: tl.constexpr,
-    HAS_DUE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    queries, keys, values, columns, query_columns, is_wanted, sums, merged, scores, is_due, scaling,
+    query_row, query_head, query_group, query_window, keys_row, keys_head, keys_slot,
+    values_row, values_head, values_slot, n_heads, n_slots, dim, dim_v, group, n_window, n_softmax,
+    SCORES: tl.constexpr, KIND: tl.constexpr, HAS_DUE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of one block of slots, or with SCORES its scores.
+
+    queries: [batch, kv_head, group, window, dim]; keys, values: [batch, kv_head, slot, dim];
+    columns, is_wanted, scores: [batch, kv_head, slot]; query_columns: [batch, window]; is_due: [batch];
+    sums: [batch, kv_head, block, softmax, 2]; merged: [batch, kv_head, softmax, 2].
+    """
     pool = tl.program_id(0).to(tl.int64)
     row, head = pool // n_heads, pool % n_heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -152,7 +121,7 @@ def _visit_blocks(
                 value = load_vectors(values, slot, wanted, values_slot, dim_v, DIM_V).to(tl.float32)
                 score *= tl.sqrt(tl.sum(value * value, axis=1))
         else:
-            # Each head of the group has softmaxes of its own, or all of them share the largest logit.
+            # mean: each head of the group has its own softmax. peak: one softmax of the maximum over heads.
             n_own = 1 if KIND == "peak" else group
             n_joined = group if KIND == "peak" else 1
             for start in range(0, n_window, BLOCK_W):
@@ -179,15 +148,9 @@ def _visit_blocks(
 @triton.jit
 @no_type_check
 def _merge_blocks(
-    sums,  # [batch, kv_head, block, softmax, 2]
-    merged,  # [batch, kv_head, softmax, 2]
-    is_due,  # [batch]
-    n_heads,
-    n_blocks,
-    n_softmax,
-    HAS_DUE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sums, merged, is_due, n_heads, n_blocks, n_softmax, HAS_DUE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the sums of all blocks; tensors as in `_visit_blocks`."""
     pool = tl.program_id(0).to(tl.int64)
     s = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if is_row_due(is_due, pool // n_heads, HAS_DUE):
@@ -213,34 +176,25 @@ def _merge_blocks(
         tl.store(merged + 2 * s + 1, total, mask=s < n_softmax)
 
 
-@on_its_device
+@on_tensor_device
 def mean_window_attention(queries, keys, columns, query_columns, is_live, scaling, is_due=None):
     return _score("mean", queries, keys, keys, columns, query_columns, is_live, scaling, is_due)
 
 
-@on_its_device
+@on_tensor_device
 def peak_window_attention(queries, keys, columns, query_columns, is_live, is_recent, scaling, is_due=None):
     is_wanted = is_live & ~is_recent
     return _score("peak", queries, keys, keys, columns, query_columns, is_wanted, scaling, is_due)
 
 
-@on_its_device
+@on_tensor_device
 def expected_attention(queries, keys, values, is_live, scaling, is_due=None):
-    # Its softmax reads no columns; an argument has to be there.
+    # Columns are not read for this kind; `is_live` only fills the arguments.
     return _score("expected", queries, keys, values, is_live, is_live, is_live, scaling, is_due)
 
 
-def _score(
-    kind: str,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    columns: Tensor,
-    query_columns: Tensor,
-    is_wanted: Tensor,
-    scaling: float,
-    is_due: Tensor | None,
-) -> Tensor:
+def _score(kind, queries, keys, values, columns, query_columns, is_wanted, scaling, is_due):
+    """Run the two visits and the merge between them; `kind` is mean, peak or expected."""
     queries, keys, values = (with_unit_stride(pool) for pool in (queries, keys, values))
     columns, query_columns, is_wanted = (t.contiguous() for t in (columns, query_columns, is_wanted))
     due, has_due = due_argument(is_due, keys)
@@ -265,11 +219,11 @@ def _score(
 
 
 def _launch(keys: Tensor, n_window: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile sizes, warps and stages: 16 queries are the least that tensor cores take."""
+    """Return tile sizes, and warps and stages; tensor cores take at least 16 queries."""
     width = max(triton.next_power_of_2(keys.shape[-1]), 16)
     queries = min(max(triton.next_power_of_2(n_window), 16), 32)
     if keys.element_size() == 4:
-        # No tensor core multiplies float32 exactly: plain multiplications, whose operands wait in registers.
+        # Tensor cores do not multiply float32 exactly; plain multiplications keep operands in registers.
         return {"DIM": width, "BLOCK": 32, "BLOCK_W": queries}, {"num_warps": 4, "num_stages": 1}
     block = 128 if width <= 128 else 64
     return {"DIM": width, "BLOCK": block, "BLOCK_W": queries}, {"num_warps": 4, "num_stages": 2}

@@ -1,20 +1,22 @@
-"""Scores that need the keys alone, without a float32 copy of them and without a [slot, slot] tensor.
+"""Scores computed from the keys alone, without a float32 copy of them and without a [slot, slot] tensor.
 
     norm        n = ‖k‖
     direction   cos(k, d),  d = Σ over live keys of k/‖k‖
     redundancy  softmax over live j of (Σ_{i≠j} c_ij − Σ_{i: latest(i)=j} c_ij) / n_live,  c = cosine,
                 latest(i) = the last j ≠ i with c_ij > 0.5
 
-One program a (row, KV head, block of slots) everywhere: a step at which one row is due has many programs too.
+Each program takes one block of slots of one row and KV head, so a step with a single due row still has many
+programs. Tensors are [batch, kv_head, slot] if not stated otherwise; keys are [batch, kv_head, slot, dim] and
+is_due is [batch].
 
-direction: `_direction_of_block` sums k/‖k‖ over a block, `_similarity_to_direction` adds the blocks and
+direction: `_direction_of_block` sums k/‖k‖ over a block. `_similarity_to_direction` adds the blocks and
 compares. The keys are read twice.
 
-redundancy: c is symmetric, so the sum of a column is the sum of a row, and a program owns its rows: no
-atomics. `_similarity_of_rows` multiplies its block of keys with all blocks on the tensor cores, on the keys
-as they are, whose products float32 adds up exactly enough; the norms divide afterwards. It writes the sums,
-the latest duplicates and their cosines. `_spare_duplicates` subtracts from each key the cosines of the rows
-that spare it. The softmax over the slots of what is left is torch's: [batch, kv_head, slot] is small.
+redundancy: c is symmetric, so the sum of a column is the sum of a row. A program owns its rows and needs no
+atomics. `_similarity_of_rows` multiplies its block of keys with all blocks on the tensor cores, in the dtype
+of the keys; products are exact enough in float32, and the norms divide afterwards. It writes the sums, the
+latest duplicates and their cosines. `_spare_duplicates` subtracts from each key the cosines of the rows whose
+latest duplicate it is. The softmax over slots is torch's, on [batch, kv_head, slot].
 """
 
 from typing import no_type_check
@@ -24,12 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_rlkv.kernels.backend import on_its_device, with_unit_stride
+from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
 from lit_rlkv.kernels.slot_scores.reference import NEAR_DUPLICATE
-from lit_rlkv.kernels.slot_scores.shared import due_argument, is_row_due, layout, load_flags, load_vectors
+from lit_rlkv.kernels.triton_functions import due_argument, is_row_due, load_flags, load_vectors
 
 TILE = 8192
-"""Most numbers of a tile of keys where no matrices are multiplied: 64 registers a thread in float32."""
+"""Largest tile of keys, in numbers, without matrix products: 64 registers per thread in float32."""
 MAX_BLOCK, DUPLICATE_BLOCK = 64, 64
 N_WARPS = 4
 
@@ -41,19 +43,10 @@ SMALLEST_COSINE_NORM = tl.constexpr(1e-8)
 @triton.jit
 @no_type_check
 def _norm(
-    keys,  # [batch, kv_head, slot, dim]
-    norms,  # [batch, kv_head, slot]
-    is_due,  # [batch]
-    keys_row,
-    keys_head,
-    keys_slot,
-    n_heads,
-    n_slots,
-    dim,
-    HAS_DUE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, norms, is_due, keys_row, keys_head, keys_slot, n_heads, n_slots, dim,
+    HAS_DUE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the norm of each key."""
     pool = tl.program_id(0).to(tl.int64)
     row, head = pool // n_heads, pool % n_heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -68,20 +61,10 @@ def _norm(
 @triton.jit
 @no_type_check
 def _direction_of_block(
-    keys,  # [batch, kv_head, slot, dim]
-    is_live,  # [batch, kv_head, slot]
-    directions,  # [batch, kv_head, block, dim]
-    is_due,  # [batch]
-    keys_row,
-    keys_head,
-    keys_slot,
-    n_heads,
-    n_slots,
-    dim,
-    HAS_DUE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, is_live, directions, is_due, keys_row, keys_head, keys_slot, n_heads, n_slots, dim,
+    HAS_DUE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write Σ k/‖k‖ over the live keys of a block; directions: [batch, kv_head, block, dim]."""
     pool = tl.program_id(0).to(tl.int64)
     row, head = pool // n_heads, pool % n_heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -99,20 +82,10 @@ def _direction_of_block(
 @triton.jit
 @no_type_check
 def _similarity_to_direction(
-    keys,  # [batch, kv_head, slot, dim]
-    directions,  # [batch, kv_head, block, dim]
-    similarity,  # [batch, kv_head, slot]
-    is_due,  # [batch]
-    keys_row,
-    keys_head,
-    keys_slot,
-    n_heads,
-    n_slots,
-    dim,
-    HAS_DUE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, directions, similarity, is_due, keys_row, keys_head, keys_slot, n_heads, n_slots, dim,
+    HAS_DUE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the cosine of each key and the sum of all directions."""
     pool, n_blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     row, head = pool // n_heads, pool % n_heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -135,7 +108,7 @@ def _similarity_to_direction(
 @triton.jit
 @no_type_check
 def _inverse_norms(norms, is_live, slot, n_slots):
-    """1/‖k‖ of a block of slots, 0 on padding."""
+    """Return 1/‖k‖ of a block of slots (0 on padding), and a mask of the live slots."""
     norm = tl.load(norms + slot, mask=slot < n_slots, other=1.0)
     is_wanted = load_flags(is_live, slot, n_slots)
     return tl.where(is_wanted, 1.0 / tl.maximum(norm, SMALLEST_NORM), 0.0), is_wanted
@@ -144,24 +117,10 @@ def _inverse_norms(norms, is_live, slot, n_slots):
 @triton.jit
 @no_type_check
 def _similarity_of_rows(
-    keys,  # [batch, kv_head, slot, dim]
-    norms,  # [batch, kv_head, slot], and so the rest
-    is_live,
-    sums,
-    latest,
-    spared,
-    is_due,  # [batch]
-    keys_row,
-    keys_head,
-    keys_slot,
-    n_heads,
-    n_slots,
-    dim,
-    HAS_DUE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):
+    keys, norms, is_live, sums, latest, spared, is_due, keys_row, keys_head, keys_slot, n_heads, n_slots, dim,
+    HAS_DUE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of cosines of each key, its latest duplicate, and the cosine of the two."""
     pool = tl.program_id(0).to(tl.int64)
     row, head = pool // n_heads, pool % n_heads
     if is_row_due(is_due, row, HAS_DUE):
@@ -181,7 +140,7 @@ def _similarity_of_rows(
             cosine = tl.where(i[:, None] == j[None, :], 0.0, cosine)
             total += tl.sum(cosine, axis=1)
             last = tl.maximum(last, tl.max(tl.where(cosine > NEAR, j[None, :], -1), axis=1))
-        # Each key times its latest duplicate once more: cheaper than to carry the cosine through the loop.
+        # Multiplying a key with its latest duplicate again is cheaper than carrying the cosine along.
         key_last = load_vectors(keys, last, last >= 0, keys_slot, dim, DIM).to(tl.float32)
         norm_last = tl.load(norms + last, mask=last >= 0, other=1.0)
         products = tl.sum(key_i.to(tl.float32) * key_last, axis=1)
@@ -194,17 +153,10 @@ def _similarity_of_rows(
 @triton.jit
 @no_type_check
 def _spare_duplicates(
-    sums,  # [batch, kv_head, slot], as are all but is_due
-    latest,
-    spared,
-    is_live,
-    means,
-    is_due,  # [batch]
-    n_heads,
-    n_slots,
-    HAS_DUE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sums, latest, spared, is_live, means, is_due, n_heads, n_slots,
+    HAS_DUE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the mean cosine of each key, leaving out rows whose latest duplicate it is."""
     pool = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_live += pool * n_slots
@@ -224,17 +176,17 @@ def _spare_duplicates(
     tl.store(means + pool * n_slots + j, mean, mask=j < n_slots)
 
 
-@on_its_device
+@on_tensor_device
 def key_norm(keys, is_due=None):
     keys = with_unit_stride(keys)
     norms = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     due, has_due = due_argument(is_due, keys)
     sizes, grid = _vector_launch(keys)
-    _norm[grid](keys, norms, due, *layout(keys), HAS_DUE=has_due, **sizes)
+    _norm[grid](keys, norms, due, *_layout(keys), HAS_DUE=has_due, **sizes)
     return norms
 
 
-@on_its_device
+@on_tensor_device
 def key_direction_similarity(keys, is_live, is_due=None):
     keys = with_unit_stride(keys)
     sizes, grid = _vector_launch(keys)
@@ -242,12 +194,12 @@ def key_direction_similarity(keys, is_live, is_due=None):
     directions = torch.empty(*grid, keys.shape[-1], dtype=torch.float32, device=keys.device)
     due, has_due = due_argument(is_due, keys)
     sizes = {"HAS_DUE": has_due, **sizes}
-    _direction_of_block[grid](keys, is_live.contiguous(), directions, due, *layout(keys), **sizes)
-    _similarity_to_direction[grid](keys, directions, similarity, due, *layout(keys), **sizes)
+    _direction_of_block[grid](keys, is_live.contiguous(), directions, due, *_layout(keys), **sizes)
+    _similarity_to_direction[grid](keys, directions, similarity, due, *_layout(keys), **sizes)
     return similarity
 
 
-@on_its_device
+@on_tensor_device
 def redundancy(keys, is_live, is_due=None):
     keys, live = with_unit_stride(keys), is_live.contiguous()
     norms = key_norm(keys, is_due)
@@ -257,7 +209,7 @@ def redundancy(keys, is_live, is_due=None):
     sizes, options = _matrix_launch(keys)
     n_pools, n_slots = keys.shape[0] * keys.shape[1], keys.shape[2]
     _similarity_of_rows[(n_pools, triton.cdiv(n_slots, sizes["BLOCK"]))](
-        *(keys, norms, live, sums, latest, spared, due, *layout(keys)), HAS_DUE=has_due, **sizes, **options
+        *(keys, norms, live, sums, latest, spared, due, *_layout(keys)), HAS_DUE=has_due, **sizes, **options
     )
     _spare_duplicates[(n_pools, triton.cdiv(n_slots, DUPLICATE_BLOCK))](
         *(sums, latest, spared, live, means, due, keys.shape[1], n_slots),
@@ -269,8 +221,13 @@ def redundancy(keys, is_live, is_due=None):
     return scores if is_due is None else scores.masked_fill(~is_due[:, None, None], 0.0)
 
 
+def _layout(keys: Tensor) -> tuple[int, ...]:
+    """Return the strides of row, KV head and slot, and the numbers of KV heads, slots and dimensions."""
+    return (*keys.stride()[:3], *keys.shape[1:])
+
+
 def _vector_launch(keys: Tensor) -> tuple[dict[str, int], tuple[int, int]]:
-    """Tile sizes and grid of the kernels that read each key once."""
+    """Return tile sizes and grid of the kernels that read each key once."""
     width = triton.next_power_of_2(keys.shape[-1])
     block = min(max(TILE // width, 1), MAX_BLOCK, triton.next_power_of_2(keys.shape[2]))
     grid = (keys.shape[0] * keys.shape[1], triton.cdiv(keys.shape[2], block))
@@ -278,12 +235,12 @@ def _vector_launch(keys: Tensor) -> tuple[dict[str, int], tuple[int, int]]:
 
 
 def _matrix_launch(keys: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile sizes, warps and stages of the kernel that multiplies keys with keys."""
+    """Return tile sizes, and warps and stages, of the kernel that multiplies keys with keys."""
     width = max(triton.next_power_of_2(keys.shape[-1]), 16)
     if keys.element_size() == 4:
-        # No tensor core multiplies float32 exactly: plain multiplications, whose operands wait in registers.
+        # Tensor cores do not multiply float32 exactly; plain multiplications keep operands in registers.
         return {"DIM": width, "BLOCK": 32, "BLOCK_J": 32}, {"num_warps": 4, "num_stages": 1}
-    # Small enough for several programs on a multiprocessor: to compare and add up cosines takes about as long
-    # as to multiply the keys, and while one program does the one another does the other.
+    # Small enough for several programs per multiprocessor: comparing and adding cosines takes about as long
+    # as multiplying keys, so one program compares while another multiplies.
     others = 64 if width <= 128 else 32
     return {"DIM": width, "BLOCK": 64, "BLOCK_J": others}, {"num_warps": 4, "num_stages": 3}

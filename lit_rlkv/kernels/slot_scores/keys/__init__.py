@@ -1,1 +1,0 @@
-"""Scores that need the keys alone: norm, direction, redundancy."""

@@ -1,1 +1,0 @@
-"""Scores that need the latest queries too: attention of a window, and what it leads one to expect."""
