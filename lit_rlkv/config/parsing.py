@@ -164,8 +164,8 @@ def _check_weights_of_responses(cfg: Config) -> None:
     low, high = bounds.get("low"), bounds.get("high")
     require(
         low is None or high is None or low < high,
-        f"correction.weight_fn.low must be below correction.weight_fn.high={high}, got {low}; else nothing would "
-        "count; lower it",
+        f"correction.weight_fn.low must be below correction.weight_fn.high={high}, got {low}; else nothing "
+        "would count; lower it",
     )
 
 

@@ -34,7 +34,7 @@ from tests.config.asking import asked, refusal
         ),
         (
             ["experiment=mis", "correction.weight_fn.low=3"],
-            "correction.weight_fn.low must be below correction.weight_fn.high=2.0, got 3; else nothing would count; ",
+            "correction.weight_fn.low must be below correction.weight_fn.high=2.0, got 3; ",
         ),
         (["stages=[rl,rl]"], "stages=[rl, rl] names a stage twice; name each once"),
         (
