@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.models.cast_linear import CastLinear
 
 
 @dataclass(frozen=True)
@@ -145,40 +143,3 @@ def use_adapters_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None
         for layer in layers:
             stack.enter_context(cast(nn.Module, layer).register_forward_pre_hook(route, with_kwargs=True))
         yield
-
-
-class CastLinear(nn.Module):
-    """A linear module without bias that computes in the dtype of a base module."""
-
-    cached_weight: Tensor | None = None
-    """The weight in that dtype, within `cache_cast_weights`."""
-
-    def __init__(self, linear: nn.Module, base: nn.Module) -> None:
-        super().__init__()
-        self.weight = cast(nn.Parameter, linear.weight)
-        self._base = (base,)  # in a tuple, so that it is not registered as a submodule twice
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the base weights, or the compute dtype if they are quantized."""
-        (base,) = self._base
-        weight = cast(Tensor, base.weight)
-        return weight.dtype if weight.is_floating_point() else cast(torch.dtype, base.compute_dtype)
-
-    def forward(self, x: Float[Tensor, "*lead in"]) -> Float[Tensor, "*lead out"]:
-        weight = self.weight.to(self.dtype) if self.cached_weight is None else self.cached_weight
-        return F.linear(x.to(self.dtype), weight)
-
-
-@contextmanager
-def cache_cast_weights(backbone: PreTrainedModel) -> Iterator[None]:
-    """Cast the adapters' weights once for a `with` block without gradients or updates."""
-    # Sharded weights are gathered only during a forward.
-    casts = [] if is_sharded(backbone) else [m for m in backbone.modules() if isinstance(m, CastLinear)]
-    for module in casts:
-        module.cached_weight = module.weight.detach().to(module.dtype)
-    try:
-        yield
-    finally:
-        for module in casts:
-            module.cached_weight = None

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.adapters import cache_cast_weights
 from lit_rlkv.models.backbone import can_be_captured, check_length, n_embeddings
+from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
 from lit_rlkv.types import NEVER, Rollout
 

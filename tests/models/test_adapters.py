@@ -9,12 +9,12 @@ from lit_rlkv.models.adapters import (
     LoraSpec,
     active_adapter,
     add_adapter,
-    cache_cast_weights,
     check_target_modules,
     lora_layers,
     use_adapter,
     use_adapters_by_row,
 )
+from lit_rlkv.models.cast_linear import cache_cast_weights
 from tests.models_zoo import tiny_model
 
 
