@@ -14,24 +14,21 @@ from rich.text import Text
 from lit_rlkv.config import ConfigError
 from lit_rlkv.reporting.progress import stderr_console
 from lit_rlkv.runs.lock import FolderLock
-from lit_rlkv.sweeping.checking import check_plan, first_config
-from lit_rlkv.sweeping.grid import n_runs
-from lit_rlkv.sweeping.handover import hand_over
-from lit_rlkv.sweeping.interrupt import interrupts_held
 from lit_rlkv.sweeping.job import OUTPUT
 from lit_rlkv.sweeping.picture import save_picture
-from lit_rlkv.sweeping.plan import Plan, Run, by_key
+from lit_rlkv.sweeping.plan import Plan, Run, by_key, check_plan, first_config
 from lit_rlkv.sweeping.results import TABLE, Ended, results_table, write_results
-from lit_rlkv.sweeping.spec import Sweep, read_sweep
+from lit_rlkv.sweeping.sweep_file import Sweep, n_runs, read_sweep
+from lit_rlkv.sweeping.wandb_agents import run_on_wandb
 
 MAX_NAME = 60
-"""Characters of a folder's name that tell the file and its overrides."""
+"""Characters of a folder's name that show the file and its overrides."""
 INTERRUPTED = 130
-"""Exit status of a program that Ctrl-C ended."""
+"""Exit status after Ctrl-C."""
 
 
 def main() -> None:
-    """The command line: a mistake ends in one line before any run; Ctrl-C stops the runs and keeps them."""
+    """Run the command line; Ctrl-C stops all runs, which the same command resumes."""
     args = parse(sys.argv[1:])
     console = stderr_console()
     try:
@@ -48,7 +45,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on where it was")
+        console.print("interrupted; the same command resumes the sweep")
         sys.exit(INTERRUPTED)
     if failed:
         sys.exit(
@@ -58,10 +55,10 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options; overrides may stand anywhere between them."""
+    """Parse the command line; overrides may stand anywhere between the options."""
     parser = argparse.ArgumentParser(
         prog="python -m lit_rlkv.sweep",
-        description="Run a W&B sweep file on this machine; a sweep that was killed goes on where it was.",
+        description="Run a W&B sweep file on this machine; the same command resumes an interrupted sweep.",
     )
     parser.add_argument("file", type=Path, help="such as sweeps/arms.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for all runs")
@@ -73,30 +70,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def on_wandb(plan: Plan, args: argparse.Namespace) -> None:
-    """Hand the sweep over, and end as its agents do.
+    """Run the sweep on W&B, and exit as its agents do.
 
     Raises:
-        ConfigError: it cannot be handed over.
+        ConfigError: W&B cannot run it.
     """
     if args.dir is not None:
         raise ConfigError(
-            f"--dir={args.dir} has no meaning with --wandb, which keeps the results itself; leave one out, "
+            f"--dir={args.dir} has no effect with --wandb, where W&B keeps the results; leave one out, "
             "or give runs_dir=... for the folders of the runs"
         )
     check_plan(plan)
-    n_failed = hand_over(plan, args.jobs, args.max_runs)
+    n_failed = run_on_wandb(plan, args.jobs, args.max_runs)
     if n_failed:
-        sys.exit(f"{n_failed} of {args.jobs} agents of W&B failed; see what they wrote above")
+        sys.exit(f"{n_failed} of {args.jobs} agents of W&B failed; see their output above")
 
 
 def check_optuna() -> None:
-    """Refuse to begin without the package of the extra."""
+    """Check that Optuna, a package of the extra `sweep`, is installed."""
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError('sweeps need the package optuna, which is missing; pip install -e ".[sweep]"')
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written, without making it yet.
+    """Check that a folder can be written, without making it yet.
 
     Raises:
         ConfigError: it cannot be written.
@@ -104,7 +101,7 @@ def check_folder(folder: Path) -> None:
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     try:
         with TemporaryDirectory(dir=there):
-            pass  # as permissions alone do not tell of a file system
+            pass  # permissions alone do not show a read-only file system
     except OSError as error:
         raise ConfigError(
             f"the sweep would be in {folder}, which cannot be written: {error}; give another --dir"
@@ -112,18 +109,18 @@ def check_folder(folder: Path) -> None:
 
 
 def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Console) -> list[Run]:
-    """Run what is left of a sweep in its folder, and show what it found; returns the runs that failed.
+    """Run the rest of a sweep in its folder, show its results, and return the failed runs.
 
     Raises:
         ConfigError: the folder belongs to another sweep, or another process sweeps there.
     """
-    from lit_rlkv.sweeping.ledger import Ledger  # here: what needs the package of an extra
-    from lit_rlkv.sweeping.scheduler import FitLauncher, Scheduler
+    from lit_rlkv.sweeping.scheduler import FitLauncher, Scheduler, interrupts_held  # these import Optuna
+    from lit_rlkv.sweeping.study import SweepStudy
 
     folder = folder.resolve()
     with FolderLock("--dir=") as lock:
         lock.take(folder)
-        scheduler = Scheduler(Ledger(plan, folder, total), FitLauncher(plan), console, n_jobs)
+        scheduler = Scheduler(SweepStudy(plan, folder, total), FitLauncher(plan), console, n_jobs)
         console.print(
             f"sweep {plan.sweep.name}: {total} runs, {len(scheduler.ended)} done, in {folder}", markup=False
         )
@@ -136,7 +133,7 @@ def run_sweep(plan: Plan, folder: Path, total: int, n_jobs: int, console: Consol
 
 
 def show(sweep: Sweep, folder: Path, ended: Ended, console: Console) -> None:
-    """Write the results, draw them, and print the table."""
+    """Write and draw the results, and print the table."""
     if not ended:
         return
     write_results(folder, sweep, ended)
@@ -147,7 +144,7 @@ def show(sweep: Sweep, folder: Path, ended: Ended, console: Console) -> None:
 
 
 def folder_name(file: Path, plan: Plan) -> str:
-    """The file's name and the overrides, which make it another sweep; many are told apart by a digest."""
+    """Return the name of the file and its overrides, or a short form with a digest."""
     overrides = tuple(by_key(plan.overrides))
     name = re.sub(r"[^\w.-]+", "_", "-".join([file.stem, *overrides])).strip("_")
     digest = hashlib.blake2b(repr(overrides).encode(), digest_size=4).hexdigest()
@@ -156,7 +153,7 @@ def folder_name(file: Path, plan: Plan) -> str:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no count; give a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return int(text)
 
 

@@ -106,9 +106,12 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **o
         others: fields of the dataclass that are no keys.
 
     Raises:
-        ConfigError: a key is unknown, or a value has the wrong type or lies outside of its range.
+        ConfigError: a key is unknown or missing, or a value has the wrong type or lies outside of its range.
     """
     known = {name: (declared, kind) for name, _, declared, kind in keys_of(schema)}
+    required = {
+        each.name: each.default is each.default_factory is MISSING for each in fields(cast(Any, schema))
+    }
     for name in values:
         if name not in known:
             raise ConfigError(f"unknown key '{_join(path, name)}'; it takes {', '.join(known)}")
@@ -116,6 +119,8 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **o
     for name, (declared, kind) in known.items():
         where = _join(path, name)
         if name not in values:
+            if required[name]:
+                raise ConfigError(f"{where} is missing; give it ({declared.help})")
             continue
         value = values[name]
         if is_dataclass(kind):

@@ -1,34 +1,47 @@
-"""Which runs to stop early: W&B's rule for `early_terminate: {type: hyperband}` (arXiv:1603.06560).
+"""Early stopping by W&B's `early_terminate: {type: hyperband}` (arXiv:1603.06560).
 
-Brackets are read as W&B documents them. Its own code (hyperband_stopping.py in github.com/wandb/sweeps)
-counts them from 0, and so judges one logged value later.
+Optuna's pruners are not used: they compare with runs that have ended at a rung, W&B with the value at
+position n/eta of all runs that reached the bracket. Brackets are those that W&B documents; its own code
+(hyperband_stopping.py in github.com/wandb/sweeps) counts them from 0, so it judges one logged value later.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import require
+from lit_rlkv.config.options import Number, option
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hyperband:
-    """Stops a run at a bracket where it is not among the best 1/eta of all that came so far.
+    """Stops a run that is not among the best 1/eta of all runs that reached a bracket.
 
-    Brackets are numbers of logged values of the metric: `min_iter`, `min_iter`·eta, ...; or, given
-    `max_iter`, its `s` quotients `max_iter`/eta, `max_iter`/eta², ...
+    Brackets are numbers of logged values of the metric: `min_iter`, `min_iter`·eta, ..., or the `s` quotients
+    `max_iter`/eta, `max_iter`/eta², ...
     """
 
-    min_iter: int | None = None
-    max_iter: int | None = None
-    s: int | None = None
-    eta: float | int = 3
-    is_strict: bool = False
-    """Judge by the value at the bracket; otherwise by the best so far, so that fewer runs are stopped."""
+    type: Literal["hyperband"] = option("hyperband", "the only type")
+    min_iter: int | None = option(None, "first bracket, in logged values", least=1)
+    max_iter: int | None = option(None, "end of the brackets, in logged values; needs s", least=1)
+    s: int | None = option(None, "number of brackets below max_iter", least=1)
+    eta: Number = option(3, "ratio of brackets, and of runs to those that continue", above=1)
+    strict: bool = option(False, "judge by the value at the bracket, not by the best so far")
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("min_iter", "max_iter", "s") if getattr(self, name) is not None]
+        require(
+            given in (["min_iter"], ["max_iter", "s"]),
+            f"early_terminate: brackets are set by min_iter alone, or by max_iter with s, got {given}",
+        )
+        require(
+            next(self.brackets(), None) is not None,
+            f"early_terminate.max_iter must be at least eta={self.eta}, got {self.max_iter}; raise it",
+        )
 
     def brackets(self) -> Iterator[int]:
-        """In ascending order; without end for `min_iter`."""
+        """Yield the brackets in ascending order, without end for `min_iter`."""
         if self.min_iter is not None:
             length = float(self.min_iter)
             while True:
@@ -40,7 +53,7 @@ class Hyperband:
         yield from (length for length in lengths if length >= 1)
 
     def bracket_of(self, n_values: int) -> int | None:
-        """The highest bracket that a run has reached; None before the first."""
+        """Return the highest bracket that a run has reached; None before the first."""
         reached = None
         for bracket in self.brackets():
             if bracket > n_values:
@@ -49,68 +62,24 @@ class Hyperband:
         return reached
 
     def stops(self, costs: Sequence[float], rivals: Sequence[Sequence[float]]) -> int | None:
-        """The bracket at which this run is to be stopped, None while it may go on.
+        """Return the bracket at which to stop this run; None while it may continue.
 
-        The threshold is the value at position n/eta, rounded down, of the n sorted values at the bracket; a
-        run that equals it goes on, so the first to arrive always does.
+        The threshold is the value at position n/eta, rounded down, of the n sorted values at the bracket. A
+        run equal to it continues, so the first to arrive always does.
 
         Args:
-            costs: of this run, one for each logged value, lower is better; not a number counts as the worst.
-            rivals: the same of all other runs, those that have ended among them.
+            costs: one for each logged value of this run, lower is better; NaN counts as the worst.
+            rivals: the same of all other runs, ended or not.
         """
         bracket = self.bracket_of(len(costs))
         if bracket is None:
             return None
-        own = [_finite(cost) for cost in costs]
-        others = [_finite(rival[bracket - 1]) for rival in rivals if len(rival) >= bracket]
+        own = [_without_nan(cost) for cost in costs]
+        others = [_without_nan(rival[bracket - 1]) for rival in rivals if len(rival) >= bracket]
         ranked = sorted([own[bracket - 1], *others])
-        threshold = ranked[int(len(ranked) / self.eta)]
-        judged = own[bracket - 1] if self.is_strict else min(own)
-        return bracket if judged > threshold else None
+        judged = own[bracket - 1] if self.strict else min(own)
+        return bracket if judged > ranked[int(len(ranked) / self.eta)] else None
 
 
-def _finite(cost: float) -> float:
+def _without_nan(cost: float) -> float:
     return math.inf if math.isnan(cost) else cost
-
-
-TAKES: dict[str, type | tuple[type, ...]] = {
-    "min_iter": int,
-    "max_iter": int,
-    "s": int,
-    "eta": (int, float),
-    "strict": bool,
-}
-"""Options of W&B's hyperband."""
-
-
-def parse_hyperband(node: Any) -> Hyperband | None:
-    """The `early_terminate` of a sweep file; None where it has none.
-
-    Raises:
-        ConfigError: another type than hyperband, or options that make no brackets.
-    """
-    if node is None:
-        return None
-    if not isinstance(node, Mapping) or node.get("type") != "hyperband":
-        raise ConfigError(f"early_terminate={node!r}: the only type is hyperband; give type: hyperband")
-    options = {key: value for key, value in node.items() if key != "type"}
-    for key, value in options.items():
-        if key not in TAKES:
-            raise ConfigError(f"early_terminate: unexpected {key!r}; it takes type, {', '.join(TAKES)}")
-        is_right = isinstance(value, TAKES[key]) and isinstance(value, bool) == (key == "strict")
-        if not is_right or (key != "strict" and value <= 0):
-            raise ConfigError(
-                f"early_terminate.{key}={value!r} makes no sense; "
-                f"give {'true or false' if key == 'strict' else 'a number above 0'}"
-            )
-    if options.keys() & {"min_iter", "max_iter", "s"} not in ({"min_iter"}, {"max_iter", "s"}):
-        raise ConfigError(
-            f"early_terminate={options}: brackets are set by min_iter alone, or by max_iter with s"
-        )
-    is_strict = options.pop("strict", False)
-    hyperband = Hyperband(**options, is_strict=is_strict)
-    if hyperband.eta <= 1:
-        raise ConfigError(f"early_terminate.eta={hyperband.eta} stops nothing; give more than 1")
-    if next(hyperband.brackets(), None) is None:
-        raise ConfigError(f"early_terminate.max_iter={hyperband.max_iter} is below eta; raise it")
-    return hyperband

@@ -1,22 +1,22 @@
-"""What a sweep compares its runs by, and whether a run logs it at all."""
+"""The metric that a sweep compares its runs by, and the check that its runs log it."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from hydra.utils import get_object
 
-from lit_rlkv.checks import is_number
 from lit_rlkv.config import Config, ConfigError
+from lit_rlkv.config.options import Number, option
 from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.reporting.run_metrics import FINAL_METRICS
 from lit_rlkv.runs.policy import needed_roles
 
 DICTIONARY = Path(__file__).parents[2] / "METRICS.md"
-"""All names that runs log; it stands beside the package in a clone, and is not part of a wheel."""
+"""Names of all metrics; the file stands beside the package in a clone, and is not part of a wheel."""
 MEASURED = {
     "mismatch": "kv/(dense|overlap|arms).+",
     "layers": "kv/layer_kl/.+",
@@ -25,68 +25,45 @@ MEASURED = {
     "cache": "kv/(retained|never_evicted|affected|lifetime|attention|needs_dead|dead_key).*",
     "performance": "(memory|perf)/.+|time/(rollout|score|reward)",
 }
-"""What each diagnostic logs."""
+"""Patterns of the names that each diagnostic logs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A name, and whether more of it is better."""
+    """A metric that runs log, and which of its values are better."""
 
-    name: str = "eval/accuracy"
-    goal: str = "maximize"
-    target: float | int | None = None
-    """No new run is started once one is as good as this."""
+    name: str = option(MISSING, "metric to compare runs by, such as eval/accuracy")
+    goal: Literal["minimize", "maximize"] = option("minimize", "which values are better")
+    target: Number | None = option(None, "no new run starts once one is as good as this")
 
     @property
     def is_final(self) -> bool:
-        """Whether it is known only when a run has ended."""
+        """True if only the final evaluation logs the metric."""
         return self.name in FINAL_METRICS
 
-    def cost(self, value: float | int) -> float | int:
-        """The value with the sign with which lower is better."""
+    def cost(self, value: Number) -> Number:
+        """Return the value with the sign for which lower is better."""
         return -value if self.goal == "maximize" else value
 
-    def is_reached(self, value: float | int) -> bool:
+    def is_reached(self, value: Number) -> bool:
+        """True if a value is as good as the target."""
         return self.target is not None and self.cost(value) <= self.cost(self.target)
 
 
-def parse_metric(node: Any) -> Metric:
-    """The `metric` of a sweep file; without one, the accuracy under the run's own budget.
-
-    Raises:
-        ConfigError: it names none, or has options that a metric does not take.
-    """
-    if node is None:
-        return Metric()
-    if not isinstance(node, Mapping) or not isinstance(node.get("name"), str):
-        raise ConfigError(
-            f"metric={node!r} has no name; give metric: {{name: eval/accuracy, goal: maximize}}"
-        )
-    odd = [str(key) for key in node if key not in ("name", "goal", "target")]
-    if odd:
-        raise ConfigError(f"metric: unexpected {odd[0]!r}; it takes name, goal, target")
-    goal, target = node.get("goal", "minimize"), node.get("target")
-    if goal not in ("minimize", "maximize"):
-        raise ConfigError(f"metric.goal={goal!r} is unknown; choose minimize or maximize")
-    if target is not None and not is_number(target):
-        raise ConfigError(f"metric.target={target!r} is no number; give one, or leave it out")
-    return Metric(node["name"], goal, target)
-
-
 def check_metric(metric: Metric, cfg: Config, *, is_watched: bool) -> None:
-    """Refuse a metric that a run of this config would never log, as far as that is known.
+    """Check that a run of this config logs the metric, as far as that is known.
 
     Args:
-        is_watched: by early stopping, while the run trains.
+        is_watched: True if early stopping needs the metric while the run trains.
 
     Raises:
-        ConfigError: naming the metric and what to do.
+        ConfigError: the run would never log it.
     """
     stages = list(cfg.stages)
     if metric.is_final:
         if is_watched:
             raise ConfigError(
-                f"metric={metric.name} is known only at a run's end, too late for early_terminate; use one "
+                f"metric={metric.name} is logged only at a run's end, too late for early_terminate; use one "
                 "of every iteration, such as reward, or leave early_terminate out"
             )
         needed = ["rl", "eval"] if metric.name.endswith("_gain") else ["eval"]
@@ -110,11 +87,11 @@ def _check_name(name: str) -> None:
     if known and not any(pattern.fullmatch(name) for pattern in known.values()):
         close = get_close_matches(name, [*FINAL_METRICS, *known], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "METRICS.md lists them"
-        raise ConfigError(f"metric={name!r} is logged by rl and eval of no run; {hint}")
+        raise ConfigError(f"metric={name!r} is logged by no run in rl or eval; {hint}")
 
 
 def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
-    """Names that not every run logs, whether one of this config does, and what would make it log them."""
+    """Yield names that not every run logs, True if this config does, and how to make it log them."""
     roles, kl, distillation = needed_roles(cfg), cfg.algorithm.kl, cfg.distillation
     has_pairs = get_object(cfg.algorithm.loss._target_).advantage_estimator is PairAdvantage
     yield "policy_loss|approx_kl|clip_ratio/.+", not has_pairs, "choose an algorithm other than online_dpo"
@@ -130,9 +107,9 @@ def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
     yield "objective/.+", "reference" in roles, "raise algorithm.kl.weight"
     in_loss = kl.weight > 0 and kl.place == "loss"
     yield "kl", in_loss, "raise algorithm.kl.weight, with algorithm.kl.place=loss"
-    for names, option in {"smd/(kl|loss)": "weight", "smd/anchor/.+": "anchor_weight"}.items():
-        has_term = distillation is not None and distillation.get(option, 0) > 0
-        yield names, has_term, f"choose a distillation with distillation.{option} above 0"
+    for names, key in {"smd/(kl|loss)": "weight", "smd/anchor/.+": "anchor_weight"}.items():
+        has_term = distillation is not None and distillation.get(key, 0) > 0
+        yield names, has_term, f"choose a distillation with distillation.{key} above 0"
     yield "kv/replay_gap", cfg.correction.replays, "choose correction=shadow"
     measured = {get_object(node._target_).name for node in cfg.diagnostics.values() if node is not None}
     for name, names in MEASURED.items():
@@ -140,9 +117,9 @@ def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
 
 
 def logged_names() -> dict[str, re.Pattern[str]]:
-    """Every name of RL and evaluation in the metric dictionary and what it matches, `{x}` being any name.
+    """Return a pattern for each name of RL and evaluation in METRICS.md, where `{x}` is any name.
 
-    Empty without the dictionary.
+    Empty without the file.
     """
     if not DICTIONARY.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""What a sweep found: a file with every run, and the table of means over seeds that ends it."""
+"""Results of a sweep: files with every run, and a table of means over seeds."""
 
 import csv
 import io
@@ -19,38 +19,39 @@ from lit_rlkv.sweeping.job import Outcome
 from lit_rlkv.sweeping.metric import Metric
 from lit_rlkv.sweeping.parameters import Parameter
 from lit_rlkv.sweeping.plan import Run
-from lit_rlkv.sweeping.spec import Sweep
+from lit_rlkv.sweeping.sweep_file import Sweep
 
 ROWS, TABLE = "results.jsonl", "results.csv"
 ABOUT = ("run", "state", "folder")
-"""What the files say of a run beside its parameters and metrics."""
+"""Columns of a run beside its parameters and metrics."""
 BESIDE = ("eval/accuracy", "eval/dense_accuracy", "eval/kl")
-"""Shown beside the sweep's own metric where runs have them."""
+"""Metrics that the table shows beside the sweep's own."""
 N_ROWS = 20
-"""Of the best settings that a search shows; the files hold them all."""
+"""Best settings of a search to show; the files hold all."""
 
 Ended = Sequence[tuple[Run, Outcome]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     values: dict[str, Any]
-    """Of the other parameters."""
+    """Values of the other parameters."""
     outcomes: list[Outcome]
 
     def found(self, metric: str) -> list[float]:
-        """The metric in the runs that came to their end."""
+        """Return the metric of the finished runs."""
         finished = [outcome.metrics for outcome in self.outcomes if outcome.state == "finished"]
         return [metrics[metric] for metrics in finished if metric in metrics]
 
     def n_of(self, state: str) -> int:
+        """Return the number of runs that ended in this state."""
         return sum(outcome.state == state for outcome in self.outcomes)
 
 
 def settings(ended: Ended) -> list[Setting]:
-    """Runs with equal values together, in the order of their numbers; the seed does not count."""
+    """Group runs by their values without the seed, in the order of their numbers."""
     together: dict[str, Setting] = {}
     for run, outcome in sorted(ended, key=lambda pair: pair[0].number):
         values = {name: value for name, value in run.values.items() if name != "seed"}
@@ -58,13 +59,13 @@ def settings(ended: Ended) -> list[Setting]:
     return list(together.values())
 
 
-def seeds_apart(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters that results are told apart by: all but the seed, over which they are averaged."""
+def without_seed(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Return the parameters that make a setting: all but the seed, over which results are averaged."""
     return [parameter for parameter in parameters if parameter.name != "seed"]
 
 
 def best_first(found: Sequence[Setting], metric: Metric) -> list[Setting]:
-    """By their mean; those without a finished run come last."""
+    """Sort settings by their mean; settings without a finished run come last."""
 
     def cost(setting: Setting) -> float:
         values = setting.found(metric.name)
@@ -75,9 +76,9 @@ def best_first(found: Sequence[Setting], metric: Metric) -> list[Setting]:
 
 
 def mean_sd(values: Sequence[float]) -> str:
-    """`0.812 ± 0.031`, of a sample, with two digits of the deviation; one value has none.
+    """Return `0.812 ± 0.031`: mean and sample standard deviation, with two digits of the deviation.
 
-    A run that has no finite value is not left out: then the mean has none either, and there is no deviation.
+    One value has no deviation. A value that is not finite is not left out, so the mean is not finite either.
     """
     if not values:
         return ABSENT
@@ -92,34 +93,35 @@ def mean_sd(values: Sequence[float]) -> str:
 
 
 def results_table(sweep: Sweep, ended: Ended) -> Table:
-    """One row a setting: a grid in its own order, a search from the best on; the best is in bold."""
+    """Return a table with a row for each setting: a grid in its order, a search from best to worst."""
     found = settings(ended)
     ranked = best_first(found, sweep.metric)
-    metrics = [name for name in dict.fromkeys((sweep.metric.name, *BESIDE)) if _has(found, name)]
+    names = dict.fromkeys((sweep.metric.name, *BESIDE))
+    metrics = [name for name in names if any(setting.found(name) for setting in found)]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     headings = columns_of(sweep, ended)
-    names = [parameter.name for parameter in seeds_apart(sweep.parameters)]
-    for name in names:
+    swept = [parameter.name for parameter in without_seed(sweep.parameters)]
+    for name in swept:
         table.add_column(headings[name])
     for heading in ("runs", *metrics):
         table.add_column(heading, justify="right")
     for setting in found if sweep.method == "grid" else ranked[:N_ROWS]:
         is_best = setting is ranked[0] and bool(setting.found(sweep.metric.name))
-        cells = [_short(setting.values[name]) for name in names]
+        cells = [_short(setting.values[name]) for name in swept]
         cells += [_counts(setting), *(mean_sd(setting.found(name)) for name in metrics)]
         table.add_row(*(Text(cell) for cell in cells), style="bold" if is_best else "")
     return table
 
 
 def columns_of(sweep: Sweep, ended: Ended) -> dict[str, str]:
-    """The heading of each parameter: one that is named like a metric is told from it by `parameters.`"""
+    """Return the heading of each parameter, with `parameters.` before it if a metric has the same name."""
     taken = {*ABOUT, sweep.metric.name}.union(*(outcome.metrics for _, outcome in ended))
     names = [parameter.name for parameter in sweep.parameters]
     return {name: f"parameters.{name}" if name in taken else name for name in names}
 
 
 def write_results(folder: Path, sweep: Sweep, ended: Ended) -> None:
-    """Every run that ended: parameters, the sweep's metric, and the rest, as CSV and as lines of JSON."""
+    """Write every ended run with its parameters and metrics, as CSV and as JSON lines."""
     headings = columns_of(sweep, ended)
     lines, flat = [], []
     for run, outcome in sorted(ended, key=lambda pair: pair[0].number):
@@ -136,12 +138,8 @@ def write_results(folder: Path, sweep: Sweep, ended: Ended) -> None:
     write_atomically(folder / TABLE, text.getvalue())
 
 
-def _has(found: Sequence[Setting], metric: str) -> bool:
-    return any(setting.found(metric) for setting in found)
-
-
 def _counts(setting: Setting) -> str:
-    """Finished runs, and how many of the others there were."""
+    """Return the number of finished runs, and of the others by state."""
     others = [f"{setting.n_of(state)} {state}" for state in ("stopped", "failed") if setting.n_of(state)]
     return ", ".join([str(setting.n_of("finished")), *others])
 

@@ -11,7 +11,7 @@ from lit_rlkv.config import ConfigError, build, check_saved_code, check_targets,
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Policy
 from lit_rlkv.sweeping.plan import Plan
-from lit_rlkv.sweeping.spec import read_sweep
+from lit_rlkv.sweeping.sweep_file import read_sweep
 from lit_rlkv.trust import trust_modules, trusted_modules, trusting
 
 MODULE = """

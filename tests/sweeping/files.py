@@ -3,7 +3,7 @@
 import yaml
 
 from lit_rlkv.sweeping.plan import Plan
-from lit_rlkv.sweeping.spec import read_sweep
+from lit_rlkv.sweeping.sweep_file import read_sweep
 
 COMMAND = ["${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}"]
 GRID = {

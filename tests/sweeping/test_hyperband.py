@@ -5,7 +5,8 @@ from itertools import islice
 import pytest
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweeping.hyperband import Hyperband, parse_hyperband
+from lit_rlkv.config.options import convert
+from lit_rlkv.sweeping.hyperband import Hyperband
 
 
 def test_brackets_are_those_of_the_documented_examples():
@@ -35,7 +36,7 @@ def test_unless_it_is_strict_a_run_is_judged_by_its_best_so_far():
     # At the bracket 1, 2, 5 as before; this run had 2 before it.
     rivals = [[9.0, 1.0], [9.0, 2.0]]
     assert Hyperband(min_iter=2, eta=3).stops([2.0, 5.0], rivals) is None
-    assert Hyperband(min_iter=2, eta=3, is_strict=True).stops([2.0, 5.0], rivals) == 2
+    assert Hyperband(min_iter=2, eta=3, strict=True).stops([2.0, 5.0], rivals) == 2
 
 
 def test_a_run_past_a_bracket_is_judged_again_as_others_arrive():
@@ -54,28 +55,29 @@ def test_not_a_number_is_the_worst_of_all():
 
 def test_a_file_gives_the_options_by_their_documented_names():
     node = {"type": "hyperband", "max_iter": 27, "s": 2, "eta": 3, "strict": True}
-    assert parse_hyperband(node) == Hyperband(max_iter=27, s=2, eta=3, is_strict=True)
-    assert parse_hyperband(None) is None
+    assert convert(Hyperband, node) == Hyperband(max_iter=27, s=2, eta=3, strict=True)
 
 
 @pytest.mark.parametrize(
     ("node", "says"),
     [
-        ({"type": "median"}, "the only type is hyperband"),
-        ("hyperband", "the only type is hyperband"),
+        ({"type": "median"}, "early_terminate.type must be hyperband, got median"),
         ({"type": "hyperband"}, "brackets are set by min_iter alone, or by max_iter with s"),
         ({"type": "hyperband", "max_iter": 27}, "brackets are set by"),
         ({"type": "hyperband", "min_iter": 2, "max_iter": 27}, "brackets are set by"),
         ({"type": "hyperband", "min_iter": 2, "s": 2}, "brackets are set by"),
         ({"type": "hyperband", "min_iter": 2, "max_iter": 27, "s": 2}, "brackets are set by"),
-        ({"type": "hyperband", "min_iter": 0}, "min_iter=0 makes no sense; give a number above 0"),
-        ({"type": "hyperband", "min_iter": True}, "min_iter=True makes no sense"),
-        ({"type": "hyperband", "min_iter": 2, "strict": 1}, "strict=1 makes no sense; give true or false"),
-        ({"type": "hyperband", "min_iter": 2, "eta": 1}, "eta=1 stops nothing"),
-        ({"type": "hyperband", "max_iter": 2, "s": 1, "eta": 3}, "max_iter=2 is below eta"),
-        ({"type": "hyperband", "min_iter": 2, "reduction": 3}, "unexpected 'reduction'"),
+        (
+            {"type": "hyperband", "min_iter": 0},
+            "min_iter must be a whole number of at least 1 or null, got 0",
+        ),
+        ({"type": "hyperband", "min_iter": True}, "min_iter must be .*, got true"),
+        ({"type": "hyperband", "min_iter": 2, "strict": 1}, "strict must be true or false, got 1"),
+        ({"type": "hyperband", "min_iter": 2, "eta": 1}, "eta must be a number above 1, got 1"),
+        ({"type": "hyperband", "max_iter": 2, "s": 1, "eta": 3}, "max_iter must be at least eta=3, got 2"),
+        ({"type": "hyperband", "min_iter": 2, "reduction": 3}, "unknown key .*reduction"),
     ],
 )
 def test_what_makes_no_brackets_is_refused(node, says):
     with pytest.raises(ConfigError, match=says):
-        parse_hyperband(node)
+        convert(Hyperband, node, "early_terminate")

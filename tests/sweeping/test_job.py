@@ -5,7 +5,7 @@ import time
 from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.sweeping import job
-from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_worked_in
+from lit_rlkv.sweeping.job import FitJob, can_resume, found_metrics, is_locked
 
 
 def test_the_metrics_of_a_run_are_its_last_row_and_its_evaluation(tmp_path):
@@ -44,8 +44,8 @@ def test_a_metrics_file_is_parsed_again_where_it_has_changed_only(tmp_path, monk
     assert len(parsed) == 2
 
 
-def test_a_process_is_seen_joined_and_ended_by_those_who_did_not_start_it(tmp_path):
-    assert not is_worked_in(tmp_path)
+def test_a_process_is_seen_joined_and_ended_by_another_sweep(tmp_path):
+    assert not is_locked(tmp_path)
     job = FitJob.start(tmp_path, ["debug=fast", f"hydra.run.dir={tmp_path}"])
     assert job.is_running
     other = FitJob(tmp_path)

@@ -10,7 +10,7 @@ from lit_rlkv.sweeping.metric import Metric, check_metric, logged_names
 from tests.whole_runs import config, run
 
 REFUSED = [
-    ("lm_loss", [], "metric='lm_loss' is logged by rl and eval of no run"),
+    ("lm_loss", [], "metric='lm_loss' is logged by no run in rl or eval"),
     ("value_loss", ["algorithm=grpo"], "choose algorithm=ppo"),
     ("value/mean", ["algorithm=online_dpo"], "choose algorithm=ppo"),
     ("dpo_loss", ["algorithm=grpo"], "choose algorithm=online_dpo"),
@@ -32,12 +32,12 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "overrides", "says"), REFUSED, ids=[name for name, *_ in REFUSED])
 def test_a_metric_that_no_run_of_the_config_logs_is_refused(tmp_path, name, overrides, says):
     with pytest.raises(ConfigError, match=says):
-        check_metric(Metric(name), config(tmp_path, *overrides), is_watched=False)
+        check_metric(Metric(name=name), config(tmp_path, *overrides), is_watched=False)
 
 
 def is_accepted(name, cfg):
     try:
-        check_metric(Metric(name), cfg, is_watched=False)
+        check_metric(Metric(name=name), cfg, is_watched=False)
     except ConfigError:
         return False
     return True

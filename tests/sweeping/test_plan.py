@@ -1,12 +1,12 @@
-"""What each run is told."""
+"""Command lines and configs of a sweep's runs, and the checks before the first one."""
 
 from pathlib import Path
 
 import pytest
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweeping.plan import by_key, groups_of
-from tests.sweeping.files import GRID, plan_of, with_parameters
+from lit_rlkv.sweeping.plan import by_key, cells_to_check, check_plan, groups_of
+from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
 
 
 def test_a_run_is_told_its_values_and_the_users_overrides_win(tmp_path):
@@ -31,7 +31,7 @@ def test_the_users_logger_and_threads_replace_those_of_sweeps(tmp_path):
         ("seed=3", "seed=3: the sweep itself varies seed"),
         ("resume=runs/x", "a sweep gives every run a folder of its own"),
         ("hydra.run.dir=x", "a sweep gives every run a folder of its own"),
-        ("smd", "'smd' is no override; give key=value"),
+        ("smd", "an override must be key=value, got 'smd'"),
     ],
 )
 def test_overrides_that_contradict_the_sweep_are_refused(tmp_path, override, says):
@@ -72,3 +72,92 @@ def test_a_preset_tells_the_groups_that_it_chooses():
 
 def test_overrides_are_ordered_by_their_key_and_the_last_of_one_key_stays_last():
     assert by_key(["seed=2", "+a=1", "seed=1"]) == ["+a=1", "seed=2", "seed=1"]
+
+
+def test_all_combinations_are_checked_but_each_seed_only_once(tmp_path):
+    content = with_parameters(seed={"values": [3, 4, 5]}, cache__budget={"values": [12, 16]})
+    cells = cells_to_check(plan_of(tmp_path, content))
+    assert [(cell["seed"], cell["cache.budget"]) for cell in cells] == [(3, 12), (3, 16), (4, 12), (5, 12)]
+
+
+@pytest.mark.usefixtures("_as_users_run_it")
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            with_parameters(cache__bugdet={"values": [12]}),
+            "unknown key 'cache.bugdet': did you mean 'cache.budget'.*cache.bugdet=12",
+        ),
+        (
+            with_parameters(experiment={"values": ["smd", "smb"]}),
+            "experiment=smb is no option; choose one of dense.*experiment=smb",
+        ),
+        (
+            with_parameters(cache__budget={"values": [16, 4]}),
+            "got 4; raise the budget.*cache.budget=4",
+        ),
+        (
+            with_parameters(cache={"parameters": {"policy": {"values": ["lru"]}}}),
+            "unknown cache policy 'lru'",
+        ),
+        (
+            with_parameters(seed={"values": [0, 1]}, distillation={"values": ["none", "x"]}),
+            "distillation=x is no option",
+        ),
+        (
+            with_parameters(optimizer__lr={"values": ["fast"]}),
+            "optimizer.lr must be a number of at least 0, got fast",
+        ),
+        (with_parameters(BAYES, cache__budget={"min": 2, "max": 20}), "got 2; raise the budget"),
+        (
+            GRID | {"metric": {"name": "eval/acuracy"}},
+            "'eval/acuracy' is logged by no run in rl or eval; did you mean 'eval/accuracy'",
+        ),
+        (
+            GRID | {"metric": {"name": "rewrad"}},
+            "metric='rewrad' is logged by no run in rl or eval; did you mean 'reward'",
+        ),
+        (
+            with_parameters(
+                GRID | {"metric": {"name": "dpo_loss"}}, algorithm={"values": ["online_dpo", "grpo"]}
+            ),
+            "metric=dpo_loss is not logged with these settings; .*algorithm=grpo",
+        ),
+        (
+            GRID | {"early_terminate": {"type": "hyperband", "min_iter": 3}},
+            "metric=eval/accuracy is logged only at a run's end, too late for early_terminate",
+        ),
+        (
+            with_parameters(seed={"values": [0]}, stages={"value": ["sft", "rl"]}),
+            "metric=eval/accuracy needs eval in stages",
+        ),
+        (
+            with_parameters(
+                GRID | {"metric": {"name": "reward"}}, seed={"values": [0]}, stages={"value": ["sft"]}
+            ),
+            "metric=reward is logged by rl",
+        ),
+        (
+            with_parameters(
+                GRID | {"metric": {"name": "eval/accuracy_gain"}},
+                seed={"values": [0]},
+                stages={"value": ["sft", "eval"]},
+            ),
+            "needs rl and eval in stages",
+        ),
+    ],
+)
+def test_what_no_run_could_do_is_refused_before_the_first(tmp_path, content, says):
+    with pytest.raises(ConfigError, match=says):
+        check_plan(plan_of(tmp_path, content))
+
+
+def test_a_misspelt_key_in_a_preset_is_found_too(tmp_path):
+    # added by +, which composes, so that only the check of keys could refuse what nobody declares
+    check_plan(plan_of(tmp_path, GRID, "+task.slips=[1]"))
+    with pytest.raises(ConfigError, match="unexpected 'slops'"):
+        check_plan(plan_of(tmp_path, GRID, "+task.slops=[1]"))
+
+
+def test_names_with_any_part_are_known_by_the_dictionary(tmp_path):
+    check_plan(plan_of(tmp_path, GRID | {"metric": {"name": "rewards/exact_match", "goal": "maximize"}}))

@@ -1,15 +1,17 @@
 """The loop over runs, with runs that are arithmetic in place of processes."""
 
 import math
+import os
+import signal
 
 import pytest
 from rich.console import Console
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweeping.grid import n_runs
 from lit_rlkv.sweeping.job import FitJob, Outcome
-from lit_rlkv.sweeping.ledger import Ledger
-from lit_rlkv.sweeping.scheduler import FitLauncher, Scheduler
+from lit_rlkv.sweeping.scheduler import FitLauncher, Scheduler, interrupts_held
+from lit_rlkv.sweeping.study import SweepStudy
+from lit_rlkv.sweeping.sweep_file import n_runs
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
 
 N_VALUES = 9
@@ -66,8 +68,8 @@ class Arithmetic(FitLauncher):
 
 def scheduler(folder, content, launcher, n_jobs=1, n=None):
     plan = plan_of(folder, content)
-    ledger = Ledger(plan, folder / "sweep", n_runs(plan.sweep, n))
-    return Scheduler(ledger, launcher, Console(quiet=True), n_jobs, poll_s=0.0)
+    study = SweepStudy(plan, folder / "sweep", n_runs(plan.sweep, n))
+    return Scheduler(study, launcher, Console(quiet=True), n_jobs, poll_s=0.0)
 
 
 @pytest.mark.parametrize("goal", ["maximize", "minimize"])
@@ -209,3 +211,23 @@ def test_few_runs_that_all_fail_are_all_tried(tmp_path):
     loop = scheduler(tmp_path, seeds(3), failing(0, 1, 2))
     loop.run()
     assert [outcome.state for _, outcome in loop.ended] == ["failed"] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_waits_for_the_check_and_only_there_it_strikes(number):
+    before = signal.getsignal(number)
+    with interrupts_held() as check:
+        check()
+        os.kill(os.getpid(), number)
+        reached = True
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert reached
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_one_does_not_wait():
+    with interrupts_held():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

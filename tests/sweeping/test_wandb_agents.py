@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.sweeping.handover import hand_over, run_agents, wandb_config
+from lit_rlkv.sweeping.wandb_agents import run_agents, run_on_wandb, wandb_config
 from tests.sweeping.files import COMMAND, GRID, plan_of, with_parameters
 
 NESTED = {"cache": {"parameters": {"budget": {"values": [12, 16]}}}, "stages": {"value": ["sft", "eval"]}}
@@ -64,7 +64,7 @@ def test_without_an_account_it_says_what_to_do(tmp_path, monkeypatch, mode):
     if mode is not None:
         monkeypatch.setenv("WANDB_MODE", mode)
     with pytest.raises(ConfigError, match=r"needs an account, and none is configured.*leave out --wandb"):
-        hand_over(plan_of(tmp_path, GRID), n_jobs=1)
+        run_on_wandb(plan_of(tmp_path, GRID), n_jobs=1)
 
 
 def test_each_job_is_an_agent_that_finds_this_python_first(tmp_path, monkeypatch):

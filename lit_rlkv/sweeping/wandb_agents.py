@@ -1,4 +1,4 @@
-"""The same sweep on W&B: its server chooses the runs, agents on this machine start them."""
+"""A sweep on W&B: its server chooses the runs, and agents on this machine start them."""
 
 import os
 import subprocess
@@ -8,18 +8,18 @@ from typing import Any
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.plan import Plan, key_of
-from lit_rlkv.sweeping.spec import ARGUMENTS
+from lit_rlkv.sweeping.sweep_file import ARGUMENTS
 
 PROJECT = "lit_rlkv"
-"""That `logger=wandb` uses, and a sweep that names none."""
+"""Project of a sweep that names none, and of `logger=wandb`."""
 DEFAULTS = ("logger=wandb", "fabric.n_threads=1")
-"""Of runs side by side on one machine, unless the file or the user says otherwise."""
+"""Defaults of runs side by side on one machine."""
 FOLDER = "hydra.run.dir=${runs_dir}/wandb/${oc.env:WANDB_SWEEP_ID}/${oc.env:WANDB_RUN_ID}"
-"""Agents may start runs in the same second, so a folder named by time would not do."""
+"""Folder of a run; agents may start runs in the same second, so the time is no name."""
 
 
 def wandb_config(plan: Plan, max_runs: int | None = None) -> dict[str, Any]:
-    """The sweep file as its server gets it: nested names joined by dots, and the overrides in the command."""
+    """Return the sweep file for W&B, with dots in nested names and the overrides in the command."""
     source = dict(plan.sweep.source)
     source["parameters"] = _flat(source["parameters"])
     command = list(plan.sweep.command)
@@ -34,13 +34,13 @@ def wandb_config(plan: Plan, max_runs: int | None = None) -> dict[str, Any]:
     return source
 
 
-def hand_over(plan: Plan, n_jobs: int, max_runs: int | None = None) -> int:
-    """Create the sweep on W&B and run agents here until it ends; returns how many of them have failed.
+def run_on_wandb(plan: Plan, n_jobs: int, max_runs: int | None = None) -> int:
+    """Create the sweep on W&B, run agents here until it ends, and return the number of failed agents.
 
     Raises:
-        ConfigError: there is no account to create it in, or its server refuses it.
+        ConfigError: no account is configured, or W&B refuses the sweep.
     """
-    import wandb  # here: it takes a second, for which only its users should pay
+    import wandb  # here, because it takes a second
 
     is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
     source = plan.sweep.source
@@ -58,11 +58,11 @@ def hand_over(plan: Plan, n_jobs: int, max_runs: int | None = None) -> int:
 
 
 def run_agents(sweep_path: str, n_jobs: int) -> int:
-    """Agents in processes of their own, each one run at a time; returns how many have failed.
+    """Run agents in processes of their own, each with one run at a time; return the number of failed ones.
 
-    Ctrl-C reaches them, and they their runs.
+    Ctrl-C reaches the agents, which end their runs.
     """
-    here = str(Path(sys.executable).parent)  # the command says `python`, which must be this one
+    here = str(Path(sys.executable).parent)  # the command names `python`, which must be this one
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     env["PATH"] = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
     command = [sys.executable, "-m", "wandb", "agent", "--forward-signals", sweep_path]
