@@ -73,7 +73,7 @@ def test_the_sweeps_that_readme_shows_can_be_started(tmp_path):
     ("was", "now", "says"),
     [
         ("cache.budget:", "cache.buget:", "unknown key 'cache.buget': did you mean 'cache.budget'"),
-        ("sparse_rl, shadow", "sparse_lr, shadow", "experiment=sparse_lr is no option"),
+        ("sparse_rl, shadow", "sparse_lr, shadow", "experiment must be one of .*, got sparse_lr"),
         ("[12, 14, 16]", "[4, 14, 16]", "got 4; raise the budget"),
     ],
 )

@@ -81,7 +81,7 @@ def composed(name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def friendly_error(error: Exception, overrides: Sequence[str], name: str = "config") -> str:
-    """Hydra's error in one line: the options of a group, or for a key that does not exist one that does.
+    """Return Hydra's error in one line, with the options of a group or a key that exists.
 
     Hydra must be initialised with CONF_DIR.
     """
@@ -91,7 +91,7 @@ def friendly_error(error: Exception, overrides: Sequence[str], name: str = "conf
         if options and set(option.split(",")) <= set(options) and "," in option:
             return f"{group}={option}: {SEVERAL}"
         if options and option.strip("'\"") not in options:
-            return f"{group}={option} is no option; choose one of {', '.join(options)}"
+            return f"{group} must be one of {', '.join(options)}, got {option}"
     for override in overrides:
         if (said := _unreadable(override)) is not None:
             return said

@@ -20,7 +20,7 @@ _META = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """What the schema says of one key beside its name and type."""
+    """Meaning, range and default of one key."""
 
     help: str
     """Meaning and unit, in one line."""
@@ -103,7 +103,7 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **o
     Args:
         values: resolved and plain; keys that are left out have their default.
         path: of the values in the whole config, for errors.
-        others: fields of the dataclass that are no keys.
+        others: fields of the dataclass that are not keys.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type or lies outside of its range.

@@ -26,7 +26,7 @@ def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
     """Return a composed config as its dataclass, with interpolations resolved.
 
     Args:
-        others: fields of the dataclass that are no keys.
+        others: fields of the dataclass that are not keys.
 
     Raises:
         ConfigError: a key is not given, or breaks a rule of the schema.

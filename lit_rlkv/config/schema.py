@@ -44,7 +44,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How responses are sampled and scored."""
+    """Sampling and scoring of responses."""
 
     n_prompts: int = option(32, "prompts per iteration, each with algorithm.group_size responses", least=1)
     max_new_tokens: int = option(24, "longest response, in tokens", least=1)
@@ -104,7 +104,7 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What all algorithms share."""
+    """Keys that all algorithms share."""
 
     group_size: int = option(8, "responses to each prompt", least=1)
     n_iterations: int = option(150, "iterations: a rollout and the updates on it", least=1)

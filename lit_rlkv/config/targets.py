@@ -26,7 +26,7 @@ HOMES = (
     "lit_rlkv.rewards.judges.",
     *TRUSTED[1:],
 )
-"""Where what a config may name is defined: the rest of the package can write files, or run them."""
+"""Packages whose classes and functions a config may name; others could write files or run programs."""
 
 
 def build(node: DictConfig) -> Any:
@@ -55,7 +55,8 @@ def check_targets(node: Any, path: str = "") -> None:
         is_named = home.startswith(HOMES) or is_trusted(home)
         if not (inspect.isclass(found) or inspect.isfunction(found)) or not is_named:
             raise ConfigError(
-                f"{where}._target_={target!r} is no class or function that a config may name; choose one of "
+                f"{where}._target_ must be a class or function that a config may name, got {target!r}; "
+                f"choose one of "
                 "those in conf/"
             )
         takes, takes_any = _arguments_of(found)

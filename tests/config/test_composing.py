@@ -44,9 +44,9 @@ def test_what_hydra_alone_answers_is_left_to_it():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["diagnostics=null"], "diagnostics=null is no option; choose one of default, none"),
-        (["logger=null"], "logger=null is no option; choose one of csv,"),
-        (["diagnostics=nnone"], "diagnostics=nnone is no option; choose one of default, none"),
+        (["diagnostics=null"], "diagnostics must be one of default, none, got null"),
+        (["logger=null"], "logger must be one of csv,"),
+        (["diagnostics=nnone"], "diagnostics must be one of default, none, got nnone"),
         (["diagnostics.gradent=null"], "unknown key 'diagnostics.gradent': did you mean 'diagnostics.gradi"),
         (["diagnostic=none"], "unknown key 'diagnostic': did you mean 'diagnostics'?"),
         (["logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project' of logger=wandb?"),
