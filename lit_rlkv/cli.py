@@ -1,4 +1,4 @@
-"""Shared by all command lines: compose the config, and end a user's mistake in one line."""
+"""Functions of all command lines: compose the config, and print errors in one line."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_tru
 from lit_rlkv.config.reference import help_text
 
 VIEWS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
-"""Hydra's options that print something and run nothing."""
+"""Options of Hydra that print and run nothing."""
 
 
 def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:
@@ -20,7 +20,7 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
     `trusted_modules` takes effect here and is not in the config, so that no run folder saves it.
 
     Args:
-        name: of the config in conf/.
+        name: name of the config in conf/.
 
     Raises:
         ConfigError: the arguments do not compose, or trust a module that cannot be trusted.

@@ -26,7 +26,7 @@ from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
 from lit_rlkv.types import EvalRow
 
 PLAIN_WIDTH = 160
-"""Columns where there is no terminal: a table with many pass@k is not cut."""
+"""Width without a terminal, so that a wide table is not cut."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Evaluation:
     settings: dict[str, Any]
     """Checkpoint, problems, sampling and environment, in plain types."""
     scored: list[tuple[EvalRow, CacheEstimates]]
-    """By cache."""
+    """Scores of each cache."""
     samples: list[ScoredResponse]
 
     @property
@@ -57,11 +57,12 @@ class Evaluation:
 def evaluate(asked: EvaluateConfig) -> Evaluation:
     """Score a saved run.
 
-    A setting that is None is as the run had it. A run without a checkpoint is scored as it started.
+    Settings that are None come from the run. A run without a checkpoint is scored as it started.
 
     Raises:
-        ConfigError: what is asked for cannot be meant, there is no such run, or its folder cannot be written
-            to; before anything is loaded.
+        ConfigError: a setting is wrong, there is no such run, or its folder cannot be written; raised before
+        any
+            model is loaded.
     """
     for policy in asked.policies or ():
         if policy != "dense":
@@ -113,7 +114,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
 
 
 def _check_draws(n_samples: int, temperature: float | int) -> None:
-    """Refuse several greedy samples, which would all be the same."""
+    """Check that several samples are not greedy, because they would be equal."""
     require(
         n_samples == 1 or temperature > 0,
         f"n_samples={n_samples} responses at temperature={temperature} are {n_samples} times the same one; "
@@ -122,14 +123,15 @@ def _check_draws(n_samples: int, temperature: float | int) -> None:
 
 
 def _check_writable(run_dir: Path) -> None:
-    """Try it: permissions are not all that there is to it, such as for root, or where a disk is full."""
+    """Check by writing a file that the results can be saved; permissions alone do not show it."""
     try:
         with TemporaryFile(dir=run_dir, buffering=0) as file:
             file.write(b"\n")
     except OSError as error:
         raise ConfigError(
-            f"the results go into {run_dir}, which cannot be written to ({error.strerror}); copy the run to "
-            "where it can, and give ckpt=COPY"
+            f"{run_dir} must be writable for the results, got {error.strerror}; copy the run elsewhere, and "
+            "give "
+            "ckpt=COPY"
         ) from error
 
 

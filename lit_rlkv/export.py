@@ -19,24 +19,24 @@ from lit_rlkv.runs.policy import needed_roles
 from lit_rlkv.stages.export import export_policy
 
 MANIFEST = "export.json"
-"""In every export: what was exported, and the sign that a folder is one and may be overwritten."""
+"""File in every export that describes it; only folders with this file may be overwritten."""
 
 
 def export(asked: ExportConfig) -> tuple[Path, Exported]:
-    """Write a saved run's policy, whole or not at all; on the CPU.
+    """Write the policy of a saved run atomically, on the CPU.
 
     Raises:
-        ConfigError: what is asked for cannot be meant, there is no such run, or the folder exists.
+        ConfigError: a setting is wrong, there is no such run, or the folder exists.
     """
     run = find_run(Path(asked.ckpt).expanduser())
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
     if asked.heads and not needed_roles(parse_config(run.cfg)) & set(CRITICS):
         raise ConfigError(
-            "heads=true, but this run has no reward or value head: it asked for neither; leave heads out"
+            "heads=true needs a reward or value head, and this run has neither; leave heads out"
         )
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
-    run.cfg.fabric.quantization = None  # an adapter is merged into weights that have not been rounded
+    run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
     context, module = open_run(run)
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:
@@ -53,8 +53,9 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"to={folder} exists already; give another folder, or overwrite=true")
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise ConfigError(
-            f"to={folder} is no earlier export (no {MANIFEST} there), so it is not replaced; give another "
-            "folder, or remove it yourself"
+            f"to={folder} must be an earlier export to be replaced, found no {MANIFEST}; give another "
+            "folder, or "
+            "remove it yourself"
         )
 
 

@@ -1,4 +1,4 @@
-"""Writing files so that no reader, and no run that goes on after a kill, ever sees half of one."""
+"""Atomic writes of files and folders, so that no reader and no resumed run sees a partial one."""
 
 import hashlib
 import logging
@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 
 log = logging.getLogger(__name__)
 ABANDONED_S = 24 * 3600.0
-"""Age from which nobody can still be writing a folder that has not appeared."""
+"""Age from which a partial file or folder counts as left by a killed process."""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put the text (UTF-8, line ends as they are) in the place of what the file held, all at once."""
+    """Replace the content of a file atomically (UTF-8, line ends unchanged)."""
     partial = _beside(path, "partial")
     try:
         partial.write_text(text, encoding="utf-8", newline="")
@@ -31,16 +31,16 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def complete_lines(path: Path) -> list[str]:
-    """The lines of a file (UTF-8) without their ends; no lines where there is none.
+    """Return the complete lines of a file (UTF-8), without their ends; none if there is no file.
 
-    A last one without an end is left out: a crash or a full disk has cut it short, or it is being written.
+    A last line without an end is left out: it is being written, or a crash or a full disk cut it.
     """
     written = path.read_bytes() if path.is_file() else b""
     return [line.decode() for line in written.split(b"\n")[:-1]]
 
 
 def append_if_possible(path: Path, text: str) -> None:
-    """Add lines to a file that nothing depends on; a full disk costs a warning, and leaves no half line."""
+    """Append lines to a file that nothing depends on; a full disk causes a warning and no partial line."""
     size = path.stat().st_size if path.is_file() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -48,19 +48,18 @@ def append_if_possible(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             os.truncate(path, size)
-        log.warning("%s could not be added to: %s", path, error)
+        log.warning("cannot append to %s: %s", path, error)
 
 
 @contextmanager
 def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
-    """A folder to write in, which takes its name once the block is done and all of it is on the disk.
+    """Yield a temporary folder that is renamed to `folder` after the block, once all files are synced.
 
-    A folder that has the name by then is replaced, or else left as it is. After an error nothing stays;
-    after a kill, a name that begins with a dot. Several may write the same folder, each in one of its own.
+    An existing folder is replaced, or kept if `replaces` is False. After an error nothing is left; after a
+    kill, a folder whose name begins with a dot. Several processes may write the same folder at once.
 
     Raises:
-        OSError: a file cannot be written, as to a full disk, or the folder cannot take its name, and no other
-            has taken it.
+        OSError: a file cannot be written, as on a full disk, or the folder cannot be renamed.
     """
     sweep_partial(folder.parent, f"{folder.name}.", is_shared=True)
     partial = _beside(folder, "partial")
@@ -77,7 +76,7 @@ def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
         try:
             os.replace(partial, folder)
         except OSError:
-            if not folder.is_dir():  # else another has been faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
         sync(folder.parent)
     finally:
@@ -86,27 +85,27 @@ def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """A block in which files that cannot be written raise OSError, by whichever library."""
+    """Raise OSError if a library cannot write a file within the block."""
     try:
         yield
     except SafetensorError as error:
-        if "I/O error" not in str(error):  # of reading what is no such file, for one
+        if "I/O error" not in str(error):  # such as an error of reading
             raise
         raise OSError(str(error)) from error
     except RuntimeError as error:
-        if "inline_container" not in str(error):  # where torch.save writes
+        if "inline_container" not in str(error):  # raised by torch.save
             raise
         raise OSError(f"torch.save: {error}") from error
 
 
 def _share(path: Path, folder: Path) -> None:
-    """Let all read a file who may read its folder: safetensors writes for the owner alone."""
-    if path.is_file() and path.stat().st_nlink == 1:  # a link is to a file of somebody's own
+    """Give a file the permissions of its folder; safetensors makes it readable only by the owner."""
+    if path.is_file() and path.stat().st_nlink == 1:  # links point to files of other folders
         path.chmod(folder.stat().st_mode & 0o666)
 
 
 def discard(folder: Path) -> None:
-    """Take a folder's name away before its files, so that nobody ever finds half of it."""
+    """Rename a folder before removing its files, so that nobody finds a partial one."""
     if folder.is_dir():
         doomed = _beside(folder, "partial-discarded")
         os.replace(folder, doomed)
@@ -114,25 +113,25 @@ def discard(folder: Path) -> None:
 
 
 def _beside(path: Path, ending: str) -> Path:
-    """A name for this moment alone: process ids would be the same on two machines that share a disk."""
+    """Return a unique name beside a path; process ids can be equal on machines that share a disk."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.{ending}")
 
 
 def sweep_partial(root: Path, prefix: str = "", *, is_shared: bool = False) -> None:
-    """Remove what killed processes left of folders and files whose names begin with the prefix.
+    """Remove partial files and folders that killed processes left, of names that begin with a prefix.
 
     Args:
-        is_shared: others may be writing there now, on any machine: what is younger than a day is spared.
+        is_shared: keep those younger than a day, because other processes may be writing them.
     """
     newest = time.time() - ABANDONED_S if is_shared else math.inf
     for path in root.glob(f".{escape(prefix)}*.partial*"):
-        with suppress(OSError):  # another may sweep, too
+        with suppress(OSError):  # another process may remove it too
             if path.stat().st_mtime <= newest:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """The files of a folder in another one, over those of the same names; linked, or copied where it must."""
+    """Link the files of a folder into another one, or copy them if they cannot be linked."""
     for path in sorted(source.rglob("*")):
         if path.is_file():
             place = target / path.relative_to(source)
@@ -145,9 +144,9 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
+        return  # Windows cannot open folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,9 +158,9 @@ N_SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 
 def fingerprint(folder: Path, *patterns: str) -> str:
-    """Tells one set of large files from another without reading all of them: names, sizes and samples.
+    """Return a digest of large files without reading all of them: of names, sizes and samples.
 
-    A sample is 64 KiB, and a file gives up to 64 of them, evenly spread, its first and last bytes included.
+    Up to 64 samples of 64 KiB are spread evenly over each file, its first and last bytes included.
     """
     found = hashlib.blake2b(digest_size=16)
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
@@ -177,7 +176,7 @@ def fingerprint(folder: Path, *patterns: str) -> str:
 
 
 def stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of the file at a path, or of all in the folder there; none where nothing is."""
+    """Return name, size and time of a file, or of all files in a folder; none if the path does not exist."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
     named = [(path.name if file == path else file.relative_to(path).as_posix(), file) for file in files]
     return [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in named if file.is_file()]

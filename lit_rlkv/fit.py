@@ -26,10 +26,10 @@ def main() -> None:
         cfg, hydra_cfg = compose_arguments("config", sys.argv[1:])
         check_folders(cfg)
         groups, overrides = dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task)
-        if cfg.resume in (None, AUTO):  # a run that is resumed has a config of its own
+        if cfg.resume in (None, AUTO):  # a resumed run has its own config
             check_keys(cfg, groups, overrides)
             parse_config(cfg)
-    # Imported here: a mistake on the command line is answered before torch and transformers are loaded.
+    # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.non_finite import NonFiniteError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
@@ -63,7 +63,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except InterruptedRunError as error:
         console.print(f"{error}: saved, exit code {EXIT_CODE}; resume=... resumes the run")
-        # A launcher takes any other rank's code for a failure, and may end rank 0 before it is done.
+        # A launcher takes another exit code of any rank for a failure, and may kill rank 0.
         sys.exit(EXIT_CODE if not console.quiet else 0)
     finally:
         discard_if_empty(run_dir)
@@ -80,14 +80,14 @@ def fit(
     fabric: "Fabric | None" = None,
     interruption: "Interruption | None" = None,
 ) -> "Results":
-    """Run the stages of a checked config in a folder that holds everything the run leaves behind.
+    """Run the stages of a checked config; all files of the run are in `run_dir`.
 
     Args:
-        resumes: the folder holds an earlier part of this run.
-        fabric: launched; None runs in this process alone.
+        resumes: True if the folder holds an earlier part of this run.
+        fabric: launched Fabric; None runs in this process.
 
     Raises:
-        ConfigError: the folder holds a run already and this one does not resume it.
+        ConfigError: the folder holds a run, and `resumes` is False.
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
     from lit_rlkv.runs.algorithm_checks import check_shares
@@ -95,9 +95,8 @@ def fit(
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import load_policy_weights, make_policy
     from lit_rlkv.runs.preflight import check_reward_functions
-    from lit_rlkv.runs.saver import backbone_id, check_backbone
     from lit_rlkv.runs.signals import Interruption
-    from lit_rlkv.runs.starting_model import find_starting_model
+    from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
     from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
     from lit_rlkv.stages.rl import train_policy

@@ -1,4 +1,4 @@
-"""Allocations that fail: how they are known, and how they are explained."""
+"""Failed allocations: detection and explanation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,16 +15,15 @@ ALLOCATORS_SAY = (
     "MPS backend out of memory",
     "std::bad_alloc",
 )
-"""How a failed allocation reads where it has no class of its own, as torch.OutOfMemoryError on CUDA is."""
+"""Messages of failed allocations that raise a plain RuntimeError."""
 
 
 class MemoryExhaustedError(MemoryError):
-    """An allocation failed; the message says what needs how much, and which settings change that."""
+    """An allocation failed; the message names the need and the settings to change."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whichever device, or this error came of that: a graph of CUDA whose
-    capture breaks off raises another one on top."""
+    """True if an allocation failed, or caused this error, as in a CUDA graph capture that broke off."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -36,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explain_out_of_memory(explain: Callable[[], str]) -> Iterator[None]:
-    """A block whose failed allocations end in what `explain` says of them; other errors pass as they are.
+    """Replace the error of a failed allocation in the block by the text of `explain`.
 
     Raises:
         MemoryExhaustedError: an allocation failed.

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 
 KEY = "trusted_modules"
-"""The key of every command line that grants trust; a saved config never does."""
+"""Key that grants trust, on the command line only; a saved config never does."""
 INSTALLERS = ("pip", "setuptools", "pkg_resources", "wheel")
 
 _trusted: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ def is_trusted(target: str) -> bool:
 
 
 def is_trusted_code(text: str) -> bool:
-    """True if a file or command line is trusted, letter for letter."""
+    """True if exactly this file or command line is trusted."""
     return text in _trusted
 
 
@@ -66,7 +66,7 @@ def can_be_trusted(target: str) -> bool:
 
 
 def load_trusted_class(target: str) -> type:
-    """Import the class that a dotted name means.
+    """Import the class of a dotted name.
 
     Raises:
         ValueError: its module is not trusted, it cannot be imported, or is not a class defined in a trusted
@@ -93,7 +93,7 @@ def _why_untrustable(name: str) -> str:
     if not isinstance(name, str) or not name:
         return "which is not the name of a module"
     if "/" in name or " " in name or name.endswith(".py"):
-        return ""  # a file or a command line, which trusts nothing but itself
+        return ""  # a file or a command line; it trusts only itself
     if not all(part.isidentifier() for part in name.split(".")):
         return "which is not the name of a module"
     top = name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""The data that flows between the stages: frozen dataclasses of tensors, written once and never into."""
+"""Data shared by all packages, as frozen dataclasses; their tensors are never modified."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +19,7 @@ class TensorBatch:
     """A frozen dataclass whose tensors share their first dimension, the batch."""
 
     def map_tensors(self: _BatchType, change: Any) -> _BatchType:
-        """The same with every tensor changed, those by name in a mapping too; all else stays."""
+        """Return a copy with `change` applied to every tensor, also in mappings and nested batches."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
@@ -29,11 +29,11 @@ class TensorBatch:
         return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
     def to(self: _BatchType, device: torch.device | str) -> _BatchType:
-        """The same batch on another device; Lightning moves a frozen dataclass through this method."""
+        """Return the batch on a device. Lightning moves batches by this method."""
         return self.map_tensors(lambda value: value.to(device))
 
     def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
-        """The chosen rows of every tensor, as a new batch; counts and other scalars stay."""
+        """Return a batch with the chosen rows of every tensor; scalars stay the same."""
         return self.map_tensors(
             lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index]
         )
@@ -52,7 +52,7 @@ Prompt = str | tuple[Message, ...]
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt as people read it: a chat is one `role: content` after the other. Models read a template's."""
+    """Return a prompt as readable text; a chat becomes lines of `role: content`."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.role}: {message.content}" for message in prompt)
@@ -60,18 +60,18 @@ def prompt_text(prompt: Prompt) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One question of a task: what the model reads, a worked solution to imitate, and the answer scored."""
+    """A problem of a task: prompt, worked solution for SFT, and expected answer."""
 
     prompt: Prompt
     solution: str
     answer: str
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """More that a reward function may ask for, as JSON can hold it."""
+    """More fields for reward functions, as JSON values."""
 
 
 @dataclass(frozen=True)
 class PromptBatch(TensorBatch):
-    """Prompts as the sampler takes them: left-padded, `attention_mask` True on real tokens."""
+    """Left-padded prompts; `attention_mask` is True on real tokens."""
 
     input_ids: Int[Tensor, "batch prompt"]
     attention_mask: Bool[Tensor, "batch prompt"]
@@ -79,7 +79,7 @@ class PromptBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class Rollout(TensorBatch):
-    """Sampled sequences and the whole record of what the sampler saw while it wrote them.
+    """Sampled sequences, and the record of the keys that the sampler saw.
 
     Columns are shared by all rows: a prompt is left-padded up to the column where every response starts.
     """
@@ -90,30 +90,30 @@ class Rollout(TensorBatch):
     response_mask: Bool[Tensor, "batch seq"]
     """True on sampled tokens, up to and including the end-of-sequence token."""
     rollout_logps: Float[Tensor, "batch seq"]
-    """Log-probability of each action under the very distribution it was sampled from; 0 elsewhere."""
+    """Log-prob of each sampled token under the distribution it was sampled from; 0 elsewhere."""
     evicted_at: Int[Tensor, "batch layer kv_head seq"]
     """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
     kv_bytes: int
-    """Bytes of keys and values that the cache had allocated for the whole batch."""
+    """Bytes of keys and values that the cache allocated for the whole batch."""
 
 
 @dataclass(frozen=True)
 class Rewards(TensorBatch):
-    """Scores of a batch of completions: what is learned from, and the components that it is made of."""
+    """Rewards of a batch of completions, and their components."""
 
     total: Float[Tensor, " batch"]
-    """Weighed, normalised, clipped, less the penalty of what was cut."""
+    """Reward to learn from: weighted, normalised, clipped, minus penalties."""
     components: dict[str, Float[Tensor, " batch"]]
-    """NaN where a reward function failed."""
+    """Scores by component; NaN where a reward function failed."""
     is_failed: Bool[Tensor, " batch"] | None = None
-    """Responses without a reward, whose total is their group's mean of the others; None: nothing can fail."""
-    weighed: Float[Tensor, " batch"] | None = None
-    """Sum of the components by their weights, filled in like the total; None: the total is nothing else."""
+    """True for responses whose reward failed; their total is the mean of their group. None: cannot fail."""
+    weighted: Float[Tensor, " batch"] | None = None
+    """Weighted sum of the components, before normalisation; None if it equals `total`."""
 
     @property
     def scores(self) -> Float[Tensor, " batch"]:
-        """In the units of the components, so that iterations and runs can be compared."""
-        return self.total if self.weighed is None else self.weighed
+        """Rewards in the units of the components, comparable between iterations and runs."""
+        return self.total if self.weighted is None else self.weighted
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class TrainBatch(TensorBatch):
-    """Input of one training step: a rollout with advantages and every denominator of its loss.
+    """Input of one training step: a rollout, its advantages, and all denominators of the loss.
 
-    `loss_weight` already contains the counts of the whole optimizer step, so a loss is a plain weighted sum
-    and no split into micro-batches or ranks can change it.
+    `loss_weight` includes the counts of the whole optimizer step. So a loss is a weighted sum that does not
+    depend on the split into micro-batches or ranks.
     """
 
     rollout: Rollout
@@ -138,27 +138,27 @@ class TrainBatch(TensorBatch):
     old_logps: Float[Tensor, "batch seq"]
     """Log-probs under the learner's own view before its first update on this rollout."""
     ref_logps: Float[Tensor, "batch seq"]
-    """The reference's log-probs under the learner's view; zeros where none are wanted."""
+    """Log-probs of the reference under the learner's view; zeros if not needed."""
     correction: Float[Tensor, "batch seq"]
-    """Detached off-policy weight of each action."""
+    """Importance weight of each response token, detached."""
     loss_weight: Float[Tensor, "batch seq"]
-    """Share of each action in the policy's loss of its optimizer step; 0 where it does not count."""
+    """Weight of each response token in the policy loss of its optimizer step; 0 if it does not count."""
     kl_coef: float | int
     """Coefficient of the KL loss in this iteration."""
     n_response_tokens: int
-    """Actions in the whole optimizer step, the denominator of per-token metrics and of the value loss."""
+    """Response tokens of the whole optimizer step; denominator of per-token metrics and the value loss."""
     is_first_update: bool
-    """True before the first update on this rollout, when replay must equal sampling."""
+    """True before the first update on this rollout, when replay must match sampling."""
     ends_step: bool
     """True for the last micro-batch of an optimizer step."""
     learners: tuple[str, ...] = ("policy",)
-    """The roles that learn from this micro-batch; one at a time keeps the activations of one only."""
+    """Roles that learn from this micro-batch; one role at a time needs less memory."""
     old_values: Float[Tensor, "batch seq"] | None = None
     """The critic's values before its first update on this rollout; None without a critic."""
     returns: Float[Tensor, "batch seq"] | None = None
     """Targets of the critic; None without a critic."""
     n_pairs: int = 0
-    """Preference pairs in the whole optimizer step; rows 2i and 2i + 1 are then better and worse."""
+    """Preference pairs of the whole optimizer step; rows 2i and 2i + 1 are then chosen and rejected."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class EvalRow:
     cache: str
     """Name of the cache: "dense", or policy and size."""
     budget: int | None
-    """Keys kept per sequence, layer and KV head; None keeps all."""
+    """Keys kept per sequence, layer and KV head; None: all."""
     accuracy: float
     n_problems: int
     mean_length: float
@@ -176,12 +176,12 @@ class EvalRow:
     kv_bytes: int
     """Allocated bytes of keys and values, of the whole batch.
 
-    The latest queries that SnapKV, R-KV and expected attention hold beside them are not counted:
-    window · group / (2 · slots) of it, where `group` query heads share a KV head.
+    The latest queries that SnapKV, R-KV and expected attention also keep are not counted:
+    window · group / (2 · slots) of these bytes, where `group` query heads share a KV head.
     """
     kl: float
-    """KL(μ ‖ dense learner) per token in nats, estimated on sampled tokens: the mismatch of compression."""
+    """KL(μ ‖ dense learner) per token in nats, estimated on sampled tokens: the mismatch by eviction."""
     replay_gap: float
-    """max |log π(shadow) − log μ| over all actions: 0 but for float error, or replay is broken."""
+    """max |log π(shadow) − log μ| over all response tokens: rounding error if replay is exact."""
     learned_reward: float | None = None
-    """Mean score of the reward role; None where the run has none."""
+    """Mean score of the reward role; None without one."""

@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_loaded
     monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
     with (
         files_of_at_most(0),
-        pytest.raises(ConfigError, match=r"written to \(File too large\); copy the run"),
+        pytest.raises(ConfigError, match=r"got File too large; copy the run"),
     ):
         evaluate(asking(saved))
 

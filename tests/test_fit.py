@@ -157,7 +157,7 @@ def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypat
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["rollout.cuda_graph=true"], "rollout.cuda_graph=true needs CUDA, and this run is on cpu"),
+        (["rollout.cuda_graph=true"], "rollout.cuda_graph=true needs CUDA, got device cpu"),
         (["kernels=triton", "fabric.precision=64-true"], "kernels: kernels=triton takes float32, float16"),
     ],
 )

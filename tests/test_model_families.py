@@ -12,9 +12,8 @@ from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, end_tok
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.rollout import generate
-from lit_rlkv.runs.backbone import load_backbone
 from lit_rlkv.runs.context import build_context
-from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.policy import load_backbone, make_policy
 from lit_rlkv.stages.export import export_policy, policy_logits, probe_tokens
 from lit_rlkv.trainer import Learner
 from lit_rlkv.types import Message

@@ -170,7 +170,7 @@ def test_a_run_with_a_damaged_checkpoint_resumes_from_the_one_before(sft_runs, c
     weights = sft_runs / "damaged" / "checkpoints" / "iteration-000004" / "trainable.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     run(sft_runs, "damaged", *options, resumes=True)
-    assert "iteration-000004/trainable.safetensors is not the file that was written" in caplog.text
+    assert "iteration-000004/trainable.safetensors has changed since it was written" in caplog.text
     assert_same_run(sft_runs / "damaged", sft_runs / "whole")
 
 

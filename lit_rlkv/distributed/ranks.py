@@ -1,4 +1,4 @@
-"""The processes that train together, as the parts of a run see them."""
+"""Collectives over the processes of a run, and the coordination of their forwards."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,44 +12,44 @@ from torch import Tensor
 
 
 class Ranks:
-    """One process alone, which has all there is."""
+    """A single process; subclasses have several."""
 
     rank = 0
     size = 1
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The rows of all ranks, one rank after the other; each must bring as many, of one shape."""
+        """Concatenate the rows of all ranks in rank order; shapes must be equal."""
         return values
 
     def all_gather_object(self, values: Sequence[Any]) -> list[Any]:
-        """The same of plain objects; ranks may bring different numbers of them."""
+        """Concatenate lists of objects in rank order; lengths may differ."""
         return list(values)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, of one shape."""
+        """Return the sum of the ranks' tensors; shapes must be equal."""
         return self.all_gather(values[None]).sum(dim=0)
 
     def all_reduce_max(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         return int(max(self.all_gather_object([number])))
 
     def local_rows(self, n_rows: int) -> slice:
-        """Where this rank's rows are among those of all, when each has `n_rows`."""
+        """Return the place of this rank's rows among those of all ranks, each with `n_rows`."""
         return slice(self.rank * n_rows, (self.rank + 1) * n_rows)
 
 
 SINGLE_PROCESS = Ranks()
 COLLECTIVE_TIMEOUT = timedelta(hours=6)
-"""Longest that a rank waits for another, which may still sample; one that has ended is noticed by others."""
+"""Longest wait for another rank, which may still be sampling; ended processes are noticed elsewhere."""
 
 
 class ForwardCoordinator:
-    """Lets ranks do different numbers of forwards where a forward is an exchange between all of them.
+    """Lets ranks run different numbers of forwards although each forward is a collective.
 
-    So it is where weights lie in shards: every rank must give its part of a layer for any rank to use it.
-    Before a forward a rank asks for what it needs; ranks agree on the highest number asked for, and those
-    that need something else give their parts and ask again. A rank that has come to any other exchange needs
-    nothing, and so keeps the others company until all have come there.
+    With sharded weights every rank must provide its part of a layer before any rank can use it. Before a
+    forward, a rank requests an action by its number. Ranks agree on the highest number requested; ranks that
+    requested another one take part in it and request again. A rank that has reached any other collective
+    requests 0, so it serves the others until all have reached it.
     """
 
     def __init__(self) -> None:
@@ -58,27 +58,27 @@ class ForwardCoordinator:
         self.group: dist.ProcessGroup | None = None
 
     def add(self, give: Callable[[], None]) -> int:
-        """The number to ask for what all ranks provide by this method; they must add the same ones alike.
+        """Register an action that all ranks perform together, and return its number.
 
-        It is not kept alive by that, and where it is gone nobody can ask for it.
+        All ranks must add the same actions in the same order. The method's object is not kept alive.
         """
         if self.group is None:
-            # On the CPU, so that no rank waits for its accelerator to know what comes next.
+            # On the CPU, so that no rank waits for its accelerator.
             self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self.gives.append(WeakMethod(give))
         return len(self.gives)
 
     def on_exchange(self, call: Callable[[], None]) -> None:
-        """Call a method, while it lives, each time that all ranks have come to another exchange."""
+        """Register a method to call each time that all ranks have reached another collective."""
         self.afterwards.append(WeakMethod(call))
 
     def ask(self, number: int) -> None:
-        """Provide what others ask for until it is the turn of this number."""
+        """Take part in the actions that others request until this number is agreed on."""
         while (agreed := self._agreed(number)) != number:
             _call(self.gives[agreed - 1])
 
     def wait(self) -> None:
-        """To be called before anything else is exchanged."""
+        """Wait until all ranks have reached this point; call it before any other collective."""
         if self.gives:
             self.ask(0)
             for call in self.afterwards:
@@ -96,11 +96,11 @@ def _call(reference: WeakMethod[Callable[[], None]]) -> None:
 
 
 FORWARD_COORDINATOR = ForwardCoordinator()
-"""One for the process, as the processes that it exchanges with are."""
+"""The coordinator of this process."""
 
 
 def over_ranks(values: Tensor) -> Tensor:
-    """The sum over all processes that train together, where only tensors are at hand."""
+    """Return the sum of a tensor over all processes, without a Fabric."""
     if dist.is_available() and dist.is_initialized():
         FORWARD_COORDINATOR.wait()
         values = values.clone()
@@ -109,7 +109,7 @@ def over_ranks(values: Tensor) -> Tensor:
 
 
 class FabricRanks(Ranks):
-    """The processes of a Fabric. What one asks for, all must ask for, in the same order."""
+    """The processes of a Fabric; all ranks must call the same methods in the same order."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -127,11 +127,11 @@ class FabricRanks(Ranks):
     def all_gather_object(self, values: Sequence[Any]) -> list[Any]:
         FORWARD_COORDINATOR.wait()
         found: list[Any] = [None] * self.size
-        # Objects of this run's own processes, which trust each other.
+        # Pickles come only from processes of this run.
         dist.all_gather_object(found, list(values))
         return [value for of_rank in found for value in of_rank]
 
 
 def ranks_of(fabric: Fabric) -> Ranks:
-    """The ranks of a launched Fabric."""
+    """Return the ranks of a launched Fabric."""
     return SINGLE_PROCESS if fabric.world_size == 1 else FabricRanks(fabric)

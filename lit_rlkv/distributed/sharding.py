@@ -1,6 +1,6 @@
-"""Backbones whose layers lie in shards on the ranks (FSDP2), for models that do not fit one device.
+"""Backbones with layers sharded over the ranks (FSDP2), for models that do not fit one device.
 
-Embeddings, output head, last norm and scalar heads are whole on every rank: they are small beside the layers,
+Embeddings, output head, last norm and scalar heads are not sharded: they are small compared with the layers,
 log-probs read the output head in chunks, and tied weights need no special case.
 """
 
@@ -20,17 +20,18 @@ from torch.optim import Optimizer
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR, over_ranks
 
 FAST = ("foreach", "fused")
-"""Ways to step many parameters at once, by their names in an optimizer's groups."""
+"""Options of an optimizer that step many parameters at once."""
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Fabric's strategy for FSDP2, where `ShardedLayers` has sharded before Fabric sees a module.
+    """Strategy of Fabric for modules that `ShardedLayers` has sharded before.
 
-    A policy samples before it is trained. Ranks exchange nothing before all are done with their forwards.
+    Fabric's own strategy shards at setup, but a policy samples before that. Collectives wait for all
+    forwards.
     """
 
     def __init__(self, n_ranks: int, *, keeps_whole: bool) -> None:
-        super().__init__(_as_it_is, data_parallel_size=n_ranks, tensor_parallel_size=1)
+        super().__init__(_unchanged, data_parallel_size=n_ranks, tensor_parallel_size=1)
         self.keeps_whole = keeps_whole
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -46,19 +47,19 @@ class ShardedStrategy(ModelParallelStrategy):
         return super().broadcast(obj, src)
 
 
-def _as_it_is(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _unchanged(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
 class ShardedLayers:
-    """The layers of one backbone, each in equal parts on all ranks, and whole while it computes.
+    """Shards the layers of a backbone evenly over the ranks, and gathers each for its computation.
 
     Args:
-        backbone: with its adapters, on any device; what is not in these layers goes whole to `device`.
-        root: the module of it that calls the layers, each once and in this order.
-        computes_in: what the weights are gathered in, if in another precision than theirs.
-        keeps_whole: after a step of sampling, layers stay whole until another kind of forward or any other
-            exchange, so that a rollout gathers them once.
+        backbone: the model with its adapters, on any device; all other tensors are moved to `device`. root:
+        the module of the backbone that calls the layers, each once and in this order. computes_in: dtype of
+        gathered weights, if it differs from that of the shards. keeps_whole: keep layers gathered after a
+        decode step until another kind of forward or collective, so that
+            a rollout gathers them once.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ShardedLayers:
         precision = MixedPrecisionPolicy(
             param_dtype=computes_in,
             reduce_dtype=torch.float32 if is_low else None,
-            cast_forward_inputs=False,  # autocast knows better what to compute in which precision
+            cast_forward_inputs=False,  # autocast decides the dtype of each operation
         )
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
@@ -89,12 +90,12 @@ class ShardedLayers:
         )
         self.layers: list[FSDPModule] = [cast(FSDPModule, layer) for layer in layers]
         self.keeps_whole = keeps_whole
-        # By default a layer's backward prefetches the one that was used before it, which may have been in
-        # another forward, and in another one on each rank.
+        # By default a layer's backward prefetches the layer used before it, which may belong to another
+        # forward, a different one on each rank.
         for number, one in enumerate(self.layers):
             one.set_modules_to_backward_prefetch([self.layers[max(number - 1, 0)]])
         self.is_whole = False
-        """Between forwards; the same on all ranks, for it changes only where they agree."""
+        """True if layers are gathered between forwards; equal on all ranks."""
         self.passing, self.keeping = FORWARD_COORDINATOR.add(self._pass), FORWARD_COORDINATOR.add(self._keep)
         FORWARD_COORDINATOR.on_exchange(self._release)
         root.register_forward_pre_hook(self._ask, with_kwargs=True)
@@ -102,14 +103,14 @@ class ShardedLayers:
     def _ask(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keeps = self.keeps_whole and bool(kwargs.get("use_cache"))
         if keeps and self.is_whole:
-            return  # there is nothing to exchange
+            return  # nothing to communicate
         FORWARD_COORDINATOR.ask(self.keeping if keeps else self.passing)
         for layer in self.layers:
             layer.set_reshard_after_forward(not keeps, recurse=False)
         self.is_whole = keeps
 
     def _keep(self) -> None:
-        """Gather the layers as a forward would, without the forward."""
+        """Gather the layers as a forward does."""
         for layer in self.layers:
             layer.unshard()
         self.is_whole = True
@@ -132,9 +133,9 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """The tensor itself; of one in shards all of it on the first rank's CPU, and on the others nothing.
+    """Return a sharded tensor as a whole on the CPU of rank 0, empty on other ranks; others unchanged.
 
-    All ranks must ask.
+    Every rank must call it.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -143,19 +144,19 @@ def gather_full(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A tensor that every rank has whole, in shards where the other one is, if they are of one shape."""
+    """Shard a tensor as another one of the same shape is sharded."""
     if not isinstance(other, DTensor) or tensor.shape != other.shape:
         return tensor
     return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
 
 
 def gather_full_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as one rank alone would have it, on the first rank; all must ask."""
+    """Return the unsharded state of an optimizer on rank 0; every rank must call it."""
     return _converted(state, lambda number, value: gather_full(value))
 
 
 def shard_state_like(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The reverse: the state of whole parameters, for an optimizer, which keeps its ways to step."""
+    """Shard the state of whole parameters for an optimizer; its `foreach` and `fused` options stay."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = [
         saved | {name: group[name] for name in FAST if name in group}
@@ -176,16 +177,16 @@ def _converted(state: dict[str, Any], convert: Callable[[int, Tensor], Tensor]) 
 
 
 def disable_foreach_for_mixed_tensors(optimizer: Optimizer) -> None:
-    """Where some of its parameters are in shards, step them one by one: faster ways would mix both kinds."""
+    """Turn off `foreach` and `fused` if only some parameters are sharded, which these cannot mix."""
     for group in optimizer.param_groups:
         if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
             group.update({name: False for name in FAST if name in group})
 
 
 def average_whole_gradients(module: nn.Module) -> None:
-    """The mean over the ranks of the gradients of what is not in shards; of all others FSDP2 takes it."""
+    """Average the gradients of unsharded parameters over the ranks; FSDP2 averages the others."""
     found = [p.grad for p in module.parameters() if p.grad is not None and not isinstance(p, DTensor)]
-    for dtype in dict.fromkeys(gradient.dtype for gradient in found):  # in one order on all ranks
+    for dtype in dict.fromkeys(gradient.dtype for gradient in found):  # in the same order on all ranks
         mine = [gradient for gradient in found if gradient.dtype == dtype]
         sums = over_ranks(torch.cat([gradient.flatten() for gradient in mine]))
         means = torch.split(sums / dist.get_world_size(), [gradient.numel() for gradient in mine])
@@ -194,10 +195,9 @@ def average_whole_gradients(module: nn.Module) -> None:
 
 
 def clip_gradients(module: nn.Module, max_norm: float | int) -> Float[Tensor, ""]:
-    """As `torch.nn.utils.clip_grad_norm_`, which takes only parameters of one kind.
+    """Clip gradients of sharded and unsharded parameters by their global norm, and return that norm.
 
-    Returns:
-        The norm of all gradients before, the same on every rank.
+    `torch.nn.utils.clip_grad_norm_` cannot mix both kinds.
     """
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     parts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -211,7 +211,7 @@ def clip_gradients(module: nn.Module, max_norm: float | int) -> Float[Tensor, ""
 
 
 def _sum_of_squares(tensors: list[Tensor], zero: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    """In float32 or better."""
+    """Return the sum of squares, in float32 or better."""
     norms = [
         torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
         for tensor in tensors

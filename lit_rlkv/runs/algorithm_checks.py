@@ -10,7 +10,7 @@ from lit_rlkv.objectives.kl import MAX_ERROR
 
 
 def check_algorithm(cfg: Config) -> None:
-    """Each part of an algorithm by itself, and with the others.
+    """Check the parts of an algorithm, alone and together.
 
     Raises:
         ConfigError: the first rule that is broken.

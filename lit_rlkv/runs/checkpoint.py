@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what training changes, written whole or not at all, and how to load it again."""
+"""Checkpoints: trained parameters, optimizer and data position, written atomically and verified on load."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from lit_rlkv.files import atomic_dir, discard, sweep_partial
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
 BEST = "best"
-"""Link to the best checkpoint, where there is a metric to judge by."""
+"""Link to the best checkpoint by the metric of the retention policy."""
 PREFIX = "iteration-"
 MODES = ("max", "min")
 
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 
 class BrokenCheckpointError(ValueError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint with a missing or changed file."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The state of training between two iterations: with the parameters, all that a checkpoint needs."""
+    """The state of training between two iterations, without the parameters."""
 
     iteration: int
-    """Iterations done."""
+    """Completed iterations."""
     metrics: Mapping[str, float]
     """Metrics of the last iteration; empty before the first."""
     data_state: dict[str, Any]
@@ -47,33 +47,34 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One saved moment of a run."""
+    """A checkpoint that was verified."""
 
     path: Path
     iteration: int
     data_state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of its last iteration."""
+    """Metrics of the last iteration."""
     n_ranks: int = 1
-    """Processes that the run had."""
+    """Number of processes of the run."""
     backbone: str | None = None
-    """Fingerprint of the weights that it stands on, which are not in it; None where all of them are."""
+    """Fingerprint of the frozen weights, which are saved elsewhere; None if all weights are trained."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters that training changed, by name."""
+        """Load the trained parameters by name."""
         return load_file(self.path / WEIGHTS)
 
     def learner_state(self) -> dict[str, Any]:
+        """Load the state of optimizers and schedulers."""
         state: dict[str, Any] = torch.load(self.path / LEARNER, weights_only=True, map_location="cpu")
         return state
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints stay: the newest, and the best by a metric of their iteration.
+    """The checkpoints to keep: the newest, and the best by a metric of their iteration.
 
     Raises:
-        ValueError: nothing would stay, or a mode that does not exist.
+        ValueError: no checkpoint would be kept, or the mode is unknown.
     """
 
     n_last: int = 2
@@ -84,14 +85,15 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         if self.n_last < 1 or self.n_best < 0:
             raise ValueError(
-                f"n_last={self.n_last}, n_best={self.n_best}: a run goes on from its last checkpoint; give "
-                "n_last of at least 1 and n_best of at least 0"
+                f"n_last must be at least 1 and n_best at least 0, got {self.n_last} and {self.n_best}; a "
+                "run resumes "
+                "from its last checkpoint"
             )
         if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r} is unknown; choose one of {', '.join(MODES)}")
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
     def best(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """The best of those that have the metric, the best first and the newer of equals before the older."""
+        """Return the best checkpoints that have the metric, best first; of equal ones, the newer first."""
         sign = 1 if self.mode == "max" else -1
         judged = [one for one in checkpoints if not math.isnan(one.metrics.get(self.metric, math.nan))]
         if checkpoints and not judged and self.n_best > 0:
@@ -103,11 +105,11 @@ class RetentionPolicy:
 
 
 class CheckpointDir:
-    """The checkpoints of one run, which one process at a time may write."""
+    """The checkpoints of a run; one process at a time may write them."""
 
-    def __init__(self, root: Path, keeping: RetentionPolicy | None = None) -> None:
+    def __init__(self, root: Path, retention: RetentionPolicy | None = None) -> None:
         self.root = root
-        self.keeping = keeping or RetentionPolicy()
+        self.retention = retention or RetentionPolicy()
 
     def save(
         self,
@@ -119,10 +121,10 @@ class CheckpointDir:
         n_ranks: int = 1,
         backbone: str | None = None,
     ) -> Path:
-        """Write it under another name, wait for the disk, rename: a kill at any moment leaves the older ones.
+        """Write a checkpoint under another name, sync, then rename: a kill leaves the older ones intact.
 
         Raises:
-            OSError: it cannot be written, such as to a full disk; nothing is left of it.
+            OSError: the checkpoint cannot be written, as on a full disk; its partial files are removed.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         sweep_partial(self.root, PREFIX)
@@ -143,17 +145,17 @@ class CheckpointDir:
         return target
 
     def _tidy(self, iteration: int) -> None:
-        """Remove what need not be kept, and point to the best.
+        """Remove checkpoints that are not kept, and link the best.
 
-        What claims to be newer than the iteration just saved is from before a step back, or damaged.
+        A checkpoint newer than the one just saved is from before the run was resumed at an older one.
         """
         found = [_checkpoint(path, state) for path in self.all() if (state := _state_of(path)) is not None]
         for one in found:
             if one.iteration > iteration:
                 discard(one.path)
         readable = [one for one in found if one.iteration <= iteration]
-        best = self.keeping.best(readable)
-        kept = {one.path for one in (*readable[-self.keeping.n_last :], *best)}
+        best = self.retention.best(readable)
+        kept = {one.path for one in (*readable[-self.retention.n_last :], *best)}
         for one in readable:
             if one.path not in kept:
                 discard(one.path)
@@ -167,47 +169,48 @@ class CheckpointDir:
                 log.warning("no link to the best checkpoint, %s: %s", best[0].path.name, error)
 
     def folder_of(self, iteration: int) -> Path:
-        """Where the checkpoint of an iteration is, or would be; names are in the order of iterations."""
+        """Return the folder of an iteration's checkpoint; names sort by iteration."""
         return self.root / f"{PREFIX}{iteration:06d}"
 
     def all(self) -> list[Path]:
-        """Checkpoints by name, oldest first, whole or not."""
+        """Return all checkpoint folders, oldest first, also broken ones."""
         return sorted(path for path in self.root.glob(f"{PREFIX}*") if path.is_dir())
 
     def latest(self) -> Checkpoint | None:
-        """The last whole checkpoint, None where there is none; says which broken ones it passed over.
+        """Return the newest intact checkpoint, None without any; warn about broken ones.
 
-        It may be asked while the run trains, and so discards checkpoints.
+        The run may be training and removing checkpoints meanwhile.
 
         Raises:
-            BrokenCheckpointError: there are checkpoints, and none of them is whole.
+            BrokenCheckpointError: all checkpoints are broken.
         """
         paths = self.all()
         for path in reversed(paths):
             try:
                 return load_checkpoint(path)
             except (BrokenCheckpointError, OSError) as error:
-                if not path.is_dir():  # discarded meanwhile, for there is a newer one
+                if not path.is_dir():  # removed meanwhile, so there is a newer one
                     return self.latest()
                 if isinstance(error, OSError):
                     raise
                 log.warning("looking for an older checkpoint: %s", error)
         if paths:
             raise BrokenCheckpointError(
-                f"none of the {len(paths)} checkpoints in {self.root} is whole; bring one back, or remove "
-                "the folder to begin training anew"
+                f"all {len(paths)} checkpoints in {self.root} are broken; restore one, or remove the folder "
+                "to "
+                "start training again"
             )
         return None
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Open one checkpoint folder, after a look at every byte of it.
+    """Open a checkpoint folder after comparing the digest of every file.
 
     Raises:
         FileNotFoundError: the folder holds no checkpoint.
-        BrokenCheckpointError: it is not what was written.
+        BrokenCheckpointError: a file is missing or changed.
     """
-    if path.is_symlink():  # to the best, of which there may be a new one while this one is read
+    if path.is_symlink():  # the link to the best may change while this one is read
         path = path.resolve()
     is_one_by_name = path.is_dir() and path.name.startswith(PREFIX)
     if not is_one_by_name and not (path / STATE).is_file():
@@ -224,18 +227,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _broken(file: Path) -> BrokenCheckpointError:
-    why = "is not the file that was written" if file.is_file() else "is missing"
-    return BrokenCheckpointError(f"{file} {why}; another checkpoint of the run may be whole")
+    why = "has changed since it was written" if file.is_file() else "is missing"
+    return BrokenCheckpointError(f"{file} {why}; another checkpoint of the run may be intact")
 
 
 def _state_of(path: Path) -> dict[str, Any] | None:
-    """Return the state file of a checkpoint; None if it is not what was written."""
+    """Return the state file of a checkpoint; None if it is missing or changed."""
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
-        is_whole = state.pop("digest") == _digest_of(state)
+        is_intact = state.pop("digest") == _digest_of(state)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
-    return state if is_whole else None
+    return state if is_intact else None
 
 
 def _checkpoint(path: Path, state: dict[str, Any]) -> Checkpoint:
@@ -250,7 +253,7 @@ def _checkpoint(path: Path, state: dict[str, Any]) -> Checkpoint:
 
 
 def digest(path: Path) -> str:
-    """BLAKE2 of a file's bytes."""
+    """Return the BLAKE2 digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -260,27 +263,28 @@ def _digest_of(state: dict[str, Any]) -> str:
 
 
 def trainable_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes, by name; a frozen backbone is saved once, elsewhere.
+    """Return the trained parameters by name, sharded ones gathered on rank 0.
 
-    Of layers that lie in shards the first rank gets all; all ranks must ask.
+    Every rank must call it. The frozen backbone is saved once, elsewhere.
     """
     FORWARD_COORDINATOR.wait()
     return {name: gather_full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Put saved parameters into a module that has the same ones to train.
+    """Copy saved parameters into the trained parameters of a module.
 
     Raises:
-        ValueError: names or shapes differ, so the checkpoint belongs to another layout.
+        ValueError: names or shapes differ.
     """
-    FORWARD_COORDINATOR.wait()  # no layer may be whole, for what is written to that is lost
+    FORWARD_COORDINATOR.wait()  # writes to a gathered layer would be lost
     own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if own.keys() != weights.keys():
         odd = sorted(own.keys() ^ weights.keys())
         raise ValueError(
-            f"the checkpoint's parameters are not this model's, {len(odd)} differ, such as {odd[0]}; give "
-            "the roles that it was trained with"
+            f"the checkpoint must hold this model's trained parameters, but {len(odd)} differ, such as "
+            f"{odd[0]}; "
+            "give the roles that it was trained with"
         )
     for name, parameter in own.items():
         if parameter.shape != weights[name].shape:

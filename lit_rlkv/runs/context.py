@@ -27,7 +27,6 @@ CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
 EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
 """Names in a run folder; the report is written last."""
 
-
 WEIGHT_DTYPES = {
     "32-true": torch.float32,
     "64-true": torch.float64,
@@ -49,7 +48,7 @@ class RunContext:
     sizes: Sizes
     """Token counts of the task's texts, of all or of the first ones."""
     rewards: RewardManager
-    """Runs the reward functions; its workers start at the first call."""
+    """Reward functions; their workers start at the first call."""
 
     @property
     def is_sharded(self) -> bool:
@@ -58,12 +57,12 @@ class RunContext:
 
     @property
     def cache(self) -> CacheSpec:
-        """The cache of the config; a correction may sample training rollouts with a dense one instead."""
+        """The cache of the config; a correction may sample rollouts with a dense one instead."""
         return cache_of(self.cfg)
 
     @property
     def accuracy(self) -> Accuracy:
-        """The function that evaluations judge responses by."""
+        """The function that decides in evaluations if a response is correct."""
         reward = self.cfg.reward
         return accuracy_of(self.task, self.rewards, reward.accuracy)
 
@@ -132,8 +131,8 @@ def _check_device(cfg: Config, device: torch.device) -> None:
         uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
     if cfg.rollout.cuda_graph and device.type != "cuda":
         raise ConfigError(
-            f"rollout.cuda_graph=true needs CUDA, and this run is on {device.type}; use null, which captures "
-            "where it can"
+            f"rollout.cuda_graph=true needs CUDA, got device {device.type}; use null, which captures if "
+            "possible"
         )
 
 

@@ -17,7 +17,7 @@ from lit_rlkv.config import Config
 from lit_rlkv.files import write_atomically
 
 FILE_NAME = "environment.json"
-"""In the run's folder: a list, with an entry for the first start and for every resume."""
+"""File in the run folder: a list with an entry for every start."""
 
 PACKAGES = (
     "lit_rlkv",
@@ -35,7 +35,7 @@ GIT_TIMEOUT_S = 10.0
 
 
 def describe(cfg: Config, device: torch.device) -> dict[str, Any]:
-    """The environment of this process, in plain types."""
+    """Return the environment of this process, in plain types."""
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
@@ -64,7 +64,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the code and if tracked files differ from it; None outside a clone."""
-    # An environment may lie inside a clone of something else: only a commit that holds our files counts.
+    # The package may be installed inside a clone of another project.
     if _git(folder, "ls-files", "--error-unmatch", "fit.py") is None:
         return None
     commit = _git(folder, "rev-parse", "HEAD")
@@ -75,7 +75,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def installed(packages: tuple[str, ...]) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """Return the versions of the installed packages."""
     versions = {}
     for name in packages:
         try:
@@ -86,7 +86,7 @@ def installed(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def record(run_dir: Path, environment: dict[str, Any]) -> None:
-    """Add a start of the run to its list."""
+    """Append a start of the run to its list."""
     path = run_dir / FILE_NAME
     starts = json.loads(path.read_text()) if path.is_file() else []
     write_atomically(path, json.dumps([*starts, environment], indent=1))

@@ -1,4 +1,4 @@
-"""The processes of a run: how many there are, who starts them, and how they end together."""
+"""The processes of a run: their number, their start by Lightning, torchrun or srun, and their joint end."""
 
 import atexit
 import os
@@ -30,13 +30,13 @@ Found = TypeVar("Found")
 
 
 def make_fabric(cfg: Config) -> Fabric:
-    """The device or devices of a run; `launch` starts its other processes where no launcher has.
+    """Return the Fabric of a run; `launch` then starts the other processes if no launcher has.
 
-    `fabric.devices=auto` is one process, or as many as torchrun, srun or `fabric run` has started. In a SLURM
-    job of one task, which may have many devices, another number is started as it is without SLURM.
+    `fabric.devices=auto` is one process, or as many as torchrun, srun or `fabric run` has started. A SLURM
+    job with one task may have many devices; the run then starts its processes as without SLURM.
 
     Raises:
-        ConfigError: another number of processes was started than is asked for, or a device that is not there.
+        ConfigError: a launcher has started another number of processes, or a device does not exist.
     """
     settings = cfg.fabric
     started = started_processes()
@@ -63,7 +63,7 @@ def make_fabric(cfg: Config) -> Fabric:
             )
     is_double = settings.precision == "64-true"
     if is_double:
-        # By its name Fabric has it for all strategies but FSDP2.
+        # Fabric refuses the name "64-true" under FSDP2.
         plugins.append(DoublePrecision())
     with as_config_errors("fabric"):
         try:
@@ -82,10 +82,11 @@ def make_fabric(cfg: Config) -> Fabric:
 
 
 def fabric_precision(precision: str) -> Any:
-    """Return the precision as Fabric's literal type.
+    """Return the precision for Fabric.
 
-    Of bf16-true nothing: weights are loaded in it, and all that trains beside them stays in float32. Fabric
-    would round adapters, heads and buffers too, and make every new tensor bfloat16, rewards among them.
+    bf16-true becomes 32-true: weights are loaded in bfloat16, and everything trained beside them stays in
+    float32. Fabric would also round adapters, heads and buffers, and make every new tensor bfloat16, such as
+    rewards.
     """
     return "32-true" if precision == "bf16-true" else precision
 
@@ -98,13 +99,13 @@ def _strategy(cfg: Config, n_nodes: int, n_devices: int) -> str | Strategy:
 
 
 def launch(fabric: Fabric) -> None:
-    """Start its other processes, or meet those that a launcher has started."""
-    if "LT_CLI_USED" not in os.environ:  # under `fabric run` a Fabric does that when it is made
+    """Start the other processes of a run, or connect to those that a launcher has started."""
+    if "LT_CLI_USED" not in os.environ:  # under `fabric run` the constructor of Fabric does it
         fabric.launch()
-    everyone = dist.group.WORLD if dist.is_available() else None
-    if everyone is not None:
-        # Not when the group is made: that a rank cannot be reached at all should be said sooner.
-        everyone.set_timeout(COLLECTIVE_TIMEOUT)
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is not None:
+        # Set only now, so that an unreachable rank is reported after the shorter default.
+        world.set_timeout(COLLECTIVE_TIMEOUT)
 
 
 def starts_other_ranks(fabric: Fabric) -> bool:
@@ -116,9 +117,9 @@ def starts_other_ranks(fabric: Fabric) -> bool:
 
 
 def _is_step_of_salloc() -> bool:
-    """True if srun started this process in a job of salloc, which Lightning takes for the job's shell.
+    """True if srun started this process in a job of salloc; Lightning takes it for the job's shell.
 
-    In the shell itself the step has one task, however many the job may start.
+    The shell itself is a step with one task.
     """
     has_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
     is_named_so = os.environ.get("SLURM_JOB_NAME") == "interactive"
@@ -130,10 +131,10 @@ def _is_one_task_of_slurm(started: tuple[int, int] | None) -> bool:
 
 
 def started_processes() -> tuple[int, int] | None:
-    """Nodes, and processes on each of them, that a launcher has started; None without one.
+    """Return the number of nodes and of processes per node that a launcher has started; None without one.
 
     Raises:
-        ConfigError: srun has not put equally many on each node.
+        ConfigError: srun has started different numbers of tasks on the nodes.
     """
     if TorchElasticEnvironment.detect():  # torchrun, and `fabric run`, which calls it
         n_local = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -143,12 +144,12 @@ def started_processes() -> tuple[int, int] | None:
         if n_tasks > 1 and "SLURM_STEP_ID" not in os.environ:
             raise ConfigError(
                 f"this job has {n_tasks} tasks, but one process was started, which would wait for the others "
-                "for ever; start the run by srun"
+                "forever; start the run by srun"
             )
         if n_tasks % n_nodes:
             raise ConfigError(
-                f"srun has started {n_tasks} tasks on {n_nodes} nodes; give --ntasks-per-node, so that each "
-                "has as many"
+                f"srun must start equally many tasks on each node, got {n_tasks} on {n_nodes} nodes; give "
+                "--ntasks-per-node"
             )
         return n_nodes, n_tasks // n_nodes
     return None
@@ -175,18 +176,18 @@ def broadcast_from_rank_zero(fabric: Fabric, find: Callable[[], Found]) -> Found
 
 
 FIRST = "LIT_RLKV_FIRST_PROCESS"
-"""Environment variable: the process that starts the others."""
+"""Environment variable with the process that starts the others."""
 POLL_S = 0.5
 
 
 @contextmanager
 def end_together(fabric: Fabric) -> Iterator[None]:
-    """A block in which all ranks work, their launch included; one that fails keeps no other waiting.
+    """End all ranks if one of them fails within the block, which includes their launch.
 
-    Lightning looks after the processes that it has started, and ends all with the first of them that fails;
-    it does not look after the process that starts them. Those of torchrun and srun have these to do that.
+    Lightning ends the processes that it has started when one of them fails, but not when the process that
+    started them fails. torchrun and srun end all of theirs.
     """
-    # On Windows the parent of a process in a virtual environment is a stub, which says nothing.
+    # On Windows the parent of a process in a virtual environment is a stub.
     is_ours = os.name == "posix" and fabric.world_size > 1 and starts_other_ranks(fabric)
     first = os.environ.get(FIRST) if os.environ.get("LOCAL_RANK", "0") != "0" else None
     over = threading.Event()
@@ -197,7 +198,7 @@ def end_together(fabric: Fabric) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt):
-        # At its exit Lightning takes leave by NCCL, which waits for the others, and they wait for this one.
+        # Lightning's exit handler calls NCCL, which waits for the other ranks, and they wait for this one.
         atexit.unregister(_destroy_dist_connection)
         raise
     finally:
@@ -206,7 +207,7 @@ def end_together(fabric: Fabric) -> Iterator[None]:
 
 
 def exit_with_parent(parent: int, over: threading.Event) -> None:
-    """End this process at once, whatever it waits for, if the one that started it ends before it is over."""
+    """End this process at once if the one that started it ends before `over` is set."""
     while os.getppid() == parent:
         if over.wait(POLL_S):
             return

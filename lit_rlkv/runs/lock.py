@@ -1,4 +1,4 @@
-"""One process at a time in the folder of a run or a sweep: a lock file that ends with its process."""
+"""The lock of a run or sweep folder, which ends with its process."""
 
 import logging
 import os
@@ -12,11 +12,11 @@ from filelock import FileLock, Timeout
 from lit_rlkv.config import ConfigError
 
 LOCK = ".lock"
-"""File in a folder while a process works there; it names the process and is locked by it."""
+"""Locked file in a folder while a process works there; it names the process."""
 TIMEOUT_S = 0.2
-"""Longest wait for a lock; a process that is just leaving has let go by then."""
+"""Longest wait for a lock, in seconds; a process that is ending releases it by then."""
 MAX_OWNER = 200
-"""Characters read of the file."""
+"""Characters of the file to read."""
 log = logging.getLogger(__name__)
 Lock = TypeVar("Lock", bound="FolderLock")
 
@@ -26,9 +26,9 @@ class BusyError(ConfigError):
 
 
 class FolderLock:
-    """A folder that only this process may write in, until the block ends; none before the first `take`.
+    """Lock of a folder for this process, from `take` until the `with` block ends.
 
-    The lock belongs to the process and not to the file: it is gone when the process is, however that ended.
+    The lock belongs to the process, so it ends with the process, however that ends.
 
     Args:
         setting: key by which the user gives another folder, for errors.
@@ -46,12 +46,12 @@ class FolderLock:
         self._release()
 
     def take(self, folder: Path) -> None:
-        """Lock this folder, which is made if need be, and release the one before.
+        """Create and lock a folder, then release the previous one.
 
-        Where the disk has no locks, as some network disks, a warning says so, and nothing is locked.
+        If the file system has no locks, as some network file systems, a warning says so.
 
         Raises:
-            BusyError: another process holds it, or this one by another lock.
+            BusyError: another process or another lock holds it.
             ConfigError: the folder cannot be written.
         """
         path = folder / LOCK
@@ -73,20 +73,20 @@ class FolderLock:
                 f"folder ({self.setting}...)"
             ) from error
         except OSError as error:
-            log.warning("%s cannot be locked (%s): nothing keeps a second process out of it", folder, error)
+            log.warning("%s cannot be locked (%s): a second process could write there too", folder, error)
             path.unlink(missing_ok=True)
             is_locked = False
         self._release()
         if is_locked:
             self._held = lock
             self._inode = path.stat().st_ino
-            with suppress(OSError):  # the name is for people only, and the disk may be full
+            with suppress(OSError):  # only for messages; the disk may be full
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
     def _release(self) -> None:
         if self._held is not None:
             path = Path(self._held.lock_file)
-            # Somebody may have removed the file, and another process locked a new one.
+            # The file may have been removed, and another process may have locked a new one.
             if path.exists() and path.stat().st_ino == self._inode:
                 path.unlink()
             self._held.release()

@@ -34,14 +34,14 @@ class Exported:
 
     dtype: str
     logit_gap: float
-    """max |written − policy| over the logits of a few tokens, the policy's in float32 at least."""
+    """max |merged − policy| over the logits of a few tokens."""
     has_adapter: bool
     has_value_adapter: bool
     heads: tuple[str, ...]
 
 
 def model_card(run: SavedRun, exported: Exported) -> str:
-    """The page in Markdown, with the header that model hubs read."""
+    """Return the page in Markdown, with the header that model hubs read."""
     sections = [
         _header(run),
         _summary(run),
@@ -136,7 +136,7 @@ def _scores(run: SavedRun) -> str:
 
 
 def _table(rows: Sequence[EvalRow]) -> str:
-    """Without the columns that no row has anything in."""
+    """Return a table without empty columns."""
     cells = [asdict(row) for row in rows]
     shown = [column for column in COLUMNS if any(row[column] is not None for row in cells)]
     headings = [COLUMNS[column] for column in shown]
@@ -164,12 +164,12 @@ def _made_with(found: Mapping[str, Any]) -> str:
 
 
 def _config(run: SavedRun) -> str:
-    """The run's own, in a fence that no backticks in it can end."""
+    """Return the config in a code fence longer than any in it."""
     longest = max(map(len, re.findall("`+", run.config_yaml)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"## Config\n\n{fence}yaml\n{run.config_yaml.rstrip()}\n{fence}\n"
 
 
 def write_card(run: SavedRun, exported: Exported, folder: Path) -> None:
-    """The card as README.md, where model hubs look for it."""
+    """Write the card as README.md, where model hubs look for it."""
     (folder / "README.md").write_text(model_card(run, exported), encoding="utf-8")

@@ -13,7 +13,7 @@ from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint,
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, RunContext, build_context, read_config
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.saver import backbone_id, check_backbone
+from lit_rlkv.runs.starting_model import backbone_id, check_backbone
 
 
 @dataclass(frozen=True)
@@ -22,38 +22,38 @@ class SavedRun:
 
     run_dir: Path
     cfg: DictConfig
-    """May be changed before the run is opened, and is by opening it."""
+    """Composed config; callers may change it before `open_run`, which changes it too."""
     config_yaml: str
-    """The config as the run has it."""
+    """The file as text."""
     checkpoint: Checkpoint | None
-    """None where it has none: the policy as it started."""
+    """None: the policy before training."""
     weights: dict[str, Tensor]
-    """The checkpoint's, in memory: a run that trains on discards the files. Empty once the run is opened."""
+    """Weights of the checkpoint, in memory, as a training run removes old files. Empty after `open_run`."""
 
     @property
     def iteration(self) -> int:
-        """Iterations of the checkpoint; 0 without one."""
+        """Completed iterations of the checkpoint; 0 without one."""
         return 0 if self.checkpoint is None else self.checkpoint.iteration
 
     @property
     def start(self) -> str | Path:
-        """The model that RL started from: the SFT model kept in the run, or the `model.path` given.
+        """Path of the model that RL started from: the SFT model in the run folder, or `model.path`.
 
         Raises:
-            ConfigError: the run ended before there was a model.
+            ConfigError: the run ended before it had a model.
         """
         own = self.run_dir / BACKBONE
         start = own if own.is_dir() else expanded(self.cfg.model.path)
         if start is None:
             raise ConfigError(
-                f"{self.run_dir} has no {BACKBONE} folder, so it ended before there was a model; go on with "
-                f"it (python -m lit_rlkv.fit resume={self.run_dir}), or give another run"
+                f"{self.run_dir} has no {BACKBONE} folder, so it ended before it had a model; resume it "
+                f"(python -m lit_rlkv.fit resume={self.run_dir}), or give another run"
             )
         return start
 
 
 def find_run(ckpt: Path) -> SavedRun:
-    """The run and checkpoint that a path means: a run (its newest checkpoint) or one checkpoint of it.
+    """Return the run and checkpoint of a path: a run folder (its newest checkpoint) or a checkpoint folder.
 
     Raises:
         ConfigError: the path is neither, or the checkpoint is broken.
@@ -77,31 +77,31 @@ def _at_newest(run_dir: Path) -> SavedRun:
     except OSError:
         if checkpoint is None or checkpoint.path.is_dir():
             raise
-        return _at_newest(run_dir)  # the run trains on, and has discarded it meanwhile
+        return _at_newest(run_dir)  # the run is training and has removed it meanwhile
 
 
 def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
     config_yaml = (run_dir / CONFIG).read_text(encoding="utf-8")
     saved = {} if checkpoint is None else checkpoint.weights()
-    weights = {name: value.clone() for name, value in saved.items()}  # what is loaded is a view of the file
+    weights = {name: value.clone() for name, value in saved.items()}  # the loaded tensors map the file
     cfg = read_config(run_dir)
-    cfg.logger, cfg.user_callbacks = None, {}  # they watch training only
+    cfg.logger, cfg.user_callbacks = None, {}  # they only observe training
     check_targets(cfg)  # a saved config may name code that this process does not trust
     return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights)
 
 
 def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
-    """The context of a run and its policy with the weights of the checkpoint.
+    """Return the context of a run and its policy with the weights of the checkpoint.
 
     Raises:
-        ConfigError: the config breaks a rule, or the weights are of another layout.
+        ConfigError: the config breaks a rule, or the checkpoint holds other parameters.
     """
-    # It may be looked at on a machine without the CUDA that it was trained with.
+    # This machine may have no CUDA.
     if run.cfg.rollout.cuda_graph:
         run.cfg.rollout.cuda_graph = None
     if run.cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         run.cfg.fabric.accelerator = "auto"
-    # Distillation has no meaning after training, and a teacher that it alone needs is not loaded.
+    # Without distillation, a teacher that only it needs is not loaded.
     cfg = replace(checked_config(run.cfg), distillation=None)
     start = run.start
     context = build_context(cfg)

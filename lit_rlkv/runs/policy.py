@@ -1,22 +1,126 @@
-"""Build the roles and the RL module of a run from its config."""
+"""Load the backbones of a run, shard them, and build the roles and the RL module."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build
+from lit_rlkv.data.tokenizers import check_vocabulary
+from lit_rlkv.data.validation import check_prompts_fit
+from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
 from lit_rlkv.experience.score import critic_sees_shadow
-from lit_rlkv.models.adapters import LoraSpec
-from lit_rlkv.models.hydra import Roles
+from lit_rlkv.kernels.backend import use_kernels
+from lit_rlkv.models.adapters import LoraSpec, check_target_modules
+from lit_rlkv.models.backbone import hidden_states, n_embeddings, prepare_backbone, token_positions
+from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
+from lit_rlkv.models.loading import load_causal_lm
+from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.checkpoint import Checkpoint, load_trainable
-from lit_rlkv.runs.context import RunContext
-from lit_rlkv.runs.extensions import build_user_callbacks
+from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
+from lit_rlkv.runs.preflight import build_user_callbacks
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
+
+
+def load_backbone(context: RunContext, path: str | Path | None) -> PreTrainedModel:
+    """Load a backbone from a path or hub name, or build the preset, and prove that it can be replayed.
+
+    It is on the run's device, or on the CPU if it will be sharded. Weights have the run's precision, float32
+    under mixed precision, whatever the checkpoint has.
+    """
+    with as_config_errors("model"):
+        backbone = _load_backbone(context, path, WEIGHT_DTYPES[context.cfg.fabric.precision])
+    roles = context.cfg.roles
+    if not LAYOUTS[roles.layout].trains_backbones:
+        with as_config_errors("roles"):
+            check_target_modules(backbone, roles.target_modules)
+    return backbone
+
+
+def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:
+    quantization = None if path is None else context.cfg.fabric.quantization
+    if path is not None:
+        model = load_causal_lm(path, dtype, quantization=quantization, device=context.fabric.device)
+    else:
+        torch.manual_seed(derive_seed(context.cfg.sft.seed, "init"))
+        tokenizer = context.tokenizer
+        preset = context.cfg.model.preset
+        assert preset is not None, "parse_config has checked that"
+        model = build(preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+        for parameter in model.parameters():  # buffers, such as rotary frequencies, are as they are
+            parameter.data = parameter.data.to(dtype)
+    # What is quantized is where it was loaded to, and what will be sharded need not fit there.
+    if quantization is None and not context.is_sharded:
+        with explain_out_of_memory(
+            lambda: (
+                f"out of memory while {path or 'the model'} moves to {context.fabric.device}; shard it over "
+                "several devices (fabric.strategy=fsdp2, of lit_rlkv.fit), or store less of it "
+                "(fabric.precision=bf16-true, fabric.quantization=4bit)"
+            )
+        ):
+            context.fabric.to_device(model)
+    check_vocabulary(context.tokenizer, n_embeddings(model))
+    check_prompts_fit(model, context.sizes, context.cfg.rollout.max_new_tokens)
+    with use_kernels("reference") if context.is_sharded else nullcontext():
+        return prepare_backbone(model.eval())
+
+
+def shard(context: RunContext, backbone: PreTrainedModel) -> None:
+    """Shard a backbone with its adapters over the ranks; do nothing if the run shards nothing.
+
+    Raises:
+        ConfigError: a forward of it does not go through layers of transformers' own kind, once each.
+    """
+    strategy = context.fabric.strategy
+    if not isinstance(strategy, ShardedStrategy):
+        return
+    layers = layers_in_order(backbone)
+    within = {one for layer in layers for one in layer.modules() if one is not layer}
+    if not layers or len({*layers}) < len(layers) or within & {*layers}:
+        raise ConfigError(
+            f"fabric.strategy=fsdp2 shards a model layer by layer, and {type(backbone).__name__} does not go "
+            "through layers once each; use fabric.strategy=ddp"
+        )
+    ShardedLayers(
+        backbone,
+        backbone.base_model,
+        layers,
+        strategy.device_mesh["data_parallel"],
+        context.fabric.device,
+        computes_in=torch.bfloat16 if context.cfg.fabric.precision == "bf16-mixed" else None,
+        keeps_whole=strategy.keeps_whole,
+    )
+
+
+@torch.no_grad()
+def layers_in_order(backbone: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers that a forward of text calls, in order; vision layers are not among them."""
+    called: list[nn.Module] = []
+
+    def note(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        called.append(layer)
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in checkpointed_layers(backbone)]
+    input_ids = torch.zeros((1, 2), dtype=torch.long, device=backbone.device)
+    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
+    try:
+        with use_kernels("reference"):
+            hidden_states(
+                backbone,
+                input_ids,
+                token_positions(attention_mask),
+                evicted_at=dense_evicted_at(attention_mask),
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
 
 
 def needed_roles(cfg: Config) -> set[str]:

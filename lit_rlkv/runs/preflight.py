@@ -1,19 +1,25 @@
 """Checks before a run that need its objects: classes of the right kind, and options that fit each other."""
 
+import inspect
 from collections.abc import Iterator
 
 import torch
+from hydra.utils import get_object
+from lightning import Callback
 from omegaconf import DictConfig
 
+from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.validation import check_answers
+from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.algorithm_checks import check_algorithm
 from lit_rlkv.runs.context import RunContext, build_reward_functions, cache_of
-from lit_rlkv.runs.extensions import check_extensions
+from lit_rlkv.tasks import Task
 
 
 def checked_config(cfg: DictConfig) -> Config:
@@ -44,14 +50,14 @@ def check_config(cfg: Config) -> None:
     _check_trained_weights(cfg)
     for node in (cfg.logger, cfg.distillation, *cfg.diagnostics.values()):
         if node is not None:
-            build(node)  # a constructor looks at its settings and does nothing yet
+            build(node)  # constructors check their settings
 
 
 def _check_optimizer(name: str, node: DictConfig) -> None:
     """Build the optimizer once, for a parameter without effect."""
     try:
         build(node)([torch.nn.Parameter(torch.zeros(1, 1))])
-    except Exception as error:  # whatever an optimizer says of its options
+    except Exception as error:  # optimizers raise any type
         given = ", ".join(f"{key}={value}" for key, value in named_items(node))
         raise ConfigError(
             f"{name}: {node._target_} does not take {given}: {error}; change these options"
@@ -70,13 +76,14 @@ def _check_reward(cfg: Config) -> None:
     task = build(cfg.task)
     require(
         cfg.sft.on_policy_pairs.n_prompts == 0 or task.is_verifiable,
-        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task does not say which "
-        "answers of the model are wrong, as preferences do not; use 0",
+        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task must be able to verify "
+        "answers, "
+        "which preferences cannot; use 0",
     )
     require(
         cfg.reward.verifier == 0 or task.is_verifiable,
-        f"reward.verifier={cfg.reward.verifier}: {type(task).__name__} does not say what is right, as "
-        "preferences do not, or answers without answer_after; use reward=learned, or reward.verifier=0 and "
+        f"reward.verifier={cfg.reward.verifier}: {type(task).__name__} cannot verify answers, as with "
+        "preferences, or answers without answer_after; use reward=learned, or reward.verifier=0 and "
         "reward.functions",
     )
 
@@ -142,3 +149,54 @@ def check_reward_functions(context: RunContext) -> None:
         raise ConfigError(
             f"reward.functions.{name} has no score for a worked solution of {context.task}: {error}"
         )
+
+
+def check_extensions(cfg: Config) -> None:
+    """Refuse a task, algorithm, model preset or callback of the wrong kind.
+
+    Raises:
+        ConfigError: naming the key and the class that is needed.
+    """
+    _check_class("algorithm.advantage", cfg.algorithm.advantage, AdvantageEstimator)
+    _check_class("algorithm.loss", cfg.algorithm.loss, PolicyModule)
+    for name, node in {"algorithm.loss": cfg.algorithm.loss, "model.preset": cfg.model.preset}.items():
+        require(
+            not node or bool(node.get("_partial_")),
+            f"{name} must have _partial_: true, as the run adds arguments; add +{name}._partial_=true",
+        )
+    task = build(cfg.task)
+    missing = [name for name in ("is_verifiable", "sample", "score", "corrupt") if not hasattr(task, name)]
+    require(
+        isinstance(task, Task),
+        f"task._target_={cfg.task._target_} must be a task, and has no {', '.join(missing)}; see "
+        "lit_rlkv.tasks.Task",
+    )
+    build_user_callbacks(cfg)
+
+
+def build_user_callbacks(cfg: Config) -> list[Callback]:
+    """Build the callbacks under `user_callbacks`, in the order of the config.
+
+    Raises:
+        ConfigError: a node names no callback, or a callback has a hook that is never called.
+    """
+    callbacks = []
+    for name, node in named_items(cfg.user_callbacks):
+        where = f"user_callbacks.{name}"
+        if not isinstance(node, DictConfig) or "_target_" not in node:
+            raise ConfigError(
+                f"{where}={node} must name a callback; give {where}._target_=mypackage.callbacks.MyCallback"
+            )
+        callbacks.append(build(node))
+        with as_config_errors(where):
+            check_hooks(callbacks[-1:])
+    return callbacks
+
+
+def _check_class(where: str, node: DictConfig, kind: type) -> None:
+    """Refuse a target that is not a class of this kind."""
+    found = get_object(node._target_)
+    require(
+        inspect.isclass(found) and issubclass(found, kind),
+        f"{where}._target_={node._target_} must be a subclass of {kind.__module__}.{kind.__name__}",
+    )

@@ -20,14 +20,14 @@ class Results:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the evaluation before training."""
     final: dict[str, float] = field(default_factory=dict)
-    """The numbers that the run is judged by, once it has been evaluated after training."""
+    """Metrics of the evaluation after training; empty before it."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     rollout: Rollout | None = None
     reward_model: RewardReport | None = None
     """Quality of the reward head on held-out pairs; None without one."""
 
     def save(self, run_dir: Path) -> None:
-        """Write all but the rollout, the whole file at once."""
+        """Write all but the rollout, atomically."""
         rows = {"before": [asdict(row) for row in self.before], "after": [asdict(row) for row in self.after]}
         judged = None if self.reward_model is None else asdict(self.reward_model)
         found = {

@@ -26,18 +26,18 @@ MAY_CHANGE = (
     "resume",
     KEY,
 )
-"""Settings that change how a run is watched or where it runs, but not what training computes."""
+"""Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
-"""Settings below those that do."""
+"""Exceptions below those settings."""
 N_SHOWN = 8
-"""Differences named in one error; the others are counted."""
+"""Differences to name in an error; the others are counted."""
 
 
 def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
     """Return the folder and config of the run that `resume` names, with the overrides that may change.
 
     Raises:
-        ConfigError: there is no run, or what is asked for is another one; says what differs.
+        ConfigError: the folder holds no run, or one with another config; the error names the differences.
     """
     run_dir = Path(cfg.resume)
     if not (run_dir / CONFIG).is_file():
@@ -47,7 +47,7 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
         )
     saved = read_config(run_dir)
     asked = _with_overrides(saved, cfg, overrides)
-    refuse_another(saved, asked, run_dir)
+    check_same_config(saved, asked, run_dir)
     check_saved_code(saved.reward.functions)
     return run_dir, asked
 
@@ -55,16 +55,16 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
 def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
     """Return the run that `resume=auto` resumes: the one in this folder, or the newest with this config.
 
-    Among others, those that have come to their end are done. None where a new run is to be started. The lock
-    is on the folder that it will be in.
+    Return None if a new run must start. Finished runs do not count, except the one in this folder. The lock
+    is then held on the folder of the run.
 
     Raises:
-        ConfigError: the folder of this run holds another one, says what differs.
-        BusyError: another process is at work on what is to be gone on with.
+        ConfigError: `run_dir` holds a run with another config; the error names the differences.
+        BusyError: another process works on the run to resume.
     """
     lock.take(run_dir)
     if (run_dir / CONFIG).is_file():
-        refuse_another(read_config(run_dir), cfg, run_dir)
+        check_same_config(read_config(run_dir), cfg, run_dir)
         return run_dir
     runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
     unfinished = [run for run in runs if not is_done(run)]
@@ -76,11 +76,11 @@ def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path
             except BusyError as error:
                 busy = error
             except ConfigError as error:
-                log.warning("resume=%s passes over a run: %s", AUTO, error)
+                log.warning("resume=%s skips a run: %s", AUTO, error)
             else:
                 return run
     if busy is not None:
-        # A process that is about to end, as after a requeue, would else be followed by a run from the start.
+        # The other process may be about to end, as after a requeue; a new run would start from scratch.
         raise busy
     return None
 
@@ -88,7 +88,7 @@ def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path
 def is_done(run_dir: Path) -> bool:
     """True if a run is complete: its report is there and no iteration is left to train.
 
-    A run that is only looked at, by stages=[eval], or that is to train for longer has an earlier report.
+    A run that must train for longer has an earlier report.
     """
     if not (run_dir / REPORT).is_file():
         return False
@@ -114,19 +114,19 @@ def warn_of_other_ranks(checkpoint: Checkpoint, n_ranks: int) -> None:
     """Warn about the differences if a run resumes with another number of processes."""
     if checkpoint.n_ranks != n_ranks:
         log.warning(
-            "this run had %d processes and goes on with %d: prompts, parameters, optimizer and learning rate "
-            "are the same; responses are drawn from other random numbers, unless rollout.n_shards is set, "
-            "and sums differ by float error",
+            "this run had %d processes and resumes with %d: prompts, parameters, optimizer and learning rate "
+            "are the same; responses use other random numbers, unless rollout.n_shards is set, and sums "
+            "differ by rounding",
             checkpoint.n_ranks,
             n_ranks,
         )
 
 
-def refuse_another(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:
-    """Only the same run can be gone on with.
+def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:
+    """Check that a run is resumed with its own config.
 
     Raises:
-        ConfigError: the configs differ in what a run computes; says in what.
+        ConfigError: the configs differ in a setting that training depends on.
     """
     changed = differences(saved, asked)
     if changed:
@@ -135,8 +135,8 @@ def refuse_another(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:
         raise ConfigError(
             "\n  ".join(
                 [
-                    f"{run_dir} holds a run with another config, which cannot be changed on the way; leave "
-                    "out what differs, or start another run in a folder of its own:",
+                    f"{run_dir} holds a run with another config, which cannot change on resume; leave out "
+                    "what differs, or start another run in a folder of its own:",
                     *shown,
                     *more,
                 ]
@@ -145,7 +145,7 @@ def refuse_another(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:
 
 
 def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that decide what a run computes and are not the same: what was, what is asked for."""
+    """Return the settings that training depends on and that differ, each with its old and new value."""
     was, now = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (saved, asked))
     names = [*was, *(name for name in now if name not in was)]
     return {
@@ -165,7 +165,7 @@ _MISSING = object()
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    """Every leaf by its dotted path; lists are leaves."""
+    """Return every leaf by its dotted path; lists are leaves."""
     if not isinstance(node, Mapping):
         return {path: node}
     return {
@@ -176,14 +176,13 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
 
 
 def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The run's own config with what the command line sets, as it composes with it."""
+    """Return the config of the run with the overrides of the command line."""
     asked = saved.copy()
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key in PRESETS:  # a preset sets keys everywhere
             raise ConfigError(
-                f"{override}: a preset cannot be put on a run that is gone on with; give the settings that "
-                "are to change"
+                f"{override}: a resumed run takes no preset; give the single settings to change"
             )
         if key not in ("resume", KEY):
             place = _place(asked, key)
@@ -192,7 +191,7 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
 
 
 def _place(cfg: DictConfig, key: str) -> str:
-    """The key, or the first one above it that has nothing there, as of a diagnostic that was left out."""
+    """Return the key, or the first parent of it that is None, such as a diagnostic that was off."""
     names = key.split(".")
     above = (".".join(names[:n]) for n in range(1, len(names)))
     return next((name for name in above if OmegaConf.select(cfg, name) is None), key)

@@ -47,8 +47,8 @@ def open_session(
 
     Args:
         composed: the config; `resume` names a run, is `auto`, or is None for a new run.
-        run_dir: of a new run.
-        overrides: of the command line.
+        run_dir: folder of a new run.
+        overrides: overrides on the command line.
         console: silenced on every rank but 0.
 
     Raises:
@@ -61,7 +61,7 @@ def open_session(
         old_dir, composed = load_resumed_config(composed, overrides)
     cfg = checked_config(composed)
     fabric = make_fabric(cfg)
-    # If one rank ended alone, the others would wait for it, also while they start.
+    # A rank that ended alone would leave the others waiting, also during their start.
     deferred = interruption.deferred(fabric.world_size > 1)
     with deferred, end_together(fabric), FolderLock() as lock:
         launch(fabric)
@@ -92,7 +92,7 @@ def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
     try:
         yield
     except InterruptedRunError:
-        if is_rank_zero and (run_dir / CONFIG).is_file():  # else there is nothing to resume
+        if is_rank_zero and (run_dir / CONFIG).is_file():  # otherwise there is nothing to resume
             with suppress(OSError):
                 (run_dir / INTERRUPTED).touch()
         raise

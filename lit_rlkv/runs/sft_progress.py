@@ -1,4 +1,4 @@
-"""The passes of an SFT stage, and its checkpoints in the run folder, so that a killed stage resumes."""
+"""The training passes of an SFT stage, and their checkpoints in the run folder."""
 
 import shutil
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, TrainState
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.saver import REWARD_MODEL, Saver, latest_checkpoint
-from lit_rlkv.runs.starting_model import REWARD_HEAD
+from lit_rlkv.runs.saver import Saver, latest_checkpoint
+from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SFTPass:
     folder: str = "."
     """Folder below the SFT model's in which its weights are saved."""
     n_answered: int = 0
-    """Prompts that the model answers first; its wrong answers are the rejected sides. 0: the task's pairs."""
+    """Prompts that the model answers first, for rejected completions; 0: the task corrupts solutions."""
 
 
 def training_passes(cfg: SFTConfig) -> list[SFTPass]:
@@ -71,14 +71,14 @@ def training_passes(cfg: SFTConfig) -> list[SFTPass]:
 
 
 class SFTProgress:
-    """The finished passes of an SFT stage as model folders, and checkpoints of the one under way.
+    """The finished passes of an SFT stage as model folders, and checkpoints of the current pass.
 
     Args:
-        root: of its own for each run.
-        every: iterations between checkpoints; None makes none.
+        root: folder of this stage, a different one for each run.
+        every: iterations between checkpoints; None: no checkpoints.
 
     Raises:
-        ConfigError: none of the checkpoints is whole.
+        ConfigError: all checkpoints are broken.
     """
 
     def __init__(self, fabric: Fabric, root: Path, every: int | None) -> None:
@@ -95,27 +95,27 @@ class SFTProgress:
 
     @property
     def resumed_at(self) -> int:
-        """Iterations done, over all passes."""
+        """Completed iterations of all passes."""
         return 0 if self.resumed is None else self.resumed.iteration
 
     def output(self, number: int) -> Path:
-        """The model that a pass has left."""
+        """Return the model folder of a finished pass."""
         return self.root / f"pass-{number}"
 
     def saver(self, module: nn.Module, number: int, n_iterations: int) -> Callable[[TrainState], None]:
-        """Saves a pass that ends after so many iterations; not its end, at which it leaves a model."""
+        """Return a function that saves checkpoints of a pass, but not its end, which saves a model."""
         saver = Saver(self.fabric, module, self.checkpoints, self.every, self.resumed_at or None)
 
-        def save(moment: TrainState) -> None:
-            if moment.iteration < n_iterations:
-                saver(replace(moment, data_state={"pass": number, "data": moment.data_state}))
+        def save(state: TrainState) -> None:
+            if state.iteration < n_iterations:
+                saver(replace(state, data_state={"pass": number, "data": state.data_state}))
 
         return save
 
     def finish(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> None:
-        """Keep what a pass has trained."""
+        """Save the model that a pass has trained."""
         FORWARD_COORDINATOR.wait()
-        # Where layers lie in shards, all ranks put them together for the first.
+        # Every rank takes part in gathering sharded layers.
         weights = {name: gather_full(value) for name, value in backbone.state_dict().items()}
         if self.fabric.is_global_zero:
             with atomic_dir(self.output(number)) as partial:
@@ -124,5 +124,5 @@ class SFTProgress:
                     save_file(head.state_dict(), partial / REWARD_HEAD)
 
     def clear(self) -> None:
-        """Nothing of it is needed any more."""
+        """Remove the folder of the stage."""
         shutil.rmtree(self.root, ignore_errors=True)

@@ -21,7 +21,7 @@ class InterruptedRunError(BaseException):
 
 
 class Interruption:
-    """A request to end the run, made by a signal: honoured at once, or later where it is deferred."""
+    """A request by a signal to end the run, handled at once or, inside `deferred`, later."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -41,7 +41,7 @@ class Interruption:
 
     @contextmanager
     def deferred(self, is_deferred: bool = True) -> Iterator[None]:
-        """Run a block that no signal breaks off; ask afterwards if one came."""
+        """Run a block that no signal interrupts; ask afterwards if one arrived."""
         before, self._is_deferred = self._is_deferred, is_deferred or self._is_deferred
         try:
             yield
@@ -50,7 +50,7 @@ class Interruption:
 
     @contextmanager
     def immediate(self, is_immediate: bool) -> Iterator[None]:
-        """Inside `deferred`, run a block that a signal ends at once, also one that came before the block."""
+        """Inside `deferred`, run a block that a signal ends at once, also one that arrived before."""
         before, self._is_deferred = self._is_deferred, self._is_deferred and not is_immediate
         try:
             if is_immediate and self.signal is not None:
@@ -72,7 +72,7 @@ class Interruption:
         """End the run if the last `is_requested` was True: on all ranks, or on none.
 
         Raises:
-            InterruptedRunError: it was.
+            InterruptedRunError: a signal was received.
         """
         if self._agreed is not None:
             raise InterruptedRunError(f"asked to end by {signal.Signals(self._agreed).name}")
@@ -81,7 +81,7 @@ class Interruption:
         """End the run if any rank received a signal; every rank must call it inside `deferred`.
 
         Raises:
-            InterruptedRunError: one did.
+            InterruptedRunError: a signal was received.
         """
         self.is_requested(fabric)
         self.raise_if_agreed()

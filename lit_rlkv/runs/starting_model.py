@@ -1,4 +1,4 @@
-"""The model that RL starts from: where an SFT model is kept, and which one a run takes."""
+"""The model that RL starts from: the shared SFT models, and the choice for a run."""
 
 import hashlib
 import json
@@ -8,40 +8,45 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils.hub import cached_file
 
 from lit_rlkv.config import Config, ConfigError, expanded
 from lit_rlkv.config.options import show
-from lit_rlkv.files import stamps
+from lit_rlkv.files import fingerprint, stamps
+from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import BACKBONE
-from lit_rlkv.runs.saver import REWARD_MODEL
 
+REWARD_MODEL = "reward_model"
+"""Folder in a SFT model for a reward model with weights of its own."""
+LOADED = ("*.safetensors", f"{REWARD_MODEL}/*.safetensors")
+"""Files that a run loads from its model's folder, which may contain other models or runs."""
 REWARD_HEAD = "reward_head.safetensors"
 SFT_FORMAT = 1
-"""Increased when the SFT stage changes what it computes or writes, so that no older model is reused."""
+"""Version of what the SFT stage computes and writes; a new one ignores older models."""
 SFT_MODELS, SFT_DONE = "sft_models", "sft.json"
-"""The shared folder of all SFT models, and the file that marks a finished one."""
+"""Folder of the SFT models that runs share, and the file that marks a finished one."""
 
 
 def critic_dir(start: str | Path) -> str | Path:
-    """Where the critics' backbone and reward head are: the SFT model itself unless it has them apart."""
+    """Return the folder of the critics' backbone and reward head, within the SFT model or the same."""
     apart = Path(start) / REWARD_MODEL
     return apart if apart.is_dir() else start
 
 
 def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
-    """The trained reward head beside a backbone, None where there is none."""
+    """Load the trained reward head in a folder; None without one."""
     path = Path(folder) / REWARD_HEAD
     return load_file(path) if path.is_file() else None
 
 
 def sft_model_dir(cfg: Config) -> Path:
-    """Where the SFT model of this config is, or will be: named by everything that it depends on."""
+    """Return the folder of this config's SFT model, named by a digest of everything it depends on."""
     has_mistakes = cfg.sft.on_policy_pairs.n_prompts > 0
-    # The model's own mistakes are those that it makes under this cache, drawn a batch at a time.
+    # Answers of the model itself depend on the cache, and on the batches in which they are drawn.
     names = ("task", "model", "sft", *(("cache", "rollout") if has_mistakes else ()))
     parts = {name: OmegaConf.to_container(cfg.source[name]) for name in names}
     parts |= {"batch_size": cfg.evaluation.batch_size} if has_mistakes else {}
-    if has_mistakes and cfg.reward.accuracy is not None:  # which says what is a mistake
+    if has_mistakes and cfg.reward.accuracy is not None:  # decides which answers are wrong
         function = cfg.reward.functions[cfg.reward.accuracy]
         parts["accuracy"] = OmegaConf.to_container(function)
     sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
@@ -53,10 +58,11 @@ def sft_model_dir(cfg: Config) -> Path:
 def find_starting_model(cfg: Config, run_dir: Path) -> str | Path | None:
     """Return the model that RL and evaluation start from; None if the SFT stage has to train it.
 
-    A run that is resumed has its own; then, unless `stages` take `model.path` as it is, comes the SFT model.
+    A resumed run has its own model. Otherwise it is `model.path` if `stages` have no sft, or the shared SFT
+    model.
 
     Raises:
-        ConfigError: `stages` leave out sft, and there is neither a SFT model nor a `model.path`.
+        ConfigError: `stages` leave out sft, and there is no SFT model and no `model.path`.
     """
     shared = sft_model_dir(cfg)
     if (run_dir / BACKBONE / SFT_DONE).is_file():
@@ -68,6 +74,39 @@ def find_starting_model(cfg: Config, run_dir: Path) -> str | Path | None:
     if "sft" in cfg.stages:
         return None
     raise ConfigError(
-        f"stages={show(cfg.stages)} start from a SFT model, but no earlier run left one for this config "
-        f"in {shared.parent}; add sft to stages, or give model.path"
+        f"stages={show(cfg.stages)} need the SFT model of an earlier run with this config, found none in "
+        f"{shared.parent}; add sft to stages, or give model.path"
     )
+
+
+def backbone_id(start: str | Path) -> str:
+    """Return the fingerprint of the weights in a folder, or in the local cache of a hub name.
+
+    Raises:
+        ConfigError: the folder has no safetensors.
+    """
+    folder = _folder_of(start)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{start} must hold safetensors, found none; write them by save_pretrained")
+    return fingerprint(folder, *LOADED)
+
+
+def _folder_of(start: str | Path) -> Path:
+    if Path(start).is_dir():
+        return Path(start)
+    config = cached_file(str(start), "config.json")
+    assert config is not None  # it was loaded before
+    return Path(config).parent
+
+
+def check_backbone(checkpoint: Checkpoint | None, start: str | Path, fingerprint_now: str) -> None:
+    """Check that a checkpoint, which holds only trained parameters, belongs to the weights at `start`.
+
+    Raises:
+        ConfigError: the fingerprint of the weights is not the one in the checkpoint.
+    """
+    if checkpoint is not None and checkpoint.backbone != fingerprint_now:
+        raise ConfigError(
+            f"{checkpoint.path} was trained on other weights than those in {start}, which have changed "
+            "since; restore them, or start a new run"
+        )

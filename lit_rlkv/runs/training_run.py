@@ -3,14 +3,15 @@
 import logging
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from lightning import Callback
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
@@ -19,41 +20,43 @@ from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.reporting.loggers import GuardedLogger, RunStart, as_run_logger
+from lit_rlkv.reporting.loggers.base import Cell, RunLogger
 from lit_rlkv.reporting.loggers.logging_callback import LoggingCallback
 from lit_rlkv.reporting.progress import ProgressBar
 from lit_rlkv.reporting.report import Picture, RunReport, figures, write_report
-from lit_rlkv.reporting.run_metrics import SECONDS, MetricsFile, RunAxes, last_axis_values
+from lit_rlkv.reporting.run_metrics import SECONDS, AxisValues, MetricsFile, RunAxes, last_axis_values
 from lit_rlkv.reporting.samples import Samples
-from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
+from lit_rlkv.runs import environment
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
-from lit_rlkv.runs.environment import installed
-from lit_rlkv.runs.extensions import build_user_callbacks
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
+from lit_rlkv.runs.preflight import build_user_callbacks
 from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
-from lit_rlkv.runs.run_logger import log_outcome, start_logger
 from lit_rlkv.runs.saver import latest_checkpoint
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import EvalRow, Rollout
 
 log = logging.getLogger(__name__)
+EVALUATION_HEADINGS = ("when", *(column.name for column in fields(EvalRow)))
 RANKS = "ranks"
-"""Folder in a run for the metrics of each rank but the first."""
+"""Folder in a run for the metrics of ranks other than 0."""
 
 
 class TrainingRun:
-    """The folder of a run on every rank, from its last checkpoint on.
+    """The folder of a run on every rank, with its results, metrics, logger and callbacks.
 
-    Making one opens the folder: it reads the newest checkpoint and earlier results, and rank 0 writes the
-    config. Use it as a context manager, which opens and closes the logger and the reward workers.
+    The constructor reads the newest checkpoint and earlier results, and rank 0 writes the config. The context
+    manager `open` opens and closes the logger and the reward workers.
 
     Args:
-        run_dir: the same on all ranks.
-        console: where rank 0 prints.
+        run_dir: folder of the run, the same on all ranks.
+        console: console on which rank 0 prints.
 
     Raises:
-        ConfigError: no checkpoint of the folder is whole, or the logger's settings are wrong.
+        ConfigError: all checkpoints of the folder are broken, or the logger's settings are wrong.
     """
 
     def __init__(
@@ -210,5 +213,67 @@ def make_report(
         stage_seconds=results.stage_seconds,
         samples=samples.samples,
         diagnostics=read_rows(run_dir / DIAGNOSTICS),
-        versions={"python": platform.python_version(), **installed(packages)},
+        versions={"python": platform.python_version(), **environment.installed(packages)},
     )
+
+
+def start_logger(context: RunContext, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
+    """Write down what the run runs on, and make its logger, which a `with` block opens; the first rank does.
+
+    Raises:
+        ConfigError: the logger's settings cannot be meant.
+    """
+    cfg = context.cfg
+    found = environment.describe(cfg, context.fabric.device)
+    is_first = context.fabric.is_global_zero
+    if is_first:
+        environment.record(run_dir, found)
+    with as_config_errors("logger"):
+        logger = None if cfg.logger is None or not is_first else _make_logger(cfg.logger, run_dir)
+    config = cast("dict[str, Any]", OmegaConf.to_container(cfg.source))
+    return GuardedLogger(logger, RunStart(run_dir, config, found, resumed_at), console)
+
+
+def _make_logger(node: DictConfig, run_dir: Path) -> RunLogger:
+    """The config's logger; one of Lightning's, under `_partial_`, is told the folder of the run."""
+    built = build(node)
+    return as_run_logger(
+        built(**{"save_dir": run_dir, **built.keywords}) if isinstance(built, partial) else built
+    )
+
+
+def log_outcome(
+    logger: GuardedLogger,
+    evaluations: Mapping[str, Sequence[EvalRow]],
+    final: Mapping[str, float],
+    pictures: Sequence[Picture],
+    place: AxisValues,
+    report: Path,
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Send the outcome of a run to its logger; missing parts are left out.
+
+    Args:
+        evaluations: by when they were made, before or after training.
+        report: the page.
+        checkpoint: the last one.
+    """
+
+    def send(to: RunLogger) -> None:
+        rows = evaluation_rows(evaluations)
+        if rows:
+            to.table("evaluation", EVALUATION_HEADINGS, rows, place)
+        if final:
+            to.scalars(final, place)
+        if pictures:
+            to.figures(pictures, place)
+        to.file(report, "report")
+        if checkpoint is not None:
+            to.file(checkpoint.path, "model")
+
+    logger.send("the outcome", send)
+
+
+def evaluation_rows(evaluations: Mapping[str, Sequence[EvalRow]]) -> list[list[Cell]]:
+    """Cells under EVALUATION_HEADINGS."""
+    return [[when, *astuple(row)] for when, rows in evaluations.items() for row in rows]

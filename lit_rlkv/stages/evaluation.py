@@ -21,8 +21,8 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.context import RunContext, cache_of
+from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
@@ -32,7 +32,7 @@ from lit_rlkv.types import EvalRow, PreferencePair, Rollout
 def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str | Path) -> None:
     """Score the reward model and the policy that training starts from, unless an earlier process did.
 
-    The policy is scored again where the evaluation's settings have changed since.
+    The policy is scored again if the settings of the evaluation have changed.
     """
     context, results = run.context, run.results
     if results.reward_model is None:
@@ -73,7 +73,7 @@ def evaluation_caches(cfg: Config, policies: Sequence[str] | None = None) -> lis
     own = cache_of(cfg)
     chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
     budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
-    # The run's policy_options are arguments of its own policy.
+    # policy_options belong to the run's own policy.
     sparse = [
         replace(own, policy=policy, budget=budget)
         if policy == cfg.cache.policy

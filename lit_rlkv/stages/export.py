@@ -1,4 +1,4 @@
-"""A policy as plain transformers and peft load it: merged weights, adapters and heads, proven equal."""
+"""Export a policy for plain transformers and peft: merged weights, adapters and heads, verified."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ from lit_rlkv.runs.model_card import ADAPTER, HEADS, VALUE_ADAPTER, Exported
 from lit_rlkv.runs.starting_model import critic_dir
 
 PROBE_SHAPE = (2, 12)
-"""Rows and tokens of the texts on which the export is compared with the policy."""
+"""Rows and tokens of the inputs on which the export is compared with the policy."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Largest difference of logits by the precision of the sum, as a share of the largest logit."""
 
@@ -38,14 +38,14 @@ def export_policy(
     dtype: torch.dtype | None,
     with_heads: bool,
 ) -> Exported:
-    """Write model, tokenizer and generation config into a folder, and adapters and heads where there are any.
+    """Write model, tokenizer and generation config into a folder, and adapters and heads if there are any.
 
     Args:
-        start: the base model, path or hub name; its weights are read again, and the adapter merged into them.
-        dtype: of the merged weights; None keeps the policy's.
+        start: path or hub name of the base model, into whose weights the adapter is merged.
+        dtype: dtype of the merged weights; None: the policy's.
 
     Raises:
-        ConfigError: the merged model does not compute what the policy does, or is not what was written.
+        ConfigError: the merged model differs from the policy, or from the files written.
     """
     policy = roles.backbone("policy")
     adapter = roles.layout.adapter["policy"]
@@ -54,9 +54,9 @@ def export_policy(
     merged = merged_model(policy, start, None if adapter is None else folder / ADAPTER)
     with widened(policy, merged.dtype):
         expected = policy_logits(roles, probe_tokens(merged))
-    check_equal(expected, merged)  # before rounding, which may hide an adapter that is small
+    check_equal(expected, merged)  # before rounding, which may hide a small adapter
     merged = merged.to(dtype or policy.dtype)  # type: ignore[arg-type]
-    gap = logits_gap(expected, merged)  # no bound of it holds for all weights, but it has to be a number
+    gap = logits_gap(expected, merged)  # no bound holds for all weights
     if not math.isfinite(gap):
         raise ConfigError(
             f"the merged model's logits overflow in {merged.dtype}; use dtype=bfloat16 or float32"
@@ -75,13 +75,12 @@ def export_policy(
 
 
 def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | None) -> PreTrainedModel:
-    """The weights of a policy in a plain model, with the adapter of a folder added where there is one.
+    """Return the policy as a plain model, with the adapter of a folder merged if given.
 
-    In float32 at least: where steps of the adapter are smaller than those of the weights, only a wider sum
-    keeps them.
+    The dtype is float32 at least, because an adapter's change may be below the precision of the weights.
     """
     wide = torch.promote_types(policy.dtype, torch.float32)
-    # Read in the policy's precision first: its adapter was trained on weights that were rounded to that.
+    # Load in the policy's dtype first: its adapter was trained on weights rounded to it.
     plain = plain_model(start, policy.dtype).to(wide)  # type: ignore[arg-type]
     if adapter is None:
         plain.load_state_dict(policy.state_dict())
@@ -92,7 +91,7 @@ def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | Non
 
 @contextmanager
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """All weights in a precision that holds them exactly; after the block each is back in its own."""
+    """Convert all weights to a wider dtype within the block, and back after it."""
     tensors = [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
     before = [each.dtype for each in tensors]
     try:
@@ -105,7 +104,7 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A model as transformers alone loads it."""
+    """Load a model by transformers alone."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, trust_remote_code=False, use_safetensors=True
     )
@@ -113,14 +112,14 @@ def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_adapter(backbone: PreTrainedModel, adapter: str, base: str | Path, folder: Path) -> None:
-    """One adapter of a backbone in peft's own format, for a model that `base` names."""
+    """Save an adapter of a backbone in peft's format, for the base model `base`."""
     config = copy.deepcopy(cast("dict[str, Any]", backbone.peft_config)[adapter])
     config.task_type = TaskType.CAUSAL_LM
     config.base_model_name_or_path = str(Path(base).resolve() if Path(base).exists() else base)
     config.inference_mode = True
     weights = get_peft_model_state_dict(backbone, adapter_name=adapter, save_embedding_layers=False)
     folder.mkdir()
-    # peft wraps a model twice, in itself and in the kind of adapter, and names weights by that.
+    # peft prefixes names, because it wraps a model twice.
     save_file(
         {f"base_model.model.{name}": value.detach().contiguous().cpu() for name, value in weights.items()},
         folder / "adapter_model.safetensors",
@@ -129,7 +128,7 @@ def save_adapter(backbone: PreTrainedModel, adapter: str, base: str | Path, fold
 
 
 def save_heads(roles: Roles, path: Path) -> tuple[str, ...]:
-    """Weights and biases of the scalar heads as `ROLE.linear.weight` [1, dim] and `ROLE.linear.bias` [1]."""
+    """Save the scalar heads as `ROLE.linear.weight` [1, dim] and `ROLE.linear.bias` [1]; return the roles."""
     names = tuple(role for role in CRITICS if role in roles.heads)
     weights = {
         f"{role}.{name}": value.detach().contiguous().cpu()
@@ -146,25 +145,24 @@ def _has_own_adapter(roles: Roles) -> bool:
 
 
 def logits_gap(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedModel) -> float:
-    """max |merged − policy| over the logits of a few tokens; those of the policy in float32 at least."""
+    """Return max |merged − policy| over the logits of a few tokens."""
     with torch.no_grad():
         found = merged(probe_tokens(merged), use_cache=False).logits
     return float((found.double() - expected.double()).abs().max())
 
 
 def check_equal(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedModel) -> None:
-    """Refuse a merge that is not the policy.
+    """Check that the merged model computes what the policy does.
 
     Raises:
-        ConfigError: logits differ by more than float error in the precision of the merged model, float32 or
-            better.
+        ConfigError: logits differ by more than rounding error.
     """
     gap = logits_gap(expected, merged)
     allowed = TOLERANCE[merged.dtype] * float(expected.abs().max())
     if not gap <= allowed:
         raise ConfigError(
-            f"the merged model's logits differ from the policy's by {gap:.2g}, where float error would be "
-            f"below {allowed:.2g}; an adapter on embeddings that are also the output head "
+            f"the merged model's logits must be within {allowed:.2g} of the policy's, got {gap:.2g}; an "
+            "adapter on embeddings that are also the output head "
             "(roles.target_modules) cannot be merged"
         )
 
@@ -173,14 +171,15 @@ def check_written(merged: PreTrainedModel, folder: Path) -> None:
     """Check that plain transformers loads the merged model from the folder bit for bit.
 
     Raises:
-        ConfigError: a weight differs; says which.
+        ConfigError: a weight differs.
     """
     written = plain_model(folder, merged.dtype).state_dict()
     for name, weight in merged.state_dict().items():
         if name not in written or not torch.equal(written[name], weight):
             raise ConfigError(
-                f"{name} is read from the export as another weight than was written; this architecture "
-                "cannot be exported by this version of transformers"
+                f"{name} differs between the export and the merged model; this version of transformers "
+                "cannot "
+                "export this architecture"
             )
 
 
@@ -197,5 +196,5 @@ def policy_logits(roles: Roles, input_ids: Int[Tensor, "batch seq"]) -> Float[Te
 
 
 def probe_tokens(model: PreTrainedModel) -> Int[Tensor, "batch seq"]:
-    """A few random tokens, the same for every model of that vocabulary."""
+    """Return a few random tokens, equal for every model with this vocabulary size."""
     return torch.randint(text_config(model).vocab_size, PROBE_SHAPE, generator=stream(0, "export"))

@@ -36,7 +36,7 @@ def train_policy(
 
     Raises:
         TypeError: a callback has a hook that the loop never calls.
-        ConfigError: the checkpoint holds other parameters, or the data has changed since it was written.
+        ConfigError: the checkpoint holds other parameters, or the data has changed since.
     """
     check_hooks(callbacks)
     cfg = context.cfg

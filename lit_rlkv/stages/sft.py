@@ -1,4 +1,4 @@
-"""The SFT stage (Hydra-SFT): train LM head and reward head, and keep the model for every later run."""
+"""The SFT stage (Hydra-SFT): train LM head and reward head, and save the model for later runs."""
 
 import gc
 import json
@@ -28,9 +28,9 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.progress import ProgressBar, track
 from lit_rlkv.reporting.run_metrics import MetricsFile
 from lit_rlkv.rng import derive_seed, stream
-from lit_rlkv.runs.backbone import load_backbone, shard
 from lit_rlkv.runs.checkpoint import load_trainable
 from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.sft_progress import SFTPass, SFTProgress, training_passes
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE, load_reward_head, sft_model_dir
@@ -46,7 +46,7 @@ SFT_WORK = "sft"
 
 
 def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Path:
-    """Return the model that RL and evaluation start from; train it by SFT where there is none yet."""
+    """Return the model that RL and evaluation start from; train it by SFT if there is none yet."""
     if start is None:
         run.console.print("[bold]sft[/] supervised fine-tuning (its model is kept for later runs)")
         with run.timed("sft"):
@@ -75,7 +75,7 @@ def run_sft(
     head. A separate reward model, which starts from the finished LM, has its own folder `REWARD_MODEL`.
 
     Args:
-        progress: to resume from; None starts anew and keeps nothing if training fails.
+        progress: progress to resume; None starts from scratch and saves no checkpoints.
 
     Raises:
         ConfigError: the model cannot learn from the task's solutions or pairs, or they have changed since an
@@ -122,7 +122,7 @@ class SFTStage:
         _check_data(self.context, backbone, self.passes)
         shard(self.context, backbone)
         head = _load_head(progress.output(first - 1), backbone) if is_begun else None
-        # A separate reward model trains on in place, once the LM's weights are on the disk.
+        # A separate reward model continues from these weights, after the LM is saved.
         for number in range(first, len(self.passes)):
             head = self._train(number, backbone, head)
             progress.finish(number, backbone, head)

@@ -82,7 +82,7 @@ def test_rewards_are_shown_as_they_were_before_normalisation_and_without_those_t
     scores = torch.tensor([0.0, 1.0, 0.5, 0.5, 2.0, 2.0, 2.0, 2.0, 7.0, 7.0, 7.0, 3.0])
     failed = torch.tensor([0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0]).bool()
     total = (scores == 1.0).float()  # only the first group disagrees in what is learned from
-    found = group_statistics(Rewards(total, {}, failed, weighed=scores), group_size=4)
+    found = group_statistics(Rewards(total, {}, failed, weighted=scores), group_size=4)
     # valid: 0, 1; four times 2; a 3 that is alone and has no deviation
     assert float(found["reward"]) == pytest.approx((0 + 1 + 4 * 2 + 3) / 7)
     assert float(found["reward_std"]) == pytest.approx((0.5**0.5 + 0.0) / 2)

@@ -121,7 +121,7 @@ def test_launches_that_would_hang_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="by srun or torchrun"):
         make_fabric(config(num_nodes=2))
     set_all(monkeypatch, {**SLURM, "SLURM_NTASKS": "7"})
-    with pytest.raises(ConfigError, match="7 tasks on 2 nodes; give --ntasks-per-node"):
+    with pytest.raises(ConfigError, match="got 7 on 2 nodes; give --ntasks-per-node"):
         started_processes()
     set_all(monkeypatch, SLURM)
     monkeypatch.delenv("SLURM_STEP_ID")

@@ -115,7 +115,7 @@ JUDGED = [
         ),
         (
             ["task=dataset", "task.dataset=tests/data/problems.jsonl", "task.answer_column=null"],
-            "reward.verifier=1.0: Problems does not say what is right, as preferences do not, or answers wit",
+            "reward.verifier=1.0: Problems cannot verify answers, as with preferences, or answers wit",
         ),
         (["reward.normalize=yes"], "reward.normalize must be one of none, batch, running, got yes"),
         (["reward=learned", "sft.n_pairs=0"], "needs a reward head, but sft.n_pairs=0 with"),
@@ -192,7 +192,7 @@ JUDGED = [
                 "reward=learned",
                 "sft.on_policy_pairs.n_prompts=8",
             ],
-            "the task does not say which answers",
+            "the task must be able to verify answers",
         ),
         (
             ["roles.layout=hydro"],

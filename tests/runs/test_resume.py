@@ -126,7 +126,7 @@ def test_a_resumed_run_takes_changes_only_of_keys_that_may_change(tmp_path):
     assert (gone_on.seed, gone_on.callbacks.keep_best) == (5, 2)
     with pytest.raises(ConfigError, match="seed: 5 -> 6"):
         load_resumed_config(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
-    with pytest.raises(ConfigError, match="a preset cannot be put on a run"):
+    with pytest.raises(ConfigError, match="a resumed run takes no preset"):
         load_resumed_config(cfg, [f"resume={run}", "experiment=tis"])
 
 
@@ -165,7 +165,7 @@ def test_a_setting_of_what_the_run_left_out_brings_it_whole(tmp_path, without):
     checked_config(cfg)
 
 
-@pytest.mark.parametrize(("n_ranks", "says"), [(2, ""), (4, "had 2 processes and goes on with 4: prompts")])
+@pytest.mark.parametrize(("n_ranks", "says"), [(2, ""), (4, "had 2 processes and resumes with 4: prompts")])
 def test_resuming_with_another_number_of_ranks_warns(caplog, n_ranks, says):
     warn_of_other_ranks(Checkpoint(Path("iteration-000001"), 1, {}, n_ranks=2), n_ranks)
     assert says in caplog.text

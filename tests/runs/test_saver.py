@@ -6,8 +6,7 @@ import pytest
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.runs.checkpoint import Checkpoint
-from lit_rlkv.runs.saver import REWARD_MODEL, backbone_id, check_backbone
-from lit_rlkv.runs.starting_model import REWARD_HEAD
+from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, backbone_id, check_backbone
 
 MODEL = "model.safetensors"
 LOADED = [MODEL, REWARD_HEAD, f"{REWARD_MODEL}/{MODEL}", f"{REWARD_MODEL}/{REWARD_HEAD}"]
@@ -44,5 +43,5 @@ def test_models_and_runs_below_the_folder_do_not_count(start, name):
 
 def test_a_folder_without_weights_of_its_own_is_refused(tmp_path):
     write(tmp_path / OTHERS[0], "others")
-    with pytest.raises(ConfigError, match="has no safetensors to know it by"):
+    with pytest.raises(ConfigError, match="must hold safetensors, found none"):
         backbone_id(tmp_path)

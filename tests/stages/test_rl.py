@@ -15,8 +15,7 @@ from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_we
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy, needed_roles
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.saver import REWARD_MODEL
-from lit_rlkv.runs.starting_model import REWARD_HEAD
+from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL
 from lit_rlkv.stages import evaluation as reward
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
@@ -136,7 +135,7 @@ def test_an_adapter_of_another_rank_or_layout_is_refused(runs, joint):
     trained = trainable_weights(policy(runs, joint))
     with pytest.raises(ValueError, match=r"give the model and the roles\.rank"):
         load_trainable(policy(runs, joint, "roles.rank=4"), trained)
-    with pytest.raises(ValueError, match="the checkpoint's parameters are not this model's"):
+    with pytest.raises(ValueError, match="the checkpoint must hold this model's trained parameters"):
         load_trainable(policy(runs, joint, "roles=j_hydra"), trained)
 
 

@@ -14,12 +14,11 @@ from lit_rlkv.config import CONF_DIR, ConfigError, parse_config
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.reporting.run_metrics import MetricsFile
-from lit_rlkv.runs.backbone import load_backbone
 from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.saver import REWARD_MODEL
 from lit_rlkv.runs.sft_progress import SFTProgress
-from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, sft_model_dir
+from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, SFT_DONE, sft_model_dir
 from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.tasks import Sorting

@@ -12,12 +12,11 @@ from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.data.prompts import split_of
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rewards import RewardManager
-from lit_rlkv.runs.backbone import load_backbone
 from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.saver import REWARD_MODEL
 from lit_rlkv.runs.sft_progress import training_passes
-from lit_rlkv.runs.starting_model import REWARD_HEAD, sft_model_dir
+from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, sft_model_dir
 from lit_rlkv.stages.sft import on_policy_preference_pairs, run_sft
 from lit_rlkv.tasks import ChainSum
 from tests.rewards.threaded import InThreads

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_rlkv.runs.backbone import layers_in_order
+from lit_rlkv.runs.policy import layers_in_order
 from tests.hand_built import make_model
 
 

@@ -11,7 +11,7 @@ from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.fit import fit
 from lit_rlkv.reporting.loggers import lightning_loggers
 from lit_rlkv.reporting.loggers.base import RunLogger
-from lit_rlkv.runs import run_logger as recording
+from lit_rlkv.runs import training_run
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.resume import load_resumed_config
@@ -45,7 +45,7 @@ def _no_account(tmp_path, monkeypatch):
 def keeping(monkeypatch, **settings):
     """Puts a logger that keeps everything in the place of the config's."""
     logger = KeepingLogger(**settings)
-    monkeypatch.setattr(recording, "build", lambda node: logger)
+    monkeypatch.setattr(training_run, "build", lambda node: logger)
     return logger
 
 
