@@ -1,4 +1,4 @@
-"""CacheEstimates from the samples of an evaluation: accuracy, length and pass@k with bootstrap intervals."""
+"""Accuracy, length and pass@k of an evaluation, with bootstrap intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ from lit_rlkv.rng import stream
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
     """Return the unbiased estimate of pass@k from one prompt's responses: 1 − C(n − c, k) / C(n, k).
 
-    Chen et al. 2021, arXiv:2107.03374. The share of k-sets of the samples that hold a right one, in exact
-    integers up to one division.
+    Chen et al. 2021, arXiv:2107.03374. Computed in exact integers up to one division.
 
     Raises:
-        ValueError: k is not one to `n_samples`, or more are right than there are samples.
+        ValueError: k is not between 1 and `n_samples`, or more samples are correct than there are.
     """
     if not 1 <= k <= n_samples:
         raise ValueError(f"pass@{k} cannot be estimated from {n_samples} samples; give k from 1 to n_samples")
@@ -44,10 +43,9 @@ def bootstrap_mean(
 ) -> IntervalEstimate:
     """Return the mean with its bootstrap percentile interval over prompts (Efron 1979).
 
-    The prompts are what is sampled: responses to one prompt are no independent evidence, so give one value
-    for each prompt. The bounds are the (1 ± level) / 2 quantiles of the means of the resamples. Intervals of
-    equal generators draw the same prompts. With one prompt, or equal values, the interval is a point and
-    says nothing.
+    Prompts are resampled, as responses to one prompt are not independent, so give one value for each prompt.
+    The bounds are the (1 ± level) / 2 quantiles of the resampled means. Equal generators draw the same
+    prompts. With one prompt, or equal values, the interval is a point and has no meaning.
 
     Raises:
         ValueError: no values, a level outside of 0 to 1, or no resamples.
@@ -71,7 +69,7 @@ RIGHT = 1.0
 
 @dataclass(frozen=True)
 class CacheEstimates:
-    """Means over the problems, each with its interval."""
+    """Means over the problems, with their intervals."""
 
     accuracy: IntervalEstimate
     mean_length: IntervalEstimate
@@ -82,10 +80,10 @@ class CacheEstimates:
 def estimate(
     samples: Sequence[ScoredResponse], ks: Sequence[int], *, level: float, n_resamples: int, seed: int
 ) -> CacheEstimates:
-    """Accuracy, length and pass@k of the samples of one cache; all resample the same problems.
+    """Return accuracy, length and pass@k of the samples of one cache; all resample the same problems.
 
     Raises:
-        ValueError: a k that is more than the samples of a problem.
+        ValueError: a k is larger than the number of samples of a problem.
     """
     by_problem = [
         list(group) for _, group in groupby(sorted(samples, key=lambda s: s.problem), key=lambda s: s.problem)

@@ -45,14 +45,14 @@ def accuracy_of(task: Task, rewards: RewardManager | None = None, function: str 
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One response that was scored."""
+    """A scored response."""
 
     cache: str
-    """The label of its row."""
+    """Label of the cache."""
     problem: int
-    """Place of the problem among those of the evaluation."""
+    """Index of the problem in the evaluation."""
     sample: int
-    """Which of the responses to that problem it is, from 0."""
+    """Index of the response to the problem, from 0."""
     prompt: str
     answer: str
     completion: str
@@ -66,9 +66,9 @@ class CacheScore:
 
     row: EvalRow
     samples: list[ScoredResponse]
-    """Every response that the row's accuracy is the mean of; those to one problem side by side."""
+    """All scored responses; those to one problem are adjacent."""
     rollout: Rollout | None
-    """On which the mismatch was measured; None on all ranks but the first, which did that."""
+    """Rollout on which the mismatch was measured; None on ranks other than 0."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Answered:
     number: int
     samples: list[ScoredResponse]
     score: float
-    """Sum over the samples; those that nobody could score are not right."""
+    """Sum over the samples; those without a score count 0."""
     n_failed: int
     learned: float
     """Sum of the reward role's scores."""
@@ -87,7 +87,7 @@ class _Answered:
 
 @dataclass(frozen=True)
 class _CacheMismatch:
-    """Mismatch of rollout and learner, measured on the first rank only: a rollout has one generator."""
+    """Mismatch of rollout and learner, measured on rank 0 only, as a rollout has one generator."""
 
     rollout: Rollout
     kl: float
@@ -97,16 +97,16 @@ class _CacheMismatch:
 class Evaluator:
     """Evaluates the policy on a list of held-out problems, with the reward role's scores if there is one.
 
-    Ranks share the batches, and the first one measures the mismatch; each has the result.
+    Ranks share the batches, and rank 0 measures the mismatch; every rank gets the result.
 
     Args:
-        task: its score is the accuracy, unless `accuracy` is given.
-        problems: the same on every rank.
+        task: task whose score is the accuracy, unless `accuracy` is given.
+        problems: problems, the same on every rank.
         config: prompts, batch size and temperature; greedy decoding has no log-probs, so mismatch and replay
             gap are measured at the temperature of `rollout`.
-        accuracy: scores completions; None takes the task's score.
-        n_samples: responses to each prompt that are scored.
-        max_failed: share of all completions of a cache that may have no score.
+        accuracy: function that scores completions; None: the task's score.
+        n_samples: responses to each prompt.
+        max_failed: largest share of completions of a cache without a score.
         ranks: the ranks that share the work.
     """
 
@@ -140,7 +140,7 @@ class Evaluator:
         """Return accuracy and mismatch with one cache.
 
         Raises:
-            MemoryExhaustedError: too little memory; the message says what to lower.
+            MemoryExhaustedError: too little memory; the message names settings to lower.
             RewardsFailedError: more completions than `max_failed` allows have no score.
         """
         at_once = self.config.batch_size
@@ -185,7 +185,7 @@ class Evaluator:
 
     def _own_batches(self) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
         """Yield this rank's batches, each with its number among all batches."""
-        # The first rank comes last: it has the mismatch to measure.
+        # Rank 0 comes last, because it also measures the mismatch.
         first = (self.ranks.rank - 1) % self.ranks.size
         return islice(enumerate(self._batches()), first, None, self.ranks.size)
 
@@ -201,7 +201,7 @@ class Evaluator:
         )
 
     def _answer(self, cache: CacheSpec, batch: tuple[int, tuple[int, int, int, int]]) -> _Answered:
-        """The samples of one batch."""
+        """Sample and score one batch."""
         number, (start, stop, first, last) = batch
         problems = self.problems[start:stop]
         rollout = self._generate(problems, cache, self.config.temperature, start, first, last - first)
@@ -238,9 +238,9 @@ class Evaluator:
         )
 
     def _batches(self) -> Iterator[tuple[int, int, int, int]]:
-        """Problems [start, stop) and which of their samples [first, last) share a batch.
+        """Yield the problems [start, stop) of each batch and their samples [first, last).
 
-        Many samples of one problem are drawn in several rounds, so that `batch_size` always holds.
+        Many samples of one problem are drawn in several batches, so that no batch exceeds `batch_size`.
         """
         n_samples, batch_size = self.n_samples, self.config.batch_size
         n_together = max(batch_size // n_samples, 1)
@@ -250,7 +250,7 @@ class Evaluator:
                 yield start, stop, first, min(first + batch_size, n_samples)
 
     def _replayed(self, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "batch seq"]:
-        """Log-probs of the rollout under the policy, by as many rows at a time as it was sampled with."""
+        """Return log-probs of the rollout under the policy, `batch_size` rows at a time."""
         n, temperature = self.config.batch_size, self.rollout.temperature
         parts = [rollout.rows(slice(start, start + n)) for start in range(0, len(rollout.input_ids), n)]
         with acting_as(self.roles, "policy") as backbone:

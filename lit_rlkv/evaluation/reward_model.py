@@ -17,32 +17,32 @@ N_BINS = 10
 """Number of equally wide bins of confidence for the calibration error."""
 
 ALMOST_ONE = 1 - torch.finfo(torch.float64).eps
-"""Highest confidence: torchmetrics would take one of exactly 1 out of the last bin, into a bin of its own."""
+"""Highest confidence; torchmetrics would give exactly 1 a bin of its own."""
 
 
 @dataclass(frozen=True)
 class RewardReport:
     """Quality of a reward head on held-out pairs.
 
-    Its confidence that the first of two completions is the better one is σ(r_first − r_second), the model of
-    Bradley and Terry. Every pair is scored in both orders, so confidence can be too high and too low.
+    The confidence that the first of two completions is better is σ(r_first − r_second), the model of Bradley
+    and Terry. Every pair is scored in both orders, so confidence can be too high or too low.
     """
 
     n_pairs: int
     pair_accuracy: float
-    """Share of pairs whose better side has the higher reward; a tie counts as wrong."""
+    """Share of pairs whose chosen side has the higher reward; a tie counts as wrong."""
     margin_mean: float
     """Mean of r_better − r_worse."""
     margin_std: float
     """Population standard deviation of r_better − r_worse; 0 for a single pair."""
     calibration_error: float
-    """Expected calibration error: the mean |accuracy − confidence| of bins, weighted by their counts."""
+    """Expected calibration error: mean |accuracy − confidence| over bins, weighted by counts."""
     bin_confidence: list[float]
-    """Mean confidence in each bin that is not empty, in ascending order."""
+    """Mean confidence of each non-empty bin, ascending."""
     bin_accuracy: list[float]
-    """Share of comparisons whose first side was better, in the same bins."""
+    """Share of comparisons whose first side is better, in the same bins."""
     bin_counts: list[int]
-    """Comparisons in the same bins, two for each pair."""
+    """Number of comparisons in the same bins, two for each pair."""
 
 
 def score_pairs(
@@ -57,8 +57,8 @@ def score_pairs(
     """Score both sides of each pair in full, with the backbone's active role.
 
     Args:
-        batch_size: pairs at once.
-        on_scored: called with the number of pairs in each batch that is done.
+        batch_size: pairs at a time.
+        on_scored: called after each batch with its number of pairs.
 
     Raises:
         ValueError: there are no pairs, or a reward is not finite.
@@ -81,7 +81,7 @@ def _margins(
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[PreferencePair],
 ) -> Float[Tensor, " pair"]:
-    """r_better − r_worse of each pair."""
+    """Return r_better − r_worse of each pair."""
 
     def rewards(completions: Sequence[str]) -> Float[Tensor, " pair"]:
         batch: DemonstrationBatch = encode_completions(tokenizer, [p.prompt for p in pairs], completions)
@@ -92,7 +92,7 @@ def _margins(
 
 
 def report_margins(margins: Float[Tensor, " pair"]) -> RewardReport:
-    """Return the report for these margins r_better − r_worse.
+    """Return the report for margins r_better − r_worse.
 
     Raises:
         ValueError: a margin is not finite.
@@ -123,7 +123,7 @@ def report_margins(margins: Float[Tensor, " pair"]) -> RewardReport:
 def _bins(
     confidence: Float[Tensor, " comparison"], is_right: Float[Tensor, " comparison"]
 ) -> tuple[list[float], list[float], list[int]]:
-    """Mean confidence, accuracy and count of the bins that are not empty; a bin begins at its lower edge."""
+    """Return mean confidence, accuracy and count of the non-empty bins; lower edges are inclusive."""
     edges = torch.linspace(0, 1, N_BINS + 1, dtype=confidence.dtype)
     place = torch.bucketize(confidence, edges, right=True) - 1
     counts = torch.bincount(place, minlength=N_BINS)

@@ -66,7 +66,7 @@ class GroupAdvantage(AdvantageEstimator):
         filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
 
     Raises:
-        ValueError: an unknown estimator.
+        ValueError: the estimator is unknown.
     """
 
     min_group_size = 2
@@ -96,7 +96,7 @@ class GroupAdvantage(AdvantageEstimator):
         total = experience.rewards.total
         rewards = (total - experience.kl_penalty.sum(dim=1)).view(-1, group_size)
         is_counted = experience.weights.is_counted
-        if self.filter_zero_std_groups:  # by R: with a KL in the reward no group would have equal rewards
+        if self.filter_zero_std_groups:  # by R, because rewards with a KL are never equal
             is_kept = group.is_informative(total.view(-1, group_size)).repeat_interleave(group_size)
             is_counted = is_counted & is_kept[:, None]
         is_failed = experience.rewards.is_failed

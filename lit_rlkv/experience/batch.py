@@ -1,4 +1,4 @@
-"""Experience: one iteration's rollout with everything that is known about it before the updates."""
+"""Experience: the rollout of one iteration with its log-probs, rewards, values and importance weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from lit_rlkv.types import Problem, Rewards, Rollout
 
 @dataclass(frozen=True)
 class Experience:
-    """One iteration's rollout with its scores and rewards; callbacks read it, nothing writes to it."""
+    """The rollout of one iteration with its scores and rewards; read-only."""
 
     iteration: int
     problems: Sequence[Problem]
@@ -25,13 +25,13 @@ class Experience:
     """False where the response was truncated at max_new_tokens."""
     old_logps: Float[Tensor, "batch seq"]
     ref_logps: Float[Tensor, "batch seq"] | None
-    """None without a reference."""
+    """Log-probs of the reference; None without one."""
     kl_coef: float | int
-    """β of this iteration."""
+    """KL coefficient β of this iteration."""
     kl_penalty: Float[Tensor, "batch seq"]
     """β·KL of each response token if the KL is part of the reward; else 0."""
     values: Float[Tensor, "batch seq"] | None
-    """None without a critic."""
+    """Values of the critic; None without one."""
     weights: ISWeights
     group_size: int
     kl_estimator: str | None = None

@@ -1,4 +1,4 @@
-"""RolloutDataModule: each epoch of its loader is one iteration of RL, sampled by the policy as it is now."""
+"""RolloutDataModule: samples with the current policy; each epoch of its loader is one iteration of RL."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,26 +38,25 @@ PhaseListener = Callable[[str, int], None]
 
 
 class RolloutDataModule(L.LightningDataModule):
-    """Sample, score, reward, advantages, minibatches: done once each time a loader is requested.
+    """Samples, scores, rewards and splits one rollout each time a loader is requested.
 
-    Every random draw comes from a stream named by seed and iteration, and the prompts from the source's
-    cursor. These, the parameters, the KL coefficient and the reward's running moments are the whole state
-    of training.
+    Random draws depend only on seed and iteration, and prompts on the source's cursor. With the parameters,
+    the KL coefficient and the reward's running moments, these are the whole state of training.
 
     Args:
-        roles: those that the run needs; the policy among them samples.
-        source: of prompts; on several ranks each rank gets its own.
-        cache: of the rollouts, unless `correction` samples with a dense cache.
-        correction: what the sampler keeps, what the learner sees, and the importance weights.
-        advantage: from rewards to advantages; of the kind that the module's objective needs.
-        rollout: how responses are sampled and scored.
+        roles: roles of the run; the policy samples.
+        source: source of prompts; each rank takes its own.
+        cache: cache of the rollouts, unless `correction` samples with a dense one.
+        correction: cache of the sampler, view of the learner, and importance weights.
+        advantage: advantage estimator, of the kind that the module needs.
+        rollout: settings of sampling and scoring.
         algorithm: group size, how a rollout is cut into optimizer steps, and the KL to the reference.
         roles_config: the critic's view, and if passes are stacked; None: the defaults.
         reward: components and weights; None: the verifier's score alone.
-        rewards: runs the reward functions while the roles score; None: there are none.
-        learner_parts, warmup_part: the module's; roles that learn together from a micro-batch.
+        rewards: reward functions, which run while the roles score; None without any.
+        learner_parts, warmup_part: attributes of the module: roles that learn together from a micro-batch.
         on_rollout_end: called with each experience before it is cut into minibatches.
-        on_update_start: called next, with the function that cuts it into parts.
+        on_update_start: called next, with the function that splits it into parts.
         on_phase_start, on_phase_end: called around rollout, score and reward.
         ranks: the processes that share the responses of an iteration.
     """
@@ -187,7 +186,7 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def explain_update(self) -> str:
-        """Return what to lower when the updates on the latest rollout run out of memory."""
+        """Return the text of an out-of-memory error in the updates on the latest rollout."""
         return explain_update(self.roles, self._shape, self.settings, self.algorithm)
 
     def _next_prompts(self) -> dict[int, list[Problem]]:
@@ -228,7 +227,7 @@ class RolloutDataModule(L.LightningDataModule):
         return joined(rollouts, n_columns, pad)
 
     def _score(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Return each role's log-probs, values or rewards; without "policy" where π_old is the sampler."""
+        """Return log-probs, values or rewards by role; without "policy" if π_old is the sampler."""
         replay = self.correction.replays
         # Without evictions both views are the same, and roles with the same view share a forward.
         dense_view = replay and self.cache.is_dense
@@ -277,7 +276,7 @@ class RolloutDataModule(L.LightningDataModule):
 
 
 class _Minibatches(IterableDataset[TrainBatch]):
-    """Cuts each micro-batch when it is requested, so that only one is held beside the rollout."""
+    """Builds each micro-batch when it is requested, so that memory holds only one beside the rollout."""
 
     def __init__(self, splitter: MinibatchSplitter, experience: Experience) -> None:
         self.splitter = splitter

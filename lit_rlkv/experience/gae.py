@@ -1,7 +1,7 @@
-"""Generalised advantage estimation: a value function gives every response token an advantage of its own.
+"""Generalised advantage estimation: per-token advantages from a value function.
 
-Columns are those of a rollout. The actions of a row stand in contiguous columns, and the value of a column is
-V of the state before its action. An episode ends with its last action: V after it is 0.
+Tensors have the columns of a rollout. The response of a row is contiguous, and the value of a column is V of
+the state before its token. V after the last response token is 0.
 """
 
 import torch
@@ -35,21 +35,21 @@ def gae(
     gamma: float | int,
     lam: float | int,
 ) -> Float[Tensor, "batch seq"]:
-    """A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1506.02438); 0 outside `response_mask`.
+    """Return A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1506.02438).
 
-    λ = 1 gives the discounted return less the value, λ = 0 the one-step error of the value.
+    It is 0 outside `response_mask`.     λ = 1 gives the discounted return less the value, λ = 0 the one-step error of the value.
     """
     values = values.masked_fill(~response_mask, 0.0)
     delta = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
-    # A prompt's last column sees the first action's value, but is no action itself.
+    # The last prompt column precedes the first response token, but is not one itself.
     advantages = discounted_sums(delta.masked_fill(~response_mask, 0.0), gamma * lam)
     return advantages.masked_fill(~response_mask, 0.0)
 
 
 def discounted_sums(values: Float[Tensor, "batch seq"], discount: float | int) -> Float[Tensor, "batch seq"]:
-    """Σ_n discount^n · value[t + n] at each column t, over all columns from t on.
+    """Return Σ_n discount^n · value[t + n] for each column t.
 
-    In log₂(seq) steps, each of which doubles how far the sums reach.
+    It takes log₂(seq) steps; each doubles the length of the sums.
     """
     reach = 1
     while reach < values.shape[1]:
@@ -63,9 +63,9 @@ def returns(
     values: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Float[Tensor, "batch seq"]:
-    """A + V, what the value function learns from (the λ-return); 0 outside `response_mask`.
+    """Return A + V (the λ-return), the target of the value function; 0 outside `response_mask`.
 
-    Takes the advantages as `gae` gives them, before they are whitened.
+    The advantages must not be whitened.
     """
     return torch.where(response_mask, advantages + values, 0.0)
 
@@ -73,7 +73,7 @@ def returns(
 def whiten(
     advantages: Float[Tensor, "batch seq"], is_counted: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
-    """(A − mean) / std over all counted tokens, unbiased std; 0 elsewhere, and where all are equal."""
+    """Return (A − mean) / unbiased std over the counted tokens; 0 elsewhere, or if all are equal."""
     centred = (advantages - masked_mean(advantages, is_counted)).masked_fill(~is_counted, 0.0)
     variance = masked_sum(centred.square(), is_counted) / (is_counted.sum() - 1).clamp(min=1)
     return centred / (variance.sqrt() + STD_FLOOR)
@@ -84,9 +84,9 @@ def explained_variance(
     returns: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Float[Tensor, ""]:
-    """1 − Var(returns − values) / Var(returns) over response tokens: 1 is perfect, 0 as good as a constant.
+    """Return 1 − Var(returns − values) / Var(returns) over response tokens; 1 is perfect.
 
-    Negative for values that are worse than a constant; 0 where the returns do not vary.
+    A constant value has 0, a worse one is negative; 0 if the returns do not vary.
     """
     target, error = returns[response_mask], (returns - values)[response_mask]
     if (target == target[:1]).all():

@@ -1,4 +1,4 @@
-"""Group baselines: the advantage of a response over the others to the same prompt."""
+"""Group baselines: advantages of a response over the other responses to the prompt."""
 
 from collections.abc import Callable
 
@@ -11,23 +11,23 @@ STD_FLOOR = 1e-4
 
 
 def grpo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
-    """(R − mean) / std within the group, unbiased std (arXiv:2402.03300)."""
+    """Return (R − mean) / std within the group, unbiased std (arXiv:2402.03300)."""
     return centred(rewards) / (rewards.std(dim=1, keepdim=True) + STD_FLOOR)
 
 
 def centred(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
-    """R − mean within the group: Dr. GRPO (arXiv:2503.20783), which divides by no std."""
+    """Return R − mean within the group, without a std: Dr. GRPO (arXiv:2503.20783)."""
     return rewards - rewards.mean(dim=1, keepdim=True)
 
 
 def rloo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
-    """R − mean of the other responses (arXiv:2402.14740): centred, times n / (n − 1)."""
+    """Return R − mean of the other responses (arXiv:2402.14740): centred, times n / (n − 1)."""
     n = rewards.shape[1]
     return centred(rewards) * n / (n - 1)
 
 
 def reinforce_pp(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
-    """R − group mean, divided by the std of the whole batch: REINFORCE++ with baseline (arXiv:2501.03262).
+    """Return (R − group mean) / std of the batch: REINFORCE++ with baseline (arXiv:2501.03262).
 
     The std is over responses; verl takes it over tokens, which counts long responses more.
     """
@@ -41,9 +41,9 @@ ESTIMATORS = {"grpo": grpo, "dr_grpo": centred, "dapo": grpo, "rloo": rloo, "rei
 def without_failures(
     estimate: Callable[[Tensor], Tensor], rewards: Float[Tensor, "prompt group"], is_valid: Tensor
 ) -> Float[Tensor, "prompt group"]:
-    """Apply an estimator to groups with failed rewards, as if the failed responses were not there.
+    """Apply an estimator to groups without their failed responses.
 
-    Their advantage is 0, and so is that of one that is alone. `is_valid` [prompt, group].
+    Failed responses get advantage 0, and so does a single valid one. `is_valid` is [prompt, group].
     """
     within = centred if estimate is reinforce_pp else estimate
     advantages = within(rewards)

@@ -1,4 +1,4 @@
-"""The KL coefficient β: fixed, or steered to a target KL per response (arXiv:1909.08593)."""
+"""The KL coefficient β: fixed, or adapted to a target KL per response (arXiv:1909.08593)."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class KLController:
         ref_logps: Float[Tensor, "batch seq"] | None,
         response_mask: Bool[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq"]:
-        """Return β·KL of each response token where the reward pays for it; zeros elsewhere."""
+        """Return β·KL of each response token if the KL is part of the reward; otherwise zeros."""
         if ref_logps is None or self.config.place != "reward":
             return torch.zeros_like(old_logps)
         return kl_penalty(self.config.estimator, old_logps, ref_logps, response_mask, self.coef)

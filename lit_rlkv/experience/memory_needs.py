@@ -21,13 +21,13 @@ SAMPLING_BYTES = 12
 
 @dataclass(frozen=True)
 class Need:
-    """Some of the memory of a phase."""
+    """One part of the memory that a phase needs."""
 
     what: str
     factors: Mapping[str, int]
-    """How many there are of what; their product is the number of bytes."""
+    """Named counts; their product is the number of bytes."""
     helps: Sequence[str]
-    """Remedies, the best first."""
+    """Settings to change, best first."""
 
     @property
     def n_bytes(self) -> int:
@@ -47,10 +47,10 @@ def rollout_needs(
 ) -> list[Need]:
     """Return the memory needs of `generate` beside the model, the largest first.
 
-    They are an estimate if layers differ in size.
+    It is an estimate if layers differ in size.
 
     Args:
-        prompts_shape: prompts at a time, and tokens of the longest.
+        prompts_shape: prompts at a time, and tokens of the longest one.
         group: responses to each prompt.
     """
     config = text_config(model)
@@ -105,7 +105,7 @@ def explain_rollout(
     settings: RolloutConfig,
     group: int,
 ) -> str:
-    """The needs of a rollout, and what helps against them in that order."""
+    """Return the message for a rollout: its memory needs and the settings to change."""
     needs = rollout_needs(model, cache, prompts_shape, settings, group)
     helps = dict.fromkeys(step for need in needs for step in need.helps)
     n_prompts, n_columns = prompts_shape
@@ -149,6 +149,6 @@ def explain_update(
 
 
 def _computes_in(model: PreTrainedModel) -> torch.dtype:
-    """The precision of its activations and of the cache."""
+    """Return the dtype of activations and cache."""
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

@@ -1,4 +1,4 @@
-"""Cut the experience of all ranks into optimizer steps; each rank trains on its own rows."""
+"""Split the experience of all ranks into optimizer steps; each rank trains on its own rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ from lit_rlkv.types import TrainBatch
 
 @dataclass(frozen=True)
 class RolloutPart:
-    """Some whole groups of a rollout, with the denominators of one optimizer step on the whole rollout.
+    """Whole groups of a rollout, with the denominators of one optimizer step on the whole rollout.
 
-    The gradients of all parts add up to that of the step.
+    The gradients of all parts add up to the gradient of the step.
     """
 
     batches: Sequence[TrainBatch]
-    """Micro-batches for the policy alone, no larger than in training; the last one has `ends_step`."""
+    """Micro-batches for the policy, no larger than in training; the last one has `ends_step`."""
     n_groups: int
     """Groups with at least one token in the policy's loss."""
     share: float
@@ -36,18 +36,18 @@ class RolloutPart:
 
 
 RolloutSplit = Callable[[Experience, int], Iterator[RolloutPart]]
-"""Cuts an experience, or a changed copy of it, into a number of parts."""
+"""Splits an experience, or a changed copy of it, into a number of parts."""
 
 
 class MinibatchSplitter:
-    """Cuts an experience into optimizer steps and the steps into micro-batches.
+    """Splits an experience into optimizer steps, and these into micro-batches.
 
     Every rank computes advantages and denominators over the rows of all ranks.
 
     Args:
-        learner_parts: roles that learn together from a micro-batch, which comes once for each part.
+        learner_parts: groups of roles; each micro-batch is processed once for each group.
         warmup_part: roles that learn in the first `algorithm.critic_warmup` iterations.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         n_shards: equal parts of all rows; each part is shuffled separately.
     """
 
@@ -92,7 +92,7 @@ class MinibatchSplitter:
                 )
 
     def parts(self, experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
-        """Cut this rank's rollout into parts of whole groups of nearly equal size.
+        """Split this rank's rollout into parts of whole groups, of nearly equal size.
 
         Advantages and denominators are those of the whole rollout, whitening included.
 
@@ -198,9 +198,9 @@ def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
 def _sizes(
     loss_weight: Float[Tensor, "batch seq"], of_group: Int[Tensor, "group unit member"], *, by_token: bool
 ) -> tuple[Bool[Tensor, " group"], Float[Tensor, " group"]]:
-    """Return for each group if the policy's loss counts it, and its share of the loss's denominator.
+    """Return for each group True if the policy loss counts it, and its share of the denominator.
 
-    The denominator counts tokens or responses; a pair counts whole or not at all.
+    The denominator counts tokens or responses; a pair counts only if both sides do.
     """
     weight = loss_weight[of_group]
     is_unit = (weight != 0).any(dim=3).all(dim=2)

@@ -1,4 +1,4 @@
-"""Sample responses to encoded prompts, and put rollouts that were sampled apart side by side."""
+"""Sample responses to encoded prompts, and join rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -40,7 +40,7 @@ def sample_responses(
 
 
 def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig) -> dict[str, Any]:
-    """Return the arguments of `generate` that a tokenizer and the settings of a config decide."""
+    """Return the arguments of `generate` that depend on the tokenizer and the config."""
     return {
         "max_new_tokens": settings.max_new_tokens,
         "eos_token_id": end_token_ids(tokenizer),
@@ -52,7 +52,7 @@ def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig
 
 
 def joined(rollouts: Sequence[Rollout], n_columns: int, pad_token_id: int) -> Rollout:
-    """The rows of all, in a common number of columns; the cache's bytes are the most of any."""
+    """Concatenate rollouts, padded to equal columns; `kv_bytes` is the maximum."""
     wide = [widened(rollout, n_columns, pad_token_id) for rollout in rollouts]
     if len(wide) == 1:
         return wide[0]
@@ -62,7 +62,7 @@ def joined(rollouts: Sequence[Rollout], n_columns: int, pad_token_id: int) -> Ro
 
 
 def widened(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
-    """The rollout with padding on its right, up to `n_columns`."""
+    """Pad a rollout on the right to `n_columns`."""
     n_more = n_columns - rollout.input_ids.shape[1]
     if n_more == 0:
         return rollout

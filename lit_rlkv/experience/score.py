@@ -22,7 +22,7 @@ from lit_rlkv.types import Rollout
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One forward of a backbone: all that its hidden states depend on."""
+    """Key of a forward: backbone, adapter and view, on which hidden states depend."""
 
     backbone: str
     adapter: str | None
@@ -37,7 +37,7 @@ def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheS
 
 
 def forward_pass_of(roles: Roles, role: str, shadow: bool) -> ForwardPass:
-    """Return the forward pass of a role; roles with equal passes share it and differ in their heads only."""
+    """Return the forward pass of a role; roles with equal passes share it and differ only in their heads."""
     return ForwardPass(roles.layout.backbone[role], roles.layout.adapter[role], shadow)
 
 
@@ -56,7 +56,7 @@ def score_rollout(
 
     Args:
         views: True for roles with the shadow view (the keys that the sampler saw), False for the dense view.
-        settings: gives the temperature and `rows_per_pass`.
+        settings: temperature and `rows_per_pass`.
         stacks_passes: run the passes of one backbone as one batch, with an adapter per row.
 
     Raises:

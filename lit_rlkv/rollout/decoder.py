@@ -1,4 +1,4 @@
-"""Decoder: fixed buffers for a number of sequences, and the step that adds a token to each."""
+"""Decoder: fixed buffers for several sequences, and the decode step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ from lit_rlkv.types import TensorBatch
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How tokens are sampled, and when a response ends."""
+    """Response length, temperature, and tokens that end or pad a response."""
 
     max_new_tokens: int
     eos_token_ids: Int[Tensor, " eos"]
@@ -28,7 +28,7 @@ class DecodeSettings:
 
 @dataclass(frozen=True)
 class DecodedRows(TensorBatch):
-    """Finished sequences, in all columns of the decoder's buffers."""
+    """Finished sequences, with all columns of the decoder's buffers."""
 
     input_ids: Int[Tensor, "row seq"]
     response_mask: Bool[Tensor, "row seq"]
@@ -48,15 +48,15 @@ class DecodedRows(TensorBatch):
 
 
 class Decoder:
-    """Decodes `n_rows` sequences at a time; a finished sequence makes its row free for another.
+    """Decodes `n_rows` sequences at a time; a finished sequence frees its row for another.
 
     The last column of the buffers is scratch space, to which finished rows write.
 
     Args:
-        model: from `prepare_backbone`.
+        model: model from `prepare_backbone`.
         n_prompt_columns: columns of the longest prompt; the buffers have `max_new_tokens` more.
-        settings: the buffers are on the device of `settings.eos_token_ids`.
-        generator: for sampling, and for eviction policies that draw; on the same device.
+        settings: settings; buffers are on the device of `settings.eos_token_ids`.
+        generator: random numbers of sampling and of eviction policies, on the same device.
         cuda_graph: capture the step as a CUDA graph; needs CUDA.
     """
 
@@ -88,7 +88,7 @@ class Decoder:
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
         self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
-        # The definition of eviction reads on the host which rows are full, which a graph cannot.
+        # The reference of eviction reads on the host which rows are full; a graph cannot.
         evicts_on_device = cuda_graph and uses_triton(torch.empty(0, device=device, dtype=model.dtype))
         self._evict = CudaGraphRunner(generator, is_enabled=True) if evicts_on_device else None
 

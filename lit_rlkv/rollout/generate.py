@@ -37,17 +37,18 @@ def generate(
     """Sample responses to each prompt with a KV cache of fixed size, and record when each key was evicted.
 
     Args:
-        model: from `prepare_backbone`.
+        model: model from `prepare_backbone`.
         input_ids: left-padded prompts.
         attention_mask: as in transformers, 0 or False on padding.
-        eos_token_id: token or tokens that end a response and belong to it; None samples all `max_new_tokens`.
-        temperature: of the softmax; 0 decodes greedily, with a log-prob of 0 for every token.
-        generator: on the model's device; the same state gives the same rollout.
+        eos_token_id: token or tokens that end a response, included in it; None: always `max_new_tokens`.
+        temperature: temperature of the softmax; 0 decodes greedily, with log-prob 0 for every token.
+        generator: random numbers, on the model's device; the same state gives the same rollout.
         num_return_sequences: responses to each prompt, which is prefilled once for all of them. Response j to
             prompt i is row `i * num_return_sequences + j` of the rollout.
-        max_rows: most sequences decoded at a time, which bounds the memory of the cache. A prompt waits until
-            all its responses find a free row. None decodes all at once.
-        cuda_graph: capture the decode step as a CUDA graph; None does on CUDA if the model can be captured.
+        max_rows: most sequences to decode at a time, which bounds the memory of the cache. A prompt waits
+        until
+            there are free rows for all its responses. None decodes all at once.
+        cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if the model can be captured.
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
@@ -123,7 +124,7 @@ def _decode_all(
 
 
 def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int | None) -> int:
-    """DecodedRows of the cache for so many samples of each prompt; those of one prompt start together."""
+    """Return the number of rows to decode at a time; all responses to a prompt start together."""
     n_rows = n_prompts * num_return_sequences
     return (
         n_rows if max_rows is None else min(n_rows, max_rows // num_return_sequences * num_return_sequences)
@@ -138,7 +139,7 @@ def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: 
     attention_mask[:, : is_prompt.shape[1]] = is_prompt
     column = torch.arange(end, device=is_prompt.device)
     last_token = (column * response_mask).amax(dim=1)
-    evicted_at = rows.evicted_at[..., :end]  # changed in place: it is large, and nobody else holds it
+    evicted_at = rows.evicted_at[..., :end]  # in place, because it is large and has no other reference
     evicted_at.masked_fill_(evicted_at > last_token[:, None, None, None] - 1, NEVER)
     evicted_at.masked_fill_(~attention_mask[:, None, None], 0)
     return Rollout(

@@ -1,4 +1,4 @@
-"""Run a function as a CUDA graph: one launch for all of its kernels."""
+"""Run a function as a CUDA graph, with one launch for all its kernels."""
 
 from collections.abc import Callable
 from functools import cache
