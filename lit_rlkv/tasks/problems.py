@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_rlkv.checks import is_finite
-from lit_rlkv.rewards.answers import final_answer
+from lit_rlkv.rewards.verifier import final_answer
 from lit_rlkv.tasks.base import change_one_character, corrupt_final_answer, solve_with
 from lit_rlkv.tasks.chat import answerable, text_or_chat, with_system
 from lit_rlkv.tasks.listed import ListedTask

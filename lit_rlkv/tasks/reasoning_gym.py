@@ -5,7 +5,7 @@ import random
 from types import ModuleType
 from typing import Any
 
-from lit_rlkv.rewards.answers import final_answer
+from lit_rlkv.rewards.verifier import final_answer
 from lit_rlkv.tasks.base import corrupt_final_answer, solve_with
 from lit_rlkv.types import Problem
 

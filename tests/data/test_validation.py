@@ -149,6 +149,6 @@ def test_answers_that_a_function_cannot_use_are_named_with_their_rows(write):
     data = rows(100)
     data[80]["answer"] = "two"
     task = JsonlTask(write(*data))
-    with pytest.raises(ValueError, match=r"a\.jsonl:81: the answer 'two' is not one number"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:81: the answer must be one number, got 'two'"):
         check_answers(task, {"correct": Numeric()}, 0)
     check_answers(ChainSum(), {"correct": Numeric()}, 0)

@@ -1,13 +1,9 @@
-"""Reward functions, one per file."""
+"""Reward functions."""
 
+from lit_rlkv.rewards.functions.answers import ExactMatch, MathVerify, Numeric, Regex
 from lit_rlkv.rewards.functions.base import RewardFunction
-from lit_rlkv.rewards.functions.command import Command
 from lit_rlkv.rewards.functions.endpoint import Endpoint
-from lit_rlkv.rewards.functions.exact import ExactMatch
-from lit_rlkv.rewards.functions.math_verify import MathVerify
-from lit_rlkv.rewards.functions.numeric import Numeric
-from lit_rlkv.rewards.functions.python import PythonFunction
-from lit_rlkv.rewards.functions.regex import Regex
+from lit_rlkv.rewards.functions.user_code import Command, PythonFunction
 
 __all__ = [
     "Command",
