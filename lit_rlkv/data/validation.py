@@ -11,7 +11,7 @@ from lit_rlkv.data.tokenizers import encode, encode_prompt, format_prompt, is_ta
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.tasks import Task, UserTask
-from lit_rlkv.tasks.lines import N_REPORTED, parse_rows
+from lit_rlkv.tasks.rows import N_REPORTED, parse_rows
 from lit_rlkv.types import Problem, Prompt, prompt_text
 
 N_SEEN = 64

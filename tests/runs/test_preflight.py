@@ -78,7 +78,7 @@ def test_a_run_survives_a_function_that_raises_hangs_and_answers_nan(tmp_path, f
         0
     ].keys()
     assert "reward.functions.flaky failed: " in caplog.text
-    assert caplog.text.count("this is said once") == 1
+    assert caplog.text.count("this warning is shown once") == 1
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert saved["after"][0]["accuracy"] == results.after[0].accuracy
 

@@ -36,7 +36,7 @@ JUDGED = [
             ["sft.n_steps=70"],
             "sft.n_steps must be a multiple of sft.steps_per_iteration=50, got 70; change one of them",
         ),
-        (["task.n_terms=1"], "n_terms=1 leaves nothing to add"),
+        (["task.n_terms=1"], "n_terms must be at least 2, got 1"),
         (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
         (["stages=rl"], "stages must be a list"),
         (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every device"),
