@@ -324,7 +324,7 @@ def test_sft_refuses_to_resume_with_other_rows(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         go_on(preferences(tmp_path), Fails(at=2))
-    with pytest.raises(ConfigError, match=r"other rows than .*; bring them back, or start a new run"):
+    with pytest.raises(ConfigError, match=r"rows of .* have changed .*; restore them, or start a new run"):
         go_on(preferences(tmp_path, n=101))
     assert (go_on(preferences(tmp_path)) / SFT_DONE).is_file()
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lit_rlkv.data.pairs import preference_pair
+from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.tasks import FiniteTask, Preferences, Recall, read_preferences
 from lit_rlkv.tasks.preferences import parse_pair
