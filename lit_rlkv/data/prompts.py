@@ -30,9 +30,6 @@ class PromptSource:
 
     Args:
         split: "train" or "eval".
-
-    Raises:
-        ValueError: a finite task has no problems in the split.
     """
 
     def __init__(self, task: Task, *, split: str, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -79,11 +76,7 @@ class PromptSource:
         return {"cursor": self._cursor, "rows": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved cursor, with any number of ranks.
-
-        Raises:
-            ValueError: the rows of the user's data have changed, so that the cursor is of another stream.
-        """
+        """Continue at a saved cursor, with any number of ranks."""
         if state["rows"] != self._digest:
             raise ValueError(
                 f"the rows of {self.task} have changed since the run trained on them; restore them, or start "

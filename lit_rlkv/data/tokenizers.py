@@ -94,14 +94,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embeddings: int) -> N
 
 def check_encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """Raise a ValueError that names characters or words for which the tokenizer has no token."""
+    unk, unknown = tokenizer.unk_token_id, set()
     if is_task_tokenizer(tokenizer):
-        unknown = {character for character in text if character not in _TASK_VOCABULARY}
-    elif tokenizer.unk_token_id is None or tokenizer.unk_token_id not in _plain_ids(tokenizer, text):
-        unknown = set()
-    else:
-        unknown = {
-            word for word in text.split() if tokenizer.unk_token_id in _plain_ids(tokenizer, word)
-        } or {text}
+        unknown = set(text) - _TASK_VOCABULARY.keys()
+    elif unk is not None and unk in _plain_ids(tokenizer, text):
+        unknown = {word for word in text.split() if unk in _plain_ids(tokenizer, word)} or {text}
     if unknown:
         shown = ", ".join(map(repr, sorted(unknown)))
         raise ValueError(
@@ -119,9 +116,6 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """Return the prompt in the tokenizer's chat template, up to the start of the assistant's answer.
 
     A text is one user message, or stays as it is without a template.
-
-    Raises:
-        ValueError: there is no template for a chat, or the template refuses it.
     """
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
@@ -143,11 +137,7 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Return the token ids of a formatted prompt, with opening tokens unless a chat template wrote them.
-
-    Raises:
-        ValueError: the prompt has no tokens, the chat template refuses it, or a character has no token.
-    """
+    """Return the token ids of a formatted prompt, with opening tokens unless a chat template wrote them."""
     text = format_prompt(tokenizer, prompt)
     for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
         check_encodable(tokenizer, content)
@@ -161,13 +151,9 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
     """Return the prompts as in `encode_prompt`, left-padded to the longest."""
     if not prompts:
         raise ValueError("prompts must not be an empty list; give at least one")
-    return left_pad([encode_prompt(tokenizer, prompt) for prompt in prompts], tokenizer.pad_token_id)
-
-
-def left_pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> PromptBatch:
-    """Return rows of token ids that all end in the last column."""
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     width = max(len(row) for row in rows)
-    input_ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows])
+    input_ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
     n_tokens = torch.tensor([len(row) for row in rows])
     return PromptBatch(input_ids, torch.arange(width) >= width - n_tokens[:, None])
 

@@ -43,11 +43,7 @@ class Sizes:
 
 
 def measure(task: Task, tokenizer: PreTrainedTokenizerBase, seed: int, *, needs_eval_split: bool) -> Sizes:
-    """Count the tokens of all rows of a user's data, or of the first problems of another task.
-
-    Raises:
-        ValueError: the tokenizer or its chat template refuses rows, or a split that is needed is empty.
-    """
+    """Count the tokens of all rows of a user's data, or of the first problems of another task."""
     problems, places = _problems_and_places(task, seed)
     if needs_eval_split:
         PromptSource(task, split="eval", seed=seed).take(1)

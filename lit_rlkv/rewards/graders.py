@@ -220,12 +220,7 @@ class _Worker:
         self._unread = b""
 
     def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one JSON line and return the line that answers it.
-
-        Raises:
-            TimeoutError: there was no answer in time.
-            RuntimeError: the process has died.
-        """
+        """Send one JSON line and return the line that answers it."""
         deadline = time.monotonic() + timeout_s
         try:
             self._stdin.write(json.dumps(message).encode() + b"\n")
@@ -267,11 +262,7 @@ def question_of(problem: Problem, completion: str) -> Question:
 
 
 def as_score(value: Any) -> float:
-    """Return the score of a reward function as a float.
-
-    Raises:
-        ValueError: the score is not a finite number.
-    """
+    """Return the score of a reward function as a float."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"the score must be a finite number, got {value!r}")
     return float(value)

@@ -35,9 +35,6 @@ def tournament(
     Args:
         problems: one for each completion, the same throughout a group.
         completions: the groups one after another.
-
-    Raises:
-        ValueError: the lengths are not whole groups, a group has several problems, or a verdict is NaN.
     """
     check_lengths(problems, completions)
     if group_size < 2:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.rewards.functions import RewardFunction
+from lit_rlkv.rewards.functions.base import RewardFunction
 from lit_rlkv.rewards.graders import Grader, question_of
 from lit_rlkv.rewards.verifier import check_lengths
 from lit_rlkv.types import Problem
@@ -86,23 +86,15 @@ class RewardManager:
     def ask(
         self, problems: Sequence[Problem], completions: Sequence[str], names: Sequence[str] | None = None
     ) -> PendingRewards:
-        """Send every completion to the functions with these names (all if None) without waiting.
-
-        Raises:
-            ValueError: the numbers of problems and completions differ.
-        """
+        """Send every completion to the functions with these names (all if None) without waiting."""
         check_lengths(problems, completions)
         questions = [question_of(*pair) for pair in zip(problems, completions, strict=True)]
-        graders = {name: self._grader(name) for name in (self.functions if names is None else names)}
-        return PendingRewards(
-            {name: [grader.submit(question) for question in questions] for name, grader in graders.items()},
-            self._warned,
-        )
-
-    def _grader(self, name: str) -> Grader:
-        if name not in self._graders:
-            self._graders[name] = self.functions[name].open()
-        return self._graders[name]
+        futures = {}
+        for name in self.functions if names is None else names:
+            if name not in self._graders:
+                self._graders[name] = self.functions[name].open()
+            futures[name] = [self._graders[name].submit(question) for question in questions]
+        return PendingRewards(futures, self._warned)
 
 
 def _close(graders: dict[str, Grader]) -> None:

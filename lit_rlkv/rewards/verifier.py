@@ -21,22 +21,14 @@ def final_answer(completion: str, answer_after: str | None) -> str | None:
 
 
 def score(verifier: Verifier, problems: Sequence[Problem], completions: Sequence[str]) -> Rewards:
-    """Score each completion against its own problem.
-
-    Raises:
-        ValueError: the numbers of problems and completions differ.
-    """
+    """Score each completion against its own problem."""
     check_lengths(problems, completions)
     total = torch.tensor([verifier(p, c) for p, c in zip(problems, completions, strict=True)])
     return Rewards(total=total, components={"exact_match": total})
 
 
 def check_lengths(problems: Sequence[Problem], completions: Sequence[str]) -> None:
-    """Check that there is one problem for each completion.
-
-    Raises:
-        ValueError: the numbers differ.
-    """
+    """Raise a ValueError unless there is one problem for each completion."""
     if len(problems) != len(completions):
         raise ValueError(
             f"problems and completions must be equally many, got {len(problems)} and {len(completions)}; "

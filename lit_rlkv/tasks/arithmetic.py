@@ -29,11 +29,7 @@ def slip(totals: Sequence[int], rng: random.Random, sizes: Sequence[int] = SLIPS
 
 @dataclass(frozen=True)
 class ChainSum:
-    """`7+3+5=` is solved by `7,10,15`; only the last total is scored.
-
-    Raises:
-        ValueError: a setting is below its least value, or slips are 0 or all negative.
-    """
+    """`7+3+5=` is solved by `7,10,15`; only the last total is scored."""
 
     is_verifiable = True
     n_terms: int = 5
@@ -69,11 +65,7 @@ class ChainSum:
 
 @dataclass(frozen=True)
 class Variables:
-    """`a=3;x=5;b=a;c=b+2;y=x+1;c?` is solved by `a=3;b=3;c=5`; only the last assignment is scored.
-
-    Raises:
-        ValueError: a setting is below 1.
-    """
+    """`a=3;x=5;b=a;c=b+2;y=x+1;c?` is solved by `a=3;b=3;c=5`; only the last assignment is scored."""
 
     is_verifiable = True
     n_steps: int = 3
@@ -87,7 +79,6 @@ class Variables:
         check_at_least(self, n_steps=1, n_chains=1, max_operand=1)
 
     def sample(self, rng: random.Random) -> Problem:
-        """Return new chains in a random interleaving that keeps the order within each."""
         n_variables = self.n_steps * self.n_chains
         variables = rng.sample(lowercase_names(n_variables), n_variables)
         chains = [
@@ -126,11 +117,7 @@ def _chain(variables: list[str], max_operand: int, rng: random.Random) -> tuple[
 
 @dataclass(frozen=True)
 class Countdown:
-    """`25,4,3>63:` is solved by `25-4=21,21*3=63`, or any way that uses no number or result twice.
-
-    Raises:
-        ValueError: a setting is below its least value.
-    """
+    """`25,4,3>63:` is solved by `25-4=21,21*3=63`, or any way that uses no number or result twice."""
 
     is_verifiable = True
     n_numbers: int = 3

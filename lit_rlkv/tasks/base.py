@@ -22,19 +22,15 @@ class Task(Protocol):
     @property
     def is_verifiable(self) -> bool:
         """True if `score` verifies answers and can be a reward; preferences alone cannot."""
-        ...
 
     def sample(self, rng: random.Random) -> Problem:
         """Return a new problem, a function of the generator's state alone."""
-        ...
 
     def score(self, problem: Problem, completion: str) -> float:
         """1.0 if the completion's final answer is exactly right, else 0.0."""
-        ...
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
         """Return a plausible completion that scores 0.0, in the format of the solution."""
-        ...
 
 
 @runtime_checkable
@@ -45,7 +41,6 @@ class FiniteTask(Task, Protocol):
 
     def at(self, index: int) -> Problem:
         """Return the problem at an index of the list."""
-        ...
 
 
 @runtime_checkable
@@ -55,29 +50,22 @@ class UserTask(FiniteTask, Protocol):
     @property
     def n_held_out(self) -> int:
         """Number of problems at the end of the list for evaluation alone; with 0 their prompts decide."""
-        ...
 
     @property
     def digest(self) -> str | None:
         """Digest of the rows; None if they are generated."""
-        ...
 
     def place(self, index: int) -> str:
         """Return the file and line, or the dataset and row, of a problem for messages."""
-        ...
 
     def rejected(self, index: int) -> str:
         """Return the side that a row ranks below its solution; empty if it has none."""
-        ...
 
 
 class ListedTask(ABC, Generic[_Row]):
     """A `UserTask` over the rows of a table, and perhaps of a second one that is held out for evaluation.
 
     Rows with a held-out prompt are left out, with a warning that says how many.
-
-    Raises:
-        ValueError: there is nothing to train on.
     """
 
     def __init__(self, table: Table[_Row], held_out: Table[_Row] | None = None) -> None:
@@ -130,11 +118,7 @@ def _with_held_out(table: Table[_Row], held_out: Table[_Row]) -> Table[_Row]:
 
 
 def check_at_least(task: object, **bounds: int) -> None:
-    """Check that attributes of a task are not below their bounds.
-
-    Raises:
-        ValueError: one is.
-    """
+    """Raise a ValueError if a setting of a task is below its bound."""
     for name, bound in bounds.items():
         value = getattr(task, name)
         if value < bound:

@@ -18,9 +18,6 @@ class Recall:
     A cache that forgets cannot solve it. A value follows its key at once: with a sign between them a small
     model trained from scratch did not learn to look a key up in any of the SFT settings tried
     (notebooks/LOG.md).
-
-    Raises:
-        ValueError: a setting is below 1, or there are more questions than pairs.
     """
 
     is_verifiable = True
@@ -73,9 +70,6 @@ class Sorting:
     """`5,2,9,1>` is solved by `1,5,2,9;1,2,5,9;1,2,5,9`: each list moves the next smallest number forward.
 
     Only the last list is scored.
-
-    Raises:
-        ValueError: a setting is below its least value.
     """
 
     is_verifiable = True
@@ -88,7 +82,6 @@ class Sorting:
         check_at_least(self, n_items=2, max_value=1)
 
     def sample(self, rng: random.Random) -> Problem:
-        """Return new numbers, not all equal."""
         numbers = [0]
         while len(set(numbers)) == 1:
             numbers = [rng.randint(0, self.max_value) for _ in range(self.n_items)]

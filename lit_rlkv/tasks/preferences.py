@@ -42,12 +42,7 @@ class Preferences(ListedTask[PreferencePair]):
 
 
 def read_preferences(path: str | Path) -> Preferences:
-    """Read the pairs of a file of JSON lines, each as in `parse_pair`.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: lines are not pairs; the error names them after all lines were read.
-    """
+    """Read the pairs of a file of JSON lines, each as in `parse_pair`."""
     return Preferences(read_lines(path, parse_pair))
 
 
@@ -68,10 +63,6 @@ def load_preferences(
         eval_split: the pairs to evaluate on; None holds out about one in ten. Training leaves out pairs with
             one of their prompts.
         prompt_column: None if both sides are whole conversations, which contain their prompt.
-
-    Raises:
-        ImportError: the package datasets is needed and missing.
-        ValueError: nothing can be loaded, a column is missing, or rows are not pairs.
     """
     wanted = {"prompt": prompt_column, "chosen": chosen_column, "rejected": rejected_column}
     columns = tuple((key, column) for key, column in wanted.items() if column is not None)
@@ -89,9 +80,6 @@ def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:
     These are TRL's formats (https://huggingface.co/docs/trl/dataset_formats): a side is a text, one assistant
     message, or a whole conversation that ends in one. Two conversations differ in that message alone: the
     messages before it are the prompt, and a `prompt` beside them may only repeat it. Other keys are ignored.
-
-    Raises:
-        ValueError: a side is missing, empty or not a completion; both are equal; or their prompts differ.
     """
     missing = [key for key in ("chosen", "rejected") if entry.get(key) is None]
     if missing:

@@ -32,11 +32,7 @@ class RowFormat:
     """Keys that every row must have."""
 
     def __call__(self, entry: Mapping[str, Any]) -> Problem:
-        """Return a problem from `prompt` (a text or chat messages) and perhaps `answer` and `solution`.
-
-        Raises:
-            ValueError: a key is missing or has a wrong value, or the solution would not score.
-        """
+        """Return a problem from `prompt` (a text or chat messages) and perhaps `answer` and `solution`."""
         missing = [key for key in self.required if key not in entry]
         if missing:
             raise ValueError(f"missing {', '.join(missing)}; each line needs {' and '.join(self.required)}")
@@ -44,30 +40,24 @@ class RowFormat:
         extra = {key: _json_value(entry[key], key) for key in self.extra}
         if "answer" not in entry and "solution" not in entry:
             return Problem(prompt, "", "", extra)
+        marker = self.answer_after
         solution = _text(entry["solution"], "solution").rstrip() if "solution" in entry else None
         if "answer" in entry:
-            answer = _text(entry["answer"], "answer").strip()
+            answer: str | None = _text(entry["answer"], "answer").strip()
         else:
-            assert solution is not None
-            answer = self._answer_of(solution)
-        if solution is None:
-            solution = shortest_solution(answer, self.answer_after)
+            answer = final_answer(solution or "", marker)
+        if answer is None:
+            raise ValueError(
+                f"the solution {solution!r} must have {marker!r} before an answer; add it or set answer_after"
+            )
         if not answer:
             raise ValueError("the answer is empty; drop the row or fix it")
-        if self.checks_solution and final_answer(solution, self.answer_after) != answer:
-            marker = self.answer_after
+        if solution is None:
+            solution = shortest_solution(answer, marker)
+        if self.checks_solution and final_answer(solution, marker) != answer:
             expected = "be the answer" if marker is None else f"end in {marker!r} and the answer"
             raise ValueError(f"the solution {solution!r} must {expected} {answer!r}, or it would score 0")
         return Problem(prompt, solution, answer, extra)
-
-    def _answer_of(self, solution: str) -> str:
-        answer = final_answer(solution, self.answer_after)
-        if answer is None:
-            raise ValueError(
-                f"the solution {solution!r} must have {self.answer_after!r} before its answer; add it, or "
-                "set answer_after"
-            )
-        return answer
 
 
 class Problems(ListedTask[Problem]):
@@ -96,11 +86,7 @@ class Problems(ListedTask[Problem]):
         return float(bool(problem.answer) and final_answer(completion, self.answer_after) == problem.answer)
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
-        """Return the solution with one character of its answer changed, or any if it lacks the answer.
-
-        Raises:
-            ValueError: the problem has no solution.
-        """
+        """Return the solution with one character of its answer changed, or any if it lacks the answer."""
         if not problem.solution:
             raise ValueError(f"{self} has prompts but no solutions to corrupt; leave sft out of stages")
         if problem.answer and problem.answer in problem.solution:
@@ -146,10 +132,6 @@ def load_problems(
         system_prompt: a message before every prompt that has none of its own.
         answer_after: the marker before the final answer ("####" in GSM8K), for the task's own score. Without
             it that is the whole completion, and there is no own score if solutions say more than it.
-
-    Raises:
-        ImportError: the package datasets is needed and missing.
-        ValueError: options contradict each other, nothing can be loaded, or rows cannot be used.
     """
     if answer_column is None and solution_column is not None and answer_after is None:
         raise ValueError(

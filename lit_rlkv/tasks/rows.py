@@ -104,11 +104,7 @@ def read_rows(
 
 
 def path_of(dataset: str) -> str:
-    """Return the path of an example of the package, or `dataset` itself.
-
-    Raises:
-        ValueError: the package has no such example.
-    """
+    """Return the path of an example of the package, or `dataset` itself."""
     if not dataset.startswith(EXAMPLE):
         return dataset
     path = EXAMPLES / dataset.removeprefix(EXAMPLE)
@@ -119,12 +115,7 @@ def path_of(dataset: str) -> str:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Return `file:number` and text of every line that is not blank.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: all lines are blank.
-    """
+    """Return `file:number` and text of every line that is not blank."""
     if not path.expanduser().is_file():
         raise FileNotFoundError(f"there is no file at {str(path)!r}; give the path of a file of JSON lines")
     # Not splitlines: it would also cut at characters that JSON allows inside a text.
@@ -135,11 +126,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line.
-
-    Raises:
-        ValueError: the line is not a JSON object.
-    """
+    """Return the JSON object of a line; raise a ValueError for anything else."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -172,14 +159,7 @@ def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed
 
 
 def parse_prompt(value: Any, key: str) -> Prompt:
-    """Return a text as it is, or messages like `{"role": "user", "content": "..."}` as a chat.
-
-    Args:
-        key: name of the value for messages.
-
-    Raises:
-        ValueError: the value is neither of them, or has an unknown role.
-    """
+    """Return a text as it is, or messages as a chat; raise a ValueError that names `key` for other values."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
@@ -196,11 +176,7 @@ def parse_prompt(value: Any, key: str) -> Prompt:
 
 
 def require_user_turn(prompt: Prompt) -> Prompt:
-    """Return the prompt if it ends in a text of the user.
-
-    Raises:
-        ValueError: it ends in another role, or is empty.
-    """
+    """Return the prompt; raise a ValueError unless it ends in a text of the user."""
     last = Message("user", prompt) if isinstance(prompt, str) else prompt[-1]
     if last.role != "user":
         raise ValueError(f"the prompt must end in a message of the user, got role {last.role!r}")

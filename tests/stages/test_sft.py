@@ -214,7 +214,7 @@ def weights_of(folder):
 
 @pytest.mark.parametrize(
     ("task", "says"),
-    [(Forgiving(), "task: Forgiving scores the two sides"), (LongWinded(), "has positions for 1024")],
+    [(Forgiving(), "task: Forgiving must score the two sides"), (LongWinded(), "has positions for 1024")],
 )
 @pytest.mark.parametrize("way", [[], APART])
 def test_pairs_that_cannot_be_learned_from_are_refused_before_training(tmp_path, task, says, way):

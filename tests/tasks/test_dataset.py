@@ -140,7 +140,7 @@ def test_prompts_alone_have_no_solution(tmp_path):
     ("row", "says"),
     [
         ({"question": "", "answer": "#### 1"}, "the prompt is empty"),
-        ({"question": "?", "answer": "1"}, "must have '####' before its answer"),
+        ({"question": "?", "answer": "1"}, "must have '####' before an answer; add it or set answer_after"),
         ({"question": "?", "answer": "so ####"}, "the answer is empty"),
         ({"question": "?", "answer": None}, "solution must be text, got None"),
         ({"question": "?"}, "no column 'answer', it has question; set prompt_column"),

@@ -34,11 +34,7 @@ MAX_DIGITS = 300
 
 
 def check_has_answer(problem: Problem) -> None:
-    """Check that a problem has an answer to compare with.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raise a ValueError if a problem has no answer to compare with."""
     if not problem.answer.strip():
         raise ValueError("the answer to compare with must not be empty; set task.answer_column")
 
@@ -69,9 +65,6 @@ class Regex(SlowFunction):
     """1.0 if the pattern is found in the completion, as a reward for its format; else 0.0.
 
     With a group: 1.0 if that group of the last match is the answer.
-
-    Raises:
-        ValueError: the pattern is not a regular expression or lacks the group.
     """
 
     pattern: str
@@ -107,11 +100,7 @@ class Regex(SlowFunction):
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerify(SlowFunction):
-    """1.0 if the last expression of the completion, LaTeX or plain, equals the answer; else 0.0.
-
-    Raises:
-        ImportError: the package math-verify is missing.
-    """
+    """1.0 if the last expression of the completion, LaTeX or plain, equals the answer; else 0.0."""
 
     float_rounding: int = 6
     """Decimals by which floats are compared."""
@@ -140,9 +129,6 @@ class Numeric(RewardFunction):
 
     1,000 is 1000, $5 is 5, 3/4 and \\frac{3}{4} are 0.75, and 3 1/2 is 3.5. 50% equals 50 and 0.5. A number
     that is part of something else, as in 10^6, 5 - 3 or 1,0000, is not an answer.
-
-    Raises:
-        ValueError: the tolerance is below 0 or not finite.
     """
 
     answer_after: str | None = None

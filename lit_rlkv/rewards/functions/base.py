@@ -13,11 +13,7 @@ from lit_rlkv.types import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction(ABC):
-    """Scores completions.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
+    """Scores completions."""
 
     weight: float | int = 1.0
     """Weight of the score in the reward; 0 only logs the score, below 0 it is a penalty."""
@@ -31,11 +27,7 @@ class RewardFunction(ABC):
         """Return a grader that runs this function, with its threads or processes."""
 
     def check(self, problem: Problem) -> None:
-        """Check that completions of a problem can be scored.
-
-        Raises:
-            ValueError: they cannot, and why.
-        """
+        """Raise a ValueError if completions of a problem cannot be scored."""
         return None
 
 

@@ -29,9 +29,6 @@ class Endpoint(SlowFunction):
     The body is a JSON object with `prompt`, `answer`, `solution`, `completion` and the extra columns; the
     response is a JSON number, or an object with a number as `reward`. Failures are retried after 0.5, 1, 2,
     ... seconds, unless the status says that the request is wrong. Redirects are not followed.
-
-    Raises:
-        ValueError: `url` is not an HTTP address, or contains a user or a password.
     """
 
     url: str

@@ -26,9 +26,6 @@ class PythonFunction(SlowFunction):
     The function gets those of `completion`, `prompt`, `answer`, `solution` and the task's extra columns that
     it has parameters for, by name, or all with `**others`. A chat is a list of messages. What it prints goes
     to the standard error.
-
-    Raises:
-        ValueError: the file or the function does not exist.
     """
 
     path: str
@@ -52,11 +49,7 @@ class PythonFunction(SlowFunction):
 
 
 def _names(file: Path) -> list[str]:
-    """Return the names that a Python file defines or imports at its top, without running it.
-
-    Raises:
-        ValueError: the file is not Python.
-    """
+    """Return the names that a Python file defines or imports at its top, without running it."""
     try:
         body = ast.parse(file.read_bytes(), filename=str(file)).body
     except (SyntaxError, ValueError) as error:
@@ -79,9 +72,6 @@ class Command(SlowFunction):
     It reads one JSON object with `prompt`, `answer`, `solution`, `completion` and the task's extra columns
     from its standard input. There is no shell, so no text of a model becomes part of a command. The program
     and what it starts, except in a session of its own, end with the run, also if the run is killed.
-
-    Raises:
-        ValueError: `argv` is not a list of strings, or its program does not exist.
     """
 
     argv: Sequence[str]

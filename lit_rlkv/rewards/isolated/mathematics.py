@@ -12,11 +12,7 @@ _DELIMITERS = ("$", r"\boxed", r"\[", r"\(")
 
 
 def equals(completion: str, answer: str, float_rounding: int) -> float:
-    """1.0 if the last expression of the completion equals the answer.
-
-    Raises:
-        ValueError: math-verify cannot read the answer.
-    """
+    """1.0 if the last expression of the completion equals the answer."""
     stated = parse(completion, parsing_timeout=None)
     return float(verify(_gold(answer), stated, float_rounding=float_rounding, timeout_seconds=None))
 
