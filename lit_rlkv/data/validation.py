@@ -29,7 +29,7 @@ class Sizes:
 
     prompts: list[int]
     solutions: list[int]
-    """With the end of sequence."""
+    """Solutions, with the end of sequence."""
     rejected: list[int]
     """Rejected sides, with the end of sequence; 1 for rows without one."""
     places: list[str]

@@ -25,7 +25,7 @@ class Answers:
     """Scores of a batch of completions by all functions."""
 
     scores: dict[str, Float[Tensor, " batch"]]
-    """By function; NaN where it failed."""
+    """Scores by function name; NaN where a function failed."""
     errors: dict[str, str]
     """The first error of each function that failed."""
 
