@@ -16,8 +16,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, build
 from lit_rlkv.config.options import convert
 from lit_rlkv.config.schema import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig
-from lit_rlkv.data.demonstrations import SFTBatch
-from lit_rlkv.data.pairs import DemonstrationBatch
+from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.models.adapters import LoraSpec

@@ -1,25 +1,39 @@
-"""PreferenceDataModule: worked solutions to imitate and corrupted ones to rank below them."""
+"""Demonstrations: worked solutions to imitate, and preference pairs, as batches for the SFT stage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import lightning as L
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.data.pairs import (
-    DemonstrationBatch,
-    encode_completions,
-    encode_demonstrations,
-    preference_pair,
-)
 from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tokenizers import encode, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
+from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.tasks import Task
-from lit_rlkv.types import TensorBatch
+from lit_rlkv.types import PreferencePair, Problem, Prompt, TensorBatch
+
+
+@dataclass(frozen=True)
+class DemonstrationBatch(TensorBatch):
+    """Prompts with completions to imitate or to judge; every completion starts at the same column."""
+
+    input_ids: Int[Tensor, "batch seq"]
+    attention_mask: Bool[Tensor, "batch seq"]
+    """True on prompt and completion tokens, False on padding."""
+    is_target: Bool[Tensor, "batch seq"]
+    """True on completion tokens, including the end-of-sequence token."""
+    n_tokens: int
+    """Tokens of the longest row without its padding: positions are each row's own. An int, because asking a
+    tensor for it would make the host wait for the device."""
 
 
 @dataclass(frozen=True)
@@ -28,27 +42,24 @@ class SFTBatch(TensorBatch):
 
     chosen: DemonstrationBatch
     rejected: DemonstrationBatch | None
-    """Row i pairs with row i of `chosen`; there may be fewer rows. None without any pairs."""
+    """Row i pairs with row i of `chosen`; there may be fewer rows. None without pairs."""
     n_targets: int | None = None
-    """Tokens to imitate, in the batches of all ranks; None: this one is all there is."""
+    """Target tokens in the batches of all ranks; None if this batch is the only one."""
     n_ranks: int = 1
-    """That share one step, each with as many rows."""
+    """Ranks that share the step, each with as many rows."""
     ends_step: bool = True
-    """Each is an optimizer step by itself."""
+    """Each batch is an optimizer step by itself."""
     learners: tuple[str, ...] = ()
-    """No roles yet: the backbone and its heads learn as one."""
+    """Empty, because the backbone and its heads learn as one and there are no roles yet."""
 
 
 class PreferenceDataModule(L.LightningDataModule):
-    """Endless problems, `steps_per_loader` batches a loader; each loader goes on where the last ended.
+    """Endless demonstrations and pairs, `steps_per_loader` batches a loader, each continuing the last.
 
     Args:
         batch_size: rows of a step, shared by the ranks.
-        n_pairs: rows of a step, from the first, that also bring a rejected completion; 0 for none.
-        ranks: which `source` gives each its own problems.
-
-    Raises:
-        ValueError: `n_pairs` is below 0 or above `batch_size`.
+        n_pairs: rows of a step, from the first, that also have a rejected completion; 0 for none.
+        ranks: those among which `source` divides the problems.
     """
 
     def __init__(
@@ -64,8 +75,6 @@ class PreferenceDataModule(L.LightningDataModule):
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         super().__init__()
-        if not 0 <= n_pairs <= batch_size:
-            raise ValueError(f"n_pairs={n_pairs} must be between 0 and batch_size={batch_size}")
         self.task = task
         self.source = source
         self.tokenizer = tokenizer
@@ -77,20 +86,22 @@ class PreferenceDataModule(L.LightningDataModule):
         self.n_batches = 0
 
     def train_dataloader(self) -> DataLoader[SFTBatch]:
-        return DataLoader(_Stream(self), batch_size=None)
+        return DataLoader(_Batches(self), batch_size=None)
 
     def next_batch(self) -> SFTBatch:
-        """The next problems of the source; the batch's number names the stream that corrupts them."""
+        """Return the next problems of the source; the batch's number names the stream that corrupts them."""
         rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
-        chosen = encode_demonstrations(self.tokenizer, self.source.take(self.batch_size))
+        problems = self.source.take(self.batch_size)
+        prompts, solutions = [p.prompt for p in problems], [p.solution for p in problems]
+        chosen = encode_completions(self.tokenizer, prompts, solutions)
         n_targets = sum(self.ranks.all_gather_object([int(chosen.is_target.sum())]))
         return SFTBatch(chosen, rejected, n_targets, self.ranks.size)
 
     def _rejected(self) -> DemonstrationBatch:
-        """Return this rank's pairs; one stream corrupts the pairs of all ranks, whatever their number."""
+        """Return this rank's rejected sides; one stream corrupts the pairs of all ranks, however many."""
         rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, SINGLE_PROCESS.rank))
-        pairs = [preference_pair(self.task, problem, rng) for problem in self.source.ahead(self.n_pairs)]
+        pairs = [preference_pair(self.task, problem, rng) for problem in self.source.peek(self.n_pairs)]
         pairs = pairs[self.ranks.rank :: self.ranks.size]
         return encode_completions(self.tokenizer, [p.prompt for p in pairs], [p.rejected for p in pairs])
 
@@ -102,10 +113,60 @@ class PreferenceDataModule(L.LightningDataModule):
         self.source.load_state_dict(state_dict["source"])
 
 
-class _Stream(IterableDataset[SFTBatch]):
+class _Batches(IterableDataset[SFTBatch]):
     def __init__(self, module: PreferenceDataModule) -> None:
         self.module = module
 
     def __iter__(self) -> Iterator[SFTBatch]:
         for _ in range(self.module.steps_per_loader):
             yield self.module.next_batch()
+
+
+def preference_pair(task: Task, problem: Problem, rng: Random) -> PreferencePair:
+    """Return the worked solution paired with a corrupted one.
+
+    Raises:
+        ValueError: the task's verifier does not tell the sides apart, or without a verifier they are equal.
+    """
+    pair = PreferencePair(problem.prompt, problem.solution, task.corrupt(problem, rng))
+    if not task.is_verifiable:
+        if pair.chosen == pair.rejected:
+            raise ValueError(f"the sides of {pair} must differ; fix corrupt of {type(task).__name__}")
+        return pair
+    scores = task.score(problem, pair.chosen), task.score(problem, pair.rejected)
+    if scores != (1.0, 0.0):
+        raise ValueError(
+            f"{type(task).__name__} must score the two sides of {pair} as (1.0, 0.0), got {scores}; fix its "
+            "score or corrupt"
+        )
+    return pair
+
+
+def encode_completions(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completions: Sequence[str]
+) -> DemonstrationBatch:
+    """Return prompts, padded on the left, with completion and end of sequence, padded on the right."""
+    left = encode_prompts(tokenizer, prompts)
+    endings = [[*encode(tokenizer, completion), tokenizer.eos_token_id] for completion in completions]
+    width = max(len(ending) for ending in endings)
+    right_ids = torch.tensor(
+        [ending + [tokenizer.pad_token_id] * (width - len(ending)) for ending in endings]
+    )
+    n_targets = torch.tensor([len(ending) for ending in endings])
+    is_ending = torch.arange(width) < n_targets[:, None]
+    attention_mask = torch.cat([left.attention_mask, is_ending], dim=1)
+    return DemonstrationBatch(
+        input_ids=torch.cat([left.input_ids, right_ids], dim=1),
+        attention_mask=attention_mask,
+        is_target=torch.cat([torch.zeros_like(left.attention_mask), is_ending], dim=1),
+        n_tokens=int(attention_mask.sum(dim=1).max()),
+    )
+
+
+def dense_hidden(backbone: PreTrainedModel, batch: DemonstrationBatch) -> Float[Tensor, "batch seq dim"]:
+    """Return the last hidden states under dense causal attention; gradients flow."""
+    check_length(backbone, batch.n_tokens)
+    positions = token_positions(batch.attention_mask)
+    return hidden_states(
+        backbone, batch.input_ids, positions, evicted_at=dense_evicted_at(batch.attention_mask)
+    )

@@ -29,7 +29,7 @@ _TASK_VOCABULARY = {token: id_ for id_, token in enumerate((PAD_TOKEN, EOS_TOKEN
 
 
 def build_task_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, built in memory; a character outside the vocabulary raises."""
+    """Return a tokenizer with one token per character; a character outside the vocabulary raises."""
     backend = Tokenizer(models.WordLevel(_TASK_VOCABULARY))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -43,11 +43,7 @@ def build_task_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer at a local path or hub name, set up for left padding; None gives the task tokenizer.
-
-    Raises:
-        ValueError: the tokenizer has no eos token.
-    """
+    """Return the tokenizer at a local path or hub name, with left padding; None gives the task tokenizer."""
     if path is None:
         return build_task_tokenizer()
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
@@ -62,10 +58,10 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
 
 
 def _listed_ends(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ...]:
-    """The ends of a response that the checkpoint's generation config lists; none where it has none.
+    """Return the end tokens in the checkpoint's generation config.
 
-    Chat models list several, of which the tokenizer knows one. An id that the tokenizer writes as ordinary
-    text is left out: it comes from a default of the model's class, and would end responses amid a word.
+    Chat models list several, of which the tokenizer knows one. An id of ordinary text is left out: it comes
+    from a default of the model's class, and would end responses amid a word.
     """
     file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     listed = None if file is None else json.loads(Path(file).read_text("utf-8")).get("eos_token_id")
@@ -75,22 +71,18 @@ def _listed_ends(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ..
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a response: the tokenizer's own, then what its checkpoint lists beside it."""
+    """Return all tokens that end a response: the tokenizer's own, then those of its generation config."""
     listed = vars(tokenizer).get("end_ids", ())
     return list(dict.fromkeys([tokenizer.eos_token_id, *listed]))
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase, input_ids: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Where a token ends a response."""
+    """True where a token ends a response."""
     return torch.isin(input_ids, torch.tensor(end_token_ids(tokenizer), device=input_ids.device))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embeddings: int) -> None:
-    """Refuse a model that has no embedding for what every batch holds: padding and ends.
-
-    Raises:
-        ValueError: naming the tokens.
-    """
+    """Raise a ValueError if the model has no embedding for the padding token or an end token."""
     missing = {id_ for id_ in (tokenizer.pad_token_id, *end_token_ids(tokenizer)) if id_ >= n_embeddings}
     if missing:
         shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in sorted(missing))
@@ -101,19 +93,12 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embeddings: int) -> N
 
 
 def check_encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """Refuse a text with characters that the tokenizer has no token for.
-
-    Raises:
-        ValueError: naming the characters, or words.
-    """
+    """Raise a ValueError that names characters or words for which the tokenizer has no token."""
+    unk, unknown = tokenizer.unk_token_id, set()
     if is_task_tokenizer(tokenizer):
-        unknown = {character for character in text if character not in _TASK_VOCABULARY}
-    elif tokenizer.unk_token_id is None or tokenizer.unk_token_id not in _plain_ids(tokenizer, text):
-        unknown = set()
-    else:
-        unknown = {
-            word for word in text.split() if tokenizer.unk_token_id in _plain_ids(tokenizer, word)
-        } or {text}
+        unknown = set(text) - _TASK_VOCABULARY.keys()
+    elif unk is not None and unk in _plain_ids(tokenizer, text):
+        unknown = {word for word in text.split() if unk in _plain_ids(tokenizer, word)} or {text}
     if unknown:
         shown = ", ".join(map(repr, sorted(unknown)))
         raise ValueError(
@@ -122,18 +107,15 @@ def check_encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text without any special token added; raises on a character that has no token."""
+    """Return the token ids of a text without special tokens; raise on a character without a token."""
     check_encodable(tokenizer, text)
     return _plain_ids(tokenizer, text)
 
 
 def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """The prompt in the tokenizer's chat template, up to where the assistant's answer begins.
+    """Return the prompt in the tokenizer's chat template, up to the start of the assistant's answer.
 
-    A text is one user message, or stays as it is where there is no template.
-
-    Raises:
-        ValueError: a chat where there is no template, or one that the template does not take.
+    A text is one user message, or stays as it is without a template.
     """
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
@@ -155,43 +137,29 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a formatted prompt, with the model's opening tokens unless a chat template wrote them.
-
-    Raises:
-        ValueError: no tokens come of the prompt, the chat template refuses it, or a character has no token.
-    """
+    """Return the token ids of a formatted prompt, with opening tokens unless a chat template wrote them."""
     text = format_prompt(tokenizer, prompt)
     for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
         check_encodable(tokenizer, content)
     input_ids = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
     if not input_ids:
-        raise ValueError(
-            f"the prompt {prompt!r} has no tokens, so there is nothing to continue; make it longer"
-        )
+        raise ValueError(f"the prompt {prompt!r} has no tokens; make it longer")
     return input_ids
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> PromptBatch:
-    """The prompts, formatted with the chat template where there is one, left-padded to the longest.
-
-    Raises:
-        ValueError: there are no prompts, or `encode_prompt` refuses one.
-    """
+    """Return the prompts as in `encode_prompt`, left-padded to the longest."""
     if not prompts:
-        raise ValueError("an empty list of prompts makes no batch; give at least one")
-    return left_pad([encode_prompt(tokenizer, prompt) for prompt in prompts], tokenizer.pad_token_id)
-
-
-def left_pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> PromptBatch:
-    """Rows of token ids that all end in the last column."""
+        raise ValueError("prompts must not be an empty list; give at least one")
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     width = max(len(row) for row in rows)
-    input_ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows])
+    input_ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
     n_tokens = torch.tensor([len(row) for row in rows])
     return PromptBatch(input_ids, torch.arange(width) >= width - n_tokens[:, None])
 
 
 def padded(prompts: PromptBatch, width: int, pad_token_id: int) -> PromptBatch:
-    """The prompts in `width` columns, with more padding on their left."""
+    """Return the prompts in `width` columns, with more padding on their left."""
     n_more = width - prompts.input_ids.shape[1]
     input_ids = F.pad(prompts.input_ids, (n_more, 0), value=pad_token_id)
     return PromptBatch(input_ids, F.pad(prompts.attention_mask, (n_more, 0)))
@@ -202,10 +170,10 @@ def decode_completions(
     input_ids: Int[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> list[str]:
-    """Text of each row's actions without the closing end token.
+    """Return the text of each row's response without the closing end token.
 
-    Other special tokens stay visible: dropping them would let `2<pad>6` pass for 26. So do ids that the
-    tokenizer has no token for, which a vocabulary padded to a round size has; `<|151999|>` is one.
+    Other special tokens stay visible: without them `2<pad>6` would pass for 26. So do ids without a token, of
+    a vocabulary padded to a round size, written as `<|151999|>`.
     """
     ends = set(end_token_ids(tokenizer))
     input_ids, response_mask = input_ids.cpu(), response_mask.cpu()  # else each row would wait for the device

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryCalibrationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.data.pairs import DemonstrationBatch, dense_hidden, encode_completions
+from lit_rlkv.data.demonstrations import DemonstrationBatch, dense_hidden, encode_completions
 from lit_rlkv.models.heads import ScalarHead, last_token
 from lit_rlkv.types import PreferencePair
 

@@ -9,15 +9,9 @@ from torch import Tensor
 
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
+from lit_rlkv.experience.group_baselines import STD_FLOOR
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
-from lit_rlkv.rewards.shaping import (
-    STD_FLOOR,
-    RunningMoments,
-    clip_rewards,
-    missing_eos_penalty,
-    normalise_batch,
-)
 from lit_rlkv.rewards.verifier import score
 from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import Problem, Rewards
@@ -117,7 +111,9 @@ class RewardRule:
         elif config.normalize == "running":
             self.moments.update(total[~is_failed])
             total = (total - self.moments.mean) / (self.moments.std + STD_FLOOR)
-        total = missing_eos_penalty(clip_rewards(total, config.clip), has_eos, config.missing_eos_penalty)
+        if config.clip is not None:
+            total = total.clamp(-config.clip, config.clip)
+        total = torch.where(has_eos, total, total - config.missing_eos_penalty)
         if is_failed.any():
             total, weighed = (imputed(values, is_failed, group_size) for values in (total, weighed))
         return Rewards(total, dict(components), is_failed if self.functions else None, weighed)
@@ -191,3 +187,58 @@ def imputed(
     )
     mean = torch.where(n_valid > 0, mean, mean_of_all)
     return torch.where(is_valid, groups, mean[:, None]).flatten()
+
+
+def normalise_batch(rewards: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """Return (R − mean) / std over the batch, with the unbiased std; 0 where all rewards are equal."""
+    centred = rewards - rewards.mean()
+    variance = centred.square().sum() / max(len(rewards) - 1, 1)
+    return centred / (variance.sqrt() + STD_FLOOR)
+
+
+class RunningMoments:
+    """Mean and standard deviation of every value so far, independent of its split into batches.
+
+    Python floats, so that the sums are in double precision and the state can be written as JSON.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self.m2 = 0.0
+        """Σ (value − mean)²."""
+
+    def update(self, values: Float[Tensor, " batch"]) -> None:
+        """Merge a batch (Chan, Golub and LeVeque, 'Updating Formulae', 1979).
+
+        Raises:
+            ValueError: values are NaN or infinite, which would stay in the moments for good.
+        """
+        batch = values.detach().cpu().double()
+        if not batch.isfinite().all():
+            n_bad = int((~batch.isfinite()).sum())
+            raise ValueError(
+                f"rewards must be finite, got {n_bad} of {len(batch)} NaN or infinite; fix the function"
+            )
+        if len(batch) == 0:
+            return
+        batch_mean = batch.mean().item()
+        total = self.count + len(batch)
+        difference = batch_mean - self.mean
+        self.m2 += (batch - batch_mean).square().sum().item()
+        self.m2 += difference**2 * self.count * len(batch) / total
+        self.mean += difference * len(batch) / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Unbiased; 0 before two values were seen."""
+        return (self.m2 / max(self.count - 1, 1)) ** 0.5
+
+    def state_dict(self) -> dict[str, int | float]:
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    def load_state_dict(self, state_dict: dict[str, int | float]) -> None:
+        self.count = int(state_dict["count"])
+        self.mean = float(state_dict["mean"])
+        self.m2 = float(state_dict["m2"])

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from lit_rlkv.data.demonstrations import SFTBatch
-from lit_rlkv.data.pairs import DemonstrationBatch, dense_hidden
+from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token

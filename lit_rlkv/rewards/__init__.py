@@ -1,15 +1,9 @@
 """From completions to rewards."""
 
-from lit_rlkv.rewards.functions import (
-    Command,
-    Endpoint,
-    ExactMatch,
-    MathVerify,
-    Numeric,
-    PythonFunction,
-    Regex,
-    RewardFunction,
-)
+from lit_rlkv.rewards.functions.answers import ExactMatch, MathVerify, Numeric, Regex
+from lit_rlkv.rewards.functions.base import RewardFunction
+from lit_rlkv.rewards.functions.endpoint import Endpoint
+from lit_rlkv.rewards.functions.user_code import Command, PythonFunction
 from lit_rlkv.rewards.manager import Answers, RewardManager
 from lit_rlkv.rewards.verifier import score
 

@@ -140,7 +140,7 @@ def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task) -> Si
     """Count tokens of prompts and solutions; refuse a max_new_tokens that would cut solutions for SFT."""
     limit = cfg.rollout.max_new_tokens
     with as_config_errors("task"):
-        sizes = measure(task, tokenizer, cfg.seed, holds_out="eval" in cfg.stages)
+        sizes = measure(task, tokenizer, cfg.seed, needs_eval_split="eval" in cfg.stages)
     longest = max(sizes.solutions)
     if "sft" in cfg.stages and min(sizes.solutions) == 1:
         raise ConfigError(
@@ -151,6 +151,6 @@ def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task) -> Si
         raise ConfigError(
             f"rollout.max_new_tokens={limit} cuts worked solutions, which take up to {longest} tokens "
             f"with their end; raise it to at least {longest}"
-            + sizes.named(sizes.solutions, lambda n_tokens: n_tokens > limit)
+            + sizes.longest(sizes.solutions, lambda n_tokens: n_tokens > limit)
         )
     return sizes

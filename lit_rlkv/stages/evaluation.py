@@ -8,7 +8,7 @@ from random import Random
 from transformers import PreTrainedModel
 
 from lit_rlkv.config import Config, as_config_errors
-from lit_rlkv.data.pairs import preference_pair
+from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator

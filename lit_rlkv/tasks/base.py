@@ -1,38 +1,36 @@
-"""Task: the interface of tasks, and helpers that several tasks share."""
+"""Task: the interface of tasks, the base of tasks over a user's rows, and helpers that tasks share."""
 
 import itertools
+import logging
 import random
 import string
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from lit_rlkv.types import Problem
+from lit_rlkv.tasks.rows import Table
+from lit_rlkv.types import PreferencePair, Problem
 
-SLIPS = (-10, -2, -1, 1, 2, 10)
-"""By how much wrong totals are off."""
+log = logging.getLogger(__name__)
+_Row = TypeVar("_Row", Problem, PreferencePair)
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A supply of problems, most with an exact verifier: see `is_verifiable`."""
+    """A source of problems, most with an exact verifier: see `is_verifiable`."""
 
     @property
     def is_verifiable(self) -> bool:
         """True if `score` verifies answers and can be a reward; preferences alone cannot."""
-        ...
 
     def sample(self, rng: random.Random) -> Problem:
-        """A new problem, a function of nothing but the generator's state."""
-        ...
+        """Return a new problem, a function of the generator's state alone."""
 
     def score(self, problem: Problem, completion: str) -> float:
         """1.0 if the completion's final answer is exactly right, else 0.0."""
-        ...
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
-        """A plausible completion that scores 0.0, in the format of the solution."""
-        ...
+        """Return a plausible completion that scores 0.0, in the format of the solution."""
 
 
 @runtime_checkable
@@ -42,8 +40,7 @@ class FiniteTask(Task, Protocol):
     def __len__(self) -> int: ...
 
     def at(self, index: int) -> Problem:
-        """The problem at a place in the list."""
-        ...
+        """Return the problem at an index of the list."""
 
 
 @runtime_checkable
@@ -52,40 +49,91 @@ class UserTask(FiniteTask, Protocol):
 
     @property
     def n_held_out(self) -> int:
-        """How many problems, the last of the list, are for evaluation alone; 0 leaves it to their prompts."""
-        ...
+        """Number of problems at the end of the list for evaluation alone; with 0 their prompts decide."""
 
     @property
     def digest(self) -> str | None:
-        """Tells the rows from any others; None where they are not read but made."""
-        ...
+        """Digest of the rows; None if they are generated."""
 
     def place(self, index: int) -> str:
-        """Where a problem stands in its source, for messages."""
-        ...
+        """Return the file and line, or the dataset and row, of a problem for messages."""
 
     def rejected(self, index: int) -> str:
-        """The side that a row ranks below its solution; empty where it has none."""
-        ...
+        """Return the side that a row ranks below its solution; empty if it has none."""
 
 
-def slip(totals: Sequence[int], rng: random.Random, sizes: Sequence[int] = SLIPS) -> list[int]:
-    """The totals with one mistake in arithmetic that is carried on to the last; none becomes negative."""
-    start = rng.randrange(len(totals))
-    smallest = min(totals[start:])
-    error = rng.choice([size for size in sizes if smallest + size >= 0])
-    return [*totals[:start], *(total + error for total in totals[start:])]
+class ListedTask(ABC, Generic[_Row]):
+    """A `UserTask` over the rows of a table, and perhaps of a second one that is held out for evaluation.
+
+    Rows with a held-out prompt are left out, with a warning that says how many.
+    """
+
+    def __init__(self, table: Table[_Row], held_out: Table[_Row] | None = None) -> None:
+        if not table.rows:
+            raise ValueError(f"{table.source!r} must hold rows to train on, got none")
+        self.source = table.source
+        """File or dataset of the rows, for messages."""
+        self.n_held_out = 0 if held_out is None else len(held_out.rows)
+        self._table: Table[_Row] = table if held_out is None else _with_held_out(table, held_out)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source!r})"
+
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
+    @abstractmethod
+    def at(self, index: int) -> Problem:
+        """Return the problem of a row, counted from 0 without blank lines; held-out rows come last."""
+
+    def place(self, index: int) -> str:
+        return self._table.places[index]
+
+    @property
+    def digest(self) -> str | None:
+        return self._table.digest
+
+    def rejected(self, index: int) -> str:
+        return ""
+
+    def sample(self, rng: random.Random) -> Problem:
+        """Return the problem of any row that is not held out."""
+        return self.at(rng.randrange(len(self) - self.n_held_out))
+
+
+def _with_held_out(table: Table[_Row], held_out: Table[_Row]) -> Table[_Row]:
+    prompts = {row.prompt for row in held_out.rows}
+    kept = [index for index, row in enumerate(table.rows) if row.prompt not in prompts]
+    n_shared = len(table.rows) - len(kept)
+    if n_shared > 0:
+        log.warning("%d rows of %s are also held out; they are not trained on", n_shared, table.source)
+    if not kept:
+        raise ValueError(f"every row of {table.source!r} is also held out; give another eval_split")
+    return Table(
+        table.source,
+        [table.rows[index] for index in kept] + held_out.rows,
+        [table.places[index] for index in kept] + held_out.places,
+        f"{table.digest}+{held_out.digest}",
+    )
+
+
+def check_at_least(task: object, **bounds: int) -> None:
+    """Raise a ValueError if a setting of a task is below its bound."""
+    for name, bound in bounds.items():
+        value = getattr(task, name)
+        if value < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {value}")
 
 
 @lru_cache(maxsize=8)
-def names(n_names: int) -> tuple[str, ...]:
-    """Every lowercase name of the shortest width that gives at least `n_names` of them."""
+def lowercase_names(n_names: int) -> tuple[str, ...]:
+    """Return all lowercase names of the shortest width that gives at least `n_names` of them."""
     width = next(width for width in itertools.count(1) if len(string.ascii_lowercase) ** width >= n_names)
     return tuple("".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=width))
 
 
 def change_one_character(text: str, rng: random.Random) -> str:
-    """The text with one digit replaced by another, or where it has none, one letter, or a digit appended."""
+    """Return the text with one digit changed; without digits one letter, without letters a digit appended."""
     kinds = (string.digits, string.ascii_letters)
     places = next((found for kind in kinds if (found := [i for i, c in enumerate(text) if c in kind])), None)
     if places is None:
@@ -96,12 +144,12 @@ def change_one_character(text: str, rng: random.Random) -> str:
     return text[:place] + replacement + text[place + 1 :]
 
 
-def solve_with(answer: str, answer_after: str | None) -> str:
-    """The shortest completion with this final answer."""
+def shortest_solution(answer: str, answer_after: str | None) -> str:
+    """Return the shortest completion with this final answer."""
     return answer if answer_after is None else f"{answer_after} {answer}"
 
 
 def corrupt_final_answer(problem: Problem, rng: random.Random) -> str:
-    """The solution with one character of its answer changed, where it says that last."""
+    """Return the solution with one character changed in the last occurrence of its answer."""
     before, _, after = problem.solution.rpartition(problem.answer)
     return before + change_one_character(problem.answer, rng) + after

@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_rlkv.tasks.chat import answerable, text_or_chat
-from lit_rlkv.tasks.listed import ListedTask
-from lit_rlkv.tasks.rows import Table, read_lines
+from lit_rlkv.tasks.base import ListedTask
+from lit_rlkv.tasks.rows import Table, parse_prompt, read_lines, read_rows, require_user_turn
 from lit_rlkv.types import Message, PreferencePair, Problem, Prompt
 
 
@@ -37,71 +37,87 @@ class Preferences(ListedTask[PreferencePair]):
         return float(completion.strip() == problem.answer.strip())
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
-        """The rejected side of this pair; one of them where the chosen side was preferred to several."""
+        """Return the rejected side of the pair, or one of them if the chosen side is in several pairs."""
         return rng.choice(self._rejected[problem.prompt, problem.answer])
 
 
 def read_preferences(path: str | Path) -> Preferences:
-    """The pairs of a file of JSON lines, each as `parse_pair` takes it.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: lines that are no pairs, by number; all lines are looked at before.
-    """
+    """Read the pairs of a file of JSON lines, each as in `parse_pair`."""
     return Preferences(read_lines(path, parse_pair))
 
 
+def load_preferences(
+    dataset: str,
+    *,
+    name: str | None = None,
+    split: str = "train",
+    eval_split: str | None = None,
+    prompt_column: str | None = "prompt",
+    chosen_column: str = "chosen",
+    rejected_column: str = "rejected",
+) -> Preferences:
+    """Load the pairs of a dataset, each row as in `parse_pair`.
+
+    Args:
+        dataset, name, split: as in `lit_rlkv.tasks.rows.read_rows`.
+        eval_split: the pairs to evaluate on; None holds out about one in ten. Training leaves out pairs with
+            one of their prompts.
+        prompt_column: None if both sides are whole conversations, which contain their prompt.
+    """
+    wanted = {"prompt": prompt_column, "chosen": chosen_column, "rejected": rejected_column}
+    columns = tuple((key, column) for key, column in wanted.items() if column is not None)
+    hint = (
+        f"set {', '.join(f'{key}_column' for key in wanted)}, with prompt_column=null if the sides are whole "
+        "conversations"
+    )
+    read = partial(read_rows, dataset, parse_pair, columns, hint=hint, name=name)
+    return Preferences(read(split=split), None if eval_split is None else read(split=eval_split))
+
+
 def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:
-    """A pair from `prompt`, `chosen` and `rejected`, each a text or chat messages; other keys are ignored.
+    """Return a pair from `prompt`, `chosen` and `rejected`, each a text or chat messages.
 
     These are TRL's formats (https://huggingface.co/docs/trl/dataset_formats): a side is a text, one assistant
-    message, or a whole conversation that ends in one. Two conversations differ in that message alone: what
-    comes before it is the prompt, and a `prompt` beside them may only repeat it.
-
-    Raises:
-        ValueError: a side is missing, empty or no completion; both are equal; or their prompts differ.
+    message, or a whole conversation that ends in one. Two conversations differ in that message alone: the
+    messages before it are the prompt, and a `prompt` beside them may only repeat it. Other keys are ignored.
     """
     missing = [key for key in ("chosen", "rejected") if entry.get(key) is None]
     if missing:
         raise ValueError(f"missing {' and '.join(missing)}; a preference needs both sides")
     keys = [key for key in ("prompt", "chosen", "rejected") if entry.get(key) is not None]
-    given = {key: text_or_chat(entry[key], key) for key in keys}
-    prompt = answerable(_prompt(**given))
+    given = {key: parse_prompt(entry[key], key) for key in keys}
+    prompt = require_user_turn(_prompt(**given))
     chosen, rejected = (_completion(given[key], key) for key in ("chosen", "rejected"))
     if chosen.strip() == rejected.strip():
-        raise ValueError("both sides are equal, so there is nothing to prefer; drop the line or mend it")
+        raise ValueError("both sides are equal, but a preference needs two; drop the line or fix it")
     return PreferencePair(prompt, chosen, rejected)
 
 
 def _prompt(chosen: Prompt, rejected: Prompt, prompt: Prompt | None = None) -> Prompt:
-    """The prompt given, or that of two conversations."""
-    shared = _context(chosen)
-    if shared != _context(rejected):
+    """Return the prompt given, or that of two conversations."""
+    shared, other = (() if isinstance(side, str) else side[:-1] for side in (chosen, rejected))
+    if shared != other:
         raise ValueError(
-            "chosen and rejected differ before their last message, but what comes before it is the prompt of "
-            "both; cut them where they part"
+            "chosen and rejected must be equal before their last message, which is the prompt of both; cut "
+            "them where they begin to differ"
         )
     if not shared:
         if prompt is None:
-            raise ValueError("missing prompt; only whole conversations do without, so add it")
+            raise ValueError("missing prompt; only whole conversations contain theirs, so add it")
         return prompt
     texts = [message.content.strip() for message in shared]
     if prompt not in (None, shared) and not (isinstance(prompt, str) and prompt.strip() in texts):
         raise ValueError(
-            "prompt is not what chosen and rejected have before their last message; leave it out, or cut "
-            "both sides down to that message"
+            "prompt must repeat the messages of chosen and rejected before their last; leave it out, or cut "
+            "both sides down to the last message"
         )
     return shared
-
-
-def _context(side: Prompt) -> tuple[Message, ...]:
-    return () if isinstance(side, str) else side[:-1]
 
 
 def _completion(side: Prompt, key: str) -> str:
     last = Message("assistant", side) if isinstance(side, str) else side[-1]
     if last.role != "assistant":
-        raise ValueError(f"{key} ends in a message of role {last.role!r}; end it in one of the assistant")
+        raise ValueError(f"{key} must end in a message of the assistant, got role {last.role!r}")
     if not last.content.strip():
-        raise ValueError(f"{key} is empty; drop the line or mend it")
+        raise ValueError(f"{key} is empty; drop the line or fix it")
     return last.content

@@ -2,11 +2,10 @@
 
 import importlib
 import random
-from types import ModuleType
 from typing import Any
 
-from lit_rlkv.rewards.answers import final_answer
-from lit_rlkv.tasks.base import corrupt_final_answer, solve_with
+from lit_rlkv.rewards.verifier import final_answer
+from lit_rlkv.tasks.base import corrupt_final_answer, shortest_solution
 from lit_rlkv.types import Problem
 
 _N_SEEDS = 2**31
@@ -26,14 +25,19 @@ class ReasoningGym:
         self.dataset = dataset
         self.answer_after = answer_after
         self.options = options
-        self._gym = _import_reasoning_gym()
+        try:
+            self._gym = importlib.import_module("reasoning_gym")
+        except ImportError as error:
+            raise ImportError(
+                'ReasoningGym needs the package reasoning-gym, which is missing; pip install -e ".[gym]"'
+            ) from error
         self._problem(seed=0)
 
     def __repr__(self) -> str:
         return f"ReasoningGym({self.dataset!r})"
 
     def sample(self, rng: random.Random) -> Problem:
-        """A new problem; its worked solution is only the answer."""
+        """Return a new problem; its worked solution is only the answer."""
         return self._problem(rng.randrange(_N_SEEDS))
 
     def score(self, problem: Problem, completion: str) -> float:
@@ -41,21 +45,12 @@ class ReasoningGym:
         return float(final_answer(completion, self.answer_after) == problem.answer)
 
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
-        """The solution with one character of its final answer changed."""
+        """Return the solution with one character of its final answer changed."""
         return corrupt_final_answer(problem, rng)
 
     def _problem(self, seed: int) -> Problem:
         entry = self._gym.create_dataset(self.dataset, seed=seed, size=1, **self.options)[0]
         if entry["answer"] is None:
-            raise ValueError(f"dataset {self.dataset!r} states no answer to compare with; choose another")
+            raise ValueError(f"dataset {self.dataset!r} must have answers to compare with; choose another")
         answer = str(entry["answer"]).strip()
-        return Problem(entry["question"], solve_with(answer, self.answer_after), answer)
-
-
-def _import_reasoning_gym() -> ModuleType:
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise ImportError(
-            'ReasoningGym needs the package reasoning-gym, which is missing; pip install -e ".[gym]"'
-        ) from error
+        return Problem(entry["question"], shortest_solution(answer, self.answer_after), answer)

@@ -134,7 +134,7 @@ def test_an_unknown_word_is_named_wherever_in_a_chat_it_stands():
         encode_prompt(chat_tokenizer(TEMPLATE), (Message("system", "two three"), Message("user", "one")))
 
 
-def test_people_read_a_chat_as_roles_and_contents_and_a_text_as_it_is():
+def test_prompt_text_shows_the_roles_of_a_chat():
     assert prompt_text(CHAT) == "user: one\nassistant: two\nuser: one two"
     assert prompt_text("1+2=") == "1+2="
 
@@ -144,7 +144,7 @@ def test_without_a_chat_template_the_prompt_stays_as_it_is():
 
 
 @pytest.mark.parametrize("prompts", [[], [""], ["1", ""]])
-def test_prompts_that_hold_nothing_are_refused(prompts):
+def test_empty_prompts_are_refused(prompts):
     with pytest.raises(ValueError, match=r"empty list|no tokens"):
         encode_prompts(build_task_tokenizer(), prompts)
 
@@ -199,7 +199,7 @@ def test_the_ends_of_a_response_are_those_of_tokenizer_and_generation_config(tmp
     assert end_token_ids(load_tokenizer(str(tmp_path))) == [2, 6]
 
 
-def test_a_listed_end_that_is_an_ordinary_word_is_none(tmp_path):
+def test_an_ordinary_word_is_never_an_end_token(tmp_path):
     word_tokenizer(eos_token="<eos>", pad_token="<pad>").save_pretrained(tmp_path)
     write_ends(tmp_path, [2, 5])
     assert end_token_ids(load_tokenizer(str(tmp_path))) == [2]

@@ -1,4 +1,4 @@
-"""Rows held against tokenizer and model."""
+"""Checks of rows with tokenizer and model."""
 
 import json
 
@@ -40,19 +40,19 @@ def rows(n, prompt="1+1=", answer="2"):
 
 def test_every_row_of_a_users_data_is_measured(write):
     task, tokenizer = JsonlTask(write(*rows(200))), build_task_tokenizer()
-    sizes = measure(task, tokenizer, 0, holds_out=True)
+    sizes = measure(task, tokenizer, 0, needs_eval_split=True)
     assert sizes.prompts == [len(encode_prompt(tokenizer, task.at(n).prompt)) for n in range(200)]
     assert sizes.solutions == [2] * 200
     assert sizes.places[199].endswith("a.jsonl:200")
 
 
-def test_many_texts_at_once_measure_as_one_by_one(write):
+def test_batches_are_measured_as_single_texts(write):
     task = JsonlTask(
         write(*(row | {"prompt": "a b " * (n + 1)} for n, row in enumerate(rows(30, answer="b a"))))
     )
     template = "{% for m in messages %}a {{ m.content }} {% endfor %}b"
     for tokenizer in (words("a", "b"), words("a", "b", template=template)):
-        sizes = measure(task, tokenizer, 0, holds_out=False)
+        sizes = measure(task, tokenizer, 0, needs_eval_split=False)
         problems = [task.at(index) for index in range(30)]
         assert sizes.prompts == [len(encode_prompt(tokenizer, problem.prompt)) for problem in problems]
         assert sizes.solutions == [len(encode(tokenizer, problem.solution)) + 1 for problem in problems]
@@ -65,7 +65,7 @@ def test_words_without_a_token_are_named_with_their_rows_however_far_down(write,
     data = rows(300)
     data[250]["prompt"], data[270]["answer"] = "Ä", "Ö"
     with pytest.raises(ValueError, match="2 of 300 rows cannot be used") as caught:
-        measure(JsonlTask(write(*data)), make(), 0, holds_out=False)
+        measure(JsonlTask(write(*data)), make(), 0, needs_eval_split=False)
     assert "a.jsonl:251: the tokenizer has no token for 'Ä'" in str(caught.value)
     assert "a.jsonl:271: the tokenizer has no token for 'Ö'" in str(caught.value)
 
@@ -74,16 +74,16 @@ def test_a_chat_without_a_template_is_named_with_its_row(write):
     chat = {"prompt": [{"role": "user", "content": "1"}], "answer": "2"}
     task = load_problems(str(write(*rows(100), chat)))
     with pytest.raises(ValueError, match=r"a\.jsonl:101: the tokenizer has no chat template"):
-        measure(task, build_task_tokenizer(), 0, holds_out=False)
+        measure(task, build_task_tokenizer(), 0, needs_eval_split=False)
 
 
 def test_prompts_too_long_for_the_model_are_named_the_longest_first(write):
     data = rows(100)
     data[40]["prompt"], data[90]["prompt"] = "1" * 60, "2" * 70
-    sizes = measure(JsonlTask(write(*data)), build_task_tokenizer(), 0, holds_out=False)
+    sizes = measure(JsonlTask(write(*data)), build_task_tokenizer(), 0, needs_eval_split=False)
     model = make_model(max_position_embeddings=64)
     check_prompts_fit(
-        model, measure(JsonlTask(write(*rows(9))), build_task_tokenizer(), 0, holds_out=False), 8
+        model, measure(JsonlTask(write(*rows(9))), build_task_tokenizer(), 0, needs_eval_split=False), 8
     )
     with pytest.raises(ValueError, match=r"may reach 78 tokens, but .* has positions for 64") as caught:
         check_prompts_fit(model, sizes, 8)
@@ -92,18 +92,18 @@ def test_prompts_too_long_for_the_model_are_named_the_longest_first(write):
     assert [name.split(".jsonl:")[1] for name in named] == ["91 (70 tokens)", "41 (60 tokens)"]
 
 
-def test_other_tasks_are_looked_at_where_they_begin():
-    sizes = measure(ChainSum(n_terms=3), build_task_tokenizer(), 0, holds_out=True)
+def test_the_first_problems_of_other_tasks_are_measured():
+    sizes = measure(ChainSum(n_terms=3), build_task_tokenizer(), 0, needs_eval_split=True)
     assert len(sizes.prompts) == 64
     assert set(sizes.prompts) == {6}
 
 
-def test_preferences_are_looked_at_row_by_row(tmp_path):
+def test_every_row_of_preferences_is_checked(tmp_path):
     row = {"prompt": "1?", "chosen": "2", "rejected": "3"}
     lines = [json.dumps(row | {"prompt": f"{n}?"}) for n in range(80)] + [json.dumps(row | {"chosen": "Ä"})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"a\.jsonl:81: the tokenizer has no token for 'Ä'"):
-        measure(read_preferences(tmp_path / "a.jsonl"), build_task_tokenizer(), 0, holds_out=False)
+        measure(read_preferences(tmp_path / "a.jsonl"), build_task_tokenizer(), 0, needs_eval_split=False)
 
 
 def pairs(n, **last):
@@ -115,16 +115,19 @@ def pairs(n, **last):
 @pytest.mark.parametrize(
     "make", [build_task_tokenizer, lambda: words("2", "33", *(f"{n}?" for n in range(80)))]
 )
-def test_rejected_sides_are_looked_at_row_by_row_too(write, make):
+def test_every_rejected_side_is_checked(write, make):
     tokenizer = make()
-    sizes = measure(read_preferences(write(*pairs(80))), tokenizer, 0, holds_out=False)
+    sizes = measure(read_preferences(write(*pairs(80))), tokenizer, 0, needs_eval_split=False)
     assert sizes.rejected == [len(encode(tokenizer, "33")) + 1] * 81
     with pytest.raises(ValueError, match=r"a\.jsonl:81: the tokenizer has no token for 'Ä'"):
-        measure(read_preferences(write(*pairs(80, rejected="Ä"))), tokenizer, 0, holds_out=False)
+        measure(read_preferences(write(*pairs(80, rejected="Ä"))), tokenizer, 0, needs_eval_split=False)
 
 
-def test_problems_bring_no_rejected_side(write):
-    assert measure(JsonlTask(write(*rows(3))), build_task_tokenizer(), 0, holds_out=False).rejected == [1] * 3
+def test_problems_have_no_rejected_side(write):
+    assert (
+        measure(JsonlTask(write(*rows(3))), build_task_tokenizer(), 0, needs_eval_split=False).rejected
+        == [1] * 3
+    )
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
@@ -133,7 +136,9 @@ def test_pairs_too_long_for_the_model_are_named_with_their_rows(write, side):
 
     def check(n_characters, **options):
         task = read_preferences(write(*pairs(99, **{side: "1" * n_characters})))
-        check_completions_fit(model, measure(task, build_task_tokenizer(), 0, holds_out=False), **options)
+        check_completions_fit(
+            model, measure(task, build_task_tokenizer(), 0, needs_eval_split=False), **options
+        )
 
     check(61, has_pairs=True)  # 2 of the prompt, and the end
     with pytest.raises(
@@ -149,6 +154,6 @@ def test_answers_that_a_function_cannot_use_are_named_with_their_rows(write):
     data = rows(100)
     data[80]["answer"] = "two"
     task = JsonlTask(write(*data))
-    with pytest.raises(ValueError, match=r"a\.jsonl:81: the answer 'two' is not one number"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:81: the answer must be one number, got 'two'"):
         check_answers(task, {"correct": Numeric()}, 0)
     check_answers(ChainSum(), {"correct": Numeric()}, 0)

@@ -19,7 +19,7 @@ from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.types import Problem
 from tests.hand_built import make_roles
-from tests.rewards.threaded import InThreads
+from tests.rewards.helpers import InThreads
 
 SPARSE = CacheSpec(policy="snapkv", budget=7, interval=2, sink=1, window=2)
 

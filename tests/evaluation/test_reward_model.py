@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchmetrics.classification import BinaryAccuracy, BinaryCalibrationError
 
-from lit_rlkv.data.pairs import preference_pair
+from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.evaluation.reward_model import N_BINS, RewardReport, report_margins, score_pairs

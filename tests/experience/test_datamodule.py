@@ -8,7 +8,7 @@ import torch
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
 from tests.hand_built import make_datamodule, make_roles
-from tests.rewards.threaded import InThreads
+from tests.rewards.helpers import InThreads
 
 
 def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():

@@ -6,12 +6,19 @@ import pytest
 import torch
 
 from lit_rlkv.config.schema import RewardConfig
-from lit_rlkv.experience.reward import RewardRule, RewardsFailedError, imputed
+from lit_rlkv.experience.reward import (
+    RewardRule,
+    RewardsFailedError,
+    RunningMoments,
+    imputed,
+    normalise_batch,
+)
 from lit_rlkv.rewards import ExactMatch
 
 EXACT, LEARNED = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([3.0, 5.0, -1.0, 1.0])
 ALL_END = torch.ones(4, dtype=torch.bool)
 CUT_LAST = torch.tensor([True, True, True, False])
+VALUES = torch.randn(60, generator=torch.Generator().manual_seed(0)) * 3 + 5
 
 
 def config_of(**options) -> RewardConfig:
@@ -184,3 +191,73 @@ def test_too_many_failures_stop_the_run_and_say_why():
 def test_nothing_is_left_where_all_fail_and_that_is_allowed():
     for normalize in ("none", "batch", "running"):
         assert rewards_of([NAN, NAN], [0.0, 0.0], group_size=2, normalize=normalize).total.tolist() == [0, 0]
+
+
+def moments_of(*batches: torch.Tensor) -> RunningMoments:
+    moments = RunningMoments()
+    for batch in batches:
+        moments.update(batch)
+    return moments
+
+
+def test_normalised_rewards_match_hand_arithmetic():
+    # Mean 3, deviations −2, −1, 0 and 3, unbiased variance 14/3.
+    std = math.sqrt(14 / 3) + 1e-4
+    found = normalise_batch(torch.tensor([1.0, 2.0, 3.0, 6.0]))
+    assert found.tolist() == pytest.approx([-2 / std, -1 / std, 0.0, 3 / std])
+
+
+@pytest.mark.parametrize("rewards", [[2.0], [0.5, 0.5, 0.5], []])
+def test_rewards_that_do_not_vary_become_zero(rewards: list[float]):
+    assert normalise_batch(torch.tensor(rewards)).tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("sizes", [[60], [1] * 60, [1, 59], [59, 1], [7, 20, 0, 33]])
+def test_running_moments_do_not_depend_on_the_split_into_batches(sizes: list[int]):
+    moments = moments_of(*VALUES.split(sizes))
+    expected = VALUES.double()
+    assert moments.count == 60
+    assert moments.mean == pytest.approx(expected.mean().item(), rel=1e-12)
+    assert moments.std == pytest.approx(expected.std().item(), rel=1e-12)
+
+
+def test_running_moments_include_the_spread_between_batches():
+    # Two batches of two means: the spread between them is part of the whole.
+    first, second = torch.tensor([0.0, 2.0]), torch.tensor([10.0, 12.0])
+    within = ((first - first.mean()).square().sum() + (second - second.mean()).square().sum()).item()
+    assert within == 4.0
+    assert moments_of(first, second).m2 == pytest.approx(4.0 + 4 * 5.0**2)
+
+
+def test_running_moments_keep_their_digits_far_from_zero():
+    # Σx² − n·mean² would lose the variance of 1 beside 1e16 even in double precision.
+    values = torch.tensor([1e8 - 1, 1e8, 1e8 + 1], dtype=torch.float64)
+    assert moments_of(*values.split(1)).std == pytest.approx(1.0)
+    assert (values.square().sum() - 3 * values.mean().square()).item() != pytest.approx(2.0, rel=0.1)
+
+
+def test_the_std_is_zero_before_two_values():
+    assert RunningMoments().std == 0.0
+    assert moments_of(torch.tensor([3.0])).std == 0.0
+    assert moments_of(torch.tensor([])).count == 0
+
+
+def test_running_moments_resume_exactly_from_json():
+    first, second = VALUES.split(30)
+    original = moments_of(first)
+    restored = RunningMoments()
+    restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    assert restored.state_dict() == original.state_dict()
+    original.update(second)
+    restored.update(second)
+    assert restored.state_dict() == original.state_dict()
+    assert restored.state_dict() != moments_of(second).state_dict()
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_nan_and_infinite_rewards_are_refused_and_change_no_moments(junk: float):
+    moments = moments_of(VALUES)
+    before = moments.state_dict()
+    with pytest.raises(ValueError, match="got 1 of 2 NaN or infinite"):
+        moments.update(torch.tensor([1.0, junk]))
+    assert moments.state_dict() == before

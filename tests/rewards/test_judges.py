@@ -76,17 +76,17 @@ def test_no_completions_have_no_scores():
     assert tournament(judge, [], [], 4).shape == (0,)
 
 
-def test_what_makes_no_whole_groups_is_refused():
-    with pytest.raises(ValueError, match="1 problems for 2 completions; give one problem for each"):
+def test_incomplete_or_mixed_groups_are_refused():
+    with pytest.raises(ValueError, match="equally many, got 1 and 2; give one problem for each completion"):
         tournament(judge, [SUM], ["4", "5"], 2)
-    with pytest.raises(ValueError, match="3 completions make no whole groups of 2"):
+    with pytest.raises(ValueError, match="must be a multiple of group_size=2, got 3"):
         tournament(judge, [SUM] * 3, ["4", "5", "6"], 2)
-    with pytest.raises(ValueError, match="group_size=1 leaves nothing to compare with"):
+    with pytest.raises(ValueError, match="group_size must be at least 2, got 1"):
         tournament(judge, [SUM], ["4"], 1)
-    with pytest.raises(ValueError, match="completions 2 to 3 answer different problems"):
+    with pytest.raises(ValueError, match="completions 2 to 3 must answer the same problem"):
         tournament(judge, [SUM, SUM, SUM, PRODUCT], ["4"] * 4, 2)
 
 
 def test_a_judge_that_answers_nan_is_refused():
-    with pytest.raises(ValueError, match="the judge answered NaN to completions 0 and 1"):
+    with pytest.raises(ValueError, match="the judge must return a number, got NaN for completions 0 and 1"):
         tournament(lambda problem, first, second: math.nan, [SUM] * 2, ["4", "5"], 2)

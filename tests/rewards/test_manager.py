@@ -6,7 +6,7 @@ import torch
 
 from lit_rlkv.rewards import ExactMatch, RewardManager
 from lit_rlkv.types import Problem
-from tests.rewards.threaded import InThreads
+from tests.rewards.helpers import InThreads
 
 PROBLEMS = [Problem("?", "", str(n)) for n in range(4)]
 
@@ -14,14 +14,14 @@ PROBLEMS = [Problem("?", "", str(n)) for n in range(4)]
 def test_every_function_scores_every_completion():
     with RewardManager(
         {"right": ExactMatch(), "length": InThreads(ask=lambda q: len(q["completion"]))}
-    ) as panel:
-        answers = panel.ask(PROBLEMS, ["0", "22", "2", "333"]).collect()
+    ) as manager:
+        answers = manager.ask(PROBLEMS, ["0", "22", "2", "333"]).collect()
     assert answers.scores["right"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert answers.scores["length"].tolist() == [1.0, 2.0, 1.0, 3.0]
     assert answers.errors == {}
 
 
-def test_answers_do_not_depend_on_the_order_in_which_they_come():
+def test_scores_do_not_depend_on_the_order_of_answers():
     is_free = [threading.Event() for _ in range(4)]
 
     def last_first(question):
@@ -36,62 +36,62 @@ def test_answers_do_not_depend_on_the_order_in_which_they_come():
 
     with RewardManager(
         {"late": InThreads(ask=last_first), "one": InThreads(ask=sequential, n_workers=1)}
-    ) as panel:
-        asked = panel.ask(PROBLEMS, [""] * 4)
+    ) as manager:
+        asked = manager.ask(PROBLEMS, [""] * 4)
         is_free[3].set()
         answers = asked.collect()
     assert answers.scores["late"].tolist() == [10.0, 11.0, 12.0, 13.0]
     assert torch.equal(answers.scores["late"], answers.scores["one"])
 
 
-def test_a_failure_is_a_nan_and_is_said_once(caplog):
-    def whimsical(question):
+def test_a_failure_scores_nan_and_warns_once(caplog):
+    def sometimes_fails(question):
         if question["answer"] in "12":
             raise RuntimeError(f"no {question['answer']}")
         return 1
 
-    with RewardManager({"odd": InThreads(ask=whimsical)}) as panel, caplog.at_level(logging.WARNING):
+    with RewardManager({"odd": InThreads(ask=sometimes_fails)}) as manager, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            answers = panel.ask(PROBLEMS, [""] * 4).collect()
+            answers = manager.ask(PROBLEMS, [""] * 4).collect()
     assert answers.scores["odd"].isnan().tolist() == [False, True, True, False]
     assert answers.errors == {"odd": "no 1"}
     (record,) = caplog.records
-    assert "reward.functions.odd failed: no 1; such responses are left out" in record.getMessage()
+    assert "reward.functions.odd failed: no 1; responses without a score are left out" in record.getMessage()
 
 
-def test_what_a_failure_repeats_cannot_speak_to_the_terminal(caplog):
+def test_control_characters_of_an_error_are_removed(caplog):
     def parroting(question):
         raise RuntimeError("no \x1b[2Jtext\r\n" + "x" * 1000)
 
-    with RewardManager({"odd": InThreads(ask=parroting)}) as panel, caplog.at_level(logging.WARNING):
-        errors = panel.ask(PROBLEMS, [""] * 4).collect().errors
+    with RewardManager({"odd": InThreads(ask=parroting)}) as manager, caplog.at_level(logging.WARNING):
+        errors = manager.ask(PROBLEMS, [""] * 4).collect().errors
     assert errors == {"odd": "no  [2Jtext  " + "x" * 287}  # 13 characters before
     assert caplog.records[0].getMessage().isprintable()
 
 
-def test_only_functions_that_are_named_are_asked():
+def test_only_the_named_functions_are_asked():
     asked = []
-    with RewardManager({"right": ExactMatch(), "other": InThreads(ask=asked.append)}) as panel:
-        assert panel.ask(PROBLEMS, ["0"] * 4, ["right"]).collect().scores.keys() == {"right"}
+    with RewardManager({"right": ExactMatch(), "other": InThreads(ask=asked.append)}) as manager:
+        assert manager.ask(PROBLEMS, ["0"] * 4, ["right"]).collect().scores.keys() == {"right"}
     assert asked == []
 
 
-def test_a_panel_that_was_closed_starts_anew():
-    panel = RewardManager({"length": InThreads(ask=lambda q: len(q["completion"]))})
+def test_a_closed_manager_can_be_used_again():
+    manager = RewardManager({"length": InThreads(ask=lambda q: len(q["completion"]))})
     for _ in range(2):
-        assert panel.ask(PROBLEMS[:1], ["abc"]).collect().scores["length"].tolist() == [3.0]
-        panel.close()
+        assert manager.ask(PROBLEMS[:1], ["abc"]).collect().scores["length"].tolist() == [3.0]
+        manager.close()
 
 
-def test_threads_end_with_the_panel():
+def test_threads_end_with_the_manager():
     before = threading.active_count()
-    panel = RewardManager({"length": InThreads(ask=lambda q: 0)})
-    panel.ask(PROBLEMS, [""] * 4).collect()
+    manager = RewardManager({"length": InThreads(ask=lambda q: 0)})
+    manager.ask(PROBLEMS, [""] * 4).collect()
     assert threading.active_count() > before
-    panel.close()
+    manager.close()
     assert threading.active_count() == before
 
 
 def test_problems_and_completions_must_be_as_many():
-    with pytest.raises(ValueError, match="4 problems for 1 completions"):
+    with pytest.raises(ValueError, match="equally many, got 4 and 1"):
         RewardManager({}).ask(PROBLEMS, [""])

@@ -78,7 +78,7 @@ def test_a_run_survives_a_function_that_raises_hangs_and_answers_nan(tmp_path, f
         0
     ].keys()
     assert "reward.functions.flaky failed: " in caplog.text
-    assert caplog.text.count("this is said once") == 1
+    assert caplog.text.count("this warning is shown once") == 1
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert saved["after"][0]["accuracy"] == results.after[0].accuracy
 
@@ -122,7 +122,7 @@ def test_worked_solutions_that_do_not_fit_are_named_by_row_and_so_are_prompts_al
 def test_answers_that_no_completion_could_be_compared_with_are_refused_by_row(tmp_path):
     rows = [{"prompt": f"{n}+1=", "answer": "x" if n == 70 else "2"} for n in range(80)]
     parts = build_context(of_rows(tmp_path, rows, "reward=numeric"))
-    with pytest.raises(ConfigError, match=r"task: .*a\.jsonl:71: the answer 'x' is not one number"):
+    with pytest.raises(ConfigError, match=r"task: .*a\.jsonl:71: the answer must be one number, got 'x'"):
         check_reward_functions(parts)
 
 

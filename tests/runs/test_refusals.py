@@ -36,7 +36,7 @@ JUDGED = [
             ["sft.n_steps=70"],
             "sft.n_steps must be a multiple of sft.steps_per_iteration=50, got 70; change one of them",
         ),
-        (["task.n_terms=1"], "n_terms=1 leaves nothing to add"),
+        (["task.n_terms=1"], "n_terms must be at least 2, got 1"),
         (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
         (["stages=rl"], "stages must be a list"),
         (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every device"),
@@ -103,12 +103,21 @@ JUDGED = [
         ),
         (
             ["+reward.functions.a={_target_: lit_rlkv.rewards.Regex, pattern: '('}"],
-            "reward.functions.a: lit_rlkv.rewards.Regex: pattern='(' is no regular expression",
+            "reward.functions.a: lit_rlkv.rewards.Regex: pattern must be a regular expression, got '('",
         ),
         (["+reward.functions.a={_target_: os.system}"], "is not from a trusted package"),
-        (["reward=python", "reward.functions.custom.path=a.py"], "path='a.py' names no function"),
-        (["reward=command", "reward.functions.custom.argv=sh"], "argv='sh' is no list of a program"),
-        (["reward=endpoint", "reward.functions.custom.url=file:///etc/passwd"], "is no address of a service"),
+        (
+            ["reward=python", "reward.functions.custom.path=a.py"],
+            "path must name a function as path/to/file.py:function, got 'a.py'",
+        ),
+        (
+            ["reward=command", "reward.functions.custom.argv=sh"],
+            "argv must be a list of a program and its arguments, got 'sh'",
+        ),
+        (
+            ["reward=endpoint", "reward.functions.custom.url=file:///etc/passwd"],
+            "url must be an ASCII address with http",
+        ),
         (
             ["task=dataset", "task.dataset=tests/data/problems.jsonl", "task.prompt_column=question"],
             "no column 'question', it has prompt, answer; set prompt_column",

@@ -213,7 +213,7 @@ def weights_of(folder):
 
 @pytest.mark.parametrize(
     ("task", "says"),
-    [(Forgiving(), "task: Forgiving scores the two sides"), (LongWinded(), "has positions for 1024")],
+    [(Forgiving(), "task: Forgiving must score the two sides"), (LongWinded(), "has positions for 1024")],
 )
 @pytest.mark.parametrize("way", [[], APART])
 def test_pairs_that_cannot_be_learned_from_are_refused_before_training(tmp_path, task, says, way):
@@ -323,7 +323,7 @@ def test_sft_refuses_to_resume_with_other_rows(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         go_on(preferences(tmp_path), Fails(at=2))
-    with pytest.raises(ConfigError, match=r"other rows than .*; bring them back, or start a new run"):
+    with pytest.raises(ConfigError, match=r"rows of .* have changed .*; restore them, or start a new run"):
         go_on(preferences(tmp_path, n=101))
     assert (go_on(preferences(tmp_path)) / SFT_DONE).is_file()
 

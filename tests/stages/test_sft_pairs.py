@@ -19,7 +19,7 @@ from lit_rlkv.runs.sft_progress import training_passes
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, sft_model_dir
 from lit_rlkv.stages.sft import on_policy_preference_pairs, run_sft
 from lit_rlkv.tasks import ChainSum
-from tests.rewards.threaded import InThreads
+from tests.rewards.helpers import InThreads
 
 TINY = [
     "debug=fast",

@@ -36,7 +36,7 @@ def expected(rows):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])
-def test_rows_become_problems_wherever_they_lie(datasets, tmp_path, kind):
+def test_rows_of_every_format_become_problems(datasets, tmp_path, kind):
     rows, path = datasets.Dataset.from_list(ROWS), tmp_path / f"data.{kind}"
     if kind in ("jsonl", "json"):
         write_lines(path, ROWS)
@@ -59,7 +59,7 @@ def test_rows_become_problems_wherever_they_lie(datasets, tmp_path, kind):
         assert problems(load_problems(str(path), split="test", **GSM8K)) == expected(ROWS[:1])
 
 
-def test_a_split_of_its_own_is_evaluated_and_never_trained_on(datasets, tmp_path, caplog):
+def test_rows_of_the_eval_split_are_never_trained_on(datasets, tmp_path, caplog):
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(str(tmp_path / "data"))
     with caplog.at_level(logging.WARNING):
@@ -76,7 +76,7 @@ def test_a_split_of_its_own_is_evaluated_and_never_trained_on(datasets, tmp_path
     assert drawn == by_split["train"]
 
 
-def test_without_one_about_one_in_ten_is_held_out_by_its_prompt(tmp_path):
+def test_without_an_eval_split_about_one_in_ten_is_held_out(tmp_path):
     rows = [{"prompt": f"{n}?", "answer": n} for n in range(300)]
     task = load_problems(write_lines(tmp_path / "a.jsonl", rows))
     sizes = [PromptSource(task, split=split, seed=0).size for split in ("train", "eval")]
@@ -92,7 +92,7 @@ def test_json_lines_need_no_package(tmp_path, monkeypatch):
         load_problems("owner/name")
 
 
-def test_chats_stay_chats_and_a_system_prompt_comes_first_unless_there_is_one(tmp_path):
+def test_the_system_prompt_comes_first_unless_a_chat_has_its_own(tmp_path):
     ask, own = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
     prompts = ["hi", [ask], [own, ask]]
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "x"} for prompt in prompts])
@@ -106,11 +106,11 @@ def test_chats_stay_chats_and_a_system_prompt_comes_first_unless_there_is_one(tm
 def test_extra_columns_are_kept_for_reward_functions(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ROWS)
     assert load_problems(path, **GSM8K, extra_columns=["level"]).at(2).extra == {"level": 3}
-    with pytest.raises(ValueError, match="completion would hide what is there"):
+    with pytest.raises(ValueError, match="extra_columns must not have the reserved names completion"):
         load_problems(path, extra_columns=["completion"])
 
 
-def test_solutions_that_say_more_than_the_answer_leave_no_own_score(tmp_path):
+def test_solutions_beyond_the_answer_leave_no_own_score(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"q": "?", "a": "4", "s": "it is 4, I think"}])
     columns = {"prompt_column": "q", "answer_column": "a", "solution_column": "s"}
     task = load_problems(path, **columns)
@@ -126,13 +126,13 @@ def test_solutions_that_say_more_than_the_answer_leave_no_own_score(tmp_path):
         load_problems(path, **columns, answer_after="####")
 
 
-def test_prompts_alone_have_nothing_to_imitate(tmp_path):
+def test_prompts_alone_have_no_solution(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "?"}])
     task = load_problems(path, answer_column=None)
     assert task.at(0) == Problem("?", "", "")
     assert not task.is_verifiable
     assert task.score(task.at(0), "") == 0.0
-    with pytest.raises(ValueError, match="has prompts alone, so there is no solution to corrupt"):
+    with pytest.raises(ValueError, match="has prompts but no solutions to corrupt"):
         task.corrupt(task.at(0), random.Random(0))
 
 
@@ -140,9 +140,9 @@ def test_prompts_alone_have_nothing_to_imitate(tmp_path):
     ("row", "says"),
     [
         ({"question": "", "answer": "#### 1"}, "the prompt is empty"),
-        ({"question": "?", "answer": "1"}, "has no '####', so it states no answer"),
+        ({"question": "?", "answer": "1"}, "must have '####' before an answer; add it or set answer_after"),
         ({"question": "?", "answer": "so ####"}, "the answer is empty"),
-        ({"question": "?", "answer": None}, "solution must be text; it is None"),
+        ({"question": "?", "answer": None}, "solution must be text, got None"),
         ({"question": "?"}, "no column 'answer', it has question; set prompt_column"),
         ([], "got a list"),
         ("{oops", "not JSON"),
@@ -162,7 +162,7 @@ def test_every_bad_row_is_named_by_its_line(tmp_path, row, says):
 def test_bad_rows_of_a_dataset_are_named_by_their_index(datasets, tmp_path):
     rows = [*ROWS, {"question": "?", "answer": "none", "level": 0}]
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    with pytest.raises(ValueError, match=r"a\.parquet row 4: the solution 'none' has no '####'"):
+    with pytest.raises(ValueError, match=r"a\.parquet row 4: the solution 'none' must have '####'"):
         load_problems(str(tmp_path / "a.parquet"), **GSM8K)
     with pytest.raises(
         ValueError, match="no column 'prompt', it has question, answer, level; set prompt_col"
@@ -170,18 +170,18 @@ def test_bad_rows_of_a_dataset_are_named_by_their_index(datasets, tmp_path):
         load_problems(str(tmp_path / "a.parquet"))
 
 
-def test_a_solution_without_a_way_to_its_answer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="solution_column='answer' holds no answer that could be found"):
+def test_a_solution_column_needs_a_marker_or_an_answer_column(tmp_path):
+    with pytest.raises(ValueError, match="solution_column='answer' needs a way to find its answers"):
         load_problems("a.jsonl", answer_column=None, solution_column="answer")
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "word_problems"])
-def test_the_system_prompt_names_the_marker_that_answers_follow(name):
+def test_the_system_prompt_names_the_answer_marker(name):
     cfg = OmegaConf.load(CONF_DIR / "task" / f"{name}.yaml")
     assert cfg.system_prompt.endswith(f"{cfg.answer_after}.")
 
 
-def test_the_package_brings_word_problems_whose_answers_are_right():
+def test_the_example_word_problems_have_right_answers():
     task = load_problems("example:word_problems.jsonl", **GSM8K)
     assert len(task) == len({problem.prompt for problem in problems(task)}) == 48
     for problem in problems(task):
@@ -189,5 +189,5 @@ def test_the_package_brings_word_problems_whose_answers_are_right():
         assert last == f"#### {problem.answer}"
         assert problem.answer.replace(",", "").isdigit()
         assert problem.answer.replace(",", "") in " ".join(steps).replace(".", "").split()
-    with pytest.raises(ValueError, match="there is no 'example:other'; the package brings example:word_prob"):
+    with pytest.raises(ValueError, match="there is no 'example:other'; the package has example:word_prob"):
         load_problems("example:other", **GSM8K)

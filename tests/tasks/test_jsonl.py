@@ -34,7 +34,7 @@ def test_lines_become_problems_in_order(write):
     assert task.sample(random.Random(0)) in (task.at(0), task.at(1))
 
 
-def test_numbers_are_answers_as_json_writes_them(write):
+def test_numbers_become_answers_as_json_writes_them(write):
     lines = [{"prompt": "?", "answer": answer} for answer in (2, -1.5, 72.0, 2**53 + 1)]
     task = JsonlTask(write(*lines))
     assert [task.at(index).answer for index in range(4)] == ["2", "-1.5", "72", "9007199254740993"]
@@ -57,7 +57,7 @@ def test_with_a_marker_only_what_follows_the_last_one_counts(write):
     assert task.score(task.at(0), "4") == 0.0
 
 
-def test_with_a_marker_and_no_solution_the_solution_shows_the_marker(write):
+def test_a_missing_solution_becomes_marker_and_answer(write):
     task = JsonlTask(write({"prompt": "2+2?", "answer": "4"}), answer_after="####")
     assert task.at(0).solution == "#### 4"
     assert task.score(task.at(0), task.at(0).solution) == 1.0
@@ -81,7 +81,7 @@ def test_a_corruption_changes_the_answer_and_nothing_before_it(write, answer):
         ([1, 2], "problems.jsonl:2: got a list"),
         ({"prompt": "1+1="}, "problems.jsonl:2: missing answer; each line needs prompt and answer"),
         ({}, "problems.jsonl:2: missing prompt, answer"),
-        ({"prompt": "1+1=", "answer": None}, "problems.jsonl:2: answer must be text; it is None"),
+        ({"prompt": "1+1=", "answer": None}, "problems.jsonl:2: answer must be text, got None"),
         ({"prompt": "1+1=", "answer": "2", "solution": None}, "problems.jsonl:2: solution must be text"),
         (
             {"prompt": "1+1=", "answer": "2", "solution": "3"},
@@ -89,7 +89,7 @@ def test_a_corruption_changes_the_answer_and_nothing_before_it(write, answer):
         ),
         ({"prompt": "1+1=", "answer": ""}, "problems.jsonl:2: the answer is empty"),
         ({"prompt": " ", "answer": "2"}, "problems.jsonl:2: the prompt is empty"),
-        ({"prompt": 3, "answer": "2"}, "problems.jsonl:2: prompt is 3, which is neither a text nor chat"),
+        ({"prompt": 3, "answer": "2"}, "problems.jsonl:2: prompt must be a text or chat messages, got 3"),
     ],
 )
 def test_a_bad_line_is_named(write, line, message):
@@ -109,5 +109,5 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_an_empty_file_is_refused(write):
-    with pytest.raises(ValueError, match="has no lines"):
+    with pytest.raises(ValueError, match="must have lines, got none"):
         JsonlTask(write("", " "))

@@ -1,4 +1,4 @@
-"""What every native task promises, whatever it asks."""
+"""Properties of every native task."""
 
 import random
 
@@ -44,7 +44,7 @@ def test_a_corruption_scores_zero(task):
 
 
 @every_task
-def test_text_around_the_solution_is_not_forgiven(task):
+def test_text_around_the_solution_scores_zero(task):
     for problem in problems(task, 20):
         for wrapped in (
             "",
@@ -70,7 +70,7 @@ def test_a_problem_is_a_function_of_the_generator_alone(task):
 
 
 @every_task
-def test_the_task_tokenizer_has_a_token_for_all_that_a_task_writes(task):
+def test_the_task_tokenizer_encodes_every_text_of_a_task(task):
     tokenizer = build_task_tokenizer()
     for problem in problems(task):
         for text in (problem.prompt, problem.solution, task.corrupt(problem, random.Random(0))):
@@ -103,21 +103,21 @@ def test_the_length_knob_lengthens_every_prompt(short, long):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ChainSum(n_terms=1), "n_terms=1 leaves nothing to add"),
-        (lambda: ChainSum(max_operand=0), "max_operand=0"),
-        (lambda: Recall(n_pairs=2, n_queries=3), "n_queries=3 is not between 1 and n_pairs=2"),
-        (lambda: Recall(n_queries=0), "n_queries=0"),
-        (lambda: Recall(value_digits=0), "value_digits=0"),
-        (lambda: Variables(n_steps=0), "n_steps=0"),
-        (lambda: Variables(n_chains=0), "n_chains=0"),
-        (lambda: Variables(max_operand=0), "max_operand=0"),
-        (lambda: Sorting(n_items=1), "n_items=1 leaves nothing to sort"),
-        (lambda: Sorting(max_value=0), "max_value=0 makes all numbers equal"),
-        (lambda: Countdown(n_numbers=1), "n_numbers=1"),
-        (lambda: Countdown(max_number=0), "max_number=0"),
-        (lambda: Countdown(max_number=50, max_target=99), "max_target=99 .* give at least 100"),
+        (lambda: ChainSum(n_terms=1), "n_terms must be at least 2, got 1"),
+        (lambda: ChainSum(max_operand=0), "max_operand must be at least 1, got 0"),
+        (lambda: Recall(n_pairs=2, n_queries=3), "n_queries must be at most n_pairs=2"),
+        (lambda: Recall(n_queries=0), "n_queries must be at least 1, got 0"),
+        (lambda: Recall(value_digits=0), "value_digits must be at least 1"),
+        (lambda: Variables(n_steps=0), "n_steps must be at least 1"),
+        (lambda: Variables(n_chains=0), "n_chains must be at least 1"),
+        (lambda: Variables(max_operand=0), "max_operand must be at least 1"),
+        (lambda: Sorting(n_items=1), "n_items must be at least 2"),
+        (lambda: Sorting(max_value=0), "max_value must be at least 1"),
+        (lambda: Countdown(n_numbers=1), "n_numbers must be at least 2"),
+        (lambda: Countdown(max_number=0), "max_number must be at least 1"),
+        (lambda: Countdown(max_number=50, max_target=99), "max_target must be at least .* 100, .* got 99"),
     ],
 )
-def test_a_setting_that_makes_no_problem_is_refused(build, message):
+def test_a_setting_without_problems_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lit_rlkv.data.pairs import preference_pair
+from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.tasks import FiniteTask, Preferences, Recall, read_preferences
 from lit_rlkv.tasks.preferences import parse_pair
@@ -45,7 +45,7 @@ def test_lines_become_problems_whose_solution_is_the_chosen_side(write):
     assert "pairs.jsonl" in repr(task)
 
 
-def test_preferences_do_not_say_what_is_right_and_other_tasks_do(write):
+def test_preferences_are_not_verifiable(write):
     assert not read_preferences(write(line())).is_verifiable
     assert Recall().is_verifiable
 
@@ -57,7 +57,7 @@ def test_only_the_chosen_text_scores(write):
     assert task.score(task.at(0), "It is green.") == 0.0
 
 
-def test_a_corruption_is_the_rejected_side_of_that_very_pair(write):
+def test_a_corruption_is_the_rejected_side_of_its_pair(write):
     # One prompt three times; the second pair is the first one turned around.
     task = read_preferences(write(line("?", "a", "b"), line("?", "b", "a"), line("?", "c", "a")))
     for seed in range(20):
@@ -65,7 +65,7 @@ def test_a_corruption_is_the_rejected_side_of_that_very_pair(write):
         assert corruptions == ["b", "a", "a"]
 
 
-def test_a_side_preferred_to_several_is_set_against_each_of_them(write):
+def test_a_chosen_side_of_several_pairs_has_each_rejected_side(write):
     task = read_preferences(write(line("?", "a", "b"), line("?", "a", "c")))
     assert {task.corrupt(task.at(0), random.Random(seed)) for seed in range(20)} == {"b", "c"}
 
@@ -104,7 +104,7 @@ def test_a_stream_of_problems_visits_every_pair_of_its_split(write):
         ),
     ],
 )
-def test_a_pair_is_text_or_chat_with_its_prompt_apart_or_inside(entry, prompt):
+def test_a_pair_is_text_or_chat_with_or_without_a_prompt(entry, prompt):
     assert parse_pair(entry) == PreferencePair(prompt, "Blue.", "Green.")
 
 
@@ -119,27 +119,33 @@ def role(name):
         ([1, 2], "got a list; write one JSON object per line"),
         ({"prompt": "?"}, "missing chosen and rejected; a preference needs both sides"),
         ({"prompt": "?", "chosen": "a"}, "missing rejected"),
-        ({"chosen": "a b", "rejected": "a c"}, "missing prompt; only whole conversations do without"),
+        ({"chosen": "a b", "rejected": "a c"}, "missing prompt; only whole conversations contain theirs"),
         ({"chosen": [BLUE], "rejected": [GREEN]}, "missing prompt"),
-        (line(chosen=2), "chosen is 2, which is neither a text nor chat messages"),
-        (line(rejected=[]), r"rejected is \[\], which is neither"),
-        (line(prompt={"role": "user", "content": "?"}), "prompt is {.*, which is neither"),
-        (line([{"role": "user"}]), "prompt is .*, which is neither"),
-        (line([{"role": "user", "content": ["?"]}]), "prompt is .*, which is neither"),
-        (line([role("tool"), ASK]), "prompt has messages of role 'tool'; a chat has system, user, assistant"),
-        (line([ASK, BLUE]), "the prompt ends in a message of role 'assistant'; end it in one of the user"),
-        (line([ASK], [ASK], [GREEN]), "chosen ends in a message of role 'user'"),
-        (line([ASK], [BLUE], [role("system")]), "rejected ends in a message of role 'system'"),
-        (line([ASK], [BLUE, BLUE], [GREEN]), "differ before their last message"),
-        ({"chosen": [ASK, BLUE], "rejected": [SYSTEM, ASK, GREEN]}, "differ before their last message"),
-        (line("?", [ASK, BLUE], "Green."), "differ before their last message"),
-        (line("Sea?", [ASK, BLUE], [ASK, GREEN]), "prompt is not what chosen and rejected have before"),
-        (line([SYSTEM, ASK], [ASK, BLUE], [ASK, GREEN]), "prompt is not what chosen and rejected have"),
+        (line(chosen=2), "chosen must be a text or chat messages, got 2"),
+        (line(rejected=[]), r"rejected must be a text or chat messages, got \[\]"),
+        (line(prompt={"role": "user", "content": "?"}), "prompt must be a text or chat messages, got {"),
+        (line([{"role": "user"}]), "prompt must be a text or chat messages, got "),
+        (line([{"role": "user", "content": ["?"]}]), "prompt must be a text or chat messages, got "),
+        (line([role("tool"), ASK]), "the roles in prompt must be system, user, assistant, got 'tool'"),
+        (line([ASK, BLUE]), "the prompt must end in a message of the user, got role 'assistant'"),
+        (line([ASK], [ASK], [GREEN]), "chosen must end in a message of the assistant, got role 'user'"),
+        (
+            line([ASK], [BLUE], [role("system")]),
+            "rejected must end in a message of the assistant, got role 'system'",
+        ),
+        (line([ASK], [BLUE, BLUE], [GREEN]), "must be equal before their last message"),
+        (
+            {"chosen": [ASK, BLUE], "rejected": [SYSTEM, ASK, GREEN]},
+            "must be equal before their last message",
+        ),
+        (line("?", [ASK, BLUE], "Green."), "must be equal before their last message"),
+        (line("Sea?", [ASK, BLUE], [ASK, GREEN]), "prompt must repeat the messages of chosen and rejected"),
+        (line([SYSTEM, ASK], [ASK, BLUE], [ASK, GREEN]), "prompt must repeat the messages of chosen"),
         (line(prompt=" "), "the prompt is empty"),
         (line([{"role": "user", "content": ""}]), "the prompt is empty"),
         (line(chosen=""), "chosen is empty"),
         (line(rejected=[{"role": "assistant", "content": "\n"}]), "rejected is empty"),
-        (line(rejected="2"), "both sides are equal, so there is nothing to prefer; drop the line or mend it"),
+        (line(rejected="2"), "both sides are equal, but a preference needs two; drop the line or fix it"),
         (line(rejected=" 2\n"), "both sides are equal"),
         ({"chosen": [ASK, BLUE], "rejected": [ASK, BLUE]}, "both sides are equal"),
     ],
@@ -163,10 +169,10 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_an_empty_file_is_refused(write):
-    with pytest.raises(ValueError, match="has no lines"):
+    with pytest.raises(ValueError, match="must have lines, got none"):
         read_preferences(write("", " "))
 
 
 def test_no_pairs_are_refused():
-    with pytest.raises(ValueError, match="'nothing' holds no rows, so there is nothing to train on"):
+    with pytest.raises(ValueError, match="'nothing' must hold rows to train on, got none"):
         Preferences(Table("nothing", [], []))

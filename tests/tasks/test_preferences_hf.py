@@ -48,7 +48,7 @@ def test_pairs_of_another_split_may_be_held_out(datasets, tmp_path):
     assert task.place(3) == f"{tmp_path / 'a'} test row 0"
 
 
-def test_pairs_whose_prompt_is_held_out_are_neither_trained_on_nor_rejected_from(datasets, tmp_path, caplog):
+def test_pairs_with_a_held_out_prompt_are_left_out(datasets, tmp_path, caplog):
     train = [*ROWS[:2], ROWS[3] | {"rejected": "9"}, ROWS[2]]
     both = {"train": train, "test": [ROWS[3], ROWS[3] | {"rejected": "8"}]}
     datasets.DatasetDict(
@@ -64,7 +64,7 @@ def test_pairs_whose_prompt_is_held_out_are_neither_trained_on_nor_rejected_from
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])
-def test_rows_become_problems_wherever_they_lie(datasets, tmp_path, kind):
+def test_rows_of_every_format_become_problems(datasets, tmp_path, kind):
     rows, path = datasets.Dataset.from_list(ROWS), str(tmp_path / f"data.{kind}")
     if kind in ("jsonl", "json"):
         write_lines(tmp_path / f"data.{kind}", ROWS)
@@ -96,13 +96,13 @@ def test_columns_may_have_other_names(datasets, tmp_path):
     assert problems(load_preferences(path, **columns)) == expected(ROWS)
 
 
-def test_conversations_hold_their_prompt(datasets, tmp_path):
+def test_conversations_contain_their_prompt(datasets, tmp_path):
     datasets.Dataset.from_list(CHATS).save_to_disk(tmp_path / "chats")
     task = load_preferences(str(tmp_path / "chats"), prompt_column=None)
     assert problems(task) == [Problem((Message("user", "Sky?"),), "Blue.", "Blue.")] * 2
 
 
-def test_a_text_column_beside_conversations_does_not_get_in_the_way(datasets, tmp_path):
+def test_a_text_prompt_beside_conversations_is_accepted(datasets, tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [row | {"prompt": "Sky?"} for row in CHATS])
     assert load_preferences(path).at(0).prompt == (Message("user", "Sky?"),)
 
@@ -133,11 +133,11 @@ def test_a_dataset_without_rows_is_refused(datasets, tmp_path):
         ({"dataset": "saved", "split": "test"}, "cannot load split 'test' of .*it was saved with train;"),
         ({"dataset": "folder", "name": "other"}, "cannot load split 'train' of .*other"),
         ({"dataset": "broken.jsonl"}, "broken.jsonl:1: not JSON"),
-        ({"dataset": "data.txt"}, "is no file that can be read; convert it to .parquet or .json or .jsonl"),
+        ({"dataset": "data.txt"}, "must be a file of type .parquet, .json, .jsonl; convert it"),
         ({"dataset": "nowhere"}, "cannot load split 'train' of .*nowhere.*give a name on the hub, a folder"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_error(datasets, tmp_path, options, message):
+def test_a_dataset_that_cannot_be_loaded_is_one_error(datasets, tmp_path, options, message):
     write_lines(tmp_path / "data.jsonl", ROWS)
     write_lines(tmp_path / "folder" / "train.jsonl", ROWS)
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""Rows of files: read once at a start, however often their task is built."""
+"""Rows of files, with their places and one report of all errors."""
 
 import json
 from functools import partial
@@ -6,6 +6,58 @@ from functools import partial
 import pytest
 
 from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences
+from lit_rlkv.tasks.rows import numbered_lines, parse_object, parse_rows
+
+
+def positive(number):
+    if number <= 0:
+        raise ValueError(f"{number} is not positive")
+    return number
+
+
+def test_blank_lines_count_but_are_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    # The last line has characters that str.splitlines cuts at and JSON allows inside a text.
+    path.write_text('{"a": 1}\n\n  \n{"a": "x\u2028\x85y"}\n', encoding="utf-8")
+    (first, one), (second, two) = numbered_lines(path)
+    assert (first, second) == (f"{path}:1", f"{path}:4")
+    assert (parse_object(one), parse_object(two)) == ({"a": 1}, {"a": "x\u2028\x85y"})
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n', encoding="utf-8-sig")
+    assert [parse_object(line) for _, line in numbered_lines(path)] == [{"a": 1}]
+
+
+def test_a_path_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [*numbered_lines(type(tmp_path)("~/a.jsonl"))] == [("~/a.jsonl:1", "{}")]
+
+
+def test_rows_are_parsed_in_order():
+    assert parse_rows([("a", 3), ("b", 1)], positive) == [3, 1]
+
+
+def test_one_bad_row_is_one_line():
+    with pytest.raises(ValueError, match=r"^b: 0 is not positive$"):
+        parse_rows([("a", 3), ("b", 0)], positive)
+
+
+def test_the_first_bad_rows_are_named_and_all_are_counted():
+    rows = [(f"row {index}", index % 2) for index in range(20)]
+    with pytest.raises(ValueError, match="10 of 20 rows") as caught:
+        parse_rows(rows, positive)
+    heading, *named = str(caught.value).split("\n")
+    assert heading == "10 of 20 rows cannot be used, the first 5 are"
+    assert named == [f"  row {index}: 0 is not positive" for index in (0, 2, 4, 6, 8)]
+
+
+def test_fewer_bad_rows_than_are_shown_are_all_named():
+    with pytest.raises(ValueError, match=r"2 of 3 rows cannot be used, the first 2 are\n  a: .*\n  c: "):
+        parse_rows([("a", 0), ("b", 1), ("c", -1)], positive)
+
 
 ROW = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}
 
@@ -31,7 +83,7 @@ def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch, build):
         assert len(read) == n_rows
 
 
-def test_what_rows_are_read_as_is_not_mixed_up(tmp_path):
+def test_each_format_of_a_file_is_cached_apart(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW))
     assert load_problems(str(path)).at(0).prompt == "1+1="

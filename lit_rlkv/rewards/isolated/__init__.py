@@ -1,5 +1,7 @@
-"""Code that runs in separate processes and imports nothing of this package: worker and functions."""
+"""Programs that run in processes of their own and import nothing of this package."""
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+WORKER = Path(__file__).with_name("worker.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+MATHEMATICS = Path(__file__).with_name("mathematics.py")

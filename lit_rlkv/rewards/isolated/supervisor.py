@@ -1,8 +1,8 @@
-"""A process that runs a program and ends it, with all that it has started, when nobody waits for it.
+"""A process that runs a program, and ends it with all that it has started when the trainer ends.
 
-Its first argument is the number of a pipe to read from, which ends with who asks; the program and its
-arguments follow. The program has its input and output, and its status is passed on. It is run by its path
-and imports the standard library alone.
+Its first argument is the file descriptor of a pipe that closes with the trainer; the program and its
+arguments follow. The program inherits input and output, and its status is passed on. This file is run by its
+path and imports the standard library alone.
 """
 
 import os
@@ -14,8 +14,8 @@ from contextlib import suppress
 
 
 def main() -> None:
-    """Run the program until it ends or is left alone."""
-    # A scheduler may send it to all processes of a run that still waits for the program.
+    """Run the program until it or the trainer ends."""
+    # A scheduler may send SIGTERM to all processes of a run that still waits for the program.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     lifeline, argv = int(sys.argv[1]), sys.argv[2:]
     try:
@@ -36,7 +36,7 @@ def _end_with(lifeline: int, group: int) -> None:
 
 
 def _kill_group(group: int) -> None:
-    """Also what the program left in the background, though not what has taken a session of its own."""
+    """Kill also what the program left in the background, except in a session of its own."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 

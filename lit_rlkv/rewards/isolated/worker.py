@@ -1,8 +1,8 @@
 """A process that scores completions with a function of a file: JSON lines in, JSON lines out.
 
-It ends when its input ends, also in the middle of a question, so that it never outlives who asks. It does not
-end by SIGTERM, which a scheduler may send to all processes of a run that still waits for an answer. It is run
-by its path and imports the standard library alone, so that it starts in a moment and is small.
+It ends when its input ends, also in the middle of a question, so that it never outlives its trainer. It
+ignores SIGTERM, which a scheduler may send to all processes of a run that still waits for an answer. This
+file is run by its path and imports the standard library alone, so that it starts fast and is small.
 """
 
 import faulthandler
@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,7 +23,9 @@ from typing import Any, TextIO
 
 def main() -> None:
     """Load the function that the first line names, then answer each further line with one."""
-    _outlive_sigterm()
+    # A handler, because what the function starts would inherit an ignored signal and could not be ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     questions, answers = _private_pipes()
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(questions, lines), daemon=True).start()
@@ -30,27 +33,21 @@ def main() -> None:
     try:
         function = load(job["path"], job["function"])
     except BaseException as error:
-        _write(answers, {"error": _said(error)})
+        _write(answers, {"error": _message(error)})
         return
     _write(answers, {"ready": True})
     nowhere = open(os.devnull, "w")  # noqa: SIM115, it stays open
     while True:
         question = json.loads(lines.get())
-        # A question that holds the interpreter's lock keeps the thread that reads from ending the process.
+        # A function that holds the interpreter's lock keeps the reading thread from ending the process.
         faulthandler.dump_traceback_later(job["limit_s"], exit=True, file=nowhere)
         answer = _answer(function, question, job["options"])
         faulthandler.cancel_dump_traceback_later()
         _write(answers, answer)
 
 
-def _outlive_sigterm() -> None:
-    # A handler, for what the function starts would inherit that a signal is ignored, and could not be ended.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-
 def load(path: str, name: str) -> Callable[..., Any]:
-    """A function of a Python file, which may import what lies beside it."""
+    """Return a function of a Python file, which may import modules beside it."""
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location("lit_rlkv_reward_function", path)
     assert spec is not None
@@ -62,20 +59,30 @@ def load(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def matches(completion: str, answer: str, pattern: str, group: int | str | None) -> float:
+    """1.0 if the pattern is found, or with a group, if that group of the last match is the answer."""
+    if group is None:
+        return float(re.search(pattern, completion) is not None)
+    found = [match[group] for match in re.finditer(pattern, completion)]
+    return float(bool(found) and found[-1] is not None and found[-1].strip() == answer.strip())
+
+
 def _answer(
     function: Callable[..., Any], question: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, float | str]:
     try:
-        score = function(**_taken(function, question, options), **options)
+        score = function(**_arguments(function, question, options), **options)
         if isinstance(score, str | bytes) or score is None:
             raise TypeError(f"it returned {score!r}; return a number")
         return {"score": float(score)}
     except (Exception, SystemExit) as error:
-        return {"error": _said(error)}
+        return {"error": _message(error)}
 
 
-def _taken(function: Callable[..., Any], question: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function takes, by parameter name; options come first."""
+def _arguments(
+    function: Callable[..., Any], question: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields that the function has parameters for; options win over fields of their name."""
     question = {name: value for name, value in question.items() if name not in options}
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -84,7 +91,8 @@ def _taken(function: Callable[..., Any], question: dict[str, Any], options: dict
     return {name: value for name, value in question.items() if name in names}
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
+    """Return an error with the line of the user's file that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = [frame for frame in frames if frame.filename != __file__]
     at = f" ({Path(inner[-1].filename).name}, line {inner[-1].lineno})" if inner else ""
@@ -103,7 +111,7 @@ def _write(answers: TextIO, message: dict[str, Any]) -> None:
 
 
 def _private_pipes() -> tuple[TextIO, TextIO]:
-    """Input and output that the function cannot touch: what it prints goes to the standard error."""
+    """Return input and output that the function cannot touch: its prints go to the standard error."""
     questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -6,13 +6,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from lit_rlkv.rewards import Endpoint
-from lit_rlkv.rewards.graders import threads
-from tests.rewards.asking import score
+from lit_rlkv.rewards import Endpoint, graders
+from tests.rewards.helpers import score
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Does what the completion asks for."""
+    """Behaves as the completion says."""
 
     protocol_version = "HTTP/1.1"
 
@@ -58,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(threads, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(graders, "BACKOFF_S", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.asked, server.is_over = [], threading.Event()
@@ -70,40 +69,40 @@ def server(monkeypatch):
     server.server_close()
 
 
-def test_a_completion_is_posted_and_the_answer_is_a_number_or_holds_one(server):
+def test_the_response_is_a_number_or_an_object_with_a_reward(server):
     assert score(Endpoint(url=server.url), "four", "4", prompt="2+2", level=3) == 4.0
     assert score(Endpoint(url=server.url), "object") == 0.25
     question = {"prompt": "2+2", "answer": "4", "solution": "", "completion": "four", "level": 3}
     assert server.asked[0] == (question, None)
 
 
-def test_a_server_that_fails_twice_is_asked_three_times(server):
+def test_server_errors_are_retried(server):
     assert score(Endpoint(url=server.url, retries=2), "third") == 5.0
     assert len(server.asked) == 3
 
 
-def test_more_failures_than_retries_are_said(server):
+def test_the_last_server_error_is_raised(server):
     with pytest.raises(RuntimeError, match="/score answered 503 Service Unavailable"):
         score(Endpoint(url=server.url, retries=1), "third")
     assert len(server.asked) == 2
 
 
 @pytest.mark.parametrize(("completion", "status"), [("bad", 400), ("move", 302)])
-def test_what_asking_again_would_not_mend_is_asked_once(server, completion, status):
+def test_client_errors_and_redirects_are_not_retried(server, completion, status):
     with pytest.raises(Exception, match=f"answered {status}"):
         score(Endpoint(url=server.url, retries=2), completion)
     assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize("completion", ["hang", "drip", "drip headers", "drip chunks"])
-def test_a_server_that_does_not_come_to_an_end_is_left(server, completion):
+def test_an_endless_response_times_out(server, completion):
     started_at = time.perf_counter()
-    with pytest.raises(Exception, match=r"timed out|no whole answer within"):
+    with pytest.raises(Exception, match=r"timed out|no complete response within"):
         score(Endpoint(url=server.url, timeout_s=0.3, retries=0), completion)
     assert time.perf_counter() - started_at < 10
 
 
-def test_closing_ends_what_waits(server):
+def test_close_ends_pending_requests(server):
     grader = Endpoint(url=server.url, timeout_s=60, retries=0).open()
     future = grader.submit({"completion": "drip headers"})
     while not server.asked:
@@ -114,7 +113,7 @@ def test_closing_ends_what_waits(server):
     assert time.perf_counter() - started_at < 10
 
 
-def test_an_answer_that_is_no_number_and_a_server_that_is_not_there_are_said(server):
+def test_a_response_that_is_not_json_and_a_missing_server_are_errors(server):
     with pytest.raises(Exception, match="Expecting value"):
         score(Endpoint(url=server.url, retries=0), "words")
     with pytest.raises(Exception, match=r"127\.0\.0\.1:1/: .*refused"):
@@ -134,19 +133,21 @@ def test_a_token_comes_from_the_environment(server, monkeypatch):
 
 
 @pytest.mark.parametrize("token", ["sec\nret", "sec\x1bret", "secrét"])
-def test_a_token_that_no_header_can_hold_is_refused_and_not_repeated(monkeypatch, token):
+def test_an_invalid_token_is_refused_and_not_shown(monkeypatch, token):
     monkeypatch.setenv("JUDGE_TOKEN", token)
-    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' holds characters") as caught:
+    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' must hold printable ASCII") as caught:
         Endpoint(url="http://localhost/", token_env="JUDGE_TOKEN").open()
     assert "sec" not in str(caught.value)
 
 
-def test_messages_leave_out_what_may_be_secret_in_an_address(server):
+def test_errors_show_addresses_without_secrets(server):
     for url, completion in {f"{server.url}?key=secret": "bad", "http://127.0.0.1:1/x?key=secret": ""}.items():
         with pytest.raises(Exception, match=url.partition("?")[0]) as caught:
             score(Endpoint(url=url, retries=0), completion)
         assert "secret" not in str(caught.value)
-    with pytest.raises(ValueError, match="url has a user or a password before 'http://host/x'") as caught:
+    with pytest.raises(
+        ValueError, match="url must not have a user or a password before 'http://host/x'"
+    ) as caught:
         Endpoint(url="http://me:secret@host/x?key=secret")
     assert "secret" not in str(caught.value)
 
@@ -163,6 +164,6 @@ def test_messages_leave_out_what_may_be_secret_in_an_address(server):
         "http://",
     ],
 )
-def test_only_web_addresses_are_taken(url):
-    with pytest.raises(ValueError, match="is no address of a service"):
+def test_only_http_addresses_are_accepted(url):
+    with pytest.raises(ValueError, match="url must be an ASCII address with http"):
         Endpoint(url=url)

@@ -1,4 +1,4 @@
-"""Worker processes: reused, replaced, and gone when they should be."""
+"""Worker processes of reward functions."""
 
 import os
 import signal
@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from lit_rlkv.rewards.graders import GraderPool, Refused, processes
-from tests.rewards.running import is_running, wait_until
+from lit_rlkv.rewards import graders
+from lit_rlkv.rewards.graders import GraderPool, NonRetryableError
+from tests.rewards.helpers import is_running, wait_until
 
 SOURCE = """
 import multiprocessing
@@ -20,7 +21,7 @@ import time
 def pid(completion):
     return os.getpid()
 
-def asked_to_end(completion):
+def gets_sigterm(completion):
     os.kill(os.getpid(), signal.SIGTERM)
     return 0.5
 
@@ -57,39 +58,39 @@ def file(tmp_path):
     return tmp_path / "rewards.py"
 
 
-def test_a_worker_is_used_again_and_ends_when_it_is_closed(file):
-    children = GraderPool(str(file), "pid", {}, 5)
-    first, second = (int(children.ask({"completion": ""})) for _ in range(2))
+def test_a_worker_is_reused_and_ends_with_the_pool(file):
+    pool = GraderPool(str(file), "pid", {}, 5)
+    first, second = (int(pool.ask({"completion": ""})) for _ in range(2))
     assert first == second
     assert is_running(first)
-    children.close()
+    pool.close()
     assert not is_running(first)
-    with pytest.raises(Refused, match="the reward functions are closed"):
-        children.ask({"completion": ""})
+    with pytest.raises(NonRetryableError, match="the reward functions are closed"):
+        pool.ask({"completion": ""})
 
 
 def test_a_worker_that_hangs_is_killed(file, tmp_path):
-    children = GraderPool(str(file), "hang", {}, 0.5)
+    pool = GraderPool(str(file), "hang", {}, 0.5)
     with pytest.raises(TimeoutError):
-        children.ask({"completion": str(tmp_path / "pid")})
+        pool.ask({"completion": str(tmp_path / "pid")})
     assert not is_running(int((tmp_path / "pid").read_text()))
-    children.close()
+    pool.close()
 
 
-def test_a_worker_answers_though_a_scheduler_asks_all_processes_to_end(file):
-    children = GraderPool(str(file), "asked_to_end", {}, 5)
-    assert [children.ask({"completion": ""}) for _ in range(2)] == [0.5, 0.5]
-    children.close()
+def test_a_worker_survives_sigterm(file):
+    pool = GraderPool(str(file), "gets_sigterm", {}, 5)
+    assert [pool.ask({"completion": ""}) for _ in range(2)] == [0.5, 0.5]
+    pool.close()
 
 
-def test_what_a_function_starts_can_be_ended(file):
-    children = GraderPool(str(file), "ends_others", {}, 20)
-    assert children.ask({"completion": ""}) == signal.SIGTERM + 0.5
-    children.close()
+def test_processes_that_a_function_starts_can_be_terminated(file):
+    pool = GraderPool(str(file), "ends_others", {}, 20)
+    assert pool.ask({"completion": ""}) == signal.SIGTERM + 0.5
+    pool.close()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
-def test_a_worker_ends_with_a_parent_that_is_killed_while_it_hangs(file, tmp_path):
+def test_a_hanging_worker_ends_with_its_killed_parent(file, tmp_path):
     place = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file), str(place)])
     assert wait_until(lambda: place.exists() and place.read_text())
@@ -100,13 +101,13 @@ def test_a_worker_ends_with_a_parent_that_is_killed_while_it_hangs(file, tmp_pat
     assert wait_until(lambda: not is_running(worker))
 
 
-def test_a_file_that_twice_takes_too_long_to_load_is_not_waited_for_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "START_LIMIT_S", 0.2)
+def test_no_worker_starts_after_two_slow_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(graders, "START_LIMIT_S", 0.2)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef score(): return 1\n")
-    children = GraderPool(str(tmp_path / "slow.py"), "score", {}, 5)
+    pool = GraderPool(str(tmp_path / "slow.py"), "score", {}, 5)
     for _ in range(2):
         with pytest.raises(TimeoutError):
-            children.ask({})
-    with pytest.raises(Refused, match=r"slow\.py was not loaded within 0\.2 seconds, 2 times"):
-        children.ask({})
-    children.close()
+            pool.ask({})
+    with pytest.raises(NonRetryableError, match=r"slow\.py was not loaded within 0\.2 seconds, 2 times"):
+        pool.ask({})
+    pool.close()

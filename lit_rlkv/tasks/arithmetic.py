@@ -1,0 +1,193 @@
+"""Native tasks of arithmetic, with a scratchpad: chain sums, countdown, and variables to follow."""
+
+import itertools
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lit_rlkv.tasks.base import check_at_least, lowercase_names
+from lit_rlkv.types import Problem, prompt_text
+
+SLIPS = (-10, -2, -1, 1, 2, 10)
+"""Errors of wrong totals."""
+_TOTALS = re.compile(r"([0-9]+,)*[0-9]+")
+_STEP = re.compile(r"([0-9]+)([-+*])([0-9]+)=([0-9]+)")
+_ASSIGNMENTS = re.compile(r"([a-z]+=[0-9]+;)*[a-z]+=[0-9]+")
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def slip(totals: Sequence[int], rng: random.Random, sizes: Sequence[int] = SLIPS) -> list[int]:
+    """Return the totals with one error that is carried to the last; none becomes negative."""
+    start = rng.randrange(len(totals))
+    smallest = min(totals[start:])
+    error = rng.choice([size for size in sizes if smallest + size >= 0])
+    return [*totals[:start], *(total + error for total in totals[start:])]
+
+
+@dataclass(frozen=True)
+class ChainSum:
+    """`7+3+5=` is solved by `7,10,15`; only the last total is scored."""
+
+    is_verifiable = True
+    n_terms: int = 5
+    """Length: number of terms."""
+    max_operand: int = 9
+    """Difficulty: operands are drawn from 1 to this."""
+    slips: Sequence[int] = SLIPS
+    """Possible errors of a corrupted solution."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, n_terms=2, max_operand=1)
+        if 0 in self.slips or not any(size > 0 for size in self.slips):
+            raise ValueError(
+                f"slips must not contain 0 and must contain a positive number, got {list(self.slips)}; give "
+                "others, so that every solution has a wrong version"
+            )
+
+    def sample(self, rng: random.Random) -> Problem:
+        operands = [rng.randint(1, self.max_operand) for _ in range(self.n_terms)]
+        totals = list(itertools.accumulate(operands))
+        return Problem("+".join(map(str, operands)) + "=", ",".join(map(str, totals)), str(totals[-1]))
+
+    def score(self, problem: Problem, completion: str) -> float:
+        """1.0 if the completion is a comma-separated list of numbers that ends in the sum."""
+        is_well_formed = _TOTALS.fullmatch(completion) is not None
+        return float(is_well_formed and completion.rpartition(",")[2] == problem.answer)
+
+    def corrupt(self, problem: Problem, rng: random.Random) -> str:
+        """Return the running totals with one slip of addition carried to the end."""
+        totals = [int(total) for total in problem.solution.split(",")]
+        return ",".join(map(str, slip(totals, rng, self.slips)))
+
+
+@dataclass(frozen=True)
+class Variables:
+    """`a=3;x=5;b=a;c=b+2;y=x+1;c?` is solved by `a=3;b=3;c=5`; only the last assignment is scored."""
+
+    is_verifiable = True
+    n_steps: int = 3
+    """Length: assignments in each chain."""
+    n_chains: int = 2
+    """Difficulty: interleaved chains, of which one is asked about."""
+    max_operand: int = 9
+    """Largest starting value and largest increment."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, n_steps=1, n_chains=1, max_operand=1)
+
+    def sample(self, rng: random.Random) -> Problem:
+        n_variables = self.n_steps * self.n_chains
+        variables = rng.sample(lowercase_names(n_variables), n_variables)
+        chains = [
+            _chain(variables[first :: self.n_chains], self.max_operand, rng) for first in range(self.n_chains)
+        ]
+        # Each chain's iterator is listed once per statement, so shuffling keeps the order within a chain.
+        turns = [turn for statements, _ in chains for turn in [iter(statements)] * self.n_steps]
+        rng.shuffle(turns)
+        walk = rng.choice(chains)[1]
+        asked = walk[-1].partition("=")[0]
+        return Problem("".join(f"{next(turn)};" for turn in turns) + f"{asked}?", ";".join(walk), walk[-1])
+
+    def score(self, problem: Problem, completion: str) -> float:
+        """1.0 if the completion is a list of assignments and the last is the right one."""
+        is_well_formed = _ASSIGNMENTS.fullmatch(completion) is not None
+        return float(is_well_formed and completion.rpartition(";")[2] == problem.answer)
+
+    def corrupt(self, problem: Problem, rng: random.Random) -> str:
+        """Return the walk along the chain with one slip of addition carried to the end."""
+        walk = [assignment.split("=") for assignment in problem.solution.split(";")]
+        values = slip([int(value) for _, value in walk], rng)
+        return ";".join(f"{name}={value}" for (name, _), value in zip(walk, values, strict=True))
+
+
+def _chain(variables: list[str], max_operand: int, rng: random.Random) -> tuple[list[str], list[str]]:
+    """Return one chain as the prompt states it and as the solution evaluates it; half of the links copy."""
+    value = rng.randint(0, max_operand)
+    statements, walk = [f"{variables[0]}={value}"], [f"{variables[0]}={value}"]
+    for previous, variable in itertools.pairwise(variables):
+        increment = rng.choice((0, rng.randint(1, max_operand)))
+        value += increment
+        statements.append(f"{variable}={previous}" + (f"+{increment}" if increment else ""))
+        walk.append(f"{variable}={value}")
+    return statements, walk
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """`25,4,3>63:` is solved by `25-4=21,21*3=63`, or any way that uses no number or result twice."""
+
+    is_verifiable = True
+    n_numbers: int = 3
+    """Length: how many numbers are given; the worked solution uses them all."""
+    max_number: int = 9
+    """Difficulty: numbers are drawn from 1 to this."""
+    max_target: int = 99
+    """Largest target, and largest result on the way to it in the worked solution."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, n_numbers=2, max_number=1)
+        if self.max_target < 2 * self.max_number:
+            raise ValueError(
+                f"max_target must be at least 2 * max_number = {2 * self.max_number}, the largest sum of two "
+                f"numbers, got {self.max_target}"
+            )
+
+    def sample(self, rng: random.Random) -> Problem:
+        """Return new numbers and a target that is reached from them by construction."""
+        steps = None
+        while steps is None:
+            numbers = [rng.randint(1, self.max_number) for _ in range(self.n_numbers)]
+            steps = _combine(numbers, self.max_target, rng)
+        target = steps[-1].partition("=")[2]
+        return Problem(",".join(map(str, numbers)) + f">{target}:", ",".join(steps), target)
+
+    def score(self, problem: Problem, completion: str) -> float:
+        """1.0 if every step is true and uses numbers still on the table, and the last gives the target."""
+        table = Counter(prompt_text(problem.prompt).partition(">")[0].split(","))
+        result = ""
+        for step in completion.split(","):
+            found = _STEP.fullmatch(step)
+            if found is None:
+                return 0.0
+            left, sign, right, result = found.groups()
+            table.subtract((left, right))
+            # Both operands are on the table here, so the numbers turned into int are short.
+            if min(table[left], table[right]) < 0 or result != str(_OPERATIONS[sign](int(left), int(right))):
+                return 0.0
+            table[result] += 1
+        return float(result == problem.answer)
+
+    def corrupt(self, problem: Problem, rng: random.Random) -> str:
+        """Return the solution with a last step that misses the target, or claims it by false arithmetic."""
+        *steps, last = problem.solution.split(",")
+        expression, _, target = last.partition("=")
+        left, sign, right = re.split(r"([-+*])", expression)
+        others = [other for other in _OPERATIONS if other != sign]
+        results = {other: _OPERATIONS[other](int(left), int(right)) for other in others}
+        wrong = {other: result for other, result in results.items() if result != int(target)}
+        misses = [f"{left}{other}{right}={result}" for other, result in wrong.items() if result >= 0]
+        lies = [f"{left}{other}{right}={target}" for other in wrong]
+        return ",".join([*steps, rng.choice(misses + lies)])
+
+
+def _combine(numbers: list[int], max_result: int, rng: random.Random) -> list[str] | None:
+    """Return random steps that use up all numbers with results from 1 to `max_result`; None at a dead end."""
+    steps, table = [], list(numbers)
+    while len(table) > 1:
+        moves = [
+            (left, sign, right, result)
+            for left, right in itertools.permutations(table, 2)
+            for sign, operation in _OPERATIONS.items()
+            if 0 < (result := operation(left, right)) <= max_result
+        ]
+        if not moves:
+            return None
+        left, sign, right, result = rng.choice(moves)
+        steps.append(f"{left}{sign}{right}={result}")
+        table.remove(left)
+        table.remove(right)
+        table.append(result)
+    return steps

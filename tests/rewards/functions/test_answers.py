@@ -1,0 +1,267 @@
+"""Reward functions that look at the final answer or the form of a completion."""
+
+import importlib.util
+import time
+
+import pytest
+
+from lit_rlkv.rewards import ExactMatch, MathVerify, Numeric, Regex
+from lit_rlkv.types import Problem
+from tests.rewards.helpers import opened, score
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "expected"),
+    [
+        ({}, " Paris\n", 1.0),
+        ({}, "paris", 0.0),
+        ({}, "It is Paris", 0.0),
+        ({"ignore_case": True}, "PARIS", 1.0),
+        ({"answer_after": "####"}, "Rome #### Paris", 1.0),
+        ({"answer_after": "####"}, "#### Paris #### Rome", 0.0),
+        ({"answer_after": "####"}, "Paris", 0.0),
+    ],
+)
+def test_the_final_answer_must_be_the_reference(options, completion, expected):
+    assert score(ExactMatch(**options), completion, "Paris") == expected
+
+
+def test_exact_match_needs_an_answer():
+    ExactMatch().check(Problem("?", "", "x"))
+    with pytest.raises(
+        ValueError, match=r"the answer to compare with must not be empty; set task\.answer_column"
+    ):
+        ExactMatch().check(Problem("?", "", ""))
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_weight_must_be_finite(weight):
+    with pytest.raises(ValueError, match="weight must be a finite number"):
+        ExactMatch(weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("it makes 1000", "1,000", 1.0),
+        ("it makes $1,000.00.", "1000", 1.0),
+        ("12,345,678", "12345678", 1.0),
+        ("1,0000", "10000", 0.0),  # not how thousands are grouped
+        ("10-5", "-5", 0.0),  # an operator, no sign
+        ("10-5", "5", 0.0),
+        ("10 - 3", "3", 0.0),
+        ("10 - 3 = 7", "7", 1.0),
+        ("it is 2/3*9", "9", 0.0),
+        (r"2\times3 is 6", "6", 1.0),
+        (r"10 - \frac{1}{2}", "1/2", 0.0),
+        ("10\n- 3", "3", 1.0),  # an item of a list
+        ("–5", "-5", 1.0),
+        ("–5", "5", 0.0),
+        ("10–3", "3", 0.0),
+        ("the answer – 42", "42", 1.0),
+        (r"\frac{–3}{4}", "-3/4", 1.0),
+        ("= -5", "-5", 1.0),
+        ("−5", "-5", 1.0),
+        ("5", "-5", 0.0),
+        ("3/4", "0.75", 1.0),
+        ("0.75", "3/4", 1.0),
+        ("1/3", "0.333", 0.0),
+        ("1e3", "1000", 1.0),
+        ("50%", "50", 1.0),
+        ("50%", "0.5", 1.0),
+        ("0.5", "50%", 1.0),
+        ("50%", "0.5%", 0.0),
+        ("5 or 6", "5", 0.0),  # the last number counts
+        ("5 or 6", "6", 1.0),
+        ("x2 is 3cm", "3", 1.0),
+        ("x2", "2", 0.0),
+        ("no number", "2", 0.0),
+        ("", "2", 0.0),
+        ("1/0", "0", 0.0),
+        ("9" * 5000, "9", 0.0),
+        (r"\boxed{\frac{3}{4}}", "0.75", 1.0),
+        (r"\boxed{\frac{3}{4}}", "4", 0.0),
+        (r"-\dfrac{3}{4}", "-3/4", 1.0),
+        (r"\tfrac{-3}{4}", "-3/4", 1.0),
+        (r"2\frac{1}{2}", "2.5", 1.0),  # not 21/2
+        ("3 1/2", "3.5", 1.0),
+        ("3 1/2", "0.5", 0.0),
+        ("-1 1/2", "-1.5", 1.0),
+        ("10^{6}", "6", 0.0),
+        ("10^{6}", "10", 0.0),
+        ("10^{-6}", "-6", 0.0),
+        ("5, so 10^6", "5", 0.0),
+        ("1,0000", "0", 0.0),
+        ("答案是18。", "18", 1.0),
+        ("答案是-18", "-18", 1.0),
+        ("_18_", "18", 1.0),
+        ("**18**", "18", 1.0),
+        ("x_2", "2", 0.0),
+        ("it is...18", "18", 1.0),
+        ("it is...18", "0.18", 0.0),
+    ],
+)
+def test_numbers_are_equal_however_they_are_written(completion, answer, expected):
+    assert score(Numeric(), completion, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("5\n#### 72 apples, 3 each", 1.0),
+        ("#### 72\n- 3 each", 1.0),
+        ("#### 72\n#### 5", 0.0),
+        ("72", 0.0),
+        ("#### none", 0.0),
+        ("#### 72 -3", 0.0),
+        ("#### 72 - 3", 0.0),
+        (r"#### 72 \times 3", 0.0),
+        ("#### –72", 0.0),
+        ("#### 72–3", 0.0),
+        ("#### – 72", 1.0),
+        ("#### 72^2", 0.0),
+        ("#### 72,0000", 0.0),
+    ],
+)
+def test_the_first_number_after_the_marker_counts(completion, expected):
+    assert score(Numeric(answer_after="####"), completion, "72") == expected
+
+
+def test_a_difference_up_to_the_tolerance_scores():
+    function = Numeric(tolerance=0.25)
+    assert [score(function, text, "2") for text in ("2.25", "1.75", "2.26", "1.74")] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("answer", ["", "many", "3 or 4", "1,0000", "10^6"])
+def test_an_answer_that_is_not_one_number_is_refused(answer):
+    with pytest.raises(ValueError, match="the answer must be one number"):
+        Numeric().check(Problem("?", "", answer))
+    with pytest.raises(ValueError, match="the answer must be one number"):
+        score(Numeric(), "3", answer)
+
+
+def test_long_texts_of_digits_and_commas_are_read_fast():
+    started_at = time.perf_counter()
+    for text in (
+        "1" * 100_000,
+        "111," * 25_000 + "1111",
+        "1,11" * 25_000,
+        "-" * 100_000,
+        "1/" * 50_000,
+        "1 " * 50_000,
+        "1^" * 50_000,
+    ):
+        score(Numeric(), text, "1")
+    assert time.perf_counter() - started_at < 20
+
+
+def test_a_tolerance_below_zero_is_refused():
+    with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, got -1"):
+        Numeric(tolerance=-1)
+
+
+def test_a_pattern_is_found_anywhere():
+    with opened(Regex(pattern=r"(?s)\A<think>.*</think>\s*\S")) as ask:
+        assert ask("<think>a\nb</think> 4") == 1.0
+        assert ask("so <think>a</think> 4") == 0.0
+        assert ask("<think>a</think>") == 0.0
+
+
+def test_the_last_match_of_a_group_must_be_the_answer():
+    with opened(Regex(pattern=r"answer: (?P<it>\w+ ?)", group="it")) as ask:
+        assert ask("answer: 3, no, answer: 4 ", "4") == 1.0
+        assert ask("answer: 4, no, answer: 3", "4") == 0.0
+        assert ask("4", "4") == 0.0
+
+
+def test_a_group_outside_the_match_scores_zero():
+    with opened(Regex(pattern=r"a|(b)", group=1)) as ask:
+        assert ask("a", "b") == 0.0
+
+
+def test_blanks_around_the_answer_and_columns_named_as_an_option_are_ignored():
+    with opened(Regex(pattern=r"(\w+)", group=1)) as ask:
+        assert ask("b", " b\n", pattern="x", group=7) == 1.0
+        assert ask("b", "a", pattern="x", group=7) == 0.0
+
+
+def test_a_group_needs_an_answer():
+    with pytest.raises(ValueError, match="the answer to compare with must not be empty"):
+        Regex(pattern="(a*)", group=1).check(Problem("?", "", " "))
+    Regex(pattern="(a*)").check(Problem("?", "", ""))
+
+
+def test_an_endless_match_times_out():
+    with opened(Regex(pattern=r"^(a+)+$", timeout_s=0.3)) as ask:
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.3 seconds"):
+            ask("a" * 40 + "b")
+        assert ask("aaa") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pattern": "("}, r"pattern must be a regular expression, got '\(': .*; write one of Python's re"),
+        ({"pattern": "(a)", "group": 2}, r"group must be one of \[0, 1\] of pattern='\(a\)', or null, got 2"),
+        ({"pattern": "a", "timeout_s": 0}, "timeout_s must be a finite number of seconds above 0, got 0"),
+        ({"pattern": "a", "n_workers": 0}, "n_workers must be a whole number of at least 1, got 0"),
+        ({"pattern": "a", "retries": -1}, "retries must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        Regex(**options)
+
+
+def test_equal_expressions_score():
+    pytest.importorskip("math_verify")
+    with opened(MathVerify()) as ask:
+        assert ask(r"so it is $\boxed{\frac{1}{2}}$", "0.5") == 1.0
+        assert ask(r"so it is $\boxed{\frac{1}{3}}$", "0.5") == 0.0
+        assert ask(r"$2\sqrt{2}$", r"\sqrt{8}") == 1.0
+        assert ask("#### 1,000", "1000") == 1.0
+        assert ask("nothing", "1000") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (r"2\sqrt{3}", r"2\sqrt{3}", "2"),
+        (r"3\pi", r"3\pi", "3"),
+        ("5x^2+1", "1+5x^2", "5"),
+        ("(3, 4)", "(3, 4)", "4"),
+        ("[0, 5]", "[0,5]", "5"),
+        (r"2 + \sqrt{5}", r"\sqrt5+2", "2"),
+        ("2^{10}", "1024", "2"),
+        ("6 - 5i", "6-5i", "5"),
+        (r"1 \pm \sqrt{2}", r"1\pm\sqrt2", "1"),
+        (r"10\%", r"10\%", "1"),
+        ("1,2", "1,2", "1.2"),
+        ("3!", "6", "3"),
+        ("12", "12", "1"),
+        ("1,000", "1000", "1"),
+        ("1 000", "1000", "0"),
+        (r"\frac{3}{4}", r"\frac34", "3"),
+        (r"\text{Evelyn}", "Evelyn", "Eve"),
+        (r"$3\pi$", r"3\pi", "3"),
+        (r"so \(3\pi\)", r"3\pi", "3"),
+    ],
+)
+def test_an_answer_without_dollar_signs_is_read_whole(answer, right, wrong):
+    pytest.importorskip("math_verify")
+    with opened(MathVerify()) as ask:
+        assert ask(rf"so it is \boxed{{{right}}}", answer) == 1.0
+        assert ask(rf"so it is \boxed{{{wrong}}}", answer) == 0.0
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("lit_rlkv.rewards.functions.answers.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[math\]"'):
+        MathVerify()
+
+
+def test_math_verify_needs_an_answer():
+    if importlib.util.find_spec("math_verify") is None:
+        pytest.skip("needs math-verify")
+    with pytest.raises(ValueError, match="the answer to compare with must not be empty"):
+        MathVerify().check(Problem("?", "", " "))
