@@ -37,8 +37,8 @@ def gae(
 ) -> Float[Tensor, "batch seq"]:
     """Return A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} − V_t (arXiv:1506.02438).
 
-    It is 0 outside `response_mask`. λ = 1 gives the discounted return minus the value, λ = 0 the one-step error
-    of the value.
+    It is 0 outside `response_mask`. λ = 1 gives the discounted return minus the value, λ = 0 the one-step
+    error of the value.
     """
     values = values.masked_fill(~response_mask, 0.0)
     delta = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values

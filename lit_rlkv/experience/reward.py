@@ -1,4 +1,4 @@
-"""One reward for each response: what it is scored by weighed, normalised, clipped; cut responses pay."""
+"""The reward of each response: weighted components, normalised, clipped, with a penalty for truncation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,21 +17,21 @@ from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import Problem, Rewards
 
 OWN = ("exact_match", "learned")
-"""Components that are no functions of the config: the task's own score, and the reward role's."""
+"""Components that are not reward functions: scores of the task's verifier and of the reward role."""
 
 
 class RewardsFailedError(RuntimeError):
-    """Too few responses have a reward to go on."""
+    """Too few responses have a reward to continue."""
 
 
 class RewardRule:
-    """Applies a `RewardConfig`; its state is the running moments of all rewards so far.
+    """Computes rewards by a `RewardConfig`; its state is the running moments of all rewards.
 
     Args:
-        functions: reward functions by name, each with its weight.
+        functions: reward functions by name, with their weights.
 
     Raises:
-        ValueError: nothing has a weight, a name cannot be one, or `accuracy` is not among the functions.
+        ValueError: all weights are 0, a name is not allowed, or `accuracy` names no function.
     """
 
     def __init__(self, config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> None:
@@ -41,16 +41,17 @@ class RewardRule:
         weights = [config.verifier, config.learned, *(each.weight for each in self.functions.values())]
         if not any(weights):
             raise ValueError(
-                "verifier=0 and learned=0 leave no reward; give one of them, or a function, a weight"
+                "a reward needs a component with a weight, got verifier=0 and learned=0; raise one, or add "
+                "functions"
             )
         bad = [name for name in self.functions if not name.isidentifier() or name in OWN]
         if bad:
-            raise ValueError(f"functions: {', '.join(map(repr, bad))} cannot be names; give others")
+            raise ValueError(
+                f"names of functions must be identifiers other than {', '.join(OWN)}, got {', '.join(bad)}"
+            )
         if config.accuracy is not None and config.accuracy not in self.functions:
             known = ", ".join(self.functions) or "none"
-            raise ValueError(
-                f"accuracy={config.accuracy!r} is not among the functions ({known}); name one of them"
-            )
+            raise ValueError(f"accuracy must name one of the functions ({known}), got {config.accuracy!r}")
 
     def from_completions(
         self,
@@ -66,7 +67,7 @@ class RewardRule:
         """Return the rewards of this rank's responses, normalised over those of all ranks.
 
         Args:
-            pending: of the reward functions; waits for them.
+            pending: results of the reward functions, which this call waits for.
             learned: scores of the reward role; None without one.
         """
         components: dict[str, Tensor] = {}
@@ -88,24 +89,25 @@ class RewardRule:
         group_size: int = 1,
         errors: Mapping[str, str] | None = None,
     ) -> Rewards:
-        """The total from the components, which are kept as they are for the logs.
+        """Return the rewards for these components.
 
         Args:
-            components: a function's are NaN where it failed. Such a response gets the mean of what the others
-                of its group get, or of all where none of them has a reward.
+            components: scores by name; NaN where a function failed. Such a response gets the mean of the
+            rewards
+                of its group, or of all responses if its whole group failed.
             group_size: responses to each prompt, side by side.
-            errors: what functions that failed have said.
+            errors: messages of failed functions.
 
         Raises:
-            ValueError: a component that has a weight is not there.
-            RewardsFailedError: more failed than `max_failed` allows.
+            ValueError: a component with a weight is missing.
+            RewardsFailedError: more responses failed than `max_failed` allows.
         """
         config = self.config
         is_failed = self._failed(components, has_eos)
         check_failed(is_failed, errors or {}, config.max_failed)
         parts = [weight * components[name] for name, weight in self._weights(components).items()]
-        weighed = sum(parts[1:], start=parts[0]).masked_fill(is_failed, 0.0)
-        total = weighed.clone()
+        weighted = sum(parts[1:], start=parts[0]).masked_fill(is_failed, 0.0)
+        total = weighted.clone()
         if config.normalize == "batch":
             total[~is_failed] = normalise_batch(total[~is_failed])
         elif config.normalize == "running":
@@ -115,18 +117,19 @@ class RewardRule:
             total = total.clamp(-config.clip, config.clip)
         total = torch.where(has_eos, total, total - config.missing_eos_penalty)
         if is_failed.any():
-            total, weighed = (imputed(values, is_failed, group_size) for values in (total, weighed))
-        return Rewards(total, dict(components), is_failed if self.functions else None, weighed)
+            total, weighted = (imputed(values, is_failed, group_size) for values in (total, weighted))
+        return Rewards(total, dict(components), is_failed if self.functions else None, weighted)
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
-        """Return the weights of the components with a weight."""
+        """Return the non-zero weights by component."""
         config = self.config
         weights = dict(zip(OWN, (config.verifier, config.learned), strict=True))
         for option, name in zip(("verifier", "learned"), OWN, strict=True):
             if weights[name] != 0 and name not in components:
                 raise ValueError(
-                    f"{option}={weights[name]} weighs a score that this run does not have; give it weight 0, "
-                    "or a task with a verifier and a reward role"
+                    f"{option}={weights[name]} needs the score {name}, which this run does not have; use 0, "
+                    "or a task "
+                    "with a verifier and a reward role"
                 )
         weights |= {name: function.weight for name, function in self.functions.items()}
         return {name: weight for name, weight in weights.items() if weight != 0}
@@ -134,7 +137,7 @@ class RewardRule:
     def _failed(
         self, components: Mapping[str, Tensor], has_eos: Bool[Tensor, " batch"]
     ) -> Bool[Tensor, " batch"]:
-        """Responses that a function with a weight has not scored."""
+        """Return True for responses that a function with a weight has not scored."""
         is_failed = torch.zeros_like(has_eos)
         for name in self._weights(components):
             if name in self.functions:
@@ -151,35 +154,35 @@ class RewardRule:
 def check_failed(
     is_failed: Bool[Tensor, " batch"], errors: Mapping[str, str], max_failed: float | int
 ) -> None:
-    """Stop where too few responses have a reward.
+    """Check that enough responses have a reward.
 
     Args:
-        errors: what functions that failed have said.
+        errors: messages of failed functions.
 
     Raises:
-        RewardsFailedError: more failed than the share `max_failed`.
+        RewardsFailedError: the share of failed responses is above `max_failed`.
     """
     if float(is_failed.float().mean()) > max_failed:
         said = "; ".join(f"{name}: {error}" for name, error in errors.items())
         raise RewardsFailedError(
             f"{int(is_failed.sum())} of {len(is_failed)} responses have no reward, more than "
-            f"reward.max_failed={max_failed} allows, since reward.functions failed ({said}); mend what they "
-            "say, or raise their timeout_s and retries"
+            f"reward.max_failed={max_failed} allows, since reward.functions failed ({said}); fix these "
+            "errors, or raise timeout_s and retries"
         )
 
 
 def imputed(
     total: Float[Tensor, " batch"], is_failed: Bool[Tensor, " batch"], group_size: int
 ) -> Float[Tensor, " batch"]:
-    """Where a reward failed the mean of its group's others: a group baseline makes an advantage of 0 of it.
+    """Replace failed rewards by the mean of their group, so that a group baseline gives them advantage 0.
 
-    Where a whole group failed it is the mean of all others, and 0 where there are none.
+    If a whole group failed, it gets the mean of all other rewards, or 0.
     """
     groups, is_valid = total.view(-1, group_size), ~is_failed.view(-1, group_size)
     n_valid = is_valid.sum(dim=1)
     mean_of_all = total[~is_failed].sum() / max(int((~is_failed).sum()), 1)
     mean = groups.masked_fill(~is_valid, 0.0).sum(dim=1) / n_valid.clamp(min=1)
-    # A mean of equal numbers may miss them by rounding, and the group would no longer agree.
+    # Rounding may move the mean of equal numbers, and the group would no longer be equal.
     infinity = float("inf")
     mean = mean.clamp(
         groups.masked_fill(~is_valid, infinity).amin(dim=1),
@@ -197,9 +200,9 @@ def normalise_batch(rewards: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]
 
 
 class RunningMoments:
-    """Mean and standard deviation of every value so far, independent of its split into batches.
+    """Mean and standard deviation of all values so far, independent of the split into batches.
 
-    Python floats, so that the sums are in double precision and the state can be written as JSON.
+    It uses Python floats, for double precision and a state that JSON can hold.
     """
 
     def __init__(self) -> None:
@@ -212,7 +215,7 @@ class RunningMoments:
         """Merge a batch (Chan, Golub and LeVeque, 'Updating Formulae', 1979).
 
         Raises:
-            ValueError: values are NaN or infinite, which would stay in the moments for good.
+            ValueError: values are NaN or infinite, which would stay in the moments.
         """
         batch = values.detach().cpu().double()
         if not batch.isfinite().all():
@@ -232,7 +235,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased; 0 before two values were seen."""
+        """Unbiased standard deviation; 0 for fewer than two values."""
         return (self.m2 / max(self.count - 1, 1)) ** 0.5
 
     def state_dict(self) -> dict[str, int | float]:

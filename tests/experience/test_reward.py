@@ -107,21 +107,27 @@ def test_the_penalty_does_not_enter_the_running_moments():
 
 def test_a_weight_without_its_component_is_refused():
     rule = RewardRule(RewardConfig(verifier=0.5, learned=0.5))
-    with pytest.raises(ValueError, match=r"learned=0\.5 weighs a score that this run does not have"):
+    with pytest.raises(ValueError, match=r"learned=0\.5 needs the score learned"):
         rule({"exact_match": EXACT}, ALL_END)
-    with pytest.raises(ValueError, match=r"verifier=1\.0 weighs a score"):
+    with pytest.raises(ValueError, match=r"verifier=1\.0 needs the score"):
         RewardRule(config_of())({"learned": LEARNED}, ALL_END)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"verifier": 0.0}, "verifier=0 and learned=0 leave no reward"),
-        ({"verifier": 0.0, "functions": {"a": ExactMatch(weight=0)}}, "leave no reward; give one of them"),
-        ({"functions": {"learned": ExactMatch()}}, "functions: 'learned' cannot be names"),
-        ({"functions": {"a/b": ExactMatch()}}, "functions: 'a/b' cannot be names"),
-        ({"accuracy": "a"}, "accuracy='a' is not among the functions (none)"),
-        ({"functions": {"b": ExactMatch()}, "accuracy": "a"}, "is not among the functions (b)"),
+        ({"verifier": 0.0}, "a reward needs a component with a weight"),
+        ({"verifier": 0.0, "functions": {"a": ExactMatch(weight=0)}}, "needs a component with a weight"),
+        (
+            {"functions": {"learned": ExactMatch()}},
+            "names of functions must be identifiers other than exact_match, learned, got learned",
+        ),
+        (
+            {"functions": {"a/b": ExactMatch()}},
+            "must be identifiers other than exact_match, learned, got a/b",
+        ),
+        ({"accuracy": "a"}, "accuracy must name one of the functions (none), got 'a'"),
+        ({"functions": {"b": ExactMatch()}, "accuracy": "a"}, "must name one of the functions (b)"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict, says: str):
