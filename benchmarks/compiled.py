@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels for an NVIDIA GPU, on a machine that need not have one.
+"""Compile the Triton kernels for NVIDIA GPUs, on any machine, and report their resources.
 
     python benchmarks/compiled.py [--arch 90] [--head-dims 64 128 256] [--dtypes bfloat16] [--ops evict]
     python benchmarks/compiled.py --calls rare --arch 80 --dtypes float32
@@ -33,7 +33,7 @@ from lit_rlkv.kernels.device import A100, H100, L40S, Device, assume_device
 NAME = "compiled"
 OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps")
 DEVICES = {80: A100, 89: L40S, 90: H100}
-"""What each compute capability, times ten, is compiled for."""
+"""Targets of the compiler by compute capability times ten."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEADINGS = (
     "operation",
@@ -53,20 +53,20 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one kernel takes of a multiprocessor."""
+    """Resources that a kernel takes of a multiprocessor."""
 
     name: str
     registers: int
-    """Of each thread; 255 is the most there are."""
+    """Registers of each thread; at most 255."""
     spilled_bytes: int
-    """Of each thread, to local memory."""
+    """Bytes that each thread spills to local memory."""
     shared_bytes: int
-    """Of each program."""
+    """Bytes of shared memory of each program."""
     n_warps: int
     n_matrix: int
     """Matrix instructions of any kind."""
     n_wgmma: int
-    """Of these the ones that Hopper's tensor cores read from shared memory by themselves."""
+    """Number of these that read operands from shared memory (wgmma, Hopper)."""
     n_async_copies: int
 
 
@@ -157,7 +157,7 @@ def report(rows: Sequence[tuple[str, str, int, KernelReport]]) -> str:
 
 
 def too_large(rows: Sequence[tuple[str, str, int, KernelReport]], device: Device) -> list[str]:
-    """What a device refuses to launch."""
+    """Return the reasons for which a device refuses the launch."""
     return [
         f"{kernel.name} of {op}, {dtype}, head_dim {dim}, takes {kernel.shared_bytes:,} bytes of shared "
         f"memory, and a program can have {device.program_bytes:,}"

@@ -1,4 +1,4 @@
-"""Which model families replay exactly and which are refused: python benchmarks/families.py writes MODELS.md.
+"""Model families that replay exactly or are refused; python benchmarks/families.py writes MODELS.md.
 
 Every causal LM that transformers knows is built tiny from its config, with random weights, and made to roll
 out under a cache that evicts. Families whose config cannot be made small by the names below are listed apart.
@@ -77,16 +77,16 @@ LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "xlnet": {"d_head": 8},
 }
-"""Where a config's defaults are not what the family's checkpoints have."""
+"""Settings in which a config's defaults differ from the family's checkpoints."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the code says of one family."""
+    """Facts of one model family."""
 
     model_type: str
     name: str
-    """Of its class."""
+    """Name of its class."""
     replay_gap: float | None = None
     """max |log-prob replayed − log-prob sampled|; None where it was not measured."""
     dense_gap: float | None = None

@@ -54,7 +54,7 @@ def is_compared(name: str) -> bool:
 
 
 def read_run(folder: Path) -> dict:
-    """What a run has written, without times."""
+    """Return the files of a run, without times."""
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     evaluation = json.loads((folder / "evaluation.json").read_text())

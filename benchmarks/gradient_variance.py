@@ -1,4 +1,4 @@
-"""What the gradient's diagnostic is worth: its cost, its agreement with brute force, the error of sketches.
+"""The gradient diagnostic: cost, agreement with brute force, and error of sketches.
 
     python benchmarks/gradient_variance.py [--arms shadow smd tis] [--rollouts 200] [override ...]
     python benchmarks/gradient_variance.py --trained runs/... --arms shadow

@@ -1,4 +1,4 @@
-"""How fast the Triton kernels are, how near to what the machine gives, and beside what one would use instead.
+"""Speed of the Triton kernels, against the machine's limits and against alternatives.
 
     python benchmarks/kernels.py [--plot kernels.png]
     python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20

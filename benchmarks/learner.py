@@ -1,4 +1,4 @@
-"""What a learner's step costs by budget and length: log-probs of a rollout as the sampler saw it, and back.
+"""Cost of a learner's step by budget and length: log-probs under replay, and their backward pass.
 
     python benchmarks/learner.py [--plot learner.png]
     python benchmarks/learner.py --preset 1.5b --layers 4 --lengths 4096 16384 --budgets 1024 2048 4096

@@ -1,4 +1,4 @@
-"""What an iteration takes beyond rollout, scoring, reward and update: seconds by part, callbacks by name.
+"""Time of an iteration beyond rollout, scoring, reward and update: seconds by part and callback.
 
     python benchmarks/loop_overhead.py [--iterations 60] [override ...]   on a machine that does nothing else
 

@@ -1,4 +1,4 @@
-"""What PPO on a role layout, or SFT, must hold in memory, from the architecture alone."""
+"""Memory that PPO on a role layout, or SFT, needs, computed from the architecture."""
 
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ LLAMA_7B = Decoder(32, 4096, 32, 32, 128, 11008, 32_000, is_tied=False, qk_norm=
 
 @dataclass(frozen=True)
 class Variant:
-    """How many of everything a layout has."""
+    """Counts of backbones, adapters and heads of a layout."""
 
     n_copies: int
     """Backbones."""
@@ -73,7 +73,7 @@ class Variant:
     n_parts: int
     """Forward and backward passes before an optimizer step, one after the other; the first reads logits."""
     replays: bool
-    """Whether each attention head has a mask of its own, as in the replay of a rollout."""
+    """True if each attention head has its own mask, as in replay."""
 
 
 def variant_of(name: str) -> Variant:
@@ -102,15 +102,15 @@ class Job:
     prompt_len: int
     response_len: int
     n_slots: int
-    """Of the KV cache, per sequence, layer and KV head."""
+    """Slots of the KV cache per sequence, layer and KV head."""
     weight_bytes: int = 4
     moment_bytes: int = 4
-    """Of each of Adam's two moments."""
+    """Bytes per number of each of Adam's two moments."""
     beside_bytes: int = 4
-    """Of adapters and heads, and at least of their moments."""
+    """Bytes per number of adapters and heads, and at least of their moments."""
     is_checkpointed: bool = False
     foreach: bool = False
-    """Whether Adam steps all parameters at once, as it does on CUDA."""
+    """True if Adam steps all parameters at once, as on CUDA."""
 
 
 def static_bytes(variant: Variant, job: Job) -> dict[str, int]:
@@ -145,7 +145,7 @@ def kv_bytes(job: Job) -> int:
 
 
 def saved_bytes_per_token(variant: Variant, job: Job) -> int:
-    """What autograd keeps of one layer for each token, with d, q = heads·head_dim, k, f = MLP, r = rank.
+    """Bytes that autograd saves of one layer per token, with d, q = heads·head_dim, k, f = MLP, r = rank.
 
     In float32, whatever the weights are in: the input of each norm, 2d (+ q + k if queries and keys are
     normed), and a number per norm and per head (softmax). In the weights' precision: the input of every
@@ -166,7 +166,7 @@ def saved_bytes_per_token(variant: Variant, job: Job) -> int:
 
 
 def cast_bytes(variant: Variant, job: Job) -> int:
-    """What autograd keeps of one layer besides: its adapter in the precision that it computes in."""
+    """Bytes that autograd also saves of one layer: its adapter in the compute dtype."""
     if variant.n_adapters == 0 or job.beside_bytes == job.weight_bytes:
         return 0
     return job.model.n_adapter(job.rank) // job.model.n_layers * job.weight_bytes

@@ -1,4 +1,4 @@
-"""What the host does between rollouts where prompts come from a file: the next problems, tokens, texts.
+"""Host time between rollouts with prompts from a file: problems, tokens, texts.
 
     python benchmarks/prompts.py [--prompts 512] [--group-size 8] [--new-tokens 512]
 

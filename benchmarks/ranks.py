@@ -1,4 +1,4 @@
-"""What a second process brings: tokens per second, and a model of where the time goes.
+"""Speed-up by a second process: tokens per second, and a model of the time.
 
     python benchmarks/ranks.py [--rounds 3] [--iterations 8]   on an idle machine with 2 cores or more
 
@@ -42,7 +42,7 @@ SETTINGS = (
     "fabric.accelerator=cpu",
 )
 N_PROMPTS, GROUP_SIZE = 16, 8
-"""Of each process."""
+"""Threads of each process."""
 N_RESPONSES = N_PROMPTS * GROUP_SIZE
 PHASES = ("rollout", "score", "reward", "update")
 
@@ -62,7 +62,7 @@ def run(n_ranks: int, n_iterations: int, folder: Path, stage: str, number: int =
 
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
-    """What each iteration but the first took."""
+    """Return the seconds of each iteration but the first."""
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
     return rows[1:]
@@ -80,17 +80,17 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def gains(one: dict[str, float], two: dict[str, float]) -> list[float]:
-    """How many times the tokens per second, of the rollout and of the whole iteration."""
+    """Return the speed-up of the rollout and of the whole iteration."""
     return [two[name] / one[name] for name in ("rollout_tokens_per_s", "tokens_per_s")]
 
 
 def n_numbers(path: Path) -> int:
-    """Of all tensors in a file."""
+    """Return the bytes of all tensors in a file."""
     return sum(value.numel() for value in load_file(path).values())
 
 
 def sum_seconds(n_numbers: int) -> float:
-    """Of a sum of that many numbers over two processes, the median of 20."""
+    """Return the median of 20 times of an all-reduce over two processes."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
     found: float = fabric.launch(_time_sums, n_numbers)
     return found

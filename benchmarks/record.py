@@ -1,4 +1,4 @@
-"""What stands beside every measured number: machine, commit, versions; one JSON line per run."""
+"""The record of every measurement: machine, commit, versions; one JSON line per run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "lightning")
 
 
 def provenance() -> dict[str, str]:
-    """Where and with what a number was measured; packages that are not installed are left out."""
+    """Return machine, commit and versions of a measurement, without packages that are not installed."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     versions = {name: _version(name) for name in PACKAGES}
     return {

@@ -32,7 +32,7 @@ MAX_GAP = 1e-3
 
 
 WEIGHT_SCALE = 4.0
-"""Of the checked model: at their initial scale random weights attend so evenly that no wrong mask shows."""
+"""Factor of the checked model's weights; at their initial scale attention is too even to show wrong masks."""
 
 
 def check(setting: Setting, budget: int) -> None:

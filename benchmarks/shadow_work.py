@@ -1,4 +1,4 @@
-"""How much work the lists and slots of shadow attention leave, by counting; no GPU is needed.
+"""Count the work that the lists and slots of shadow attention leave; no GPU is needed.
 
     python benchmarks/shadow_work.py [--seq 16384] [--interval 128] [--kv-heads 8]
 

@@ -119,11 +119,11 @@ COMPARISONS = {
 }
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
 SHOWN = next(iter(COMPARISONS))
-"""What the README's table and figure show."""
+"""Blocks that the README's table and figure show."""
 
 
 def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
-    """What is compared with what: rows by title."""
+    """Return the compared rows by title."""
     found: dict[str, list[dict]] = {}
     for title, blocks in COMPARISONS.items():
         with suppress(LookupError):  # what it is derived from has not been run

@@ -10,7 +10,7 @@ from lit_rlkv.data.tokenizers import build_task_tokenizer
 from tests.models_zoo import build, tiny_config
 
 N_TOKENS = 51
-"""Of the task tokenizer; the models have 64 embeddings, so 13 are padding."""
+"""Size of the task tokenizer; the models have 64 embeddings, so 13 are padding."""
 SECOND_END = "<turn>"
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}\n{% endfor %}"

@@ -50,7 +50,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def config(folder: Path, *overrides: str) -> Config:
-    """What Hydra makes of these overrides; it composes each option once, for that takes longer than a run."""
+    """Return the config of these overrides; each option is composed once, because composing is slow."""
     cfg = copy.deepcopy(composed())
     choices = [override for override in overrides if "." not in override.split("=")[0]]
     for choice in choices:

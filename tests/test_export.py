@@ -1,4 +1,4 @@
-"""What an export holds is what plain transformers and peft make of it, in a process without this package."""
+"""Exports, loaded by plain transformers and peft in a process without this package."""
 
 import json
 import re

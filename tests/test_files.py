@@ -121,7 +121,7 @@ def test_a_line_that_was_cut_short_is_none_and_only_a_line_end_ends_one(tmp_path
     assert complete_lines(path) == ["π\u2028", ""]
 
 
-def test_what_cannot_be_added_leaves_whole_lines_and_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_failed_append_leaves_complete_lines_and_a_warning(tmp_path, monkeypatch, caplog):
     path = tmp_path / "samples.jsonl"
     append_if_possible(path, "one\n")
 

@@ -1,4 +1,4 @@
-"""What must hold over hundreds of iterations."""
+"""Properties of runs over hundreds of iterations."""
 
 import csv
 import gc

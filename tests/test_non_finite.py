@@ -41,7 +41,7 @@ def test_too_many_in_a_row_end_training_with_what_was_not_finite(terms, says):
         guard.is_step_allowed(NAN, terms)
 
 
-def test_what_a_scaler_still_answers_by_a_lower_scale_counts_nothing():
+def test_overflows_of_a_grad_scaler_are_not_counted():
     guard = NonFiniteGuard(n_tolerated=1)
     assert not any(guard.is_step_allowed(NAN, {}, loss_scale=2.0**power) for power in range(16, 0, -1))
     assert not guard.is_step_allowed(NAN, {}, loss_scale=1.0)

@@ -37,7 +37,7 @@ def outputs(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def shown(output: NotebookNode) -> str:
-    """What an output says in words."""
+    """Return the text of an output."""
     if output.output_type == "stream":
         return output.text
     if output.output_type == "error":
@@ -51,7 +51,7 @@ def images(notebook: NotebookNode) -> list[bytes]:
 
 
 def defects(notebook: NotebookNode) -> list[str]:
-    """What must not be committed."""
+    """Return the faults that must not be committed."""
     found = []
     counts = [cell.execution_count for cell in code_cells(notebook)]
     if counts != list(range(1, len(counts) + 1)):
@@ -92,7 +92,7 @@ def kinds(notebook: NotebookNode) -> list[set[str]]:
 
 @pytest.fixture
 def fresh_clone(tmp_path: Path) -> Path:
-    """What is tracked, without anything that earlier runs have left."""
+    """Copy the tracked files, without leftovers of earlier runs."""
     for path in ROOT.iterdir():
         if path.name not in ("notebooks", "runs", "dist", "build") and not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
@@ -163,7 +163,7 @@ def test_a_clean_notebook_has_no_defects():
         (new_output("display_data", data={"text/html": "x" * 1_000_001}), "the notebook is too large"),
     ],
 )
-def test_what_must_not_be_committed_is_found(output, defect):
+def test_faults_of_committed_notebooks_are_found(output, defect):
     found = defects(finished(output))
     assert len(found) == 1
     assert found[0].startswith(defect)

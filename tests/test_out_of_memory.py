@@ -46,7 +46,7 @@ def broken_off():
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def test_what_is_raised_on_top_of_a_failed_allocation_came_of_it():
+def test_errors_caused_by_a_failed_allocation_count_as_out_of_memory():
     with pytest.raises(RuntimeError, match="capture") as caught:
         broken_off()
     assert is_out_of_memory(caught.value)

@@ -25,7 +25,7 @@ COMMANDS = [
 
 
 FILES = {"pairs.jsonl": "preferences.jsonl", "problems.jsonl": "problems.jsonl", "rewards.py:": "rewards.py:"}
-"""What a user brings, and what stands for it in tests/data."""
+"""Placeholders of a user's files, and their stand-ins in tests/data."""
 
 
 def here(argument):

@@ -156,7 +156,7 @@ def test_a_killed_sweep_goes_on_without_repeating_a_finished_run(tmp_path):
 
 
 def n_starts(run):
-    """How often fit was started in this folder: each says once where it starts from."""
+    """Return the number of starts of fit in this folder."""
     text = (run / "output.log").read_text()
     return text.count("start from") + text.count("supervised fine-tuning")
 

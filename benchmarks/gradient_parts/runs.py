@@ -64,7 +64,7 @@ class Log(RLCallback):
 
 
 class FreshGradients(RLCallback):
-    """What training itself leaves in `.grad` for each rollout: brute force, which knows nothing of parts."""
+    """Return the gradient that training leaves in `.grad` for each rollout, by brute force."""
 
     def __init__(self) -> None:
         self.found = PartGradients()

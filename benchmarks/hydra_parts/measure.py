@@ -1,4 +1,4 @@
-"""What a run holds: bytes by kind, the peak of each phase, and the largest batch under a limit."""
+"""Memory of a run: bytes by kind, the peak of each phase, and the largest batch under a limit."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class Phase:
 
     peak_bytes: int
     gradient_bytes: int
-    """Of the peak, what finished gradients held."""
+    """Bytes of the peak that finished gradients hold."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def resident(self) -> int:
-        """What no phase gives back."""
+        """Return the bytes that no phase frees."""
         return self.weights + self.adapters + self.heads + self.optimizer
 
     @property

@@ -32,7 +32,7 @@ ALGORITHM = AlgorithmConfig(
 CORRECTION = OmegaConf.load(CONF_DIR / "correction" / "shadow.yaml")
 OPTIMIZER = OmegaConf.load(CONF_DIR / "optimizer" / "adamw.yaml")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What backbones are kept in; adapters and heads beside them are in float32."""
+"""Dtype of the backbones; adapters and heads are in float32."""
 SFT = "sft"
 
 

@@ -38,7 +38,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all variants have in common."""
+    """Settings that all variants share."""
 
     size: Size
     prompt_len: int
@@ -46,7 +46,7 @@ class Setting:
     response_len: int
     """Tokens of every response; none ends early."""
     rank: int
-    """Of the adapters, which are on all linear layers."""
+    """Rank of the adapters, which are on all linear layers."""
     cache: CacheSpec
     dtype: torch.dtype = torch.float32
     device: str = "cpu"

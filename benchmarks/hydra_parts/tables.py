@@ -1,4 +1,4 @@
-"""What the measurements say, as text: the table of Hydra-RLHF (arXiv:2309.00754), its claims, its figures."""
+"""Tables of the measurements: those of Hydra-RLHF (arXiv:2309.00754), its claims and figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ASSUMED_LEN = 1024
 
 @dataclass(frozen=True)
 class Result:
-    """What was found out about a variant."""
+    """Measurements of a variant."""
 
     variant: str
     batch: int
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of the predicted peak, and of its part that is not resident."""
+        """Return the ratio to the predicted peak, and to its part that is not resident."""
         peak, resident = self.held.peak, self.held.resident
         predicted = max(self.predicted.values())
         return predicted / peak - 1, (predicted - resident) / (peak - resident) - 1

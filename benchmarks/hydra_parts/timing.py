@@ -1,4 +1,4 @@
-"""How long a run takes per sample, and what scoring costs with its passes stacked or apart."""
+"""Time of a run per sample, and of scoring with passes stacked or separate."""
 
 import statistics
 import time

@@ -115,7 +115,7 @@ def slot_scores(dtype: torch.dtype, dim: int) -> None:
 
 
 def slot_scores_rarely(dtype: torch.dtype, dim: int) -> None:
-    """Of all rows, by a window that is longer than a tile; and of one slot by one query."""
+    """Cases: all rows by a window longer than a tile, and one slot by one query."""
     score(dtype, dim, (BATCH, KV_HEADS, SLOTS), GROUP, 64, has_due=False)
     score(dtype, dim, (1, 1, 1), 1, 1, has_due=False)
 

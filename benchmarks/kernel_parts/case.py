@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases of a run share."""
+    """Settings that all cases of a run share."""
 
     device: str
     is_toy: bool
@@ -60,9 +60,9 @@ class Case:
     check: Callable[[], float]
     """Largest error of our kernel in units of plain PyTorch's own; raises WrongKernelError."""
     bound: str = "copy"
-    """Which ceiling applies: `copy` or `matmul`."""
+    """Limit of the machine that applies: `copy` or `matmul`."""
     inputs: tuple[Tensor, ...] = ()
-    """What is in memory before any arm runs."""
+    """Bytes in memory before any arm runs."""
     prepare: Call | None = None
     """Restores what a call changes."""
     figures: dict[str, float] = field(default_factory=dict)
@@ -77,7 +77,7 @@ Builders = Iterator[tuple[str, Builder]]
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What was measured of one arm."""
+    """Measurements of one arm."""
 
     name: str
     seconds: Spread
@@ -93,7 +93,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What was measured of a case."""
+    """Measurements of a case."""
 
     op: str
     label: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """Of one call."""
+    """Work of one call."""
 
     n_bytes: int
     n_flops: int

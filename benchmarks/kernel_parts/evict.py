@@ -41,13 +41,13 @@ class Compaction:
         compact(scores, *moved, self.pool.is_due, self.now, self.first, **self.limits, kernels=kernels)
 
     def restore(self) -> None:
-        """What decides who survives; what keys hold decides nothing."""
+        """Scores that decide which keys survive."""
         self.columns.copy_(self.pool.columns)
         if self.attention is not None:
             self.attention.copy_(self.scores)
 
     def results(self) -> dict[str, Tensor]:
-        """What a compaction defines: of the slots, the survivors."""
+        """Return the surviving slots, which define a compaction."""
         names = ("keys", "values", "columns", "attention")
         kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         budget = self.limits["budget"]

@@ -9,16 +9,16 @@ from torch import Tensor
 
 NEVER = torch.iinfo(torch.int32).max
 IMPORTANCE_SIGMA = 2.0
-"""Of a key's log-normal weight: the heaviest one of a hundred gets about a fifth of all attention."""
+"""Standard deviation of a key's log-normal weight; the heaviest of 100 gets a fifth of all attention."""
 DRIFT_SIGMA = 1.0
-"""Of the log-normal factor by which what is looked at changes from one interval to the next."""
+"""Standard deviation of the log-normal factor that changes the weights between intervals."""
 RECENT = 64.0
 """Age in tokens at which a key's share by recency has halved."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the simulated sampler keeps, and when it compacts."""
+    """Cache and schedule of the simulated sampler."""
 
     budget: int
     interval: int = 128

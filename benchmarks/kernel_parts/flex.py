@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 
 def block_mask(evicted_at: Int[Tensor, "batch evicted_at_head seq"], group: int) -> BlockMask:
-    """What FlexAttention may skip under this table, where `group` query heads share a KV head."""
+    """Return the blocks that FlexAttention may skip, where `group` query heads share a KV head."""
     batch, n_tables, seq = evicted_at.shape
 
     @no_type_check  # torch counts its arguments

@@ -36,7 +36,7 @@ Values = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """What all steps of a run share."""
+    """Settings that all steps of a run share."""
 
     sizes: dict[str, int]
     batch: int

@@ -13,7 +13,7 @@ from lit_rlkv.kernels.decode_attention import decode_attention
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Of one layer."""
+    """Bytes of one layer."""
 
     batch: int
     n_kv_heads: int

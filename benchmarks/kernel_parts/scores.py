@@ -22,7 +22,7 @@ POLICY_OF = {
     "peak_window_attention": "rkv",
     "expected_attention": "expected",
 }
-"""Which policy needs a score; rkv needs two."""
+"""Policies by the score that they need; rkv needs two."""
 ROUNDINGS = 256
 """Of the largest score in float32, 3e-5 of it: by so much, times the gate's limit, sums in another order may
 differ."""

@@ -43,7 +43,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one layer, one sequence."""
+    """Shapes of one layer and one sequence."""
 
     query: Tensor
     key: Tensor

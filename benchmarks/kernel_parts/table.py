@@ -1,4 +1,4 @@
-"""What was measured of the kernels, as text and as rows of the record."""
+"""Measurements of the kernels, as text and as rows of the record."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -55,7 +55,7 @@ def _cells(result: CaseResult, arm: ArmResult) -> list[str]:
 
 
 def _facts(results: Sequence[CaseResult]) -> list[str]:
-    """What a table of times does not say of itself."""
+    """Return the notes below a table of times."""
     facts = []
     for result in results:
         if "visible_share" in result.figures:

@@ -23,7 +23,7 @@ CEILING_ROUNDS = 20
 
 @dataclass(frozen=True)
 class Spread:
-    """Of measurements of one quantity, in its unit."""
+    """Spread of measurements of one quantity, in its unit."""
 
     median: float
     p10: float
@@ -32,12 +32,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What copies and matrix products reach on this machine, measured in the same run."""
+    """Speed of copies and matrix products on this machine, measured in the same run."""
 
     copy_gb_per_s: float
     """10⁹ bytes read and written."""
     matmul_tflops: float
-    """Of bfloat16 on CUDA, of float32 on a CPU."""
+    """Flops per second of bfloat16 on CUDA, of float32 on a CPU."""
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -114,14 +114,14 @@ def _logps(inputs: Inputs, kernels: str) -> Tensor:
 
 
 def _kl(inputs: Inputs, kernels: str) -> Tensor:
-    """Of the student from the teacher, which does not learn."""
+    """KL of the student from the teacher, which does not learn."""
     is_frozen = not inputs.weight.requires_grad
     hidden, heads = (inputs.student, inputs.teacher), (inputs.head, inputs.head)
     return policy_kl(*hidden, *heads, 1.0, inputs.vocab, heads_are_frozen=is_frozen, kernels=kernels)
 
 
 def whole_ways(what: str) -> dict[str, Values]:
-    """What one writes without chunks, and torch's own function, where there is one."""
+    """Baselines: plain torch without chunks, and torch's own function if there is one."""
     if what.startswith("KL"):
         return {"full logits": _whole_kl}
     ways: dict[str, Values] = {"full logits": _whole_logps}

@@ -149,4 +149,4 @@ CANDIDATES = {
     "shadow_attention": shadow_candidates,
     "token_logps": logits_candidates,
 }
-"""Of the operations whose configuration stands in one place; the others take a small share of a step."""
+"""Operations with a configuration in one place; the others take a small share of a step."""

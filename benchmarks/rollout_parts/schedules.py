@@ -54,7 +54,7 @@ def powers_up_to(n: int) -> list[int]:
 
 
 def step_seconds(setting: Setting, input_ids: Tensor, cache: CacheSpec) -> float:
-    """Of one decoded token in a batch of that width, by the difference of a long and a short rollout."""
+    """Return the time of a decode step at this batch size, from a long and a short rollout."""
     short, long = 8 * cache.interval, 24 * cache.interval
     taken = {short: [], long: []}
     for _ in range(setting.rounds):

@@ -1,4 +1,4 @@
-"""What the rollout benchmarks run: a model of random weights, prompts, and a cache."""
+"""Settings of the rollout benchmarks: a model with random weights, prompts, and a cache."""
 
 import statistics
 import time
@@ -77,7 +77,7 @@ class Setting:
     rounds: int
     device: torch.device
     n_layers: int | None = None
-    """Of the model, where not the preset's."""
+    """Attributes of the model that differ from the preset."""
     dtype: torch.dtype | None = None
 
     @property
@@ -125,7 +125,7 @@ class Setting:
         )
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call, all that it left to the device included."""
+        """Return the seconds of one call, with all its work on the device."""
         self._wait()
         started_at = time.perf_counter()
         call()

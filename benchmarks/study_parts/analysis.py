@@ -1,4 +1,4 @@
-"""What the rows of the study say: means over seeds, paired differences, rollouts to an accuracy."""
+"""Analysis of the study: means over seeds, paired differences, rollouts to an accuracy."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ SMOOTHING = 10
 
 
 VIEWS = {"sparse": "under the budget", "dense": "with all keys"}
-"""How a model is evaluated, by the first part of the names in a row."""
+"""Kinds of evaluation, by the prefix of a row's names."""
 N_FIRST = 20
 """Iterations in which a learning rate that is too high shows."""
 
@@ -30,7 +30,7 @@ class Contrast:
     n: int
     mean: float
     half_width: float
-    """Of the 95 % confidence interval of the mean (Student's t)."""
+    """Return half the width of the 95 % confidence interval of the mean (Student's t)."""
     p: float
     """Two-sided, of no difference (paired t-test)."""
 

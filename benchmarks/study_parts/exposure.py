@@ -1,4 +1,4 @@
-"""How many actions of a SFT model eviction can touch, and what room its cache has, by task and budget."""
+"""Share of an SFT model's tokens that eviction can affect, by task and budget."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the study runs: arms, tasks and blocks, each run a list of Hydra overrides."""
+"""The runs of the study: arms, tasks and blocks; each run is a list of Hydra overrides."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ ARMS = {
 
 MAIN_ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow", "smd", "smd_dense")
 ANCHOR_WEIGHT = 1.0
-"""Of KL(sg π_reference ‖ π) on dense contexts in every anchored arm, as much as the distillation weighs."""
+"""Weight of KL(sg π_reference ‖ π) on dense contexts in anchored arms, equal to the distillation's."""
 
 TASKS = {
     "chain_sum": ("task=chain_sum", "rollout.max_new_tokens=24"),
@@ -64,19 +64,19 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of the arm, as tables call it."""
+        """Name of the arm in tables."""
         return f"{self.arm}+anchor" if self.anchored else self.arm
 
     @property
     def folder(self) -> str:
-        """Of its files."""
+        """Name of the run's files."""
         cache = f"{self.policy}-{self.budget}"
         anchor = f"-{self.anchor_weight}" if self.anchored else ""
         return f"{self.task}-{cache}-{self.name}{anchor}-{self.lr}-{self.n_iterations}-{self.seed}"
 
     @property
     def overrides(self) -> list[str]:
-        """What fit is told."""
+        """Overrides for fit."""
         return [
             *ARMS[self.arm],
             *self._anchor(),
@@ -159,7 +159,7 @@ def tasks(_: Rates) -> list[Setting]:
 
 
 def half_learned(_: Rates) -> list[Setting]:
-    """Where the frozen model is often wrong, without the anchor, which would hold the policy at it."""
+    """Return runs with a frozen model that is often wrong, without the anchor to it."""
     runs = _at_one_rate(("dense", *SHORT, "distill"), SEEDS) + _at_one_rate(("smd_current",), FEW_SEEDS)
     place = {"task": "half_learned", "budget": BUDGETS["half_learned"]}
     return [replace(run, anchored=False, **place) for run in runs]

@@ -50,7 +50,7 @@ def again(row: dict, runs_dir: Path) -> list[str]:
 
 
 def found(folder: Path, budget: int) -> dict:
-    """What a finished run has measured."""
+    """Return the measurements of a finished run."""
     return {**evaluation(folder, budget), **training(folder)}
 
 

@@ -54,7 +54,7 @@ LEARNERS = {
     "smd_current": "`smd` with the policy itself as the teacher",
     "distill": "`smd` without the policy gradient",
 }
-"""What the learner of each arm does, in a few words."""
+"""Short descriptions of each arm's learner."""
 
 
 def by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -161,7 +161,7 @@ def seeds_table(arms: Mapping[str, Sequence[Row]]) -> str:
 
 
 def cost_table(arms: Mapping[str, Sequence[Row]]) -> str:
-    """What training looked like, and what it took. Seconds are of a busy machine: see the block `timing`."""
+    """Return the table of training. Its seconds are of a busy machine; see the block `timing`."""
     headings = ["arm", "masked, %", "gradient norm", "entropy at the end", "KV, MiB", "KL(μ ‖ dense) after"]
     body = [
         [
@@ -216,7 +216,7 @@ def _contrast_table(family: Sequence[Contrast], over_all: Sequence[float]) -> st
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """What each learning rate leads to with the tuning seed, by the block `rates`."""
+    """Return the results of each learning rate with the tuning seed, from the block `rates`."""
     headings = ["arm", "lr", "budget before", "budget after", "dense before", "dense after"]
     headings += [f"lowest reward of {N_FIRST} iterations"]
     names = [f"{view}_accuracy_{moment}" for view in ("sparse", "dense") for moment in ("before", "after")]

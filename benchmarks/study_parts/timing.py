@@ -47,7 +47,7 @@ def _overrides(setting: Setting) -> list[str]:
 
 
 def _timed(setting: Setting, runs_dir: Path) -> list[float]:
-    """Of rollout and scoring, and of the update."""
+    """Return the seconds of rollout with scoring, and of the update."""
     history = runs.read_metrics(runs.fit(f"timing-{setting.folder}", _overrides(setting), runs_dir))
     return [statistics.median(float(line[name]) for line in history) for name in ("time/data", "time/update")]
 

@@ -101,7 +101,7 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def sample_sizes(rows: Sequence[dict]) -> str:
-    """What the weights would leave of the compressed rollouts, of 1."""
+    """Return the share of the compressed rollouts that the weights keep."""
     mine = [row for row in rows if row["arm"] == "naive"]
     listed = [
         f"{name.removeprefix('ess_')} {_cell([row[name] for row in mine if row[name] is not None], 3)}"

@@ -55,7 +55,7 @@ def test_kernels_are_told_from_what_they_call():
     assert not {"tanh", "load_vectors", "_write_received", "_image"} & found
 
 
-def test_where_kernels_are_interpreted_nothing_is_compiled():
+def test_the_interpreter_compiles_nothing():
     done = run_compiled("--ops", "evict", TRITON_INTERPRET="1")
     assert done.returncode != 0
     assert "TRITON_INTERPRET is set, under which nothing is compiled; unset it" in done.stderr

@@ -19,7 +19,7 @@ def test_a_run_is_told_its_folder_before_its_overrides(tmp_path):
     ]
 
 
-def test_what_an_unfinished_run_left_is_removed(tmp_path):
+def test_leftovers_of_an_unfinished_run_are_removed(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "half").touch()
     assert not fit(tmp_path / "a", tmp_path, [], before("pass")).exists()

@@ -63,7 +63,7 @@ def test_a_right_guess_costs_two_measurements():
     assert asked == [7, 8]
 
 
-def test_what_is_held_adds_up_to_each_peak():
+def test_parts_add_up_to_each_peak():
     held = measure_held(make_run("lora_ppo", SETTING), 2)
     assert list(held.phases) == ["sampling", "scoring", "update"]
     for phase, found in held.phases.items():

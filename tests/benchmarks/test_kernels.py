@@ -26,7 +26,7 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"
 
 
 def loaded_by(code: str) -> set[str]:
-    """Of the packages above, those that a fresh interpreter has loaded after this code."""
+    """Return the packages above that a fresh interpreter has loaded after this code."""
     report = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); {code}; {report}"],
@@ -44,7 +44,7 @@ def test_the_scripts_need_neither_hydra_nor_wandb(script: str):
     assert loaded_by(f"import {script}") == set()
 
 
-def test_what_must_not_be_loaded_would_be_seen():
+def test_loaded_packages_are_detected():
     assert loaded_by("import matplotlib, omegaconf") == {"matplotlib", "omegaconf"}
 
 

@@ -160,7 +160,7 @@ def test_token_logps_pass_and_wrong_ones_are_refused(what: str):
 
 
 @pytest.mark.parametrize("what", kernel_tokens.N_PRODUCTS)
-def test_what_token_logps_is_compared_with_computes_the_same(what: str):
+def test_baselines_of_token_logps_compute_the_same(what: str):
     inputs = kernel_tokens.make_inputs(SETTING, 12, 16, 60, is_frozen="frozen" in what).to(torch.float32)
     expected = kernel_tokens.both_passes(inputs, partial(kernel_tokens.values_of(what), kernels="reference"))
     for way in kernel_tokens.whole_ways(what).values():

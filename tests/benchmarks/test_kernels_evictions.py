@@ -12,7 +12,7 @@ LEAD = (2, 3, 4)
 
 
 def problems(evicted_at: Tensor, schedule: Schedule) -> list[str]:
-    """What a sampler with this schedule would never have written."""
+    """Check that a sampler with this schedule could have written the table."""
     n_living = visible(evicted_at).sum(-1)  # [*lead seq], keys that each query sees
     seq = evicted_at.shape[-1]
     column = torch.arange(seq)

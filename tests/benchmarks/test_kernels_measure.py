@@ -70,7 +70,7 @@ def test_an_error_is_in_units_of_plain_torchs_own():
         require_accurate("op", {"out": (truth * torch.nan, plain, truth)})
 
 
-def test_what_must_be_equal_to_the_bit_is():
+def test_results_are_equal_to_the_bit():
     truth = torch.arange(4)
     assert require_equal("op", {"evicted_at": (truth.clone(), truth)}) == 0
     with pytest.raises(WrongKernelError, match="1 of 4 values of evicted_at"):

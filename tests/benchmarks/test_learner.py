@@ -48,7 +48,7 @@ def test_the_rollout_evicts_and_its_response_is_all_actions():
     assert rollout.response_mask.sum() == 2 * (30 - 6)
 
 
-def test_what_torch_computes_without_us_is_the_dense_view_and_not_the_shadow_view():
+def test_plain_torch_computes_the_dense_view_and_not_the_shadow_view():
     model = make_model(SETTING, SHAPE, 30)
     rollout = make_rollout(SETTING, SHAPE, 30, budget=8)
     dense = replay_logps(model, rollout, shadow=False)

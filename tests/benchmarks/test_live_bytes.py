@@ -20,7 +20,7 @@ def matrix(requires_grad: bool = False) -> torch.Tensor:
     return torch.randn(N, N, requires_grad=requires_grad)
 
 
-def test_what_is_made_counts_until_it_is_let_go():
+def test_tensors_count_until_they_are_freed():
     with LiveBytes() as meter:
         first, second = matrix(), matrix()
         assert meter.live == 2 * UNIT
@@ -44,7 +44,7 @@ def test_views_and_writes_in_place_take_no_bytes():
         assert meter.live == 0
 
 
-def test_what_was_there_before_counts_from_the_start_and_once():
+def test_earlier_tensors_count_once_from_the_start():
     weight = matrix()
     with LiveBytes([weight, weight.t(), weight[2:]]) as meter:
         assert meter.live == UNIT
@@ -58,7 +58,7 @@ def test_what_was_there_before_counts_from_the_start_and_once():
         assert meter.live == UNIT
 
 
-def test_what_only_autograd_holds_is_alive_until_the_backward_pass():
+def test_tensors_saved_by_autograd_live_until_the_backward_pass():
     x = matrix(requires_grad=True)
     with LiveBytes([x]) as meter:
         loss = (x.exp() * 2.0).sum()
@@ -115,7 +115,7 @@ def test_recomputed_layers_are_seen_in_the_backward_pass():
 
 
 def allocator_bytes(events: list) -> tuple[int, int]:
-    """What is left of the allocations and frees in a profile, and the most there was at once."""
+    """Return the live bytes at the end of a profile, and their peak."""
     live = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         live += event.nbytes()

@@ -1,4 +1,4 @@
-"""Which part of an iteration is charged with which time."""
+"""Times of the parts of an iteration."""
 
 import pytest
 from loop_overhead import CHECKPOINT, LOADER, PHASES, REST, Clock, Marks, Timed, measure, table

@@ -83,7 +83,7 @@ def test_kv_bytes_are_those_of_the_cache(spec: CacheSpec):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", ["j_hydra", "ppo", SFT])
-def test_what_a_layer_saves_is_what_autograd_keeps_for_one_layer_more(variant: str, dtype: torch.dtype):
+def test_predicted_bytes_of_a_layer_match_autograd(variant: str, dtype: torch.dtype):
     setting = replace(SETTING, dtype=dtype)
     deeper = replace(setting, size=replace(setting.size, num_hidden_layers=3))
     extra = saved_for_backward(make_run(variant, deeper)) - saved_for_backward(make_run(variant, setting))
@@ -97,7 +97,7 @@ def test_what_a_layer_saves_is_what_autograd_keeps_for_one_layer_more(variant: s
 
 
 def error_of(variant: str, setting: Setting, found: Held, predicted_as: str | None = None) -> float:
-    """Of the predicted peak of the update, without what is resident."""
+    """Return the predicted peak of the update, without resident memory."""
     job = job_of(setting, BATCH)
     predicted = peak_bytes(variant_of(predicted_as or variant), job)["update"] - found.resident
     return predicted / (found.phases["update"].peak_bytes - found.resident) - 1

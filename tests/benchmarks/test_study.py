@@ -54,7 +54,7 @@ def test_every_arm_and_place_of_the_plan_passes_the_checks():
 
 
 def n_keys(cfg):
-    """Of a layer and head, that the longest right response to some problems reads."""
+    """Return the keys of a layer and head for the longest correct response."""
     task, tokenizer = instantiate(cfg.task), build_task_tokenizer()
     problems = PromptSource(task, split="eval", seed=0).take(64)
     return max(len(tokenizer(problem.prompt + problem.solution).input_ids) for problem in problems)

@@ -1,4 +1,4 @@
-"""What the command line of fit asks for, and what is said against it."""
+"""Compose a command line of fit, and get its refusal."""
 
 import pytest
 from hydra import initialize_config_dir

@@ -1,4 +1,4 @@
-"""What a command line of Hydra may say, and what is said where it may not."""
+"""Hydra's command lines: composition and refusals."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_look_at_the_config_is_held_to_what_exists(view):
     assert check_command_line("config", ["seed=3", *view]).seed == 3
 
 
-def test_what_hydra_alone_answers_is_left_to_it():
+def test_options_of_hydra_are_left_to_hydra():
     assert check_command_line("config", ["--help"]) is None
     assert check_command_line("config", ["--info", "defaults"]) is None
 
@@ -76,7 +76,7 @@ def test_what_hydra_alone_answers_is_left_to_it():
         ),
     ],
 )
-def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
+def test_errors_of_hydra_are_one_line(overrides, says):
     with pytest.raises(ConfigError) as caught:
         check_command_line("config", overrides)
     assert str(caught.value).startswith(says)
@@ -85,5 +85,5 @@ def test_what_hydra_says_against_a_command_line_is_one_line(overrides, says):
 
 
 @pytest.mark.parametrize("override", ["resume='runs/lr=1e-3'", "model.path='josé'", "resume='it\\'s'"])
-def test_what_is_to_be_written_in_its_place_is_read(override):
+def test_advised_overrides_are_accepted(override):
     assert check_command_line("config", [override]) is not None

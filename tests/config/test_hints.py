@@ -29,7 +29,7 @@ def test_a_name_of_another_package_or_of_no_group_is_understood(override, meant)
     assert f"did you mean {meant!r}?" in refusal(override)
 
 
-def test_what_a_key_lies_below_is_never_what_was_meant():
+def test_a_parent_of_a_key_is_never_suggested():
     known = ["rollout", "rollout.temperature", "task"]
     assert closest("rollout.x", known) is None
     assert closest("rolout", known) == "rollout"  # twin: a group that is spelt alike

@@ -16,7 +16,7 @@ from tests.config.asking import asked, refusal
         (["reward=endpoint"], "reward.functions.custom.url"),
     ],
 )
-def test_what_has_no_default_is_asked_for_by_its_name(overrides, key):
+def test_a_key_without_default_is_asked_for_by_name(overrides, key):
     assert refusal(*overrides) == f"{key} is not given; add {key}=..."
 
 
@@ -44,7 +44,7 @@ def test_all_that_is_not_given_is_named_at_once():
         ("~sft.n_steps", "~sft.n_steps takes away what every run reads; write sft.n_steps=..."),
     ],
 )
-def test_what_no_run_can_do_without_is_refused(override, says):
+def test_removing_a_needed_key_is_refused(override, says):
     assert refusal(override).startswith(says)
 
 
@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     )
 
 
-def test_what_a_constructor_or_a_preset_need_not_have_may_go():
+def test_optional_keys_may_be_removed():
     asked("~debug")
     asked("~diagnostics.gradient")
     asked("~correction.weight_fn.cap", "experiment=tis")

@@ -1,4 +1,4 @@
-"""What conf/ offers."""
+"""The options and presets in conf/."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ EXTRAS = {
 }
 PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}
 PACKAGES |= {"task=gsm8k": "datasets", "reward=math": "math_verify"}
-"""Of the extras `data`, `gym` and `math`."""
+"""Packages of the extras `data`, `gym` and `math`."""
 STABLE_NAMES = (
     "task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window",
     "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size",

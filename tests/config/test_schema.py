@@ -60,7 +60,7 @@ def test_every_key_says_what_it_means():
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), True, "12a"])
 @pytest.mark.parametrize("path", NUMBERS)
-def test_what_is_no_number_of_the_range_is_refused_by_name(default, path, junk):
+def test_numbers_out_of_range_are_refused_by_name(default, path, junk):
     with pytest.raises(ConfigError) as caught:
         parse_config(with_value(default, path, junk))
     assert str(caught.value).startswith(path)

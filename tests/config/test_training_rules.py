@@ -57,7 +57,7 @@ def test_values_that_would_fail_later_or_never_are_refused(overrides, says):
     assert refusal(*overrides).startswith(says)
 
 
-def test_what_stops_learning_or_clipping_on_purpose_is_allowed():
+def test_turning_off_learning_or_clipping_is_allowed():
     assert asked("optimizer.lr=0").optimizer.lr == 0
     cfg = asked("algorithm.max_grad_norm=null", "sft.max_grad_norm=null", "evaluation.budgets=[]")
     assert cfg.algorithm.max_grad_norm is cfg.sft.max_grad_norm is None

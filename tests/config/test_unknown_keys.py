@@ -34,12 +34,12 @@ def test_a_misspelt_key_in_a_preset_is_refused(tmp_path, group, body, says):
         check_keys(compose("config", overrides=["experiment=smd"]), full.hydra.runtime.choices)
 
 
-def test_what_the_command_line_adds_is_judged_by_the_signature_that_takes_it():
+def test_added_keys_are_checked_against_the_signature():
     assert asked("+optimizer.eps=1e-6").optimizer.eps == 1e-6
     assert "unexpected 'epsilon'" in refusal("+optimizer.epsilon=1e-6")
 
 
-def test_what_is_added_where_nothing_judges_it_is_refused():
+def test_added_keys_without_a_signature_are_refused():
     says = "unknown key 'diagnostics.gradent' on the command line: did you mean 'diagnostics.gradient'?"
     assert refusal("+diagnostics.gradent=null") == says
     assert refusal("+sft.n_step=3").startswith("unknown key 'sft.n_step' on the command line")

@@ -134,7 +134,7 @@ def test_three_prompts_give_the_quantiles_of_a_binomial(level, low, high):
     assert found.value == pytest.approx(1 / 3)
 
 
-def test_what_does_not_vary_has_an_interval_without_width():
+def test_equal_values_have_an_interval_without_width():
     assert interval([0.3]) == IntervalEstimate(0.3, 0.3, 0.3)
     assert interval([1.0] * 50) == IntervalEstimate(1.0, 1.0, 1.0)
 

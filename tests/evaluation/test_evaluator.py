@@ -215,7 +215,7 @@ def test_the_task_says_what_is_right_unless_a_function_does():
     assert asked(PROBLEMS, COMPLETIONS).tolist() == [0.0, 1.0, 0.0]
 
 
-def test_where_the_function_fails_there_is_no_score():
+def test_a_failed_function_gives_no_score():
     with RewardManager({"correct": InThreads(ask=fails_on_words)}) as panel:
         scores = accuracy_of(ChainSum(), panel, "correct")(PROBLEMS, COMPLETIONS)
     assert scores.nan_to_num(nan=-1.0).tolist() == [1.0, -1.0, 1.0]

@@ -37,7 +37,7 @@ def make_reward_model():
 
 
 def reward(backbone, head, prompt, completion):
-    """Of one sequence without padding, by the model's plain forward."""
+    """Return the reward of one unpadded sequence by the model's plain forward."""
     input_ids = torch.tensor([[*TOKENIZER.encode(prompt + completion), TOKENIZER.eos_token_id]])
     mask = torch.ones_like(input_ids)
     output = backbone(input_ids, attention_mask=mask, use_cache=False, output_hidden_states=True)

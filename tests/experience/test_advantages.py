@@ -82,7 +82,7 @@ def test_a_kl_in_the_reward_does_not_make_a_group_disagree():
     assert kept.any(dim=1).tolist() == [True, True, False, False]
 
 
-def test_what_a_correction_does_not_count_stays_out():
+def test_tokens_that_a_correction_rejects_stay_out():
     is_counted = IS_ACTION & (COLUMNS != 2)
     experience = counting(make_experience([1.0, 2.0, 0.5, 0.5], values=torch.zeros(4, 4)), is_counted)
     assert torch.equal(GroupAdvantage("grpo").compute(experience).is_counted, is_counted)

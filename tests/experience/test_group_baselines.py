@@ -98,6 +98,6 @@ def test_responses_without_a_reward_leave_the_others_as_if_they_were_alone(name)
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("n_valid", [0, 1])
-def test_where_one_reward_or_none_is_left_nothing_is_learned(name, n_valid):
+def test_a_group_with_fewer_than_two_rewards_teaches_nothing(name, n_valid):
     is_valid = torch.arange(4).view(2, 2) < n_valid
     assert without_failures(ESTIMATORS[name], torch.ones(2, 2), is_valid).tolist() == [[0.0, 0.0]] * 2

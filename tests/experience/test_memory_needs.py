@@ -74,7 +74,7 @@ def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
         assert "latest queries" not in {need.what for need in needs}
 
 
-def test_what_takes_most_is_helped_first():
+def test_advice_starts_with_the_largest_need():
     small = CacheSpec("random", budget=2, interval=1, sink=0, window=1)
     # 16 rows · 51 tokens · 16 bytes against 2 · 2 · 16 · 2 · 3 · 8 · 4 = 12288 of the cache
     assert helps(small, 1)[0] == "set rollout.max_rows below 16 (now null, all at once)"

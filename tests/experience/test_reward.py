@@ -52,7 +52,7 @@ def test_components_are_kept_as_they_are_whatever_they_weigh():
 
 
 @pytest.mark.parametrize("normalize", ["none", "batch", "running"])
-def test_what_people_look_at_stays_in_the_units_of_the_components(normalize: str):
+def test_logged_rewards_keep_the_units_of_the_components(normalize: str):
     config = RewardConfig(verifier=2.0, learned=1.0, normalize=normalize, clip=0.1, missing_eos_penalty=1.0)
     rewards = RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, CUT_LAST)
     assert torch.equal(rewards.scores, 2.0 * EXACT + LEARNED)

@@ -1,4 +1,4 @@
-"""What the roles say of a rollout does not depend on how their forwards are arranged."""
+"""Scores of the roles, by shared and by single forwards."""
 
 from functools import cache
 
@@ -40,7 +40,7 @@ def rollout() -> Rollout:
 
 
 def alone(roles: Roles, role: str, shadow: bool) -> Tensor:
-    """What one role says, by itself."""
+    """Return the scores of one role alone."""
     read, evicted_at = (
         rollout(),
         replay_evicted_at(rollout()) if shadow else dense_evicted_at(rollout().attention_mask),

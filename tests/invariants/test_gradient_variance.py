@@ -35,7 +35,7 @@ def group_gradients(prompts: Tensor, answers: Tensor, algorithm: str) -> Tensor:
 @dataclass(frozen=True)
 class Exact:
     variance: float
-    """Of the gradient of a rollout of N_GROUPS groups."""
+    """Return the variance of the gradient of a rollout of N_GROUPS groups."""
     signal: float
 
 
@@ -82,7 +82,7 @@ def estimates(algorithm: str, breaks_groups: bool = False) -> tuple[Tensor, Tens
 
 
 def errors_off(found: Tensor, expected: float) -> float:
-    """How many standard errors the mean of the estimates is off."""
+    """Return the error of the mean of estimates, in standard errors."""
     return abs(float((found.mean() - expected) / (found.std() / len(found) ** 0.5)))
 
 
@@ -96,7 +96,7 @@ def test_variance_and_signal_have_no_bias_on_a_bandit(algorithm: str):
     assert variance.std() / len(variance) ** 0.5 < 0.03 * exact.variance
 
 
-def test_what_is_enumerated_is_what_fresh_rollouts_scatter_by():
+def test_enumerated_variance_matches_fresh_rollouts():
     gradients = rollouts("rloo").mean(dim=(1, 2))
     squares = (gradients - gradients.mean(dim=0)).square().sum(dim=1)
     assert errors_off(squares, enumerated("rloo").variance) < 3.5

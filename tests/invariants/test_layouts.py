@@ -68,7 +68,7 @@ def test_the_comparison_catches_another_start():
 
 
 @pytest.mark.parametrize(("layout", "other"), [("j_hydra", "hydra"), ("ppo", "hydra"), ("ppo", "j_hydra")])
-def test_what_is_trained_sets_layouts_apart_after_the_first_update(layout: str, other: str):
+def test_layouts_differ_after_the_first_update(layout: str, other: str):
     found, expected = run(layout).experiences[1], run(other).experiences[1]
     assert (found.values - expected.values).abs().max() > 1e-2
     assert abs(run(layout).metrics[1]["value_loss"] - run(other).metrics[1]["value_loss"]) > 1e-2
@@ -112,7 +112,7 @@ def test_a_layout_holds_its_backbones_once_and_no_copy_after_training(layout: st
         ("ppo", {"backbones.policy", "backbones.value", "heads.value"}),
     ],
 )
-def test_only_what_the_layout_trains_has_a_gradient_and_moves(layout: str, trains: set[str]):
+def test_only_trained_parameters_have_gradients_and_change(layout: str, trains: set[str]):
     roles, start = run(layout).module.roles, dict(make_roles(layout, ROLES).named_parameters())
 
     def group_of(name: str) -> str:

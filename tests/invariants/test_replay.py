@@ -20,7 +20,7 @@ from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
 
 TOLERANCE = 1e-4
 FLOAT_ERROR = 1e-6
-"""What a gap of exactly 0 counts as when a control is measured against it."""
+"""Gap that stands for exactly 0 when a control is compared with it."""
 
 SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 ALL_CASES = sorted(

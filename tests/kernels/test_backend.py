@@ -236,7 +236,7 @@ def test_triton_on_a_cpu_without_the_interpreter_is_refused_with_advice(monkeypa
         uses_triton(ON_CPU, "triton")
 
 
-def test_what_runs_on_a_tensors_device_gets_all_its_arguments_and_returns():
+def test_on_tensor_device_passes_arguments_and_results():
     @on_tensor_device
     def launch(scale: float, tensor: Tensor, *, shift: float = 0.0) -> tuple[float, Tensor, float]:
         """Launches nothing."""

@@ -388,7 +388,7 @@ def test_the_comparison_catches_late_ties_swapped_heads_and_times_off_by_one(ker
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
-def test_what_cannot_be_compacted_in_place_is_refused():
+def test_tensors_that_cannot_be_compacted_in_place_are_refused():
     pool = make_pool(17)
     with pytest.raises(ValueError, match=r"budget=18 exceeds the pool's 17 slots"):
         evicted(pool, 18, "reference")

@@ -159,7 +159,7 @@ def test_equal_logits_of_real_size_have_a_kl_of_exactly_zero(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("function", [reference.kl_of_logits, operations.kl_of_logits])
-def test_only_what_p_can_choose_and_q_cannot_makes_the_kl_infinite(function: Kl):
+def test_kl_is_infinite_only_where_q_is_zero_and_p_is_not(function: Kl):
     p, q = torch.zeros(1, 3, device=DEVICE), torch.tensor([[0.0, 0.0, -torch.inf]], device=DEVICE)
     assert function(p, q, 1.0).item() == torch.inf
     # q = (1/3, 1/3, 1/3) against p = (1/2, 1/2, 0): log 3/2.

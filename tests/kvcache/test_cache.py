@@ -257,9 +257,7 @@ def test_rows_that_are_used_again_remember_nothing(policy: str, rows: list[int])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "tova"])
-def test_what_a_prompt_attends_to_does_not_depend_on_the_chunks_it_is_summed_in(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_prompt_attention_does_not_depend_on_chunks(policy: str, monkeypatch: pytest.MonkeyPatch):
     whole, chunked = (
         make_cache(CacheSpec(policy=policy, **SPEC)),
         make_cache(CacheSpec(policy=policy, **SPEC)),

@@ -329,7 +329,7 @@ def test_without_adapters_on_keys_policy_and_reference_share_those_of_the_first_
         ({"reward_head": None}, "the reward role needs a trained reward head"),
     ],
 )
-def test_what_cannot_be_built_is_refused(arguments, says):
+def test_impossible_roles_are_refused(arguments, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         make(**arguments)
 

@@ -52,7 +52,7 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint, tmp_path):
     assert not ran.exists()
 
 
-def test_of_a_known_family_transformers_own_code_is_taken(checkpoint, tmp_path):
+def test_known_families_use_the_code_of_transformers(checkpoint, tmp_path):
     (checkpoint / "mine.py").write_text("raise SystemExit\n")
     change_json(checkpoint / "config.json", auto_map={"AutoModelForCausalLM": "mine.Model"})
     model = load_causal_lm(checkpoint, torch.float32)

@@ -121,7 +121,7 @@ def test_there_is_a_reward_head_only_where_it_learns():
 
 
 @pytest.mark.parametrize("reward", [0.0, float("nan")])
-def test_neither_a_tie_nor_nan_is_a_pair_ranked_right(reward):
+def test_ties_and_nan_count_as_wrong_pairs(reward):
     module, datamodule = make_run()
     module.reward_head.linear.bias.data.fill_(reward)
     assert float(module.training_step(datamodule.next_batch(), 0)["pair_accuracy"]) == 0.0

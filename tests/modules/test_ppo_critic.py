@@ -76,6 +76,6 @@ def test_bounds_that_leave_nothing_to_learn_are_refused(name: str):
 
 
 @pytest.mark.parametrize("name", ["clip_low", "clip_high", "value_weight", "value_lr_scale"])
-def test_only_what_may_be_left_out_may_be_none(name: str):
+def test_only_optional_arguments_may_be_none(name: str):
     with pytest.raises(ValueError, match=f"{name} must be a number above 0, got None"):
         PPO.check_options(**{name: None})

@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("reduce", [masked_sum, masked_mean])
-def test_what_is_not_counted_never_matters(reduce):
+def test_masked_values_have_no_effect(reduce):
     values = torch.tensor([[1.0, NAN], [3.0, 5.0]], requires_grad=True)
     is_counted = torch.tensor([[True, False], [True, True]])
     found = reduce(values, is_counted)

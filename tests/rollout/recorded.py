@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: record a function's operators once, then run them without its Python."""
+"""A CUDA graph on a CPU: record a function's operators once, then run them without its Python."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, and what is broken is never taken for it."""
+"""Checkpoints: saving, loading, and detection of damage."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ def iterations(folder):
     return [int(path.name.removeprefix("iteration-")) for path in CheckpointDir(folder).all()]
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_a_checkpoint_loads_what_was_saved(tmp_path):
     path = save(tmp_path, 7, reward=0.1 + 0.2)
     found = CheckpointDir(tmp_path).latest()
     assert found.path == path
@@ -93,7 +93,7 @@ def edit(path):
 
 
 def without(*names):
-    """What a checkpoint says of itself, less these keys."""
+    """Return the state of a checkpoint without these keys."""
 
     def strip(path):
         state = json.loads(path.read_text())
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, name, d
         load_checkpoint(tmp_path / "iteration-000002")
 
 
-def test_where_none_is_whole_training_does_not_begin_anew_by_itself(tmp_path):
+def test_training_does_not_restart_if_all_checkpoints_are_broken(tmp_path):
     truncate(save(tmp_path, 1) / WEIGHTS)
     with pytest.raises(BrokenCheckpointError, match=r"all 1 checkpoints .* are broken; .*remove the folder"):
         CheckpointDir(tmp_path).latest()
@@ -222,7 +222,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, modu
 
 
 def is_killed(folder, module, name, n_calls):
-    """Whether a save had so many calls of a function; what a kill after the last of them leaves is whole."""
+    """True if a save called a function that often; a kill after the last call leaves intact files."""
     for iteration in (1, 2):
         save(folder, iteration)
     child = os.fork()
@@ -248,7 +248,7 @@ def test_another_error_is_not_taken_for_a_full_disk(tmp_path):
         safe_open(tmp_path / "weights", framework="pt")
 
 
-def test_who_may_read_the_folder_may_read_what_is_in_it(tmp_path):
+def test_files_have_the_permissions_of_their_folder(tmp_path):
     path = save(tmp_path, 1)
     for file in path.iterdir():
         assert file.stat().st_mode & 0o777 == path.stat().st_mode & 0o666

@@ -1,4 +1,4 @@
-"""How many processes a run has, by the config and by its launcher, and that they end with the first one."""
+"""The number of a run's processes, by config and launcher, and their joint end."""
 
 import atexit
 import os
@@ -146,7 +146,7 @@ def forked(work):
 
 
 def ends_with_first(watches, within_s):
-    """Whether a process that would wait for ever ends when the one is killed that started it."""
+    """True if a waiting process ends when the process that started it is killed."""
     alive, held_open = os.pipe()  # can be read once all that could write to it have ended
     over = threading.Event()
 
@@ -196,7 +196,7 @@ def test_a_rank_that_starts_after_rank_zero_has_ended_ends_at_once():
 
 
 def takes_leave(error, monkeypatch):
-    """Whether a process that ends by this error takes leave of the others, as Lightning does by NCCL."""
+    """True if a process that ends by this error runs Lightning's exit handler."""
     monkeypatch.setattr(distributed, "_distributed_is_initialized", lambda: True)
     monkeypatch.setattr(distributed.torch.distributed, "destroy_process_group", lambda: os._exit(3))
 

@@ -1,4 +1,4 @@
-"""Who may write in a run's folder."""
+"""The lock of a run's folder."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Which layers of a model are sharded."""
+"""The layers of a model that are sharded."""
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -23,7 +23,7 @@ import time
 import zlib
 
 def flaky(completion, solution):
-    """What a worked solution gets is known before the run."""
+    """Reward functions score a worked solution before the run."""
     if completion == solution:
         return 1.0
     fate = zlib.crc32(completion.encode()) % 12

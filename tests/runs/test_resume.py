@@ -1,4 +1,4 @@
-"""Which run is gone on with, and that only the same run is."""
+"""Finding the run to resume, and refusing another config."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def leave_run(folder, name, *overrides, finished=False, at=0):
     return run
 
 
-def test_what_a_run_does_not_compute_with_makes_no_difference(tmp_path):
+def test_settings_without_effect_on_training_may_differ(tmp_path):
     saved = asked(tmp_path)
     changes = ["logger=tensorboard", "diagnostics=none", "callbacks.keep_best=1", "fabric.devices=2"]
     assert differences(saved, asked(tmp_path, *changes)) == {}

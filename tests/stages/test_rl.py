@@ -46,7 +46,7 @@ def apart(runs):
 
 
 def policy(runs, start, *overrides):
-    """Of a run that takes its model as it is."""
+    """Overrides of a run without an SFT stage."""
     return make_policy(build_context(config(runs, "stages=[rl]", f"model.path={start}", *overrides)), start)
 
 

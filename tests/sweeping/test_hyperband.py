@@ -1,4 +1,4 @@
-"""Who is stopped at a bracket."""
+"""Hyperband: brackets, and the runs that it stops."""
 
 from itertools import islice
 
@@ -15,7 +15,7 @@ def test_brackets_are_those_of_the_documented_examples():
     assert list(Hyperband(max_iter=27, s=9).brackets()) == [1, 3, 9]
 
 
-def test_nobody_is_judged_before_the_first_bracket():
+def test_no_run_is_stopped_before_the_first_bracket():
     assert Hyperband(min_iter=3).stops([9.0, 9.0], [[0.0] * 9] * 5) is None
 
 
@@ -78,6 +78,6 @@ def test_a_file_gives_the_options_by_their_documented_names():
         ({"type": "hyperband", "min_iter": 2, "reduction": 3}, "unknown key .*reduction"),
     ],
 )
-def test_what_makes_no_brackets_is_refused(node, says):
+def test_options_without_brackets_are_refused(node, says):
     with pytest.raises(ConfigError, match=says):
         convert(Hyperband, node, "early_terminate")

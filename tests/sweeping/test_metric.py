@@ -1,4 +1,4 @@
-"""Which metrics runs of a config log, as far as that is known before they start."""
+"""The check that runs of a config log a metric."""
 
 import csv
 import json
@@ -53,7 +53,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS)
-def test_what_a_run_logs_is_accepted_and_nothing_else_but_what_is_measured(tmp_path, overrides):
+def test_exactly_the_logged_metrics_are_accepted(tmp_path, overrides):
     overrides = ["roles.rank=2", "stages=[sft,rl,eval]", *overrides]
     run(tmp_path, "run", *overrides)
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:

@@ -1,4 +1,4 @@
-"""What stands in the picture of a sweep."""
+"""The figure of a sweep."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ def finished(values, metric, value, state="finished"):
 
 
 def bars(axes):
-    """Of every line with error bars: name, x, mean and deviation."""
+    """Return name, x, mean and deviation of every line with error bars."""
     found = {}
     for container in axes.containers:
         line, _, (segments,) = container.lines

@@ -49,7 +49,7 @@ def test_a_group_that_the_swept_presets_choose_cannot_be_overridden(tmp_path, ov
         plan_of(tmp_path, ARMS, override)
 
 
-def test_nor_can_it_be_a_constant_of_the_file_or_of_its_command(tmp_path):
+def test_constants_and_the_command_cannot_override_groups_of_presets(tmp_path):
     fixed = with_parameters(ARMS, distillation={"value": "anchor"}, experiment={"values": ["tis", "smd"]})
     command = [*ARMS["command"][:4], "correction=mis", ARMS["command"][4]]
     for content in (fixed, ARMS | {"command": command}):
@@ -147,7 +147,7 @@ def test_all_combinations_are_checked_but_each_seed_only_once(tmp_path):
         ),
     ],
 )
-def test_what_no_run_could_do_is_refused_before_the_first(tmp_path, content, says):
+def test_mistakes_are_refused_before_the_first_run(tmp_path, content, says):
     with pytest.raises(ConfigError, match=says):
         check_plan(plan_of(tmp_path, content))
 

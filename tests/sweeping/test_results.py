@@ -1,4 +1,4 @@
-"""What is written down of a sweep, and the table that ends it."""
+"""Result files and table of a sweep."""
 
 import csv
 import json

@@ -46,7 +46,7 @@ def test_a_bound_can_be_raised_later(tmp_path):
     assert drain(study(tmp_path, n=2)) == []
 
 
-def test_what_was_running_when_the_process_died_comes_first_in_its_own_folder(tmp_path):
+def test_interrupted_runs_are_resumed_first_in_their_folders(tmp_path):
     book = study(tmp_path)
     first, second = book.next_run(), book.next_run()
     book.finish(second, finished())
@@ -69,7 +69,7 @@ def test_a_failed_run_is_tried_again_by_the_next_process_only(tmp_path):
     assert [outcome.state for _, outcome in study(tmp_path).outcomes()] == ["finished"] * 4
 
 
-def test_neither_a_stopped_run_nor_one_without_a_finite_metric_is_repeated(tmp_path):
+def test_stopped_runs_and_runs_without_a_finite_metric_are_not_repeated(tmp_path):
     book = study(tmp_path)
     book.finish(book.next_run(), Outcome("stopped", {"eval/accuracy": 0.1}, [0.3, 0.1], "behind at 2"))
     book.finish(book.next_run(), finished(math.nan))
@@ -121,7 +121,7 @@ def test_a_grid_gains_values_and_runs_the_new_combinations_alone(tmp_path):
     assert len(list(study(tmp_path, grid_of([0, 2, 1], [8, 12, 16])).outcomes())) == 9
 
 
-def test_what_was_cut_short_or_failed_keeps_its_folder_in_a_grid_that_grew(tmp_path):
+def test_interrupted_and_failed_runs_keep_their_folders_in_a_larger_grid(tmp_path):
     book = study(tmp_path, grid_of([0], [12, 16]))
     bad, cut = book.next_run(), book.next_run()
     book.finish(bad, Outcome("failed", reason="ended"))

@@ -1,4 +1,4 @@
-"""What a sweep file must say before anything is done with it."""
+"""Reading and checking a sweep file."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What W&B gets, and what it makes of it on this machine; nothing here reaches its servers."""
+"""The config for W&B and its agents; nothing here reaches W&B's servers."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What tests of data from datasets have in common."""
+"""Fixtures for tests of datasets."""
 
 import pytest
 
