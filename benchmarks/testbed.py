@@ -22,12 +22,14 @@ from study_parts.analysis import mean_sd
 from text_table import text_table
 
 NAME = "testbed"
+SETTINGS = ("algorithm.n_iterations=150", "sft.batch_size=128", "sft.n_pairs=32")
+"""Settings of every recorded run; they were the defaults then."""
 
 
 def fit(name: str, arguments: list[str], runs_dir: Path) -> Path:
     """One run of fit in a process and a folder of its own."""
     folder = runs_dir / re.sub(r"[^\w.-]+", "_", name).strip("_")
-    return fit_process.fit(folder, runs_dir, arguments)
+    return fit_process.fit(folder, runs_dir, [*SETTINGS, *arguments])
 
 
 def run_sft(arms: list[str], seed: int, runs_dir: Path) -> None:

@@ -184,11 +184,15 @@ def test_a_failure_is_reported_and_stops_nobody_and_an_interrupt_stops_all(tmp_p
 @pytest.mark.parametrize(
     ("content", "arguments", "says"),
     [
-        (GRID | {"method": "annealing"}, [], "error: method='annealing' is unknown"),
+        (
+            GRID | {"method": "annealing"},
+            [],
+            "error: method must be one of grid, random, bayes, got annealing",
+        ),
         (BAYES | {"run_cap": None}, [], "error: method=bayes never ends by itself"),
         (GRID, ["seed=3"], "error: seed=3: the sweep itself varies seed"),
         (GRID, ["--wandb"], "error: --wandb needs an account"),
-        (GRID, ["--wandb", "--dir", "x"], "error: --dir=x has no meaning with --wandb"),
+        (GRID, ["--wandb", "--dir", "x"], "error: --dir=x has no effect with --wandb"),
         # before the grid is checked, which has a mistake of its own
         (
             with_parameters(cache__budget={"values": [16, 4]}),
@@ -211,7 +215,7 @@ def test_options_and_overrides_may_stand_in_any_order_and_counts_are_counts(caps
     assert (str(args.file), args.overrides, args.jobs, args.max_runs) == ("x.yaml", ["a=1", "b=2"], 3, 5)
     with pytest.raises(SystemExit):
         parse(["x.yaml", "--jobs", "0"])
-    assert "0 is no count; give a whole number of at least 1" in capsys.readouterr().err
+    assert "must be a whole number of at least 1, got 0" in capsys.readouterr().err
 
 
 def test_other_overrides_are_another_sweep_in_another_folder(tmp_path):

@@ -11,6 +11,8 @@ import record
 from study_parts.plan import Setting
 
 NAME = "study"
+SFT = ("sft.batch_size=128", "sft.n_pairs=32")
+"""Settings of every recorded run; they were the defaults then."""
 N_LAST = 10
 """Iterations whose mean stands for the end of a run."""
 
@@ -61,7 +63,7 @@ def run_sft(setting: Setting, runs_dir: Path) -> None:
 
 def fit(name: str, overrides: list[str], runs_dir: Path) -> Path:
     """One process of fit, in a folder of its own."""
-    return fit_process.fit(runs_dir / "study" / name, runs_dir, overrides)
+    return fit_process.fit(runs_dir / "study" / name, runs_dir, [*SFT, *overrides])
 
 
 def evaluation(folder: Path, budget: int) -> dict:

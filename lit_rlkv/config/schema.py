@@ -107,7 +107,7 @@ class AlgorithmConfig:
     """Keys that all algorithms share."""
 
     group_size: int = option(8, "responses to each prompt", least=1)
-    n_iterations: int = option(150, "iterations: a rollout and the updates on it", least=1)
+    n_iterations: int = option(80, "iterations: a rollout and the updates on it", least=1)
     n_epochs: int = option(1, "passes over each rollout", least=1)
     n_minibatches: int = option(2, "optimizer steps per pass", least=1)
     n_micro_batches: int = option(
@@ -198,9 +198,9 @@ class SFTConfig:
         800, "optimizer steps of a reward model of its own", least=1, yaml="${.n_steps}"
     )
     n_warmup_steps: int = option(30, "first steps, in which the learning rate rises", least=0)
-    batch_size: int = option(128, "worked solutions in a batch", least=1)
+    batch_size: int = option(64, "worked solutions in a batch", least=1)
     n_pairs: int = option(
-        32, "rows of each batch that also bring a rejected completion; 0: the LM head alone", least=0
+        16, "rows of each batch that also bring a rejected completion; 0: the LM head alone", least=0
     )
     reward_weight: Number = option(
         0.1, "weight of the ranking loss beside the LM loss; 0: the LM head alone", least=0
