@@ -201,11 +201,6 @@ def _check_fabric(cfg: Config) -> None:
         f"fabric.quantization={fabric.quantization} packs weights in a way that fabric.strategy=fsdp2 "
         "cannot shard; use one of the two",
     )
-    require(
-        not cfg.rollout.cuda_graph,
-        "rollout.cuda_graph=true cannot capture a decode step that gathers sharded layers "
-        "(fabric.strategy=fsdp2); leave it out",
-    )
     for name, node in named_items(cfg.diagnostics):
         require(
             node is None or not str(node.get("_target_")).startswith(GRADIENT_DIAGNOSTICS),

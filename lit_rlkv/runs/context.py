@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors, build, expanded
+from lit_rlkv.config import Config, ConfigError, as_config_errors, build, expanded, require
 from lit_rlkv.config.options import named_items, show
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.data.tokenizers import load_tokenizer
@@ -129,10 +129,16 @@ def _check_device(cfg: Config, device: torch.device) -> None:
     """Refuse settings that the device does not support, before a model is loaded."""
     with as_config_errors("kernels"):
         uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
-    if cfg.rollout.cuda_graph and device.type != "cuda":
-        raise ConfigError(
+    if cfg.rollout.cuda_graph:
+        require(
+            cfg.fabric.strategy != "fsdp2",
+            "rollout.cuda_graph=true cannot capture a decode step that gathers sharded layers "
+            "(fabric.strategy=fsdp2); leave it out",
+        )
+        require(
+            device.type == "cuda",
             f"rollout.cuda_graph=true needs CUDA, got device {device.type}; use null, which captures if "
-            "possible"
+            "possible",
         )
 
 

@@ -23,6 +23,7 @@ from lit_rlkv.distributed.sharding import (
     shard_state_like,
 )
 from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.runs.context import build_context
 from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
 from tests.tiers import slow
 from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
@@ -98,7 +99,6 @@ def test_sharded_sft_and_evaluation_equal_those_of_one_process(tmp_path):
     ("option", "says"),
     [
         ("fabric.precision=16-mixed", "use bf16-mixed"),
-        ("rollout.cuda_graph=true", "cannot capture a decode step that gathers"),
         ("diagnostics=default", r"add diagnostics\.gradient=null"),
         ("fabric.unshard_rollout=3", "must be true or false, got 3"),
     ],
@@ -106,6 +106,12 @@ def test_sharded_sft_and_evaluation_equal_those_of_one_process(tmp_path):
 def test_settings_that_sharding_does_not_support_are_refused(tmp_path, option, says):
     with pytest.raises(ConfigError, match=says):
         config(tmp_path, *SHARDED, "diagnostics=none", option)
+
+
+def test_sharded_layers_refuse_a_cuda_graph_before_a_model_is_loaded(tmp_path):
+    cfg = config(tmp_path, *SHARDED, "diagnostics=none", "rollout.cuda_graph=true")
+    with pytest.raises(ConfigError, match="cannot capture a decode step that gathers"):
+        build_context(cfg)
 
 
 def test_unshard_rollout_without_sharding_is_refused(tmp_path):
