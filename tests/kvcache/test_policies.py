@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import POLICIES
-from lit_rlkv.kvcache.policies import Policy, SlotView
-from lit_rlkv.kvcache.policies.rkv import RKV, importance, redundancy
+from lit_rlkv.kvcache.policies import RKV, Policy, SlotView, importance, redundancy
 from tests.kernels.accuracy import bound, excess_error
 from tests.kvcache import published
 

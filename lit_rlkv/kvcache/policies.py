@@ -1,0 +1,250 @@
+"""Eviction policies, and their interface for policies of your own.
+
+To add one here, subclass `Policy` and add the class to `POLICIES`, the names that `cache.policy` takes. A
+policy in a package of your own needs no entry: `cache.policy=mypackage.policies.MyPolicy`, with that package
+in `trusted_modules`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_rlkv.kernels import slot_scores
+from lit_rlkv.trust import load_trusted_class
+
+SNAPKV_POOL, RKV_POOL = 5, 7
+"""Keys that SnapKV averages over, and R-KV takes the maximum over."""
+RKV_IMPORTANCE = 0.1
+"""Weight λ of importance in R-KV."""
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """The input of a policy: the keys that compete for a budget, in the order of their columns."""
+
+    keys: Float[Tensor, "batch kv_head slot dim"]
+    values: Float[Tensor, "batch kv_head slot dim_v"]
+    columns: Int[Tensor, "batch kv_head slot"]
+    """Position of each key in the sequence, padding included."""
+    is_live: Bool[Tensor, "batch kv_head slot"]
+    """False on padding, which is never kept, whatever its score."""
+    is_recent: Bool[Tensor, "batch kv_head slot"]
+    """True in the window of the latest keys, which are kept whatever their score."""
+    queries: Float[Tensor, "batch kv_head group window dim"] | None
+    """The latest queries, in any order, grouped by KV head; None unless the policy sets `sees_queries`."""
+    query_columns: Int[Tensor, "batch window"] | None
+    """Position of each query in the sequence, padding included."""
+    attention: Float[Tensor, "batch kv_head slot"] | None
+    """Attention that each key received, mean over the query group; None without `tracks_attention`."""
+    scaling: float
+    """Factor of q·k in the attention logits."""
+    generator: torch.Generator | None
+    """For policies that draw; None is torch's default generator."""
+    is_due: Bool[Tensor, " batch"] | None = None
+    """Rows whose scores will be read; None means all. Other rows may score anything."""
+
+
+class Policy(ABC):
+    """Interface of an eviction policy: it scores keys, and the cache does the rest.
+
+    Whenever all slots of a sequence are full, `score` is called for each layer. In each KV head the cache
+    keeps the sink tokens, the window of latest tokens, then the keys of highest score, up to the budget. It
+    moves them to the front of the pool and records when the others were evicted, so that the learner can
+    replay it. A policy has no state: everything it may use is in the `SlotView`.
+
+        class LargestValues(Policy):
+            def score(self, view):
+                return view.values.float().norm(dim=-1)
+    """
+
+    tracks_attention: ClassVar[Literal["sum", "last"] | None] = None
+    """Attention that the cache collects in `SlotView.attention`: "sum" over all queries since the key was
+    written, "last" query only, or None."""
+    sees_queries: ClassVar[bool] = False
+    """True if the cache keeps the latest `window` queries for `SlotView.queries`."""
+    draws: ClassVar[bool] = False
+    """True if scores are random, so that the responses to one prompt must not share them."""
+
+    @abstractmethod
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        """Return float scores; the highest are kept, and of equal scores the earlier key."""
+
+
+class Streaming(Policy):
+    """Attention sinks and the most recent keys (arXiv:2309.17453).
+
+    score(k) = position of k; the cache itself keeps the sinks.
+    """
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        return view.columns.float()
+
+
+class H2O(Policy):
+    """Keys with the most attention so far, the heavy hitters (arXiv:2306.14048).
+
+    score(k) = Σ of the attention of all queries since k was written, mean over the query group.
+    """
+
+    tracks_attention = "sum"
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.attention is not None
+        return view.attention
+
+
+class SnapKV(Policy):
+    """Attention of the latest queries, smoothed over neighbouring keys (arXiv:2404.14469).
+
+    score(k) = avgpool5 over k of mean over window queries and group of softmax(q·k·scaling).
+
+    The softmax runs over all keys that a query sees, the pooling over keys outside the window, as in kvpress.
+    """
+
+    sees_queries = True
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.queries is not None
+        assert view.query_columns is not None
+        window = (view.queries, view.keys, view.columns, view.query_columns, view.is_live)
+        attention = slot_scores.mean_window_attention(*window, view.scaling, view.is_due).masked_fill(
+            view.is_recent, 0.0
+        )
+        return F.avg_pool1d(attention, SNAPKV_POOL, stride=1, padding=SNAPKV_POOL // 2)
+
+
+def importance(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+    """Return maxpool7 over keys of the mean over window queries of softmax(max over group of q·k·scaling).
+
+    The softmax runs over the keys outside the window, as in the authors' code.
+    """
+    assert view.queries is not None
+    assert view.query_columns is not None
+    window = (view.queries, view.keys, view.columns, view.query_columns, view.is_live, view.is_recent)
+    attention = slot_scores.peak_window_attention(*window, view.scaling, view.is_due)
+    return F.max_pool1d(attention, RKV_POOL, stride=1, padding=RKV_POOL // 2)
+
+
+def redundancy(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+    """Return softmax over keys of the mean cosine similarity to the other keys.
+
+    The most recent near-duplicate of a key (cosine above 0.5) is not counted, so the last of a run of equal
+    keys is kept.
+    """
+    return slot_scores.redundancy(view.keys, view.is_live, view.is_due)
+
+
+class RKV(Policy):
+    """R-KV: importance minus redundancy, for repetitive reasoning (arXiv:2505.24133).
+
+    score = λ·importance − (1 − λ)·redundancy, λ = 0.1.
+    """
+
+    sees_queries = True
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        return RKV_IMPORTANCE * importance(view) - (1 - RKV_IMPORTANCE) * redundancy(view)
+
+
+class Tova(Policy):
+    """Keys that the last query attended to, the same in all heads (arXiv:2401.06104).
+
+    score(k) = attention of the last query to k, mean over all heads of the layer.
+    """
+
+    tracks_attention = "last"
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.attention is not None
+        return view.attention.mean(dim=1, keepdim=True).expand_as(view.attention)
+
+
+class KNorm(Policy):
+    """Keys of small norm, which attract attention (arXiv:2406.11430).
+
+    score(k) = −‖k‖₂.
+    """
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        return -slot_scores.key_norm(view.keys, view.is_due)
+
+
+class KeyDiff(Policy):
+    """Keys that differ most from the others (arXiv:2504.15364).
+
+    score(k) = −cos(k, mean over live keys of k/‖k‖).
+    """
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        return -slot_scores.key_direction_similarity(view.keys, view.is_live, view.is_due)
+
+
+class Expected(Policy):
+    """Keys with the most attention expected from future queries (Expected Attention, as in kvpress).
+
+    score(k) = mean over group of softmax(μ·k·s + s²·kᵀΣk/2) · ‖v‖, q ~ N(μ, Σ), s the attention scaling.
+
+    The Gaussian is fitted to the latest `window` queries as they were rotated, because a cache recompacts
+    every few tokens; kvpress, which compresses a prompt once, fits it before RoPE and averages the rotation
+    over 512 positions. With the empirical covariance, s²·kᵀΣk is the variance of the logits over the window,
+    so no [dim, dim] is formed.
+    """
+
+    sees_queries = True
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.queries is not None
+        return slot_scores.expected_attention(
+            view.queries, view.keys, view.values, view.is_live, view.scaling, view.is_due
+        )
+
+
+class Random(Policy):
+    """Uniformly random eviction, a baseline.
+
+    score(k) ~ U(0, 1), drawn anew at each compaction and independently for each KV head.
+    """
+
+    draws = True
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        shape, device = view.columns.shape, view.columns.device
+        return torch.rand(shape, generator=view.generator, device=device, dtype=torch.float32)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "streaming": Streaming,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "rkv": RKV,
+    "tova": Tova,
+    "knorm": KNorm,
+    "keydiff": KeyDiff,
+    "expected": Expected,
+    "random": Random,
+}
+
+
+def load_policy_class(name: str) -> type[Policy]:
+    """Return the eviction policy that a name means: one of POLICIES, or a class of a trusted module.
+
+    Raises:
+        ValueError: no such policy, its module is not trusted, or the class is not a Policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    if "." not in name:
+        known = ", ".join(["dense", *POLICIES])
+        raise ValueError(
+            f"unknown cache policy {name!r}; choose one of {known}, or name a class of your own such as "
+            "mypackage.policies.MyPolicy"
+        )
+    found = load_trusted_class(name)
+    if not issubclass(found, Policy):
+        raise ValueError(f"cache policy {name!r} must be a subclass of lit_rlkv.kvcache.policies.Policy")
+    return found
