@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lit_rlkv.config import as_config_errors, build
-from lit_rlkv.reporting.loggers import GuardedLogger, RunStart, as_run_logger
-from lit_rlkv.reporting.loggers.base import Cell, RunLogger
+from lit_rlkv.reporting.loggers import Cell, GuardedLogger, RunLogger, RunStart
+from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import AxisValues
 from lit_rlkv.runs import environment

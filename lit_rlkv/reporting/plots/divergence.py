@@ -6,22 +6,23 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
 from lit_rlkv.reporting.plots.style import (
     BLUE,
+    DASHED,
     GREEN,
     GRID,
     INK,
     VERMILLION,
-    empty_figure,
-    legend,
+    finish,
+    log_axis,
     right_axis,
+    share_axis,
     single_axes,
 )
 
 Measured = Mapping[str, Any]
-"""A line of diagnostics.jsonl from the diagnostic `mismatch`."""
+"""A line of diagnostics.jsonl."""
 
 ROUNDING = 1e-6
 """Mismatch in nats below which it is rounding error and not drawn."""
@@ -32,12 +33,9 @@ RARE = 0.05
 X_LABEL = "Position in the response"
 
 
-def mismatch_by_position(measured: Measured | None) -> Figure:
+def mismatch_by_position(measured: Measured) -> Figure:
     """Draw the KL and the tail of |log ρ| at each position, on a log axis."""
     figure, axes = single_axes(X_LABEL, "Mismatch (nats)")
-    if measured is None:
-        return empty_figure(figure, axes, "no mismatch was measured")
-    position = _column(measured, "position")
     highest = ROUNDING
     for name, color, label in (
         ("abs_log_ratio_p99", VERMILLION, "|log ρ|, 99th percentile"),
@@ -47,43 +45,30 @@ def mismatch_by_position(measured: Measured | None) -> Figure:
         value = _column(measured, name)
         value[value < ROUNDING] = np.nan
         highest = np.nanmax([highest, *value])
-        axes.plot(position, value, color=color, lw=1.8, marker=".", ms=4, label=label)
-    axes.set_yscale("log")
-    axes.set_ylim(ROUNDING, 10 ** np.ceil(np.log10(highest) + 0.1))
-    axes.yaxis.set_minor_locator(NullLocator())
+        _plot(axes, measured, value, color, label)
+    log_axis(axes, ROUNDING, 10 ** np.ceil(np.log10(highest) + 0.1))
     return _finish(figure, axes, measured)
 
 
-def overlap_by_position(measured: Measured | None) -> Figure:
+def overlap_by_position(measured: Measured) -> Figure:
     """Draw the overlap of the sparse and the dense distribution at each position."""
     figure, axes = single_axes(X_LABEL, "Overlap Σ min(μ, π)")
-    if measured is None:
-        return empty_figure(figure, axes, "no overlap was measured")
-    position = _column(measured, "position")
-    axes.plot(position, _column(measured, "overlap_mean"), color=BLUE, lw=1.8, marker=".", ms=4, label="mean")
-    low = _column(measured, "overlap_p05")
-    axes.plot(position, low, color=VERMILLION, lw=1.8, marker=".", ms=4, label="5th percentile")
-    axes.set_ylim(0, 1.03)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _plot(axes, measured, _column(measured, "overlap_mean"), BLUE, "mean")
+    _plot(axes, measured, _column(measured, "overlap_p05"), VERMILLION, "5th percentile")
+    share_axis(axes)
     return _finish(figure, axes, measured)
 
 
-def weights_by_position(measured: Measured | None) -> Figure:
+def weights_by_position(measured: Measured) -> Figure:
     """Draw the cost of unbiased reweighting of the response so far: effective sample size, |log Π ρ|."""
     figure, axes = single_axes(X_LABEL, "Effective sample size")
-    if measured is None:
-        return empty_figure(figure, axes, "no weights were measured")
-    position = _column(measured, "position")
-    share = _column(measured, "prefix_ess")
+    position, share = _column(measured, "position"), _column(measured, "prefix_ess")
     axes.plot(position, share, color=BLUE, lw=2, label="sample size, left axis")
-    axes.set_yscale("log")
-    axes.set_ylim(10 ** np.floor(np.log10(share.min()) - 0.01), 1.3)
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    log_axis(axes, 10 ** np.floor(np.log10(share.min()) - 0.01), 1.3, is_share=True)
     right = right_axis(axes, "|log Π ρ| (nats)")
     for name, style, label in (
         ("prefix_abs_log_ratio", "-", "|log Π ρ|, mean"),
-        ("prefix_abs_log_ratio_p95", (0, (5, 3)), "95th percentile"),
+        ("prefix_abs_log_ratio_p95", DASHED, "95th percentile"),
     ):
         right.plot(position, _column(measured, name), color=VERMILLION, lw=1.4, ls=style)
         axes.plot([], [], color=VERMILLION, lw=1.4, ls=style, label=label)  # for the legend
@@ -96,6 +81,11 @@ def _column(measured: Measured, name: str) -> np.ndarray:
     return np.array(measured[name], dtype=float)
 
 
+def _plot(axes: Axes, measured: Measured, value: np.ndarray, color: str, label: str) -> None:
+    position = _column(measured, "position")
+    axes.plot(position, value, color=color, lw=1.8, marker=".", ms=4, label=label)
+
+
 def _finish(figure: Figure, axes: Axes, measured: Measured) -> Figure:
     """Shade the positions that few responses reach, add a legend, and return the figure."""
     position, n_response_tokens = _column(measured, "position"), _column(measured, "n_response_tokens")
@@ -105,12 +95,10 @@ def _finish(figure: Figure, axes: Axes, measured: Measured) -> Figure:
         low, high = position[is_rare.argmax()] - half, position[-1] + half
         label = f"fewer than {RARE:.0%} get here"
         axes.axvspan(low, high, color=GRID, alpha=0.6, lw=0, label=label, zorder=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(axes)
-    return figure
+    return finish(figure, axes)
 
 
-def layer_mismatch(first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> Figure:
+def layer_mismatch(first: Measured, last: Measured) -> Figure:
     """Draw the KL from the dense policy if only one layer evicts keys, for each layer.
 
     Args:
@@ -118,16 +106,11 @@ def layer_mismatch(first: Mapping[str, Any] | None, last: Mapping[str, Any] | No
         last: the line to draw.
     """
     figure, axes = single_axes("Layer that evicts", "KL from the dense policy (nats)")
-    if first is None or last is None:
-        return empty_figure(figure, axes, "no layer was measured")
     layer = np.arange(len(last["layer_kl"]))
     axes.bar(layer, last["layer_kl"], color=BLUE, width=0.6, label=f"iteration {last['iteration']}")
     if first["iteration"] != last["iteration"]:
-        axes.plot(
-            layer, first["layer_kl"], "o", mfc="white", mec=INK, ms=5, label=f"iteration {first['iteration']}"
-        )
-    axes.axhline(last["all_layers_kl"], color=VERMILLION, lw=1.4, ls=(0, (5, 3)), label="all layers evict")
+        label = f"iteration {first['iteration']}"
+        axes.plot(layer, first["layer_kl"], "o", mfc="white", mec=INK, ms=5, label=label)
+    axes.axhline(last["all_layers_kl"], color=VERMILLION, lw=1.4, ls=DASHED, label="all layers evict")
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(axes)
-    return figure
+    return finish(figure, axes)

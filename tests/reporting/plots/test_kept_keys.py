@@ -5,7 +5,7 @@ from matplotlib.collections import PolyCollection
 
 from lit_rlkv.reporting.plots import kept_keys, style
 from lit_rlkv.types import Rollout
-from tests.reporting.plots.drawn import TWO_HEADS, N, line, make_rollout
+from tests.reporting.plots.drawn import NOTHING, TWO_HEADS, N, line, make_rollout
 
 
 def test_cache_fill_counts_births_less_evictions():
@@ -121,18 +121,17 @@ def test_ages_are_shares_on_their_own_tokens():
 
 
 @pytest.mark.parametrize(
-    ("draw", "reason"),
+    "draw",
     [
-        (kept_keys.attention_kept, "no attention was measured"),
-        (kept_keys.attention_on_evicted, "no attention was measured"),
-        (kept_keys.ages_at_eviction, "no key was evicted"),
+        lambda: kept_keys.cache_fill(TWO_HEADS),
+        lambda: kept_keys.key_lifetimes(NOTHING, 0),
+        lambda: kept_keys.attention_kept(CACHE),
+        lambda: kept_keys.ages_at_eviction(CACHE),
     ],
 )
-@pytest.mark.parametrize("measured", [None, {"iteration": 1, "name": "cache"}])
-def test_a_picture_without_data_says_so(draw, reason, measured, tmp_path):
-    figure = draw(measured)
-    assert [text.get_text() for text in figure.axes[0].texts] == [reason]
-    figure.savefig(tmp_path / "figure.png")
+def test_figures_render(draw, tmp_path):
+    draw().savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def bars(axes):
