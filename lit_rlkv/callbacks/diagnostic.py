@@ -11,7 +11,6 @@ import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import is_count
-from lit_rlkv.diagnostics.distributions import check_rows
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
@@ -89,7 +88,11 @@ class RowsDiagnostic(Diagnostic):
 
     def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
         super().__init__(every)
-        check_rows(self.name, n_rows, rows_per_pass)
+        for option, value in {"n_rows": n_rows, "rows_per_pass": rows_per_pass}.items():
+            if not is_count(value) and not (value is None and option == "rows_per_pass"):
+                raise ValueError(
+                    f"diagnostics.{self.name}.{option} must be a whole number of at least 1, got {value}"
+                )
         self.n_rows = n_rows
         self.rows_per_pass = rows_per_pass
 

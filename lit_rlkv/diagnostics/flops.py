@@ -20,7 +20,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.diagnostics.eviction_counts import cached_keys, response_queries
+from lit_rlkv.diagnostics.evictions import cached_keys, response_queries
 from lit_rlkv.models.adapters import active_adapter, lora_layers
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.types import Rollout

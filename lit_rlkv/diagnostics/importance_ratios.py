@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.diagnostics.scalars import Scalars
+from lit_rlkv.diagnostics import Scalars
 from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn
 from lit_rlkv.objectives.reduction import masked_mean
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from lit_rlkv.diagnostics.eviction_counts import cached_keys as layer_cached_keys
-from lit_rlkv.diagnostics.eviction_counts import response_queries
+from lit_rlkv.diagnostics.evictions import cached_keys as layer_cached_keys
+from lit_rlkv.diagnostics.evictions import response_queries
 from lit_rlkv.reporting.plots.style import (
     BLUE,
     DASHED,
