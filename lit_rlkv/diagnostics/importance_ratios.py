@@ -154,28 +154,21 @@ LogWeightFn = Callable[[Tensor, Tensor], Tensor]
 """From log ρ [batch, seq] and `response_mask` to the log of each token's weight; −inf is a weight of 0."""
 
 
-def token_ratio(
-    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
-) -> Float[Tensor, "batch seq"]:
-    """ρ_t itself, untruncated."""
-    return log_ratio
-
-
 def sequence_ratio(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
-    """Π ρ_t of the response at each of its tokens: the only unbiased weight, untruncated."""
+    """Return log Π ρ_t of the response at each of its tokens: the only unbiased weight, not truncated."""
     return log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 
-def _of(weigh: WeightFn) -> LogWeightFn:
+def _log_weight(weigh: WeightFn) -> LogWeightFn:
     return lambda log_ratio, response_mask: weigh(log_ratio, response_mask).weight.log()
 
 
 CORRECTION_WEIGHTS: dict[str, LogWeightFn] = {
-    "token_ratio": token_ratio,
+    "token_ratio": lambda log_ratio, response_mask: log_ratio,
     "sequence_ratio": sequence_ratio,
-    **{name: _of(weigh) for name, weigh in CORRECTIONS.items()},
+    **{name: _log_weight(weigh) for name, weigh in CORRECTIONS.items()},
 }
 """Corrections with their default options. No correction (all weights 1) is left out."""
 

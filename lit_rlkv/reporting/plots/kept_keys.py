@@ -14,32 +14,13 @@ from torch import Tensor
 
 from lit_rlkv.diagnostics.evictions import cached_keys as layer_cached_keys
 from lit_rlkv.diagnostics.evictions import response_queries
-from lit_rlkv.reporting.plots.style import (
-    BLUE,
-    DASHED,
-    FULL_WIDTH,
-    INK,
-    MUTED,
-    NORMAL,
-    PERCENT,
-    SAND,
-    SMALL,
-    VERMILLION,
-    color_texts,
-    finish,
-    integer_ticks,
-    label_axes,
-    share_axis,
-    single_axes,
-    style_axes,
-    two_axes,
-)
+from lit_rlkv.reporting.plots import style
 from lit_rlkv.types import NEVER, Rollout
 
 
 def cache_fill(rollout: Rollout, budget: int | None = None, interval: int | None = None) -> Figure:
     """Draw the cached keys at each query over all sequences, layers and heads, beside a dense cache."""
-    figure, axes = single_axes("Tokens since the response began", "Cached keys per layer and KV head")
+    figure, axes = style.single_axes("Tokens since the response began", "Cached keys per layer and KV head")
     rollout = rollout.to("cpu")
     is_query = rollout.attention_mask & response_queries(rollout.attention_mask)
     is_shown = is_query.any(dim=0)
@@ -54,30 +35,30 @@ def cache_fill(rollout: Rollout, budget: int | None = None, interval: int | None
     cached = at_queries(cached_keys(rollout))
     dense = at_queries(rollout.attention_mask.cumsum(dim=1)[:, None, None])
     low, high = np.nanmin(cached, axis=0), np.nanmax(cached, axis=0)
-    axes.plot(x, np.nanmean(dense, axis=0), color=MUTED, lw=1.4, ls=DASHED, label="dense, mean")
-    axes.fill_between(x, low, high, color=BLUE, alpha=0.18, lw=0, label="cached, least to most")
-    axes.plot(x, np.nanmean(cached, axis=0), color=BLUE, lw=2, label="cached, mean")
-    axes.axvline(0, color=INK, lw=0.8, ls=":")
+    axes.plot(x, np.nanmean(dense, axis=0), color=style.MUTED, lw=1.4, ls=style.DASHED, label="dense, mean")
+    axes.fill_between(x, low, high, color=style.BLUE, alpha=0.18, lw=0, label="cached, least to most")
+    axes.plot(x, np.nanmean(cached, axis=0), color=style.BLUE, lw=2, label="cached, mean")
+    axes.axvline(0, color=style.INK, lw=0.8, ls=":")
     if budget is not None:
         _labelled_line(axes, budget, f"budget {budget}", "top")
     if budget is not None and interval is not None:
         _labelled_line(axes, budget + interval, f"slots {budget + interval}", "bottom")
     axes.set_ylim(bottom=0)
-    integer_ticks(axes.yaxis)
-    return finish(figure, axes)
+    style.integer_ticks(axes.yaxis)
+    return style.finish(figure, axes)
 
 
 def _labelled_line(axes: Axes, height: int, name: str, side: str) -> None:
     """Draw a horizontal line with a label at its right end; `side` is the vertical alignment of the text."""
-    axes.axhline(height, color=VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
+    axes.axhline(height, color=style.VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
     axes.annotate(
         name,
         (1, height),
         xycoords=("axes fraction", "data"),
         xytext=(3, 0),
         textcoords="offset points",
-        fontsize=SMALL,
-        color=VERMILLION,
+        fontsize=style.SMALL,
+        color=style.VERMILLION,
         va=side,
         annotation_clip=False,
     )
@@ -98,40 +79,40 @@ MAX_ANNOTATED = 12
 
 def attention_kept(measured: Measured) -> Figure:
     """Draw the dense policy's attention on keys in the sampler's cache, by layer and query head."""
-    figure, left, right = two_axes()
+    figure, left, right = style.two_axes()
     for axes, name, title in (
         (left, "attention_kept", "mean over queries"),
         (right, "attention_kept_p05", "5th percentile over queries"),
     ):
-        _heat(axes, measured[name], title, "Query head", PERCENT, 1.0)
-    _color_bar(figure, right, "attention kept", PERCENT)
+        _heat(axes, measured[name], title, "Query head", style.PERCENT, 1.0)
+    _color_bar(figure, right, "attention kept", style.PERCENT)
     return figure
 
 
 def attention_on_evicted(measured: Measured) -> Figure:
     """Draw the dense policy's attention on evicted keys at each position of the response."""
-    figure, axes = single_axes("Position in the response", "Attention on evicted keys")
+    figure, axes = style.single_axes("Position in the response", "Attention on evicted keys")
     position = measured["position"]
     mass = np.array(measured["attention_on_dead"], dtype=float)
     low, high = mass.min(axis=0), mass.max(axis=0)
-    axes.fill_between(position, low, high, color=BLUE, alpha=0.18, lw=0, label="all layers")
-    axes.plot(position, mass.mean(axis=0), color=BLUE, lw=2, label="their mean")
+    axes.fill_between(position, low, high, color=style.BLUE, alpha=0.18, lw=0, label="all layers")
+    axes.plot(position, mass.mean(axis=0), color=style.BLUE, lw=2, label="their mean")
     worst = int(np.nanmean(mass, axis=1).argmax())
-    axes.plot(position, mass[worst], color=VERMILLION, lw=1.2, label=f"layer {worst}, the highest")
-    share_axis(axes)
-    return finish(figure, axes)
+    axes.plot(position, mass[worst], color=style.VERMILLION, lw=1.2, label=f"layer {worst}, the highest")
+    style.share_axis(axes)
+    return style.finish(figure, axes)
 
 
 def ages_at_eviction(measured: Measured) -> Figure:
     """Draw the ages of keys at eviction: all heads, and the median of each."""
-    figure, left, right = two_axes()
+    figure, left, right = style.two_axes()
     edges, counts = np.array(measured["lifetime_edges"]), np.array(measured["lifetime_counts"])
-    style_axes(left)
-    label_axes(left, "Age at eviction (tokens)", "Share of evicted keys")
+    style.style_axes(left)
+    style.label_axes(left, "Age at eviction (tokens)", "Share of evicted keys")
     borders = edges - 0.5  # centres bars of one age on that age
-    left.bar(borders[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=BLUE, lw=0)
-    left.yaxis.set_major_formatter(PERCENT)
-    integer_ticks(left.xaxis)
+    left.bar(borders[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=style.BLUE, lw=0)
+    left.yaxis.set_major_formatter(style.PERCENT)
+    style.integer_ticks(left.xaxis)
     left.set_xlim(borders[0], borders[-1])
     medians = np.array(measured["lifetime_median"], dtype=float)
     _heat(right, medians, "median", "KV head", "{x:.0f}", float(np.nanmax(medians, initial=1.0)))
@@ -150,25 +131,25 @@ def _heat(
     """Draw a cell for each layer and head, with its number if the table is small."""
     values = np.array(table, dtype=float)
     axes.imshow(values, cmap="viridis", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
-    axes.set_title(title, fontsize=SMALL, color=INK, loc="left")
-    label_axes(axes, x_label, "Layer")
-    axes.tick_params(labelsize=SMALL, length=0)
+    axes.set_title(title, fontsize=style.SMALL, color=style.INK, loc="left")
+    style.label_axes(axes, x_label, "Layer")
+    axes.tick_params(labelsize=style.SMALL, length=0)
     axes.spines[:].set_visible(False)
-    integer_ticks(axes.xaxis, axes.yaxis)
+    style.integer_ticks(axes.xaxis, axes.yaxis)
     if max(values.shape) > MAX_ANNOTATED:
         return
     for (layer, head), value in np.ndenumerate(values):
         if np.isfinite(value):
-            color = "white" if value < 0.6 * highest else INK
+            color = "white" if value < 0.6 * highest else style.INK
             text = form.format(x=value)
-            axes.text(head, layer, text, ha="center", va="center", fontsize=SMALL, color=color)
+            axes.text(head, layer, text, ha="center", va="center", fontsize=style.SMALL, color=color)
 
 
 def _color_bar(figure: Figure, axes: Axes, name: str, form: str | None = None) -> None:
     """Add the colour bar of a table."""
     bar = figure.colorbar(axes.images[0], ax=axes, format=form)
-    bar.set_label(name, fontsize=SMALL, color=INK)
-    bar.ax.tick_params(labelsize=SMALL, length=0)
+    bar.set_label(name, fontsize=style.SMALL, color=style.INK)
+    bar.ax.tick_params(labelsize=style.SMALL, length=0)
     bar.outline.set_visible(False)
 
 
@@ -209,20 +190,22 @@ def key_lifetimes(rollout: Rollout, row: int, token_labels: Sequence[str] | None
     for axes_row, layer in zip(grid, layers, strict=True):
         for axes, head in zip(axes_row, heads, strict=True):
             _draw_lifetimes(axes, evicted_at[layer, head], first, n_prompt)
-            axes.set_title(f"layer {layer} · head {head}", fontsize=SMALL, color=INK, loc="left")
+            axes.set_title(f"layer {layer} · head {head}", fontsize=style.SMALL, color=style.INK, loc="left")
         if labels:
             shown = [_visible(label) for label in labels]
             axes_row[0].set_yticks(np.arange(n_keys) + 0.5, shown, family="monospace", parse_math=False)
             axes_row[0].tick_params(axis="y", labelsize=6, length=0)
-    figure.supxlabel("Query (token of the sequence)", fontsize=NORMAL, color=INK)
-    figure.supylabel("Key (token of the sequence)", fontsize=NORMAL, color=INK)
+    figure.supxlabel("Query (token of the sequence)", fontsize=style.NORMAL, color=style.INK)
+    figure.supylabel("Key (token of the sequence)", fontsize=style.NORMAL, color=style.INK)
     handles = [
-        Patch(color=BLUE, label="kept to the end"),
-        Patch(color=SAND, label="evicted"),
+        Patch(color=style.BLUE, label="kept to the end"),
+        Patch(color=style.SAND, label="evicted"),
         *[line for line in grid[0][0].lines if line.get_label() == "response begins"][:1],
     ]
-    legend = figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=SMALL)
-    color_texts(legend.get_texts())
+    legend = figure.legend(
+        handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=style.SMALL
+    )
+    style.color_texts(legend.get_texts())
     return figure
 
 
@@ -245,20 +228,20 @@ def _draw_lifetimes(axes: Axes, evicted_at: Int[Tensor, " seq"], first: int, n_p
     end = np.where(is_kept, n_keys, evicted_at.numpy().astype(np.int64) - first)
     x = np.stack([born, end, end, born], axis=-1)
     y = born[:, None] + np.array([0.08, 0.08, 0.92, 0.92])
-    colors = [BLUE if kept else SAND for kept in is_kept]
+    colors = [style.BLUE if kept else style.SAND for kept in is_kept]
     axes.add_collection(PolyCollection(list(np.stack([x, y], axis=-1)), facecolors=colors, linewidths=0))
-    axes.axvline(n_prompt, color=INK, lw=0.8, ls=":", label="response begins")
-    axes.axhline(n_prompt, color=INK, lw=0.8, ls=":")
+    axes.axvline(n_prompt, color=style.INK, lw=0.8, ls=":", label="response begins")
+    axes.axhline(n_prompt, color=style.INK, lw=0.8, ls=":")
     axes.set_xlim(0, max(n_keys, 1))
     axes.set_ylim(max(n_keys, 1), 0)
 
 
 def _panels(n_rows: int, n_columns: int, n_labels: int) -> tuple[Figure, list[list[Axes]]]:
-    height = max(min(FULL_WIDTH / n_columns, 2.4), 0.095 * n_labels)
-    figure = Figure(figsize=(FULL_WIDTH, 0.8 + n_rows * (height + 0.25)), dpi=100, layout="constrained")
+    height = max(min(style.FULL_WIDTH / n_columns, 2.4), 0.095 * n_labels)
+    figure = Figure(figsize=(style.FULL_WIDTH, 0.8 + n_rows * (height + 0.25)), dpi=100, layout="constrained")
     grid = figure.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat:
-        style_axes(axes)
+        style.style_axes(axes)
         axes.grid(visible=False)
-        integer_ticks(axes.xaxis, axes.yaxis)
+        style.integer_ticks(axes.xaxis, axes.yaxis)
     return figure, grid.tolist()

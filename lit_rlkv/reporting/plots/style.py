@@ -92,7 +92,7 @@ def share_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PERCENT)
 
 
-def log_axis(axes: Axes, low: float, high: float, *, is_share: bool = False) -> None:
+def log_axis(axes: Axes, low: float | int, high: float | int, *, is_share: bool = False) -> None:
     """Make the y axis logarithmic; limits at decades guarantee a tick label."""
     axes.set_yscale("log")
     axes.set_ylim(low, high)
@@ -101,7 +101,7 @@ def log_axis(axes: Axes, low: float, high: float, *, is_share: bool = False) -> 
         axes.yaxis.set_major_formatter(small_percent)
 
 
-def small_percent(value: float, position: float | None = None) -> str:
+def small_percent(value: float, position: float | int | None = None) -> str:
     """Format a share as a percentage with significant digits only, such as 0.1%."""
     return f"{100 * value:g}%"
 
