@@ -27,6 +27,8 @@ class Diagnostic(RLCallback):
     """
 
     name: ClassVar[str]
+    policy: PolicyModule
+    """The module in training, set by `on_fit_start`."""
 
     def __init__(self, every: int = 1) -> None:
         if not is_count(every):
@@ -35,19 +37,12 @@ class Diagnostic(RLCallback):
                 f"set diagnostics.{self.name}=null"
             )
         self.every = every
-        self.module: PolicyModule | None = None
         self.scalars: dict[str, float] = {}
         self.arrays: dict[str, Any] = {}
         self._elapsed_s = 0.0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.module = pl_module
-
-    @property
-    def policy(self) -> PolicyModule:
-        """The module in training."""
-        assert self.module is not None, "a diagnostic measures between on_fit_start and on_fit_end"
-        return self.module
+        self.policy = pl_module
 
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every == 0:

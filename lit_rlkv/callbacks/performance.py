@@ -171,7 +171,6 @@ class Performance(Diagnostic):
                 "second, such as 9.9e14, or null to look the device up"
             )
         self.peak_flops = peak_flops
-        self.meter = MemoryMeter(torch.device("cpu"))
         self._seconds: dict[str, float] = {}
         self._started_at = 0.0
         self._is_looked_up = peak_flops is not None

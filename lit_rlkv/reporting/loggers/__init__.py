@@ -81,7 +81,7 @@ class RunLogger(ABC):
         """
 
 
-def checked_interval(name: str, figures_every: int | None) -> int | None:
+def checked_interval(figures_every: int | None) -> int | None:
     """Return the interval between figures after checking it.
 
     Raises:
@@ -89,7 +89,7 @@ def checked_interval(name: str, figures_every: int | None) -> int | None:
     """
     if figures_every is not None and not is_count(figures_every):
         raise ValueError(
-            f"{name}.figures_every must be an integer of at least 1, got {figures_every}; give null for "
+            f"logger.figures_every must be an integer of at least 1, got {figures_every}; give null for "
             "figures at the end only"
         )
     return figures_every
@@ -192,9 +192,7 @@ class LoggingCallback(RLCallback):
         if iteration <= logger.last_iteration:
             return
         logger.scalars(metrics, place)
-        drawn = [sample for sample in self.samples.latest if sample.iteration == iteration]
-        if drawn:
-            logger.table("samples", SAMPLE_HEADINGS, sample_rows(drawn), place, grows=True)
+        _send_samples(logger, [s for s in self.samples.latest if s.iteration == iteration], place)
         if self._rollout is not None:
             logger.figures(self.draw(self._rollout), place)
 
@@ -206,12 +204,10 @@ class LoggingCallback(RLCallback):
         n_known = max(logger.last_iteration, int(history[-1][ITERATION]))
         n_kept = logger.last_iteration if logger.keeps_tables else 0
         known = [s for s in read_samples(self.samples.path) if n_kept < s.iteration <= n_known]
-        if known:
-            logger.table(
-                "samples", SAMPLE_HEADINGS, sample_rows(known), last_axis_values(history), grows=True
-            )
+        _send_samples(logger, known, last_axis_values(history))
 
 
-def sample_rows(samples: Sequence[LoggedSample]) -> Rows:
-    """Return rows with the columns of SAMPLE_HEADINGS."""
-    return [[sample.iteration, sample.prompt, sample.completion, sample.reward] for sample in samples]
+def _send_samples(logger: RunLogger, samples: Sequence[LoggedSample], place: AxisValues) -> None:
+    rows: Rows = [[sample.iteration, sample.prompt, sample.completion, sample.reward] for sample in samples]
+    if rows:
+        logger.table("samples", SAMPLE_HEADINGS, rows, place, grows=True)

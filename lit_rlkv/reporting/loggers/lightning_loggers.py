@@ -65,7 +65,7 @@ class TensorBoard(LightningLogger):
                 "logger=tensorboard needs the package tensorboard, which is not installed; "
                 'pip install -e ".[tensorboard]", or use logger=csv'
             )
-        self.figures_every = checked_interval("logger", figures_every)
+        self.figures_every = checked_interval(figures_every)
 
     def open(self, start: RunStart) -> str | None:
         self.logger = TensorBoardLogger(

@@ -69,11 +69,8 @@ def records(content: bytes) -> Iterator[tuple[int, bytes]]:
     position, pieces = HEADER, b""
     while position + RECORD_HEADER <= len(content):
         left = BLOCK - position % BLOCK
-        if left < RECORD_HEADER:
-            position += left
-            continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
-        if kind == UNUSED:
+        if left < RECORD_HEADER or kind == UNUSED:
             position += left
             continue
         position += RECORD_HEADER
@@ -134,7 +131,7 @@ class WandbRun(RunLogger):
         self.name = name
         self.offline = offline
         self.log_model = log_model
-        self.figures_every = checked_interval("logger", figures_every)
+        self.figures_every = checked_interval(figures_every)
         self.finish_timeout_s = float(finish_timeout_s)
         self._tables: dict[str, Any] = {}
         self._sent: list[Path] = []
@@ -182,10 +179,7 @@ class WandbRun(RunLogger):
         self.run.log({name: table, **place})
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:
-        images = {
-            picture.key: self._wandb.Image(pixels(picture.figure), caption=picture.caption)
-            for picture in pictures
-        }
+        images = {p.key: self._wandb.Image(pixels(p.figure), caption=p.caption) for p in pictures}
         self.run.log({**images, **place})
 
     def file(self, path: Path, kind: FileKind) -> None:

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from lit_rlkv.diagnostics.evictions import cached_keys as layer_cached_keys
-from lit_rlkv.diagnostics.evictions import response_queries
+from lit_rlkv.diagnostics.evictions import cached_keys, response_queries
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.types import NEVER, Rollout
 
@@ -32,7 +31,8 @@ def cache_fill(rollout: Rollout, budget: int | None = None, interval: int | None
         values = counts.double().masked_fill(~is_query[:, None, None], torch.nan)
         return values.flatten(0, 2)[:, is_shown].numpy()
 
-    cached = at_queries(cached_keys(rollout))
+    n_layers = rollout.evicted_at.shape[1]
+    cached = at_queries(torch.stack([cached_keys(rollout, layer) for layer in range(n_layers)], dim=1))
     dense = at_queries(rollout.attention_mask.cumsum(dim=1)[:, None, None])
     low, high = np.nanmin(cached, axis=0), np.nanmax(cached, axis=0)
     axes.plot(x, np.nanmean(dense, axis=0), color=style.MUTED, lw=1.4, ls=style.DASHED, label="dense, mean")
@@ -62,12 +62,6 @@ def _labelled_line(axes: Axes, height: int, name: str, side: str) -> None:
         va=side,
         annotation_clip=False,
     )
-
-
-def cached_keys(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
-    """Return the cached keys at each column: written and not yet evicted."""
-    n_layers = rollout.evicted_at.shape[1]
-    return torch.stack([layer_cached_keys(rollout, layer) for layer in range(n_layers)], dim=1).cpu()
 
 
 Measured = Mapping[str, Any]

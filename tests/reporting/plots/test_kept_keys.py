@@ -35,25 +35,6 @@ def test_cache_fill_marks_budget_and_slots():
     assert "_budget 2" not in {found.get_label() for found in kept_keys.cache_fill(TWO_HEADS).axes[0].lines}
 
 
-def test_cached_keys_agree_with_their_definition():
-    seq = 23
-    column = torch.arange(seq)
-    attention_mask = torch.stack(
-        [(column >= start) & (column < end) for start, end in ((0, 23), (5, 20), (3, 9))]
-    )
-    evicted_at = (
-        (column + torch.randint(1, 30, (3, 2, 4, seq))).int().masked_fill(~attention_mask[:, None, None], 0)
-    )
-    rollout = Rollout(
-        torch.zeros(3, seq).long(), attention_mask, attention_mask, torch.zeros(3, seq), evicted_at, 0
-    )
-    is_live = (column[None, :] <= column[:, None]) & (evicted_at[..., None, :] > column[:, None])
-    expected = (is_live & attention_mask[:, None, None, None]).sum(-1)
-    assert torch.equal(kept_keys.cached_keys(rollout), expected)
-    is_live_late = (column[None, :] <= column[:, None]) & (evicted_at[..., None, :] >= column[:, None])
-    assert not torch.equal((is_live_late & attention_mask[:, None, None, None]).sum(-1), expected)
-
-
 def test_cache_fill_averages_only_over_rows_that_still_write():
     rollout = make_rollout([[[N, N, N, N, N]]], n_pad=0)
     ends_early = torch.tensor([[True, True, True, False, False]])
