@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import HalfPrecision
 from torch import Tensor, nn
 
-from lit_rlkv.diagnostics.scalars import as_floats
+from lit_rlkv.diagnostics import as_floats
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import (
     average_whole_gradients,

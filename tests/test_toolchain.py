@@ -86,9 +86,10 @@ def make_clone(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_wheel_ships_the_configs_inside_the_package_and_nothing_beside_it(tmp_path):
+def test_wheel_ships_configs_and_templates_inside_the_package_and_nothing_beside_it(tmp_path):
     files = [
         "lit_rlkv/__init__.py",
+        "lit_rlkv/reporting/report.html.jinja",
         "conf/fit.yaml",
         "conf/task/sort.yaml",
         "tests/test_x.py",
@@ -96,7 +97,12 @@ def test_wheel_ships_the_configs_inside_the_package_and_nothing_beside_it(tmp_pa
     ]
     make_clone(tmp_path, dict.fromkeys(files, ""))
     shipped = {name for name in wheel_names(tmp_path, tmp_path / "dist") if ".dist-info/" not in name}
-    assert shipped == {"lit_rlkv/__init__.py", "lit_rlkv/conf/fit.yaml", "lit_rlkv/conf/task/sort.yaml"}
+    assert shipped == {
+        "lit_rlkv/__init__.py",
+        "lit_rlkv/reporting/report.html.jinja",
+        "lit_rlkv/conf/fit.yaml",
+        "lit_rlkv/conf/task/sort.yaml",
+    }
 
 
 def lint_layers(root: Path) -> subprocess.CompletedProcess[str]:

@@ -1,13 +1,12 @@
 """Cache statistics of a rollout: retained keys, lifetimes, attention on evicted keys."""
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.diagnostics.attention_mass import EvictedAttention
-from lit_rlkv.diagnostics.distributions import check_rows, evenly_spaced_rows, rows_in_pass
-from lit_rlkv.diagnostics.eviction_counts import (
-    Lifetimes,
+from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
+from lit_rlkv.diagnostics.distributions import evenly_spaced_rows, rows_in_pass
+from lit_rlkv.diagnostics.evictions import (
+    EvictedAttention,
     affected_fraction,
     age_histogram,
     lifetimes,
@@ -35,7 +34,7 @@ WITHOUT_EVICTIONS = {
 """Attention metrics of a cache that evicted nothing."""
 
 
-class CacheStatistics(Diagnostic):
+class CacheStatistics(RowsDiagnostic):
     """`kv/*`: retained keys and lifetimes of the rollout, and attention on evicted keys of some responses.
 
     Attention is measured in one dense forward of `n_rows` responses by the policy before its update. A
@@ -50,18 +49,16 @@ class CacheStatistics(Diagnostic):
     name = "cache"
 
     def __init__(self, every: int = 1, n_rows: int = 8, needed: float = 0.1) -> None:
-        super().__init__(every)
-        check_rows(self.name, n_rows, None)
+        super().__init__(every, n_rows)
         if not 0 < needed < 1:
             raise ValueError(f"diagnostics.cache.needed must be between 0 and 1, got {needed}")
-        self.n_rows = n_rows
         self.needed = needed
 
     def measure(self, experience: Experience) -> None:
         rollout = experience.rollout
         fraction, at_last = retained_fraction(rollout, experience.ranks)
-        lived = lifetimes(rollout, experience.ranks)
-        n_kept, n_evicted = int(lived.n_kept.sum()), int(lived.n_evicted.sum())
+        evicted, kept = lifetimes(rollout, experience.ranks)
+        n_kept, n_evicted = int(kept.sum()), int(evicted.sum())
         self.scalars = {
             "kv/retained": float(fraction.mean()),
             "kv/retained_last": float(at_last.mean()),
@@ -69,21 +66,21 @@ class CacheStatistics(Diagnostic):
             "kv/affected": float(affected_fraction(rollout, experience.ranks)),
         }
         if n_evicted > 0:
-            self._add_lifetimes(lived)
+            self._add_lifetimes(evicted)
             n_rows = min(self.n_rows, rows_in_pass(rollout, None))
             self._add_attention(rollout.rows(evenly_spaced_rows(rollout, n_rows)))
         else:
             self.scalars |= WITHOUT_EVICTIONS
 
-    def _add_lifetimes(self, lived: Lifetimes) -> None:
-        counts_by_age = lived.evicted.sum(dim=(0, 1))
+    def _add_lifetimes(self, evicted: Int[Tensor, "layer kv_head age"]) -> None:
+        counts_by_age = evicted.sum(dim=(0, 1))
         self.scalars["kv/lifetime_mean"] = float(mean_age(counts_by_age))
         self.scalars["kv/lifetime_median"] = float(median_age(counts_by_age))
         edges, counts = age_histogram(counts_by_age, MAX_AGE_BINS)
         self.arrays = {
             "lifetime_edges": edges.tolist(),
             "lifetime_counts": counts.tolist(),
-            "lifetime_median": _plain(lived.median),
+            "lifetime_median": _plain(median_age(evicted)),
         }
 
     def _add_attention(self, rollout: Rollout) -> None:

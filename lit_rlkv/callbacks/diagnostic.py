@@ -11,7 +11,6 @@ import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import is_count
-from lit_rlkv.diagnostics.distributions import check_rows
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
@@ -28,6 +27,8 @@ class Diagnostic(RLCallback):
     """
 
     name: ClassVar[str]
+    policy: PolicyModule
+    """The module in training, set by `on_fit_start`."""
 
     def __init__(self, every: int = 1) -> None:
         if not is_count(every):
@@ -36,19 +37,12 @@ class Diagnostic(RLCallback):
                 f"set diagnostics.{self.name}=null"
             )
         self.every = every
-        self.module: PolicyModule | None = None
         self.scalars: dict[str, float] = {}
         self.arrays: dict[str, Any] = {}
         self._elapsed_s = 0.0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.module = pl_module
-
-    @property
-    def policy(self) -> PolicyModule:
-        """The module in training."""
-        assert self.module is not None, "a diagnostic measures between on_fit_start and on_fit_end"
-        return self.module
+        self.policy = pl_module
 
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every == 0:
@@ -89,7 +83,11 @@ class RowsDiagnostic(Diagnostic):
 
     def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
         super().__init__(every)
-        check_rows(self.name, n_rows, rows_per_pass)
+        for option, value in {"n_rows": n_rows, "rows_per_pass": rows_per_pass}.items():
+            if not is_count(value) and not (value is None and option == "rows_per_pass"):
+                raise ValueError(
+                    f"diagnostics.{self.name}.{option} must be a whole number of at least 1, got {value}"
+                )
         self.n_rows = n_rows
         self.rows_per_pass = rows_per_pass
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.callbacks.gradient_parts import (
+from lit_rlkv.callbacks.gradient_variance import (
     GradientDiagnostic,
     Losses,
     Vectors,

@@ -15,16 +15,11 @@ from lit_rlkv.types import TrainBatch
 class RLCallback(Callback):
     """Base class of callbacks with hooks for reinforcement learning.
 
-    A plain `lightning.Callback` subclass is accepted too, with those of its hooks that are in HOOKS; its
-    trainer argument is None. The loop calls, in this order:
+    A plain `lightning.Callback` subclass is accepted too. Of Lightning's hooks the loop calls, with None for
+    the trainer:
 
     - `on_fit_start(trainer, pl_module)`: once, before the first iteration; `pl_module` is being trained.
-    - `on_phase_start(phase, iteration)`, `on_phase_end(phase, iteration)`: around each phase.
-    - `on_rollout_end(experience)`: after sampling, scoring and rewards, before the first update.
-    - `on_update_start(experience, split)`: right before the first optimizer step on the rollout.
-    - `loss_terms(module, batch, outputs)`: in each micro-batch; returns terms to add to the loss.
     - `on_before_optimizer_step(trainer, pl_module, optimizer)`: after the backward passes of each step.
-    - `on_iteration_end(iteration, n_iterations, metrics)`: after the last step; may add to `metrics`.
     - `on_fit_end(trainer, pl_module)`: once, after the last iteration.
     - `on_exception(trainer, pl_module, exception)`: when training fails or is interrupted.
     """
@@ -41,10 +36,10 @@ class RLCallback(Callback):
         """Called after a phase; the device may still be busy."""
 
     def on_rollout_end(self, experience: Experience) -> None:
-        """Called after sampling and scoring, before the first update."""
+        """Called after sampling, scoring and rewards, before the first update."""
 
     def on_update_start(self, experience: Experience, split: RolloutSplit) -> None:
-        """Called before the first update on a rollout.
+        """Called right before the first optimizer step on a rollout.
 
         `split(experience, n)` splits it into n parts of complete groups, with the denominators of one
         optimizer step on the full rollout: the gradients of the parts sum to the gradient of that step.
@@ -53,11 +48,11 @@ class RLCallback(Callback):
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
-        """Return terms to add to the loss of this step, and metrics to log with it."""
+        """Called in each micro-batch; returns terms to add to its loss, and metrics to log."""
         return {}, {}
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        """Called after the last update on a rollout with its metrics; `iteration` counts from 1."""
+        """Called after the last update; may add to `metrics`; `iteration` counts from 1."""
 
 
 HOOKS = (
@@ -71,9 +66,7 @@ HOOKS = (
     "on_fit_end",
     "on_exception",
 )
-"""Hooks that the loop calls, in order; Lightning's hooks keep their arguments, with None for the trainer."""
-
-
+"""Hooks that the loop calls, in order."""
 TERMS = "loss_terms"
 NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
 """Lightning's hooks for a trainer's state, which the loop does not call."""

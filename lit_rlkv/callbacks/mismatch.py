@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.config.schema import RolloutConfig
+from lit_rlkv.diagnostics import as_floats
 from lit_rlkv.diagnostics.distributions import (
     evenly_spaced_rows,
     has_no_evictions,
@@ -21,7 +22,6 @@ from lit_rlkv.diagnostics.position_bins import (
     overlaps_by_position,
     prefixes_by_position,
 )
-from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as

@@ -1,5 +1,6 @@
 """Time, memory and flops of the phases of an iteration."""
 
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -59,19 +60,10 @@ class MemoryMeter:
                 "allocated": torch.cuda.memory_allocated(self.device),
                 "peak": torch.cuda.max_memory_allocated(self.device),
             }
-        status = _status()
+        status = STATUS.read_text() if STATUS.is_file() else ""
+        kibibytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE))
         fields = {"resident": "VmRSS"} | ({"resident_peak": "VmHWM"} if self._knows_peak else {})
-        return {name: status[field] for name, field in fields.items() if field in status}
-
-
-def _status() -> dict[str, int]:
-    """Return the memory sizes of this process in bytes, by field of /proc/self/status."""
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return {}
-    fields = [line.split() for line in lines]
-    return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields if field[-1:] == ["kB"]}
+        return {name: int(kibibytes[field]) * 1024 for name, field in fields.items() if field in kibibytes}
 
 
 class FlopCounter:
@@ -112,12 +104,12 @@ class FlopCounter:
     @property
     def flops(self) -> float | None:
         """Total flops; None if the costs of a model are unknown."""
-        return None if None in self._costs.values() else _total(self._flops)
+        return None if None in self._costs.values() else float(sum(self._flops))  # one transfer
 
     @property
     def n_learned(self) -> float:
         """Tokens in backward passes; a token in two backward passes counts twice."""
-        return _total(self._learned)
+        return float(sum(self._learned))
 
     def _on_body(
         self, backbone: PreTrainedModel, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
@@ -159,11 +151,6 @@ class FlopCounter:
         return self._costs[key]
 
 
-def _total(counts: list[Tensor]) -> float:
-    """Return the sum of device counters with one transfer."""
-    return float(sum(counts))
-
-
 class Performance(Diagnostic):
     """`time/*`, `memory/*` and `perf/*` of the phases of an iteration: rollout, score, reward, update.
 
@@ -184,7 +171,6 @@ class Performance(Diagnostic):
                 "second, such as 9.9e14, or null to look the device up"
             )
         self.peak_flops = peak_flops
-        self.meter = MemoryMeter(torch.device("cpu"))
         self._seconds: dict[str, float] = {}
         self._started_at = 0.0
         self._is_looked_up = peak_flops is not None

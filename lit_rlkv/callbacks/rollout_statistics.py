@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.diagnostics import as_floats
 from lit_rlkv.diagnostics.importance_ratios import rollout_correction
-from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.experience.group_baselines import is_informative

@@ -1,16 +1,18 @@
-"""Covariance of a policy gradient from the parts of one rollout, with whole or sketched vectors."""
+"""Variance of a policy gradient from the parts of one rollout, and verl's proxies of it."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isnan, nan
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rlkv.checks import is_count
 from lit_rlkv.distributed.ranks import over_ranks
+from lit_rlkv.kernels.token_logps import Head, in_chunks, tempered
+from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.rng import stream
 
 CHUNK = 2**24
@@ -21,16 +23,16 @@ class CountSketch:
     """Adds each coordinate, with a random sign, to a random bucket (Charikar et al., 2002; arXiv:0902.2206).
 
     The sketch is linear, and ‖sketch(x)‖² has expectation ‖x‖² over the draws, with a relative standard
-    deviation of at most √(2 / size). Buckets and signs follow from the seed and a name, and are drawn anew
-    whenever they are needed: held, they would take more memory than the vector.
+    deviation of at most √(2 / size). Buckets and signs follow from the seed and a name, and are drawn again
+    on each use, because they take more memory than the vector.
 
     Raises:
-        ValueError: `size` is not a positive whole number.
+        ValueError: `size` is not a positive integer.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
         if not is_count(size):
-            raise ValueError(f"a sketch of size={size} holds nothing; give a whole number of at least 1")
+            raise ValueError(f"sketch must be a whole number of at least 1, got {size}")
         self.size = size
         self.seed = seed
 
@@ -51,8 +53,8 @@ BLOCKS = ("layer", "module", "all")
 def block_of(parameter: str, by: str) -> str:
     """Return the block of a parameter.
 
-    By layer: `layer_3`, or `rest` for what is in none of them. By module: `q_proj.A` for an adapter's matrix,
-    `q_proj` for a weight that trains itself.
+    By layer: `layer_3`, or `rest` outside the decoder layers. By module: `q_proj.A` for an adapter's matrix,
+    `q_proj` for a weight that is trained directly.
     """
     path = parameter.split(".")
     if by == "layer":
@@ -63,32 +65,17 @@ def block_of(parameter: str, by: str) -> str:
     return "all"
 
 
-def chosen(names: list[str], only: str | None) -> list[str]:
-    """Return the names that match the regular expression `only`; all of them if it is None.
-
-    Raises:
-        ValueError: none is left.
-    """
-    found = [name for name in names if only is None or re.search(only, name)]
-    if not found:
-        raise ValueError(
-            f"only={only!r} matches none of the {len(names)} names of what the policy trains, such as "
-            f"{names[0]}; give another regular expression, or null for all"
-        )
-    return found
-
-
 @dataclass(frozen=True)
 class Spread:
-    """Mean and covariance of a gradient per block of parameters; the blocks add up to the whole.
+    """Mean and variance of a gradient per block of parameters; sums over blocks are of the full gradient.
 
     The prompts of a rollout are independent, and Σ is the covariance of the gradient of one prompt's group of
-    responses; N prompts are counted. What is random is the prompts and their responses; the policy is fixed.
+    responses, for a fixed policy. N is the number of prompts.
     """
 
     blocks: tuple[str, ...]
     square: Float[Tensor, " block"]
-    """‖ḡ‖² of the rollout's gradient, the mean over its prompts. Its expectation is ‖G‖² + tr Σ / N."""
+    """‖ḡ‖² of the rollout's gradient, the mean over its prompts; its expectation is ‖G‖² + tr Σ / N."""
     per_prompt: Float[Tensor, " block"]
     """tr Σ, unbiased."""
     contrast_std: float
@@ -103,7 +90,7 @@ class Spread:
 
     @property
     def signal(self) -> Float[Tensor, " block"]:
-        """‖G‖² of the expected gradient, unbiased, so that it may be negative where noise hides it."""
+        """‖G‖² of the expected gradient, unbiased, so it may be negative if the noise is large."""
         return self.square - self.variance
 
     @property
@@ -112,7 +99,7 @@ class Spread:
         return self.contrast_std / (self.n_parts - 1) ** 0.5 / self.n_prompts
 
     def scalars(self, prefix: str) -> dict[str, float]:
-        """Return the metrics of the whole and of each block, without ratios to a variance of 0."""
+        """Return the metrics of the full gradient and of each block, without ratios to a variance of 0."""
         variance, signal = float(self.variance.sum()), float(self.signal.sum())
         found = {f"{prefix}/signal": signal, **_noise(prefix, variance, signal)}
         if not isnan(self.contrast_std):
@@ -131,8 +118,7 @@ def _noise(prefix: str, variance: float, signal: float) -> dict[str, float]:
     return {f"{prefix}/variance": variance, **ratio}
 
 
-@dataclass(frozen=True)
-class _Contrast:
+class _Contrast(NamedTuple):
     """Deviation of one part from the ratio of the parts before it."""
 
     square: Tensor
@@ -141,7 +127,7 @@ class _Contrast:
     n_before: int
 
     def per_prompt(self, n_per_share: float) -> Tensor:
-        """An estimate of tr Σ: the part varies by n·Σ, and share times that ratio by share²·Σ / n_before."""
+        """Estimate tr Σ: the part varies by n·Σ, and share times that ratio by share²·Σ / n_before."""
         share = self.share * n_per_share
         return self.square * n_per_share**2 / (self.n_prompts + share**2 / self.n_before)
 
@@ -150,25 +136,25 @@ class _Contrast:
 class PartGradients:
     """Takes the gradients of a rollout's parts one at a time; holds two vectors of their length.
 
-    The gradient of a rollout is a ratio: a sum over prompts, over a denominator that depends on what was
-    sampled too, such as a number of tokens. Part k, of n_k prompts, brings g_k of the gradient and s_k of
-    the denominator. With N = Σ n_k, S = Σ s_k and ḡ = Σ g_k / S, the linearised ratio estimator (Cochran,
-    Sampling Techniques, ch. 6) takes the scatter of what is left of g_k,
+    The gradient of a rollout is a ratio: a sum over prompts, divided by a denominator that also depends on
+    the samples, such as a number of tokens. Part k, of n_k prompts, has g_k of the gradient and s_k of the
+    denominator. With N = Σ n_k, S = Σ s_k and ḡ = Σ g_k / S, the linearised ratio estimator (Cochran,
+    Sampling Techniques, ch. 6) uses the scatter of the residuals,
 
         tr Σ / N = 1 / (K − 1) · Σ (N / n_k) · ‖(g_k − s_k·ḡ) / S‖²
 
-    Where the shares are as the prompts this is Σ n_k‖g_k / s_k − ḡ‖² / (K − 1) / N without any bias; else
-    its bias is of second order in how the shares scatter. Each part against those before it is an estimate
-    of its own, and the scatter of these says how good the whole is.
+    If shares are proportional to prompts, this is Σ n_k‖g_k / s_k − ḡ‖² / (K − 1) / N, which is unbiased;
+    else its bias is of second order in the scatter of the shares. Each part against the parts before it is
+    an estimate too, and the scatter of these estimates gives the standard error.
 
-    The sum is kept about the ratio m of the parts so far and moved along with it, which avoids
-    cancellation. With several processes each adds its own parts, and `spread` covers all of them.
+    The sum is kept about the ratio m of the parts so far, which avoids cancellation. With several processes
+    each adds its own parts, and `spread` covers all of them.
     """
 
     mean: dict[str, Tensor] = field(default_factory=dict)
     """m = Σ g_k / Σ s_k."""
     leaning: dict[str, Tensor] = field(default_factory=dict)
-    """Σ s_k / n_k · (g_k − s_k·m): how `scatter` changes with m. 0 where the shares are as the prompts."""
+    """Σ s_k / n_k · (g_k − s_k·m), the derivative of `scatter` by m; 0 if shares are as the prompts."""
     scatter: Float[Tensor, " block"] | None = None
     """Σ ‖g_k − s_k·m‖² / n_k, in float64."""
     share: float = 0.0
@@ -183,8 +169,8 @@ class PartGradients:
 
         Args:
             gradient: a vector for each block, under the denominator of the whole rollout.
-            share: of that denominator, in any unit that the parts have in common; above 0 where prompts
-                count. None: the gradient is a mean over these prompts alone.
+            share: share of that denominator, in a unit common to all parts; above 0 if there are prompts.
+                None: the gradient is a mean over these prompts alone.
         """
         if self.scatter is None:
             self.mean = {block: torch.zeros_like(vector) for block, vector in gradient.items()}
@@ -199,7 +185,7 @@ class PartGradients:
         for block, vector in gradient.items():
             difference = scale * vector - share * self.mean[block]
             squares.append(square_of(difference))
-            products.append(_product(difference, self.leaning[block]))
+            products.append(torch.dot(difference, self.leaning[block]).double())
             self.mean[block] = self.mean[block] + difference / total
             self.leaning[block] = self.leaning[block] + turn * difference
         square = torch.stack(squares)
@@ -233,9 +219,9 @@ class PartGradients:
     def _scatter_about(self, mean: Mapping[str, Tensor]) -> Float[Tensor, " block"]:
         """Return `scatter` about another ratio than that of this process's parts."""
         assert self.scatter is not None
-        moves = [(vector - self.mean[block], self.leaning[block]) for block, vector in mean.items()]
-        squares = torch.stack([square_of(move) for move, _ in moves])
-        products = torch.stack([_product(move, leaning) for move, leaning in moves])
+        moves = {block: vector - self.mean[block] for block, vector in mean.items()}
+        squares = torch.stack([square_of(move) for move in moves.values()])
+        products = torch.stack([torch.dot(move, self.leaning[b]).double() for b, move in moves.items()])
         return self.scatter + self.square_share * squares - 2 * products
 
 
@@ -244,12 +230,85 @@ def square_of(vector: Float[Tensor, " coordinate"]) -> Float[Tensor, ""]:
     return torch.linalg.vector_norm(vector).double().square()
 
 
-def _product(vector: Float[Tensor, " coordinate"], other: Float[Tensor, " coordinate"]) -> Float[Tensor, ""]:
-    return torch.dot(vector, other).double()
-
-
 def _std(values: Float[Tensor, " contrast"]) -> float:
     """Return the standard deviation over all processes; NaN for fewer than two values."""
     sums = torch.stack([values.new_tensor(len(values)), values.sum(), values.square().sum()])
     n, total, squares = over_ranks(sums).tolist()
     return max(squares - total**2 / n, 0.0) ** 0.5 / (n - 1) ** 0.5 if n > 1 else nan
+
+
+@torch.no_grad()
+def squared_probs(
+    hidden: Float[Tensor, "token dim"], head: Head, temperature: float, vocab_size: int
+) -> Float[Tensor, " token"]:
+    """Return Σ_v π_v² = exp(logsumexp(2z) − 2·logsumexp(z)) at each position, z the logits / temperature.
+
+    Logits are computed in chunks.
+    """
+
+    def chunk_squares(rows: Tensor) -> tuple[Tensor]:
+        logits = tempered(head(rows), temperature)
+        return (((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp(),)
+
+    size = max(MAX_CHUNK_LOGITS // vocab_size, 1)
+    (squares,) = in_chunks(chunk_squares, hidden, size=size, stores_gradients=False)
+    return squares
+
+
+def proxy_sums(
+    logps: Float[Tensor, "batch seq"],
+    squares: Float[Tensor, "batch seq"],
+    advantages: Float[Tensor, "batch seq"],
+    weights: Float[Tensor, "batch seq"],
+    is_counted: Bool[Tensor, "batch seq"],
+) -> Float[Tensor, " sum"]:
+    """Return sums over responses: their number, A², W and w̄²·A²·max(W_on, 0); see `variance_proxy`.
+
+    Args:
+        squares: Σ_v π_v² at each response token.
+        weights: weights of the off-policy correction.
+        is_counted: True on tokens that the policy's loss counts; a response without such tokens has
+            A = W = 0.
+    """
+    energy = 1 - 2 * logps.exp() + squares
+    n = is_counted.sum(dim=1).clamp(min=1)
+
+    def total(values: Tensor) -> Tensor:
+        return values.masked_fill(~is_counted, 0.0).sum(dim=1)
+
+    advantage, weight = total(advantages) / n, total(weights) / n
+    on_policy = total(energy * (weights != 0)).clamp(min=0)
+    sums = (
+        torch.ones_like(advantage),
+        advantage.square(),
+        total(energy * weights.square()),
+        weight.square() * advantage.square() * on_policy,
+    )
+    return torch.stack(sums).sum(dim=1)
+
+
+def variance_proxy(sums: Float[Tensor, " sum"], square: float | None) -> dict[str, float]:
+    """Return verl's `variance_proxy/*` (arXiv:2602.07078) from the sums over the N responses of all ranks.
+
+    W = Σ_t w_t²·(1 − 2π_t + Σ_v π_v²) is the squared gradient of a response's log-prob with respect to the
+    logits, A its mean advantage. expected_w = E[W], expected_a_squared = E[A²], proxy2_total_power =
+    E[w̄²·A²·W_on], where W_on has no weights but leaves out what weighs 0, proxy1_signal_strength = ‖ḡ‖² and
+    proxy3_pure_noise = max(proxy2 − proxy1, 0) / (N − 1).
+
+    Power and signal are of different gradients, with respect to the logits and to the parameters. That is
+    verl's formula, useful for a trend within one run; `PartGradients` estimates the variance itself.
+
+    Args:
+        square: ‖ḡ‖² of the rollout's policy gradient, for which verl takes the norm of its updates; None if
+            only some parameters were measured, which leaves out proxies 1 and 3.
+    """
+    n, a_squared, w, power = over_ranks(sums.double()).tolist()
+    found = {
+        "variance_proxy/proxy2_total_power": power / n,
+        "variance_proxy/expected_a_squared": a_squared / n,
+        "variance_proxy/expected_w": w / n,
+    }
+    if square is not None:
+        found["variance_proxy/proxy1_signal_strength"] = square
+        found["variance_proxy/proxy3_pure_noise"] = max(power / n - square, 0.0) / max(n - 1, 1)
+    return found

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.checks import is_count
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
@@ -27,11 +26,11 @@ def view_overlap(
 ) -> Float[Tensor, "batch seq"]:
     """Return Σ_v min(μ_v, π_v) at each response token: μ sees the cached keys, π sees all keys.
 
-    1 where eviction changed nothing, 0 where the two share no token: it is 1 minus their total variation
-    distance. Its low percentiles are reported to announce a collapse that the mean hides (arXiv:2606.08446).
+    It is 1 minus their total variation distance: 1 where eviction changed nothing. Its low percentiles are
+    reported to announce a collapse that the mean hides (arXiv:2606.08446).
 
     Args:
-        max_logits: most logits of one view that are held at a time.
+        max_logits: most logits of one view held at once.
     """
 
     def chunk_overlap(*views: Tensor) -> tuple[Tensor]:
@@ -53,7 +52,7 @@ def layer_kls(
     In π_layer only this layer evicts its keys; every other layer sees all keys. Costs n_layers + 2 forwards.
     The effects of layers do not add up, so the full eviction table has its own row.
     """
-    # By the same path as the others, so that a layer without evictions differs by nothing at all.
+    # On the same code path as the other views, so that a layer without evictions gives exactly 0.
     dense = response_hidden(model, _with_evictions_of(rollout, []), shadow=True)
     head = partial(head_logits, model)
 
@@ -89,19 +88,6 @@ def evenly_spaced_rows(rollout: Rollout, n_rows: int, ranks: Ranks = SINGLE_PROC
     rows = torch.linspace(0, n - 1, min(n_rows, n), dtype=torch.float64).round().long()
     rows = rows[(mine.start <= rows) & (rows < mine.stop)] - mine.start
     return rows.to(rollout.input_ids.device)
-
-
-def check_rows(name: str, n_rows: int, rows_per_pass: int | None) -> None:
-    """Check the sizes of a diagnostic.
-
-    Raises:
-        ValueError: naming the option of the diagnostic.
-    """
-    for option, value in {"n_rows": n_rows, "rows_per_pass": rows_per_pass}.items():
-        if value is None and option == "rows_per_pass":
-            continue
-        if not is_count(value):
-            raise ValueError(f"diagnostics.{name}.{option}={value} must be a whole number of at least 1")
 
 
 def rows_in_pass(rollout: Rollout, rows_per_pass: int | None) -> int:

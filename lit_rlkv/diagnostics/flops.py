@@ -1,14 +1,13 @@
-"""Floating point operations of a model by formula, as model flops utilisation counts them (arXiv:2204.02311).
+"""Floating point operations of a model by formula, as model flops utilization counts them (arXiv:2204.02311).
 
-A product of a weight matrix and the state of one token is 2 flops for each weight. Its backward pass is as
-much again for the gradient of the state, and as much again for that of the weight, which a frozen one does
-not need: so full training is 2 + 4 flops per weight and token, and LoRA 2 + 2 per frozen weight and 2 + 4 per
-weight of the adapter. Attention is 2 products, 4·head_dim flops for each query, key that it sees and query
-head; its backward pass is twice that, since nothing in it is frozen.
+The product of a weight matrix and the state of one token takes 2 flops per weight. Its backward pass takes 2
+for the gradient of the state and 2 for the gradient of the weight, unless it is frozen: full training takes
+2 + 4 flops per weight and token, LoRA 2 + 2 per frozen weight and 2 + 4 per adapter weight. Attention is two
+products, 4·head_dim flops for each query head, query and key that it sees; its backward pass takes twice as
+much.
 
-What is computed and not needed does not count: padding, masked pairs, layers run again by checkpointing, and
-norms, activations and rotations, which are small beside products. Under LoRA nobody needs the gradient of
-what the first layer reads, which the formula counts all the same.
+Padding, masked pairs and recomputed layers (checkpointing) do not count, nor do norms, activations and
+rotations, which are small. Under LoRA the gradient of the first layer's input is not needed, but counts.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.diagnostics.eviction_counts import cached_keys, response_queries
+from lit_rlkv.diagnostics.evictions import cached_keys, response_queries
 from lit_rlkv.models.adapters import active_adapter, lora_layers
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.types import Rollout
@@ -38,35 +37,35 @@ class ForwardWork:
 
 @dataclass(frozen=True)
 class FlopCosts:
-    """Flops of a backbone in the role it has: of its body, and apart from it of its output head."""
+    """Flops of a backbone in its active role: of the body, and of the output head."""
 
     forward_per_token: int
     backward_per_token: int
     forward_per_pair: int
-    """For each query, key that it sees and KV head; the backward pass is twice that."""
+    """For each KV head, query and key that it sees; the backward pass takes twice that."""
     forward_per_position: int
     """Flops of the output head per position."""
     backward_per_position: int
 
     def forward(self, work: ForwardWork) -> Tensor:
-        """Flops of a forward pass without its output head."""
+        """Return the flops of a forward pass without the output head."""
         return work.n_tokens * self.forward_per_token + work.n_pairs * self.forward_per_pair
 
     def backward(self, work: ForwardWork) -> Tensor:
-        """Flops of the backward pass through it."""
+        """Return the flops of the backward pass without the output head."""
         return work.n_tokens * self.backward_per_token + work.n_pairs * 2 * self.forward_per_pair
 
 
 def flop_costs(model: PreTrainedModel) -> FlopCosts | None:
     """Return the flop costs of a model with its active adapter.
 
-    None where not every weight is of a matrix that each token meets once, as in a mixture of experts, and
-    where heads of some layers are wider than those of others.
+    None if some weight is not used exactly once per token, as in a mixture of experts, or if layers differ in
+    head width.
     """
     body = _language_model(model)
     adapter = active_adapter(lora_layers(model))
     matrices = [p for name, p in _matrices(body) if "lora_" not in name or f".{adapter}." in name]
-    # Families name the setting differently, but their experts alike; most hold them in one tensor.
+    # Families name the setting differently, but the modules alike; most hold all experts in one tensor.
     has_experts = any(name.endswith("experts") for name, _ in body.named_modules())
     dims = head_dims(model)
     if has_experts or any(p.ndim > 2 for p in matrices) or len(dims) > 1:
@@ -87,14 +86,13 @@ def flop_costs(model: PreTrainedModel) -> FlopCosts | None:
 def learner_work(
     evicted_at: Int[Tensor, "batch layer kv_head seq"], n_layers: int, n_kv_heads: int
 ) -> ForwardWork:
-    """Return the work of one forward under an eviction table, in which padding has 0 lifetime.
+    """Return the work of one forward under an eviction table; padding has lifetime 0 in it.
 
     Args:
-        evicted_at: for every layer and KV head, or one for all of them; queries after a row's last token do
-            not count.
+        evicted_at: table of every layer and KV head, or one for all of them.
     """
     column = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
-    layers = evicted_at.unbind(dim=1)  # the table may be large: what is computed of it is held for one layer
+    layers = evicted_at.unbind(dim=1)  # the table may be large, so intermediate results are of one layer
     attention_mask = torch.stack([(layer > column).any(dim=1) for layer in layers]).any(dim=0)
     end = torch.where(attention_mask, column + 1, 0).amax(dim=1)
     n_pairs = torch.zeros((), dtype=torch.long, device=evicted_at.device)
@@ -107,9 +105,8 @@ def learner_work(
 def rollout_work(rollout: Rollout, group_size: int) -> tuple[ForwardWork, int]:
     """Return the work of sampling a rollout, and its number of logit positions.
 
-    Each prompt is read once for its group.
-
-    A response of n tokens takes n − 1 steps behind its prompt: the last one is never read.
+    Each prompt is read once for its group. A response of n tokens takes n − 1 decode steps, because its last
+    token is never read.
     """
     n_layers, n_kv_heads = rollout.evicted_at.shape[1:3]
     is_step = rollout.response_mask & response_queries(rollout.response_mask)
@@ -145,16 +142,16 @@ def _n_weights(parameter: Tensor) -> int:
 H200 = {torch.float32: 66.9e12, "tf32": 494.7e12, torch.bfloat16: 989.4e12, torch.float16: 989.4e12}
 NVL = {torch.float32: 60e12, "tf32": 417.5e12, torch.bfloat16: 835.5e12, torch.float16: 835.5e12}
 HOPPER = {"H200 NVL": NVL, "H100 NVL": NVL, "H200": H200}
-"""NVIDIA's data sheets, one card, without sparsity, by what a name contains; the first that fits.
+"""NVIDIA's data sheets, one card, without sparsity, by part of the device name; the first match counts.
 
-Lightning has these with sparsity or of two cards, twice as much, and misses "NVIDIA H200" as drivers call it.
+Lightning's values are with sparsity or for two cards, and it does not know the driver's name "NVIDIA H200".
 """
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak flops per second of a device for dense products; None if it is unknown.
 
-    float32 is that of the tensor cores (TF32) where torch may use them for it.
+    float32 means TF32 on tensor cores if torch may use it.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.diagnostics.scalars import Scalars
+from lit_rlkv.diagnostics import Scalars
 from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn
 from lit_rlkv.objectives.reduction import masked_mean
 
@@ -34,8 +34,8 @@ def off_policy(
 
     kl = E[−log ρ] and k3_kl = E[ρ − log ρ − 1] estimate KL(sampler ‖ learner) per token. chi2_token =
     E[ρ²] − 1, and chi2_seq = E[(Π ρ)²] − 1 over sequences, log ρ and log Π ρ kept within ±20. log_ppl is the
-    mean of −log p over the tokens of a sequence; its mean over sequences is logged, that of its exponential
-    (ppl), of the difference learner − sampler, its size and its exponential (ppl_ratio), and the extremes.
+    mean of −log p over the tokens of a sequence. Means over sequences are of log_ppl, its exponential (ppl),
+    and the difference learner − sampler, its size and exponential (ppl_ratio); also the extreme differences.
     """
     log_ratio = (learner_logps - rollout_logps).masked_fill(~response_mask, 0.0)
     training = _row_means(-learner_logps, response_mask)
@@ -61,7 +61,7 @@ def off_policy(
 def importance_ratios(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Scalars:
-    """Statistics of the ratios before any truncation (verl's `compute_is_metrics`), log ρ kept within ±20.
+    """Return statistics of the untruncated ratios (verl's `compute_is_metrics`), log ρ kept within ±20.
 
     std and eff_sample_size = (E[w])² / E[w²] are of ratios clamped to [1/2, 2], so neither shows a heavy
     tail. `seq` statistics are of the mean ratio of each sequence.
@@ -114,7 +114,7 @@ def rollout_correction(
     weight: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Scalars:
-    """`rollout_corr/*` of one rollout: distances, ratios of tokens, what the run's correction rejects."""
+    """Return `rollout_corr/*` of one rollout: distances, token ratios and the correction's rejections."""
     log_ratio = learner_logps - rollout_logps
     found = {
         **off_policy(learner_logps, rollout_logps, response_mask),
@@ -129,7 +129,7 @@ def dense_mismatch(
     rollout_logps: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Scalars:
-    """`kv/dense_*`: what `rollout_corr/*` says of a learner that sees every key, whatever the learner sees.
+    """Return `kv/dense_*`: the distances of `rollout_corr/*` for a learner that sees every key.
 
     `kv/dense_log_ratio_p99` is the 99th percentile of |log ρ| over all response tokens, in nats.
     """
@@ -154,28 +154,21 @@ LogWeightFn = Callable[[Tensor, Tensor], Tensor]
 """From log ρ [batch, seq] and `response_mask` to the log of each token's weight; −inf is a weight of 0."""
 
 
-def token_ratio(
-    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
-) -> Float[Tensor, "batch seq"]:
-    """ρ_t itself, untruncated."""
-    return log_ratio
-
-
 def sequence_ratio(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
-    """Π ρ_t of the response at each of its tokens: the only unbiased weight, untruncated."""
+    """Return log Π ρ_t of the response at each of its tokens: the only unbiased weight, not truncated."""
     return log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 
-def _of(weigh: WeightFn) -> LogWeightFn:
+def _log_weight(weigh: WeightFn) -> LogWeightFn:
     return lambda log_ratio, response_mask: weigh(log_ratio, response_mask).weight.log()
 
 
 CORRECTION_WEIGHTS: dict[str, LogWeightFn] = {
-    "token_ratio": token_ratio,
+    "token_ratio": lambda log_ratio, response_mask: log_ratio,
     "sequence_ratio": sequence_ratio,
-    **{name: _of(weigh) for name, weigh in CORRECTIONS.items()},
+    **{name: _log_weight(weigh) for name, weigh in CORRECTIONS.items()},
 }
 """Corrections with their default options. No correction (all weights 1) is left out."""
 
@@ -185,7 +178,7 @@ TRUNCATING, REJECTING = ("tis",), ("mis", "sparse_rl")
 def correction_statistics(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Scalars:
-    """`kv/arms/{arm}/*` from log ρ = log π_dense − log μ of the response tokens.
+    """Return `kv/arms/{arm}/*` from log ρ = log π_dense − log μ of the response tokens.
 
     ess = (Σ w)² / (n Σ w²) over all n response tokens, rejected tokens with weight 0 included; ess_seq is
     the same over responses, each with the mean weight of its tokens. mean_weight and max_weight are per

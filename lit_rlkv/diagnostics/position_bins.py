@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from lit_rlkv.diagnostics.importance_ratios import effective_share
 
 MAX_BINS = 64
-"""Longer responses are cut into so many bins of neighbouring positions."""
+"""Most bins; longer responses have bins of several neighbouring positions."""
 
 Arrays = dict[str, Tensor]
 
@@ -37,9 +37,9 @@ def by_position(
 def log_ratios_by_position(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Arrays:
-    """k1 and k3 estimates of KL(sampler ‖ learner) and the tail of |log ρ|, in nats, by position.
+    """Return k1 and k3 estimates of KL(sampler ‖ learner) and the tail of |log ρ| in nats, by position.
 
-    `position` is where a bin starts, and `n_response_tokens` how many tokens it has.
+    `position` is the first position of a bin, `n_response_tokens` its number of tokens.
     """
     log_ratio = log_ratio.masked_fill(~response_mask, 0.0)
     size = by_position(log_ratio.abs(), response_mask)
@@ -58,8 +58,8 @@ def prefixes_by_position(
 ) -> Arrays:
     """Return statistics of Π ρ over each response so far, the weight of unbiased reweighting.
 
-    |log Π ρ| over all responses, those that have ended with their last value: its mean and 95th percentile
-    in nats; and the effective sample size (Σ w)² / (n Σ w²) of the weights w = Π ρ, 1/n to 1.
+    They are mean and 95th percentile of |log Π ρ| in nats, and the effective sample size (Σ w)² / (n Σ w²) of
+    the weights w = Π ρ, from 1/n to 1. Responses that have ended keep their last value.
     """
     so_far = log_ratio.masked_fill(~response_mask, 0.0).cumsum(dim=1)
     is_shown = response_mask.any(dim=0).expand_as(response_mask)

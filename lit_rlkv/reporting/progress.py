@@ -49,7 +49,17 @@ class ProgressMeter:
         self._started_at = time.monotonic()
         self._first_n_done = n_done
         if self.console.is_interactive:
-            self._bar = _bar(self.console)
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[fields]}", markup=False),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+                # Iterations may take minutes; rich's default of 30 seconds would show no remaining time.
+                speed_estimate_period=float("inf"),
+            )
             self._bar.add_task(self.description, total=n_total, fields="")
             self._bar.start()
 
@@ -116,22 +126,12 @@ class ProgressBar(RLCallback):
 
 @contextmanager
 def track(description: str, total: int, console: Console | None = None) -> Iterator[Callable[..., None]]:
-    """Show the progress of a task of `total` units; yields `advance(n, **fields)` to count units.
-
-    Raises:
-        ValueError: `total` is below 1, or an advance is below 1 or beyond the total.
-    """
-    if total < 1:
-        raise ValueError(f"total must be at least 1, got {total}")
+    """Show the progress of a task of `total` units; yields `advance(n, **fields)` to count units."""
     meter = ProgressMeter(description, console)
     n_done = 0
 
     def advance(n: int = 1, **fields: Field) -> None:
         nonlocal n_done
-        if n < 1 or n_done + n > total:
-            raise ValueError(
-                f"{description!r} must advance by 1 to {total - n_done}, got {n} after {n_done} of {total}"
-            )
         n_done += n
         meter.show(n_done, total, fields)
 
@@ -144,24 +144,10 @@ def track(description: str, total: int, console: Console | None = None) -> Itera
 
 def format_fields(fields: Mapping[str, Field]) -> str:
     """Return fields as text, such as `loss 0.123  tokens/s 4,100`."""
-    return "  ".join(f"{name} {_format(value)}" for name, value in fields.items())
 
+    def text(value: Field) -> str:
+        if isinstance(value, str):
+            return value
+        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
-def _format(value: Field) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[fields]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        # Iterations may take minutes; rich's default of 30 seconds would show no remaining time.
-        speed_estimate_period=float("inf"),
-    )
+    return "  ".join(f"{name} {text(value)}" for name, value in fields.items())

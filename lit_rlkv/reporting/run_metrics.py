@@ -12,6 +12,8 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.files import complete_lines, write_atomically
 from lit_rlkv.types import EvalRow
 
+log = logging.getLogger(__name__)
+
 ITERATION, TOKENS, SECONDS = "iteration", "rollout/tokens", "time/wall_clock_s"
 AXES = (ITERATION, TOKENS, SECONDS)
 
@@ -46,9 +48,6 @@ class RunAxes(RLCallback):
 def last_axis_values(history: History) -> AxisValues:
     """Return the axis values of the last row; zeros if there is none."""
     return {axis: float(history[-1][axis]) if history else 0.0 for axis in AXES}
-
-
-log = logging.getLogger(__name__)
 
 
 class MetricsFile(RLCallback):
@@ -122,21 +121,15 @@ def final_metrics(
         budget: budget of the run's own cache; None if it is dense.
     """
     found: dict[str, float] = {}
-    own, dense = _row(after, budget), _row(after, None)
-    if own is not None:
-        found |= {"eval/accuracy": own.accuracy, "eval/kl": own.kl, "eval/kv_bytes": float(own.kv_bytes)}
-        if own.learned_reward is not None:
-            found["eval/learned_reward"] = own.learned_reward
-    if dense is not None:
-        found["eval/dense_accuracy"] = dense.accuracy
-    for name, row, earlier in (
-        ("eval/accuracy_gain", own, _row(before, budget)),
-        ("eval/dense_accuracy_gain", dense, _row(before, None)),
-    ):
-        if row is not None and earlier is not None:
-            found[name] = row.accuracy - earlier.accuracy
+    for accuracy, under in (("eval/accuracy", budget), ("eval/dense_accuracy", None)):
+        row, earlier = (next((r for r in rows if r.budget == under), None) for rows in (after, before))
+        if row is None:
+            continue
+        found[accuracy] = row.accuracy
+        if earlier is not None:
+            found[f"{accuracy}_gain"] = row.accuracy - earlier.accuracy
+        if accuracy == "eval/accuracy":
+            found |= {"eval/kl": row.kl, "eval/kv_bytes": float(row.kv_bytes)}
+            if row.learned_reward is not None:
+                found["eval/learned_reward"] = row.learned_reward
     return {name: found[name] for name in FINAL_METRICS if name in found}
-
-
-def _row(rows: Sequence[EvalRow], budget: int | None) -> EvalRow | None:
-    return next((row for row in rows if row.budget == budget), None)

@@ -47,11 +47,6 @@ class Samples(RLCallback):
         n: int = 3,
         console: Console | None = None,
     ) -> None:
-        for name, value in {"every_n_iterations": every_n_iterations, "n": n}.items():
-            if value < 1:
-                raise ValueError(f"samples.{name} must be at least 1, got {value}; raise it")
-        if not run_dir.is_dir():
-            raise ValueError(f"run_dir must be an existing directory, got {str(run_dir)!r}; create it first")
         self.path = run_dir / FILE_NAME
         self.every_n_iterations = every_n_iterations
         self.n = n

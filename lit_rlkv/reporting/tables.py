@@ -1,7 +1,6 @@
 """Tables of results: cells for the terminal, the report and Markdown."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
@@ -17,74 +16,69 @@ ABSENT = "–"
 """Cell of a value that was not measured."""
 
 
-@dataclass(frozen=True)
-class CacheComparison:
-    """One cache before and after training; None where it was not evaluated."""
-
-    cache: str
-    budget: int | None
-    before: EvalRow | None
-    after: EvalRow | None
-    share_of_dense: float | None
-    """Its bytes divided by those of the dense cache; None without a dense evaluation."""
-
-    @property
-    def latest(self) -> EvalRow:
-        """The evaluation after training, or before if there is none."""
-        row = self.after or self.before
-        assert row is not None
-        return row
-
-    def evaluations(self, names: Sequence[str]) -> list[EvalRow | None]:
-        """Return the evaluations of these names, `before` or `after`."""
-        return [self.before if name == "before" else self.after for name in names]
-
-    @property
-    def replay_gap(self) -> float:
-        """Largest replay gap of both evaluations."""
-        return max(row.replay_gap for row in (self.before, self.after) if row is not None)
+Cells = tuple[list[str], list[list[str]]]
+"""Headings and rows of a table."""
 
 
-def compare_caches(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> list[CacheComparison]:
-    """Return the evaluations paired by cache, in the order of the evaluations.
+def compare_caches(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> dict[str, list[EvalRow | None]]:
+    """Return the rows of each cache, one for each evaluation that is not empty; None where it has no row.
 
     Raises:
         ValueError: one evaluation lists a cache twice.
     """
-    earlier, later = _by_cache(before), _by_cache(after)
-    dense = [row.kv_bytes for row in (*after, *before) if row.budget is None and row.kv_bytes > 0]
-    caches = list(dict.fromkeys([*later, *earlier]))
-    return [_comparison(earlier.get(name), later.get(name), dense[0] if dense else None) for name in caches]
+    for rows in (before, after):
+        if len({row.cache for row in rows}) < len(rows):
+            caches = ", ".join(row.cache for row in rows)
+            raise ValueError(f"an evaluation lists a cache twice ({caches}); give each its own name")
+    named = [{row.cache: row for row in rows} for rows in (before, after) if rows]
+    return {row.cache: [rows.get(row.cache) for rows in named] for row in (*after, *before)}
 
 
-def evaluation_cells(
-    before: Sequence[EvalRow], after: Sequence[EvalRow]
-) -> tuple[list[str], list[list[str]]]:
-    """Return headings and cells of the evaluation table; columns say before and after if there are both."""
-    present = [name for name, rows in (("before", before), ("after", after)) if rows]
-    suffixes = [f" {name}" for name in present] if len(present) > 1 else [""]
-    headings = ["Cache"]
-    headings += [f"Accuracy{suffix}" for suffix in suffixes]
-    headings += ["KV bytes", "of dense"]
-    headings += [f"KL{suffix}" for suffix in suffixes]
-    headings += ["Replay gap"]
-    return headings, [_cells(row, present) for row in compare_caches(before, after)]
+def _names(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> list[str]:
+    return [name for name, rows in (("before", before), ("after", after)) if rows]
 
 
-def learned_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and cells of the mean learned rewards; no rows without a reward model."""
-    present = [name for name, rows in (("before", before), ("after", after)) if rows]
-    rows = [row for row in compare_caches(before, after) if row.latest.learned_reward is not None]
-    cells = [[row.cache, *map(_learned, row.evaluations(present))] for row in rows]
-    return ["Cache", *(f"Learned reward {name}" for name in present)], cells
+def evaluation_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Cells:
+    """Return the evaluation table; columns say before and after if there are both."""
+    names = _names(before, after)
+    suffixes = [f" {name}" for name in names] if len(names) > 1 else [""]
+    headings = ["Cache", *(f"Accuracy{suffix}" for suffix in suffixes), "KV bytes", "of dense"]
+    headings += [*(f"KL{suffix}" for suffix in suffixes), "Replay gap"]
+    cells = []
+    for cache, rows in compare_caches(before, after).items():
+        measured = [row for row in rows if row is not None]
+        cells.append(
+            [
+                cache,
+                *(ABSENT if row is None else f"{row.accuracy:.3f}" for row in rows),
+                human_bytes(measured[-1].kv_bytes),
+                _share_of_dense(measured[-1], [*after, *before]),
+                *(ABSENT if row is None else f"{row.kl:z.4f}" for row in rows),
+                f"{max(row.replay_gap for row in measured):.1e}",
+            ]
+        )
+    return headings, cells
+
+
+def learned_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Cells:
+    """Return the table of mean learned rewards; it has no rows without a reward model."""
+    found = {cache: [_learned(row) for row in rows] for cache, rows in compare_caches(before, after).items()}
+    headings = ["Cache", *(f"Learned reward {name}" for name in _names(before, after))]
+    return headings, [[cache, *cells] for cache, cells in found.items() if set(cells) != {ABSENT}]
 
 
 def _learned(row: EvalRow | None) -> str:
     return ABSENT if row is None or row.learned_reward is None else f"{row.learned_reward:.2f}"
 
 
-def stage_cells(stage_seconds: Mapping[str, float | int]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and cells of the table of times; the last row is the total."""
+def _share_of_dense(row: EvalRow, rows: Sequence[EvalRow]) -> str:
+    """Return the cache bytes as a share of those of the first dense cache among the rows."""
+    dense = next((other.kv_bytes for other in rows if other.budget is None and other.kv_bytes > 0), None)
+    return f"{row.kv_bytes / dense:.0%}" if dense else ABSENT
+
+
+def stage_cells(stage_seconds: Mapping[str, float | int]) -> Cells:
+    """Return the table of times; the last row is the total."""
     rows = [[name, human_seconds(seconds)] for name, seconds in stage_seconds.items()]
     return ["Stage", "Time"], [*rows, ["total", human_seconds(sum(stage_seconds.values()))]]
 
@@ -118,34 +112,6 @@ def reward_sentence(report: RewardReport) -> str:
     )
 
 
-def _by_cache(rows: Sequence[EvalRow]) -> dict[str, EvalRow]:
-    named = {row.cache: row for row in rows}
-    if len(named) < len(rows):
-        caches = ", ".join(row.cache for row in rows)
-        raise ValueError(f"an evaluation lists a cache twice ({caches}); give each its own name")
-    return named
-
-
-def _comparison(before: EvalRow | None, after: EvalRow | None, dense_bytes: int | None) -> CacheComparison:
-    latest = after or before
-    assert latest is not None
-    share = latest.kv_bytes / dense_bytes if dense_bytes else None
-    return CacheComparison(latest.cache, latest.budget, before, after, share)
-
-
-def _cells(row: CacheComparison, present: Sequence[str]) -> list[str]:
-    evaluations = row.evaluations(present)
-    share = ABSENT if row.share_of_dense is None else f"{row.share_of_dense:.0%}"
-    return [
-        row.cache,
-        *(ABSENT if found is None else f"{found.accuracy:.3f}" for found in evaluations),
-        human_bytes(row.latest.kv_bytes),
-        share,
-        *(ABSENT if found is None else f"{found.kl:z.4f}" for found in evaluations),
-        f"{row.replay_gap:.1e}",
-    ]
-
-
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     for number, heading in enumerate(headings):
@@ -173,8 +139,8 @@ def score_table(scored: Sequence[Scored], level: float) -> Group:
     )
 
 
-def score_cells(scored: Sequence[Scored]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and cells of accuracies, pass@k and lengths, with intervals."""
+def score_cells(scored: Sequence[Scored]) -> Cells:
+    """Return the table of accuracies, pass@k and lengths, with intervals."""
     ks = list(scored[0][1].pass_at_k) if scored else []
     headings = ["Cache", "Accuracy", *(f"pass@{k}" for k in ks), "Tokens"]
     return headings, [
@@ -188,9 +154,8 @@ def score_cells(scored: Sequence[Scored]) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def cost_cells(rows: Sequence[EvalRow]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and cells of cache bytes, KL, replay gap and, if there are any, learned rewards."""
-    dense_bytes = next((row.kv_bytes for row in rows if row.budget is None), None)
+def cost_cells(rows: Sequence[EvalRow]) -> Cells:
+    """Return the table of cache bytes, KL, replay gap and, if there are any, learned rewards."""
     has_learned = any(row.learned_reward is not None for row in rows)
     headings = ["Cache", "KV bytes", "of dense", "KL", "Replay gap"]
     headings += ["Learned reward"] if has_learned else []
@@ -198,7 +163,7 @@ def cost_cells(rows: Sequence[EvalRow]) -> tuple[list[str], list[list[str]]]:
         [
             row.cache,
             human_bytes(row.kv_bytes),
-            f"{row.kv_bytes / dense_bytes:.0%}" if dense_bytes else ABSENT,
+            _share_of_dense(row, rows),
             f"{row.kl:z.4f}",
             f"{row.replay_gap:.1e}",
             *([_learned(row)] if has_learned else []),

@@ -20,11 +20,11 @@ from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.reporting.loggers import GuardedLogger, RunStart, as_run_logger
-from lit_rlkv.reporting.loggers.base import Cell, RunLogger
-from lit_rlkv.reporting.loggers.logging_callback import LoggingCallback
+from lit_rlkv.reporting.loggers import Cell, GuardedLogger, LoggingCallback, RunLogger, RunStart
+from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
+from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.progress import ProgressBar
-from lit_rlkv.reporting.report import Picture, RunReport, figures, write_report
+from lit_rlkv.reporting.report import Picture, RunReport, write_report
 from lit_rlkv.reporting.run_metrics import SECONDS, AxisValues, MetricsFile, RunAxes, last_axis_values
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.runs import environment

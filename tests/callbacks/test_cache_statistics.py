@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lit_rlkv.callbacks.cache_statistics import CacheStatistics
-from lit_rlkv.diagnostics.eviction_counts import lifetimes, retained_fraction
+from lit_rlkv.diagnostics.evictions import lifetimes, retained_fraction
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.types import NEVER
 from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
@@ -46,8 +46,7 @@ def test_counts_are_of_the_whole_rollout_and_attention_of_some_rows():
     assert (
         few["kv/retained"] == every["kv/retained"] == float(retained_fraction(experience.rollout)[0].mean())
     )
-    lived = lifetimes(experience.rollout)
-    n_kept, n_evicted = int(lived.n_kept.sum()), int(lived.n_evicted.sum())
+    n_evicted, n_kept = (int(counts.sum()) for counts in lifetimes(experience.rollout))
     assert few["kv/never_evicted"] == n_kept / (n_kept + n_evicted)
     assert few["kv/attention_kept"] != every["kv/attention_kept"]
 
@@ -61,7 +60,7 @@ def test_what_is_kept_and_what_is_lost_make_up_all_attention():
     of_heads = torch.tensor(arrays["attention_kept"])
     assert of_heads.shape == (2, 4)
     assert float(of_heads.mean()) == pytest.approx(found["kv/attention_kept"], abs=1e-5)
-    assert sum(arrays["lifetime_counts"]) == int(lifetimes(experience.rollout).n_evicted.sum())
+    assert sum(arrays["lifetime_counts"]) == int(lifetimes(experience.rollout)[0].sum())
     assert len(arrays["position"]) == len(arrays["attention_on_dead"][0])
     json.dumps(arrays, allow_nan=False)
 

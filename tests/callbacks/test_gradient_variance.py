@@ -4,9 +4,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lit_rlkv.callbacks.gradient_parts import algorithm_loss, policy_outputs
 from lit_rlkv.callbacks.gradient_sources import GradientSources
-from lit_rlkv.callbacks.gradient_variance import GradientVariance
+from lit_rlkv.callbacks.gradient_variance import GradientVariance, algorithm_loss, policy_outputs
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.diagnostics.covariance import PartGradients
@@ -284,8 +283,8 @@ def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
         ({"terms": ["value"]}, "terms must name one or more of policy, loss, got \\['value'\\]"),
         ({"terms": []}, "terms must name one or more of policy, loss, got \\[\\]"),
         ({"only": "("}, r"only must be a regular expression, got '\('"),
-        ({"sketch": 0}, "a sketch of size=0 holds nothing"),
-        ({"sketch": True}, "a sketch of size=True holds nothing; give a whole number"),
+        ({"sketch": 0}, "sketch must be a whole number of at least 1, got 0"),
+        ({"sketch": True}, "sketch must be a whole number of at least 1, got True"),
         ({"every": 0}, "diagnostics.gradient.every must be an integer of at least 1, got 0"),
     ],
 )

@@ -172,7 +172,7 @@ def test_without_evictions_no_forward_is_run(make):
 @pytest.mark.parametrize("n_rows", [5.5, "abc", None, True])
 @pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
 def test_a_number_of_rows_is_a_whole_one(make, n_rows):
-    with pytest.raises(ValueError, match=rf"diagnostics\.{make.name}\.n_rows=.* must be a whole number"):
+    with pytest.raises(ValueError, match=rf"diagnostics\.{make.name}\.n_rows must be a whole number"):
         make(n_rows=n_rows)
 
 

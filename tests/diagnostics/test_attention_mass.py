@@ -5,8 +5,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.diagnostics.attention_mass import EvictedAttention, evicted_mass, fifth_percentile
-from lit_rlkv.diagnostics.eviction_counts import response_queries
+from lit_rlkv.diagnostics.evictions import (
+    EvictedAttention,
+    evicted_mass,
+    fifth_percentile,
+    response_queries,
+)
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
@@ -190,7 +194,7 @@ def test_scaling_and_softcap_are_those_of_the_layer():
 def test_a_table_by_position_starts_with_the_first_response_token():
     rollout = sampled(tiny_model())
     found = statistics(tiny_model(), rollout)
-    on_dead = found.layers[1].on_dead
+    on_dead = found.stacked("on_dead")[1]
     start = int(rollout.response_mask.any(dim=0).int().argmax())
     kept = torch.zeros(4, LAYERS, rollout.input_ids.shape[1])
     probs = eager_probabilities(build(tiny_config("llama")), rollout)

@@ -16,7 +16,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lit_rlkv.diagnostics.eviction_counts import response_queries
+from lit_rlkv.diagnostics.evictions import response_queries
 from lit_rlkv.diagnostics.flops import ForwardWork, flop_costs, learner_work, peak_flops, rollout_work
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.models import prepare_backbone

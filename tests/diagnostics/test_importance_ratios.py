@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from lit_rlkv.diagnostics import as_floats
 from lit_rlkv.diagnostics.importance_ratios import (
     correction_statistics,
     dense_mismatch,
@@ -12,7 +13,6 @@ from lit_rlkv.diagnostics.importance_ratios import (
     rejections,
     rollout_correction,
 )
-from lit_rlkv.diagnostics.scalars import as_floats
 from lit_rlkv.objectives import corrections
 
 L = math.log(2)

@@ -1,6 +1,6 @@
 import torch
 
-from lit_rlkv.diagnostics.scalars import as_floats
+from lit_rlkv.diagnostics import as_floats
 
 
 def test_numbers_come_to_the_host_in_their_order():

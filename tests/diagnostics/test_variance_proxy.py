@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from lit_rlkv.diagnostics import variance_proxy as module
-from lit_rlkv.diagnostics.variance_proxy import proxy_sums, squared_probs, variance_proxy
+from lit_rlkv.diagnostics import covariance as module
+from lit_rlkv.diagnostics.covariance import proxy_sums, squared_probs, variance_proxy
 
 PREFIX = "variance_proxy/"
 

@@ -105,20 +105,6 @@ def test_a_failure_inside_tracked_work_gives_the_terminal_back(monkeypatch):
     assert console.file.getvalue().endswith(SHOW_CURSOR)
 
 
-@pytest.mark.parametrize("steps", [(0,), (-1,), (3, 3)])
-def test_an_advance_backwards_or_beyond_the_end_is_refused(steps):
-    with track("work", 5, plain()) as advance:
-        for step in steps[:-1]:
-            advance(step)
-        with pytest.raises(ValueError, match="'work' must advance by"):
-            advance(steps[-1])
-
-
-def test_tracking_nothing_is_refused():
-    with pytest.raises(ValueError, match="total must be at least 1, got 0"), track("work", 0, plain()):
-        pass
-
-
 def test_numbers_beside_the_bar_are_short():
     assert (
         format_fields({"loss": 0.123456, "tokens": 12345, "arm": "smd"})

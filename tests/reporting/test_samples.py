@@ -143,20 +143,3 @@ def test_the_console_shows_each_draw(tmp_path):
     callback.on_rollout_end(make_experience())
     assert "samples of iteration 1" in callback.console.file.getvalue()
     assert "answer 0 of 0" in callback.console.file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n": 0}, "samples.n must be at least 1, got 0"),
-        ({"every_n_iterations": 0}, "samples.every_n_iterations must be at least 1, got 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_samples(tmp_path, **options)
-
-
-def test_a_missing_run_dir_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must be an existing directory"):
-        make_samples(tmp_path / "nowhere")

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.fit import fit
-from lit_rlkv.reporting.loggers import lightning_loggers
-from lit_rlkv.reporting.loggers.base import RunLogger
+from lit_rlkv.reporting.loggers import RunLogger, lightning_loggers
 from lit_rlkv.runs import training_run
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.preflight import checked_config

@@ -1,23 +1,213 @@
-"""Loggers beside the run folder: W&B, TensorBoard, or any Lightning logger."""
+"""Loggers beside the run folder: their interface, a guard against their errors, and what a run sends them."""
 
-from typing import Any
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from lightning.pytorch.loggers import Logger
+from rich.console import Console
 
-from lit_rlkv.reporting.loggers.base import GuardedLogger, RunLogger, RunStart
-from lit_rlkv.reporting.loggers.lightning_loggers import LightningLogger
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checks import is_count
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, TOKENS, AxisValues, History, last_axis_values
+from lit_rlkv.reporting.samples import LoggedSample, Samples, read_samples
+from lit_rlkv.types import Rollout
 
-__all__ = ["GuardedLogger", "RunLogger", "RunStart", "as_run_logger"]
+log = logging.getLogger(__name__)
+
+Cell = str | float | int | None
+Rows = Sequence[Sequence[Cell]]
+FileKind = Literal["report", "model"]
 
 
-def as_run_logger(built: Any) -> RunLogger:
-    """Return a configured logger as a RunLogger.
+@dataclass(frozen=True)
+class RunStart:
+    """A run at its start or resume."""
+
+    run_dir: Path
+    config: Mapping[str, Any]
+    """The resolved config in plain types."""
+    environment: Mapping[str, Any]
+    resumed_at: int = 0
+    """Iterations in the checkpoint that the run resumes from; 0 at its first start."""
+
+
+class RunLogger(ABC):
+    """Interface of a logger beside the run folder.
+
+    The constructor only checks its arguments and raises ValueError if one is invalid. Operations that may
+    fail later (network, disk, missing packages) belong in `open` and the other methods.
+    """
+
+    figures_every: int | None = None
+    """Iterations between figures during training; None draws them at the end only."""
+    last_iteration = 0
+    """Last iteration that the logger has from before a resume; later rows are sent again."""
+    keeps_tables = True
+    """True if a growing table still has its rows after a resume."""
+
+    @abstractmethod
+    def open(self, start: RunStart) -> str | None:
+        """Start or resume the record of a run with its config and environment.
+
+        Returns a message for the user, or None.
+        """
+
+    @abstractmethod
+    def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
+        """Log scalars by name, at these axis values."""
+
+    def table(  # noqa: B027
+        self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
+    ) -> None:
+        """Log a table, or append rows to one that grows."""
+
+    def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:  # noqa: B027
+        """Log figures, each under its key; earlier figures of the same key are kept."""
+
+    def file(self, path: Path, kind: FileKind) -> None:  # noqa: B027
+        """Upload a file, or a folder with its contents."""
+
+    @abstractmethod
+    def close(self, is_complete: bool) -> str | None:
+        """End the record; returns a message for the user, or None.
+
+        Args:
+            is_complete: True if the run reached its end without an error.
+        """
+
+
+def checked_interval(figures_every: int | None) -> int | None:
+    """Return the interval between figures after checking it.
 
     Raises:
-        TypeError: it is neither a RunLogger nor a Lightning logger.
+        ValueError: it is neither None nor a positive integer.
     """
-    if isinstance(built, RunLogger):
-        return built
-    if isinstance(built, Logger):
-        return LightningLogger(built)
-    raise TypeError(f"logger must be a RunLogger or a Lightning logger, got {type(built).__name__}")
+    if figures_every is not None and not is_count(figures_every):
+        raise ValueError(
+            f"logger.figures_every must be an integer of at least 1, got {figures_every}; give null for "
+            "figures at the end only"
+        )
+    return figures_every
+
+
+class GuardedLogger:
+    """Context manager that opens and closes a logger, and logs its errors instead of raising them.
+
+    After an error, and if `logger` is None, nothing is sent. Errors of the run itself and Ctrl-C propagate.
+    """
+
+    def __init__(self, logger: RunLogger | None, start: RunStart, console: Console) -> None:
+        self.logger = logger
+        self.start = start
+        self.console = console
+        self.is_broken = False
+
+    def __enter__(self) -> "GuardedLogger":
+        self.send("starting", lambda logger: self._print(logger.open(self.start)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.logger is not None and self.is_broken:
+            try:
+                self.logger.close(is_complete=False)  # may still save its data
+            except Exception as error:
+                log.debug("%s could not be ended either: %s", type(self.logger).__name__, error)
+        self.send("ending", lambda logger: self._print(logger.close(is_complete=kind is None)))
+
+    @property
+    def figures_every(self) -> int | None:
+        """Iterations between figures during training; None if the logger takes none or has failed."""
+        return None if self.logger is None or self.is_broken else self.logger.figures_every
+
+    def send(self, doing: str, action: Callable[[RunLogger], object]) -> None:
+        """Call `action` with the logger, unless the logger has failed before.
+
+        Args:
+            doing: name of the action for the warning if it fails.
+        """
+        if self.logger is None or self.is_broken:
+            return
+        try:
+            action(self.logger)
+        except Exception as error:
+            self.is_broken = True
+            log.warning(
+                "%s failed at %s and gets no more data; the run continues, with metrics in metrics.csv: %s",
+                type(self.logger).__name__,
+                doing,
+                error,
+            )
+
+    def _print(self, message: str | None) -> None:
+        if message is not None:
+            self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+SAMPLE_HEADINGS = ("iteration", "prompt", "completion", "reward")
+N_DRAWN = 16
+"""Sequences of a rollout in the figures during training."""
+
+
+class LoggingCallback(RLCallback):
+    """Logs metrics, samples and figures; must come after all callbacks that add metrics.
+
+    Args:
+        history: rows of metrics.csv from before a resume; rows that the logger lacks are sent again.
+        draw: returns the figures of the run so far, given a rollout.
+    """
+
+    def __init__(
+        self,
+        logger: GuardedLogger,
+        samples: Samples,
+        history: History,
+        draw: Callable[[Rollout], Sequence[Picture]],
+    ) -> None:
+        self.logger = logger
+        self.samples = samples
+        self.draw = draw
+        self._rollout: Rollout | None = None
+        """The rollout of this iteration if figures are due."""
+        if history:
+            earlier = list(history)
+            logger.send("the earlier iterations", lambda logger: self._send_missing(logger, earlier))
+
+    def on_rollout_end(self, experience: Experience) -> None:
+        every = self.logger.figures_every
+        is_due = every is not None and (experience.iteration + 1) % every == 0
+        self._rollout = experience.rollout.rows(slice(N_DRAWN)).to("cpu") if is_due else None
+
+    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
+        place = {ITERATION: float(iteration), TOKENS: metrics[TOKENS], SECONDS: metrics[SECONDS]}
+        self.logger.send("an iteration", lambda logger: self._record(logger, metrics, place))
+        self._rollout = None
+
+    def _record(self, logger: RunLogger, metrics: dict[str, float], place: AxisValues) -> None:
+        iteration = int(place[ITERATION])
+        if iteration <= logger.last_iteration:
+            return
+        logger.scalars(metrics, place)
+        _send_samples(logger, [s for s in self.samples.latest if s.iteration == iteration], place)
+        if self._rollout is not None:
+            logger.figures(self.draw(self._rollout), place)
+
+    def _send_missing(self, logger: RunLogger, history: History) -> None:
+        """Send rows after the logger's last iteration, and samples missing from its table."""
+        for n_rows, row in enumerate(history, start=1):
+            if row[ITERATION] > logger.last_iteration:
+                logger.scalars(row, last_axis_values(history[:n_rows]))
+        n_known = max(logger.last_iteration, int(history[-1][ITERATION]))
+        n_kept = logger.last_iteration if logger.keeps_tables else 0
+        known = [s for s in read_samples(self.samples.path) if n_kept < s.iteration <= n_known]
+        _send_samples(logger, known, last_axis_values(history))
+
+
+def _send_samples(logger: RunLogger, samples: Sequence[LoggedSample], place: AxisValues) -> None:
+    rows: Rows = [[sample.iteration, sample.prompt, sample.completion, sample.reward] for sample in samples]
+    if rows:
+        logger.table("samples", SAMPLE_HEADINGS, rows, place, grows=True)

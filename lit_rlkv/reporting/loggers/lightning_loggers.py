@@ -3,14 +3,28 @@
 import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from lit_rlkv.reporting.loggers.base import Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.loggers import Rows, RunLogger, RunStart, checked_interval
 from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import ITERATION, AxisValues
 from lit_rlkv.reporting.tables import markdown_table
+
+
+def as_run_logger(built: Any) -> RunLogger:
+    """Return a configured logger as a RunLogger.
+
+    Raises:
+        TypeError: it is neither a RunLogger nor a Lightning logger.
+    """
+    if isinstance(built, RunLogger):
+        return built
+    if isinstance(built, Logger):
+        return LightningLogger(built)
+    raise TypeError(f"logger must be a RunLogger or a Lightning logger, got {type(built).__name__}")
 
 
 class LightningLogger(RunLogger):
@@ -27,7 +41,7 @@ class LightningLogger(RunLogger):
     def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
         numbers = {name: float(value) for name, value in {**metrics, **place}.items()}
         self.logger.log_metrics(numbers, step=int(place[ITERATION]))
-        self.logger.save()
+        self.logger.save()  # so that a kill loses no metrics
 
     def close(self, is_complete: bool) -> str | None:
         self.logger.finalize("success" if is_complete else "failed")
@@ -38,7 +52,7 @@ FOLDER = "tensorboard"
 """Folder of the event files, in the run's folder."""
 
 
-class TensorBoard(RunLogger):
+class TensorBoard(LightningLogger):
     """Event files in the run's folder; a resumed run hides events after its checkpoint.
 
     Raises:
@@ -51,7 +65,7 @@ class TensorBoard(RunLogger):
                 "logger=tensorboard needs the package tensorboard, which is not installed; "
                 'pip install -e ".[tensorboard]", or use logger=csv'
             )
-        self.figures_every = checked_interval("logger", figures_every)
+        self.figures_every = checked_interval(figures_every)
 
     def open(self, start: RunStart) -> str | None:
         self.logger = TensorBoardLogger(
@@ -61,28 +75,19 @@ class TensorBoard(RunLogger):
             default_hp_metric=False,
             purge_step=start.resumed_at + 1,  # also after a kill before the first checkpoint
         )
-        self.logger.log_hyperparams({**start.config, "environment": dict(start.environment)})
+        super().open(start)
+        self.writer = self.logger.experiment
         described = json.dumps(dict(start.environment), indent=1, default=str)
-        self.logger.experiment.add_text("environment", f"```\n{described}\n```", start.resumed_at)
-        self.last_iteration = start.resumed_at
+        self.writer.add_text("environment", f"```\n{described}\n```", start.resumed_at)
         return f"to watch: tensorboard --logdir {self.logger.log_dir}"
-
-    def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
-        numbers = {name: float(value) for name, value in {**metrics, **place}.items()}
-        self.logger.log_metrics(numbers, step=int(place[ITERATION]))
-        self.logger.experiment.flush()  # so that a kill loses no events
 
     def table(
         self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
     ) -> None:
-        self.logger.experiment.add_text(name, markdown_table(headings, rows), int(place[ITERATION]))
+        self.writer.add_text(name, markdown_table(headings, rows), int(place[ITERATION]))
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:
         for picture in pictures:
-            self.logger.experiment.add_image(
+            self.writer.add_image(
                 picture.key, pixels(picture.figure), int(place[ITERATION]), dataformats="HWC"
             )
-
-    def close(self, is_complete: bool) -> str | None:
-        self.logger.finalize("success" if is_complete else "failed")
-        return None

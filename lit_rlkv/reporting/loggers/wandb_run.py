@@ -12,11 +12,19 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from lit_rlkv.files import write_atomically
-from lit_rlkv.reporting.loggers.base import FileKind, Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart, checked_interval
 from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import AXES, ITERATION, TOKENS, AxisValues
 
+log = logging.getLogger(__name__)
+
+FILE_NAME = "wandb.json"
+"""File in the run's folder with the id of the W&B run."""
+FORBIDDEN = "/\\#?%:"
+"""Characters that W&B does not allow in project names."""
+INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
+Mode = Literal["online", "offline"]
 SYNCED = ".wandb.synced"
 """Suffix of the marker file that makes `wandb sync` skip a run file."""
 BLOCK, HEADER, RECORD_HEADER = 32768, 7, 7
@@ -33,11 +41,11 @@ def run_files(run_dir: Path, run_id: str) -> list[Path]:
 
 def truncate_incomplete(path: Path) -> None:
     """Truncate an incomplete last record, which would stop `wandb sync`; remove a file without records."""
-    log = path.read_bytes()
-    end = max((end for end, _ in records(log)), default=0)
+    content = path.read_bytes()
+    end = max((end for end, _ in records(content)), default=0)
     if end == 0:
         path.unlink()
-    elif end < len(log):
+    elif end < len(content):
         os.truncate(path, end)
 
 
@@ -50,48 +58,29 @@ def last_iteration(path: Path, metric: str) -> int:
         record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
         if record.WhichOneof("record_type") != "history":
             continue
-        values = [item.value_json for item in record.history.item if _name(item) == metric]
-        highest = max([highest, *(int(json.loads(value)) for value in values)])
+        for item in record.history.item:
+            if (item.key or "/".join(item.nested_key)) == metric:
+                highest = max(highest, int(json.loads(item.value_json)))
     return highest
 
 
-def records(log: bytes) -> Iterator[tuple[int, bytes]]:
+def records(content: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield each complete record with the position of its end."""
     position, pieces = HEADER, b""
-    while position + RECORD_HEADER <= len(log):
+    while position + RECORD_HEADER <= len(content):
         left = BLOCK - position % BLOCK
-        if left < RECORD_HEADER:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", log, position)
-        if kind == UNUSED:
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        if left < RECORD_HEADER or kind == UNUSED:
             position += left
             continue
         position += RECORD_HEADER
-        if position + length > len(log):
+        if position + length > len(content):
             return
-        pieces += log[position : position + length]
+        pieces += content[position : position + length]
         position += length
         if kind in (FULL, LAST):
             yield position, pieces
             pieces = b""
-
-
-def _name(item: Any) -> str:
-    return str(item.key or "/".join(item.nested_key))
-
-
-log = logging.getLogger(__name__)
-
-FILE_NAME = "wandb.json"
-"""File in the run's folder with the id of the W&B run."""
-
-FORBIDDEN = "/\\#?%:"
-"""Characters that W&B does not allow in project names."""
-
-INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
-
-Mode = Literal["online", "offline"]
 
 
 class WandbRun(RunLogger):
@@ -142,7 +131,7 @@ class WandbRun(RunLogger):
         self.name = name
         self.offline = offline
         self.log_model = log_model
-        self.figures_every = checked_interval("logger", figures_every)
+        self.figures_every = checked_interval(figures_every)
         self.finish_timeout_s = float(finish_timeout_s)
         self._tables: dict[str, Any] = {}
         self._sent: list[Path] = []
@@ -153,14 +142,14 @@ class WandbRun(RunLogger):
 
         self._wandb = wandb
         self.run_dir = start.run_dir
-        kept_id = _read_id(start.run_dir)
+        id_file = start.run_dir / FILE_NAME
+        kept_id = json.loads(id_file.read_text())["id"] if id_file.is_file() else None
         earlier = [] if kept_id is None else run_files(start.run_dir, kept_id)
         held = max((last_iteration(path, ITERATION) for path in earlier), default=0)
         for path in earlier:
             truncate_incomplete(path)
         self.run = self._init(kept_id or uuid4().hex[:8])
-        # A sweep agent chooses the id itself.
-        _write_id(start.run_dir, self.run.id)
+        write_atomically(id_file, json.dumps({"id": self.run.id}))  # a sweep agent chooses the id itself
         is_online = not (self.run.offline or self.run.disabled)
         self._sent = earlier if is_online else []
         # Online, the iterations on the server count, not those in the files.
@@ -180,21 +169,17 @@ class WandbRun(RunLogger):
         self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
     ) -> None:
         # A logged table is immutable; an incremental one logs its new rows.
-        table = self._tables.get(name) if grows else None
-        if table is None:
-            table = self._wandb.Table(
+        if not grows or name not in self._tables:
+            self._tables[name] = self._wandb.Table(
                 columns=list(headings), log_mode="INCREMENTAL" if grows else "IMMUTABLE"
             )
-            self._tables[name] = table
+        table = self._tables[name]
         for row in rows:
             table.add_data(*row)
         self.run.log({name: table, **place})
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:
-        images = {
-            picture.key: self._wandb.Image(pixels(picture.figure), caption=picture.caption)
-            for picture in pictures
-        }
+        images = {p.key: self._wandb.Image(pixels(p.figure), caption=p.caption) for p in pictures}
         self.run.log({**images, **place})
 
     def file(self, path: Path, kind: FileKind) -> None:
@@ -272,12 +257,3 @@ def end_service(teardown: Callable[[], None]) -> None:
         raise errors[0]
     if ending.is_alive():
         raise TimeoutError(f"wandb's service did not stop within {TEARDOWN_TIMEOUT_S:g} seconds")
-
-
-def _read_id(run_dir: Path) -> str | None:
-    path = run_dir / FILE_NAME
-    return str(json.loads(path.read_text())["id"]) if path.is_file() else None
-
-
-def _write_id(run_dir: Path, run_id: str) -> None:
-    write_atomically(run_dir / FILE_NAME, json.dumps({"id": run_id}))

@@ -6,22 +6,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
-from lit_rlkv.reporting.plots.style import (
-    BLUE,
-    GREEN,
-    GRID,
-    INK,
-    VERMILLION,
-    empty_figure,
-    legend,
-    right_axis,
-    single_axes,
-)
+from lit_rlkv.reporting.plots import style
 
 Measured = Mapping[str, Any]
-"""A line of diagnostics.jsonl from the diagnostic `mismatch`."""
+"""A line of diagnostics.jsonl."""
 
 ROUNDING = 1e-6
 """Mismatch in nats below which it is rounding error and not drawn."""
@@ -32,61 +21,45 @@ RARE = 0.05
 X_LABEL = "Position in the response"
 
 
-def mismatch_by_position(measured: Measured | None) -> Figure:
+def mismatch_by_position(measured: Measured) -> Figure:
     """Draw the KL and the tail of |log ρ| at each position, on a log axis."""
-    figure, axes = single_axes(X_LABEL, "Mismatch (nats)")
-    if measured is None:
-        return empty_figure(figure, axes, "no mismatch was measured")
-    position = _column(measured, "position")
+    figure, axes = style.single_axes(X_LABEL, "Mismatch (nats)")
     highest = ROUNDING
     for name, color, label in (
-        ("abs_log_ratio_p99", VERMILLION, "|log ρ|, 99th percentile"),
-        ("abs_log_ratio_p95", GREEN, "95th"),
-        ("k3", BLUE, "KL, mean"),
+        ("abs_log_ratio_p99", style.VERMILLION, "|log ρ|, 99th percentile"),
+        ("abs_log_ratio_p95", style.GREEN, "95th"),
+        ("k3", style.BLUE, "KL, mean"),
     ):
         value = _column(measured, name)
         value[value < ROUNDING] = np.nan
         highest = np.nanmax([highest, *value])
-        axes.plot(position, value, color=color, lw=1.8, marker=".", ms=4, label=label)
-    axes.set_yscale("log")
-    axes.set_ylim(ROUNDING, 10 ** np.ceil(np.log10(highest) + 0.1))
-    axes.yaxis.set_minor_locator(NullLocator())
+        _plot(axes, measured, value, color, label)
+    style.log_axis(axes, ROUNDING, 10 ** np.ceil(np.log10(highest) + 0.1))
     return _finish(figure, axes, measured)
 
 
-def overlap_by_position(measured: Measured | None) -> Figure:
+def overlap_by_position(measured: Measured) -> Figure:
     """Draw the overlap of the sparse and the dense distribution at each position."""
-    figure, axes = single_axes(X_LABEL, "Overlap Σ min(μ, π)")
-    if measured is None:
-        return empty_figure(figure, axes, "no overlap was measured")
-    position = _column(measured, "position")
-    axes.plot(position, _column(measured, "overlap_mean"), color=BLUE, lw=1.8, marker=".", ms=4, label="mean")
-    low = _column(measured, "overlap_p05")
-    axes.plot(position, low, color=VERMILLION, lw=1.8, marker=".", ms=4, label="5th percentile")
-    axes.set_ylim(0, 1.03)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    figure, axes = style.single_axes(X_LABEL, "Overlap Σ min(μ, π)")
+    _plot(axes, measured, _column(measured, "overlap_mean"), style.BLUE, "mean")
+    _plot(axes, measured, _column(measured, "overlap_p05"), style.VERMILLION, "5th percentile")
+    style.share_axis(axes)
     return _finish(figure, axes, measured)
 
 
-def weights_by_position(measured: Measured | None) -> Figure:
+def weights_by_position(measured: Measured) -> Figure:
     """Draw the cost of unbiased reweighting of the response so far: effective sample size, |log Π ρ|."""
-    figure, axes = single_axes(X_LABEL, "Effective sample size")
-    if measured is None:
-        return empty_figure(figure, axes, "no weights were measured")
-    position = _column(measured, "position")
-    share = _column(measured, "prefix_ess")
-    axes.plot(position, share, color=BLUE, lw=2, label="sample size, left axis")
-    axes.set_yscale("log")
-    axes.set_ylim(10 ** np.floor(np.log10(share.min()) - 0.01), 1.3)
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    right = right_axis(axes, "|log Π ρ| (nats)")
-    for name, style, label in (
+    figure, axes = style.single_axes(X_LABEL, "Effective sample size")
+    position, share = _column(measured, "position"), _column(measured, "prefix_ess")
+    axes.plot(position, share, color=style.BLUE, lw=2, label="sample size, left axis")
+    style.log_axis(axes, 10 ** np.floor(np.log10(share.min()) - 0.01), 1.3, is_share=True)
+    right = style.right_axis(axes, "|log Π ρ| (nats)")
+    for name, dashes, label in (
         ("prefix_abs_log_ratio", "-", "|log Π ρ|, mean"),
-        ("prefix_abs_log_ratio_p95", (0, (5, 3)), "95th percentile"),
+        ("prefix_abs_log_ratio_p95", style.DASHED, "95th percentile"),
     ):
-        right.plot(position, _column(measured, name), color=VERMILLION, lw=1.4, ls=style)
-        axes.plot([], [], color=VERMILLION, lw=1.4, ls=style, label=label)  # for the legend
+        right.plot(position, _column(measured, name), color=style.VERMILLION, lw=1.4, ls=dashes)
+        axes.plot([], [], color=style.VERMILLION, lw=1.4, ls=dashes, label=label)  # for the legend
     right.set_ylim(bottom=0)
     return _finish(figure, axes, measured)
 
@@ -94,6 +67,11 @@ def weights_by_position(measured: Measured | None) -> Figure:
 def _column(measured: Measured, name: str) -> np.ndarray:
     """Return an array of the measurement, with NaN for None."""
     return np.array(measured[name], dtype=float)
+
+
+def _plot(axes: Axes, measured: Measured, value: np.ndarray, color: str, label: str) -> None:
+    position = _column(measured, "position")
+    axes.plot(position, value, color=color, lw=1.8, marker=".", ms=4, label=label)
 
 
 def _finish(figure: Figure, axes: Axes, measured: Measured) -> Figure:
@@ -104,30 +82,25 @@ def _finish(figure: Figure, axes: Axes, measured: Measured) -> Figure:
         half = (position[1] - position[0]) / 2
         low, high = position[is_rare.argmax()] - half, position[-1] + half
         label = f"fewer than {RARE:.0%} get here"
-        axes.axvspan(low, high, color=GRID, alpha=0.6, lw=0, label=label, zorder=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(axes)
-    return figure
+        axes.axvspan(low, high, color=style.GRID, alpha=0.6, lw=0, label=label, zorder=0)
+    return style.finish(figure, axes)
 
 
-def layer_mismatch(first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> Figure:
+def layer_mismatch(first: Measured, last: Measured) -> Figure:
     """Draw the KL from the dense policy if only one layer evicts keys, for each layer.
 
     Args:
         first: the first line of diagnostics.jsonl from the diagnostic `layers`, for comparison.
         last: the line to draw.
     """
-    figure, axes = single_axes("Layer that evicts", "KL from the dense policy (nats)")
-    if first is None or last is None:
-        return empty_figure(figure, axes, "no layer was measured")
+    figure, axes = style.single_axes("Layer that evicts", "KL from the dense policy (nats)")
     layer = np.arange(len(last["layer_kl"]))
-    axes.bar(layer, last["layer_kl"], color=BLUE, width=0.6, label=f"iteration {last['iteration']}")
+    axes.bar(layer, last["layer_kl"], color=style.BLUE, width=0.6, label=f"iteration {last['iteration']}")
     if first["iteration"] != last["iteration"]:
-        axes.plot(
-            layer, first["layer_kl"], "o", mfc="white", mec=INK, ms=5, label=f"iteration {first['iteration']}"
-        )
-    axes.axhline(last["all_layers_kl"], color=VERMILLION, lw=1.4, ls=(0, (5, 3)), label="all layers evict")
+        label = f"iteration {first['iteration']}"
+        axes.plot(layer, first["layer_kl"], "o", mfc="white", mec=style.INK, ms=5, label=label)
+    axes.axhline(
+        last["all_layers_kl"], color=style.VERMILLION, lw=1.4, ls=style.DASHED, label="all layers evict"
+    )
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(axes)
-    return figure
+    return style.finish(figure, axes)

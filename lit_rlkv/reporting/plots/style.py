@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import UInt8
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 HALF_WIDTH, FULL_WIDTH, HEIGHT = 5.2, 10.4, 3.2
 """Inches; a report shows two figures of HALF_WIDTH side by side, or one of FULL_WIDTH."""
@@ -18,6 +20,8 @@ BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # 
 SAND = "#f0c890"
 SMALL, NORMAL = 8, 9
 """Font sizes in points."""
+DASHED = (0, (5, 3))
+PERCENT = "{x:.0%}"
 
 
 def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
@@ -25,9 +29,14 @@ def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tup
     figure = Figure(figsize=(HALF_WIDTH, height), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     style_axes(axes)
-    axes.set_xlabel(x_label, fontsize=NORMAL, color=INK)
-    axes.set_ylabel(y_label, fontsize=NORMAL, color=INK)
+    label_axes(axes, x_label, y_label)
     return figure, axes
+
+
+def two_axes() -> tuple[Figure, Axes, Axes]:
+    """Return a figure with two pairs of axes side by side, as wide as a report."""
+    figure = Figure(figsize=(FULL_WIDTH, HEIGHT), dpi=100, layout="constrained")
+    return figure, *figure.subplots(1, 2)
 
 
 def style_axes(axes: Axes) -> None:
@@ -35,10 +44,13 @@ def style_axes(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.grid(visible=True, color=GRID, lw=0.8)
     axes.tick_params(labelsize=SMALL, labelcolor=MUTED, color=GRID)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color(GRID)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(GRID)
+
+
+def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label, fontsize=NORMAL, color=INK)
+    axes.set_ylabel(y_label, fontsize=NORMAL, color=INK)
 
 
 def legend(axes: Axes, n_columns: int = 3) -> None:
@@ -55,26 +67,43 @@ def legend(axes: Axes, n_columns: int = 3) -> None:
     color_texts(found.get_texts())
 
 
+def finish(figure: Figure, axes: Axes, n_columns: int = 3) -> Figure:
+    """Add a legend and integer ticks on the x axis, and return the figure."""
+    integer_ticks(axes.xaxis)
+    legend(axes, n_columns)
+    return figure
+
+
+def integer_ticks(*found: Axis) -> None:
+    """Put the ticks of these x or y axes at integers."""
+    for axis in found:
+        axis.set_major_locator(MaxNLocator(integer=True))
+
+
 def color_texts(texts: Sequence[Text]) -> None:
     """Write texts in the colour of the page."""
     for text in texts:
         text.set_color(INK)
 
 
-def labelled_line(axes: Axes, height: float | int, name: str, side: str) -> None:
-    """Draw a horizontal line with a label at its right end; `side` is the vertical alignment of the text."""
-    axes.axhline(height, color=VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
-    axes.annotate(
-        name,
-        (1, height),
-        xycoords=("axes fraction", "data"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        fontsize=SMALL,
-        color=VERMILLION,
-        va=side,
-        annotation_clip=False,
-    )
+def share_axis(axes: Axes) -> None:
+    """Let the y axis show shares from 0 to 100 %."""
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PERCENT)
+
+
+def log_axis(axes: Axes, low: float | int, high: float | int, *, is_share: bool = False) -> None:
+    """Make the y axis logarithmic; limits at decades guarantee a tick label."""
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    axes.yaxis.set_minor_locator(NullLocator())
+    if is_share:
+        axes.yaxis.set_major_formatter(small_percent)
+
+
+def small_percent(value: float, position: float | int | None = None) -> str:
+    """Format a share as a percentage with significant digits only, such as 0.1%."""
+    return f"{100 * value:g}%"
 
 
 def right_axis(axes: Axes, label: str) -> Axes:
@@ -84,13 +113,6 @@ def right_axis(axes: Axes, label: str) -> Axes:
     right.tick_params(colors=VERMILLION, labelsize=SMALL, length=0)
     right.spines[:].set_visible(False)
     return right
-
-
-def empty_figure(figure: Figure, axes: Axes, reason: str) -> Figure:
-    """Return the figure with a reason in place of its axes."""
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, reason, ha="center", va="center", fontsize=NORMAL, color=MUTED)
-    return figure
 
 
 History = Sequence[Mapping[str, float | int]]

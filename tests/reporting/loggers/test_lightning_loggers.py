@@ -7,8 +7,8 @@ from lightning.pytorch.loggers import CSVLogger
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lit_rlkv.reporting.loggers import as_run_logger, lightning_loggers
-from lit_rlkv.reporting.loggers.lightning_loggers import TensorBoard
+from lit_rlkv.reporting.loggers import lightning_loggers
+from lit_rlkv.reporting.loggers.lightning_loggers import TensorBoard, as_run_logger
 from lit_rlkv.reporting.report import Picture
 from tests.reporting.loggers.recorded import KeepingLogger, place, start_in
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from lit_rlkv.reporting.loggers import GuardedLogger
-from lit_rlkv.reporting.loggers.logging_callback import LoggingCallback
+from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback
 from lit_rlkv.reporting.samples import LoggedSample, Samples
 from lit_rlkv.types import NEVER, Rollout
 from tests.reporting.loggers.recorded import KeepingLogger, place, start_in

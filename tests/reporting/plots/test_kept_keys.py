@@ -5,7 +5,7 @@ from matplotlib.collections import PolyCollection
 
 from lit_rlkv.reporting.plots import kept_keys, style
 from lit_rlkv.types import Rollout
-from tests.reporting.plots.drawn import TWO_HEADS, N, line, make_rollout
+from tests.reporting.plots.drawn import NOTHING, TWO_HEADS, N, line, make_rollout
 
 
 def test_cache_fill_counts_births_less_evictions():
@@ -33,25 +33,6 @@ def test_cache_fill_marks_budget_and_slots():
     assert levels["_budget 2"] == 2
     assert levels["_slots 3"] == 3
     assert "_budget 2" not in {found.get_label() for found in kept_keys.cache_fill(TWO_HEADS).axes[0].lines}
-
-
-def test_cached_keys_agree_with_their_definition():
-    seq = 23
-    column = torch.arange(seq)
-    attention_mask = torch.stack(
-        [(column >= start) & (column < end) for start, end in ((0, 23), (5, 20), (3, 9))]
-    )
-    evicted_at = (
-        (column + torch.randint(1, 30, (3, 2, 4, seq))).int().masked_fill(~attention_mask[:, None, None], 0)
-    )
-    rollout = Rollout(
-        torch.zeros(3, seq).long(), attention_mask, attention_mask, torch.zeros(3, seq), evicted_at, 0
-    )
-    is_live = (column[None, :] <= column[:, None]) & (evicted_at[..., None, :] > column[:, None])
-    expected = (is_live & attention_mask[:, None, None, None]).sum(-1)
-    assert torch.equal(kept_keys.cached_keys(rollout), expected)
-    is_live_late = (column[None, :] <= column[:, None]) & (evicted_at[..., None, :] >= column[:, None])
-    assert not torch.equal((is_live_late & attention_mask[:, None, None, None]).sum(-1), expected)
 
 
 def test_cache_fill_averages_only_over_rows_that_still_write():
@@ -121,18 +102,17 @@ def test_ages_are_shares_on_their_own_tokens():
 
 
 @pytest.mark.parametrize(
-    ("draw", "reason"),
+    "draw",
     [
-        (kept_keys.attention_kept, "no attention was measured"),
-        (kept_keys.attention_on_evicted, "no attention was measured"),
-        (kept_keys.ages_at_eviction, "no key was evicted"),
+        lambda: kept_keys.cache_fill(TWO_HEADS),
+        lambda: kept_keys.key_lifetimes(NOTHING, 0),
+        lambda: kept_keys.attention_kept(CACHE),
+        lambda: kept_keys.ages_at_eviction(CACHE),
     ],
 )
-@pytest.mark.parametrize("measured", [None, {"iteration": 1, "name": "cache"}])
-def test_a_picture_without_data_says_so(draw, reason, measured, tmp_path):
-    figure = draw(measured)
-    assert [text.get_text() for text in figure.axes[0].texts] == [reason]
-    figure.savefig(tmp_path / "figure.png")
+def test_figures_render(draw, tmp_path):
+    draw().savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def bars(axes):

@@ -1,36 +1,29 @@
 """Pictures of a report, each with a name and a caption on how to read it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
-from matplotlib.figure import Figure
-
-from lit_rlkv.reporting.plots import accuracy, curves, divergence, kept_keys, style, time_and_memory
-from lit_rlkv.reporting.report.content import Picture, RunReport
+from lit_rlkv.reporting.plots import curves, divergence, kept_keys, style
+from lit_rlkv.reporting.report import Picture, RunReport
 from lit_rlkv.reporting.tables import reward_sentence
-from lit_rlkv.types import Rollout
 from lit_rlkv.units import human_seconds
 
 
 def figures(report: RunReport) -> list[Picture]:
     """Return all pictures for which the run has data."""
-    return [
-        *_result_pictures(report),
-        *_eviction_pictures(report),
-        *_cache_pictures(report),
-        *_time_pictures(report),
-    ]
+    parts = (_result_pictures, _eviction_pictures, _cache_pictures, _time_pictures)
+    return [picture for pictures in parts for picture in pictures(report)]
 
 
 def _result_pictures(report: RunReport) -> Iterator[Picture]:
     history, quality = report.history, report.reward_model
-    if _is_logged(history, ["reward"]):
+    if _is_logged(report, "reward"):
         yield Picture(
             curves.reward_curve(history),
             "Reward",
             "The thick line is the moving average of the mean reward of rollouts. The band is the std of "
             "rewards among responses to one prompt; at 0 there is no learning signal.",
         )
-    if _is_logged(history, ["rewards/learned"]):
+    if _is_logged(report, "rewards/learned"):
         yield Picture(
             curves.proxy_and_gold(history),
             "Proxy and gold",
@@ -39,17 +32,17 @@ def _result_pictures(report: RunReport) -> Iterator[Picture]:
         )
     if quality is not None:
         yield Picture(
-            accuracy.reliability(quality.bin_confidence, quality.bin_accuracy, quality.bin_counts),
+            curves.reliability(quality.bin_confidence, quality.bin_accuracy, quality.bin_counts),
             "How sure the reward model should be",
             f"{reward_sentence(quality)}. Below the diagonal on the right it is overconfident.",
         )
     if report.before or report.after:
         yield Picture(
-            accuracy.accuracy_against_budget(report.before, report.after),
+            curves.accuracy_against_budget(report.before, report.after),
             "Accuracy against budget",
             "The distance from a point up to the dashed line of its colour is the cost of eviction.",
         )
-    if _is_logged(history, curves.MISMATCHES):
+    if _is_logged(report, *curves.MISMATCHES):
         yield Picture(
             curves.mismatch(history),
             "Mismatch of sampler and learner",
@@ -86,7 +79,7 @@ def _eviction_pictures(report: RunReport) -> Iterator[Picture]:
             "A bar is the effect of the evictions of one layer alone; the dashed line is the effect of all "
             "layers together.",
         )
-    if _is_logged(report.history, ["kv/arms/tis/ess"]):
+    if _is_logged(report, "kv/arms/tis/ess"):
         yield Picture(
             curves.effective_samples(report.history),
             "What each correction would make of the rollouts",
@@ -97,6 +90,7 @@ def _eviction_pictures(report: RunReport) -> Iterator[Picture]:
 
 def _cache_pictures(report: RunReport) -> Iterator[Picture]:
     if report.rollout is not None:
+        longest = int(report.rollout.attention_mask.sum(dim=1).argmax())  # it has the most evictions
         yield Picture(
             kept_keys.cache_fill(report.rollout, report.budget, report.interval),
             "Cache fill",
@@ -104,7 +98,7 @@ def _cache_pictures(report: RunReport) -> Iterator[Picture]:
             "grows with the text. The prompt is read before any key is evicted.",
         )
         yield Picture(
-            _lifetimes(report.rollout, report.token_labels),
+            kept_keys.key_lifetimes(report.rollout, longest, _labels(report, longest)),
             "Key lifetimes in one sequence",
             "A bar is one key, from its own token to the first query that no longer sees it. Compare panels "
             "to see which heads keep keys that others evict.",
@@ -133,35 +127,33 @@ def _cache_pictures(report: RunReport) -> Iterator[Picture]:
 
 
 def _time_pictures(report: RunReport) -> Iterator[Picture]:
-    history = report.history
     if report.stage_seconds:
         total = human_seconds(sum(report.stage_seconds.values()))
         caption = f"Each bar is the wall-clock time of one stage; {total} in all."
-        yield Picture(time_and_memory.time_per_stage(report.stage_seconds), "Time per stage", caption)
-    if not _is_logged(history, ["time/rollout"]):
+        yield Picture(curves.time_per_stage(report.stage_seconds), "Time per stage", caption)
+    if not _is_logged(report, "time/rollout"):
         return
     yield Picture(
-        time_and_memory.time_per_phase(history),
+        curves.time_per_phase(report.history),
         "Time per phase",
         "Time of each phase of an iteration, with the time of diagnostics on top.",
     )
-    if time_and_memory.has_memory(history):
+    if _is_logged(report, *(f"memory/rollout/{kind}" for kind in curves.MEMORY)):
         yield Picture(
-            time_and_memory.memory_per_phase(history),
+            curves.memory_per_phase(report.history),
             "Memory per phase",
             "Peak memory of each phase, including earlier allocations. A line that rises is a leak, or "
             "responses that grow.",
         )
 
 
-def _is_logged(history: style.History, metrics: Iterable[str]) -> bool:
-    return any(len(style.series(history, metric)[0]) for metric in metrics)
+def _is_logged(report: RunReport, *metrics: str) -> bool:
+    return any(len(style.series(report.history, metric)[0]) for metric in metrics)
 
 
-def _lifetimes(rollout: Rollout, token_labels: Mapping[int, str] | None) -> Figure:
-    """Draw the lifetimes of the longest sequence, which has the most evictions."""
-    row = int(rollout.attention_mask.sum(dim=1).argmax())
-    if token_labels is None:
-        return kept_keys.key_lifetimes(rollout, row)
-    input_ids = rollout.input_ids[row][rollout.attention_mask[row]].tolist()
-    return kept_keys.key_lifetimes(rollout, row, [token_labels.get(id_, "?") for id_ in input_ids])
+def _labels(report: RunReport, row: int) -> list[str] | None:
+    """Return the token labels of a row of the rollout, without padding."""
+    if report.token_labels is None or report.rollout is None:
+        return None
+    input_ids = report.rollout.input_ids[row][report.rollout.attention_mask[row]].tolist()
+    return [report.token_labels.get(id_, "?") for id_ in input_ids]

@@ -3,10 +3,11 @@ from dataclasses import replace
 import pytest
 
 from lit_rlkv.evaluation.reward_model import RewardReport
-from lit_rlkv.reporting.report import figures, render
+from lit_rlkv.reporting.pictures import figures
+from lit_rlkv.reporting.report import render
 from tests.reporting.plots.drawn import POSITIONS, arm_history, layers
 from tests.reporting.plots.test_kept_keys import CACHE
-from tests.reporting.report.reports import EMPTY, FULL
+from tests.reporting.reports import EMPTY, FULL
 
 
 def named(report, name):
@@ -74,7 +75,8 @@ def test_the_last_measurement_is_the_one_that_is_shown():
 
 
 def test_the_page_has_them():
-    page = render(replace(EMPTY, diagnostics=[POSITIONS, layers(1, 0.1)]))
+    report = replace(EMPTY, diagnostics=[POSITIONS, layers(1, 0.1)])
+    page = render(report, figures(report))
     assert page.count("<figure") == 4
 
 

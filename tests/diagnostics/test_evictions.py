@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.diagnostics.eviction_counts import (
+from lit_rlkv.diagnostics.evictions import (
     affected_fraction,
     age_histogram,
     cached_keys,
@@ -41,13 +41,11 @@ def test_a_query_stands_one_column_before_the_token_it_predicts():
 
 
 def test_a_lifetime_counts_the_queries_that_saw_the_key():
-    found = lifetimes(TWO_HEADS)
+    evicted, n_kept = lifetimes(TWO_HEADS)
     # Head 0: column 2 lives 4 - 2 = 2. Head 1: column 1 lives 3 - 1 = 2, column 2 lives 2.
-    assert found.evicted[0].tolist() == [[0, 0, 1, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0]]
+    assert evicted[0].tolist() == [[0, 0, 1, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0]]
     # Keys are columns 1 to 4: the token of column 5 was written and never read.
-    assert found.n_kept.tolist() == [[3, 2]]
-    assert found.n_evicted.tolist() == [[1, 2]]
-    assert found.median.tolist() == [[2, 2]]
+    assert n_kept.tolist() == [[3, 2]]
 
 
 def test_a_token_is_affected_once_its_query_misses_a_key_in_any_head():
@@ -63,7 +61,7 @@ def test_a_token_is_affected_once_its_query_misses_a_key_in_any_head():
 
 def test_an_eviction_one_query_later_changes_the_lifetime():
     late = make_rollout([[[0, N, 5, N, N, N], [0, 3, 4, N, N, N]]], n_pad=1, n_prompt=2)
-    assert lifetimes(late).evicted[0, 0].tolist() == [0, 0, 0, 1, 0, 0, 0]
+    assert lifetimes(late)[0][0, 0].tolist() == [0, 0, 0, 1, 0, 0, 0]
 
 
 def test_mean_and_median_are_of_the_ages_counted():
@@ -118,14 +116,14 @@ def test_counts_of_a_rollout_agree_with_their_definitions():
 
 def test_lifetimes_of_a_rollout_agree_with_who_saw_whom():
     rollout = sampled()
-    found = lifetimes(rollout)
+    evicted, n_kept = lifetimes(rollout)
     is_key = rollout.attention_mask & response_queries(rollout.attention_mask)
     # A key that was evicted had been seen by as many queries as it was old.
     age = by_definition(rollout).sum(dim=3)
     for layer in range(2):
         for head in range(2):
             is_evicted = is_key & (rollout.evicted_at[:, layer, head] != N)
-            expected = torch.bincount(age[:, layer, head][is_evicted], minlength=found.evicted.shape[-1])
-            assert torch.equal(found.evicted[layer, head], expected)
-            assert int(found.n_kept[layer, head]) == int((is_key & ~is_evicted).sum())
-    assert int(found.n_evicted.sum()) > 100
+            expected = torch.bincount(age[:, layer, head][is_evicted], minlength=evicted.shape[-1])
+            assert torch.equal(evicted[layer, head], expected)
+            assert int(n_kept[layer, head]) == int((is_key & ~is_evicted).sum())
+    assert int(evicted.sum()) > 100

@@ -1,16 +1,28 @@
-"""Content of a report: pictures, measurements of the run, and the headline."""
+"""report.html: one self-contained page with the results and figures of a run."""
 
+import base64
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import Template
 from matplotlib.figure import Figure
 
 from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.samples import LoggedSample
+from lit_rlkv.reporting.tables import KL_MEANING, evaluation_cells, learned_cells
 from lit_rlkv.types import EvalRow, Rollout
+
+PAGE = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+TEMPLATE = Template(PAGE, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+
+PIXELS_PER_INCH = 200
+"""Resolution of the figures; the page shows them at half size for high-density screens."""
 
 
 class Picture(NamedTuple):
@@ -81,3 +93,38 @@ def _gain(report: RunReport, budget: int | None) -> str:
     """Return the accuracies before and after, such as `0.46 → 0.81`; empty if there are none."""
     found = [row.accuracy for rows in (report.before, report.after) for row in rows if row.budget == budget]
     return " → ".join(f"{accuracy:.2f}" for accuracy in found)
+
+
+def write_report(path: Path, report: RunReport, pictures: Sequence[Picture]) -> None:
+    """Write the page atomically."""
+    write_atomically(path, render(report, pictures))
+
+
+def render(report: RunReport, pictures: Sequence[Picture]) -> str:
+    """Return the page as HTML."""
+    rows = [*report.before, *report.after]
+    return TEMPLATE.render(
+        report=report,
+        sentences=headline(report),
+        evaluation=evaluation_cells(report.before, report.after),
+        learned=learned_cells(report.before, report.after),
+        n_problems=max((row.n_problems for row in rows), default=0),
+        kl_meaning=KL_MEANING,
+        pictures=[_image(picture) for picture in pictures],
+    )
+
+
+def _image(picture: Picture) -> dict[str, Any]:
+    """Return a picture as a PNG for the page, with its size in CSS pixels."""
+    buffer = io.BytesIO()
+    # Transparent, so that the dark scheme of the page can invert the image.
+    picture.figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, transparent=True)
+    width, height = picture.figure.get_size_inches()
+    return {
+        "name": picture.name,
+        "caption": picture.caption,
+        "png": base64.b64encode(buffer.getvalue()).decode(),
+        "width": round(width * PIXELS_PER_INCH / 2),
+        "height": round(height * PIXELS_PER_INCH / 2),
+        "is_wide": width > (style.HALF_WIDTH + style.FULL_WIDTH) / 2,
+    }

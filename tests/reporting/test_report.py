@@ -3,10 +3,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from jinja2 import Template
 
+from lit_rlkv.reporting import report as report_module
+from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import headline, render, write_report
-from lit_rlkv.reporting.report import page as page_module
-from tests.reporting.report.reports import EMPTY, FULL, eval_row
+from tests.reporting.reports import EMPTY, FULL, eval_row
 
 
 def test_the_headline_is_the_gain_under_the_budget():
@@ -65,7 +67,7 @@ def parsed(page):
 
 @pytest.fixture(scope="module")
 def full_page():
-    return render(FULL)
+    return render(FULL, figures(FULL))
 
 
 def test_the_page_needs_nothing_from_outside(full_page):
@@ -90,9 +92,8 @@ def test_texts_of_a_run_are_no_html(full_page):
 
 
 def test_the_check_for_html_would_notice_an_unescaped_text(monkeypatch):
-    monkeypatch.setattr(page_module, "escape", lambda text: text)
-    bare = replace(FULL, history=[], before=[], after=[], rollout=None, stage_seconds={}, title="a run")
-    assert "script" in parsed(render(bare)).tags
+    monkeypatch.setattr(report_module, "TEMPLATE", Template(report_module.PAGE, autoescape=False))
+    assert "script" in parsed(render(replace(FULL, title="a run"), [])).tags
 
 
 def test_the_page_shows_every_part(full_page):
@@ -113,15 +114,15 @@ def test_the_page_shows_every_part(full_page):
 
 def test_a_learned_reward_stands_beside_the_accuracy():
     rows = [replace(row, learned_reward=value) for row, value in zip(FULL.after, (1.25, -0.5), strict=True)]
-    page = render(replace(FULL, before=[], after=rows))
+    page = render(replace(FULL, before=[], after=rows), [])
     assert "Learned reward after" in page
     assert "1.25" in page
     assert "-0.50" in page
-    assert "Learned reward" not in render(FULL)
+    assert "Learned reward" not in render(FULL, [])
 
 
 def test_a_run_that_did_nothing_has_a_page_without_empty_sections():
-    page = render(EMPTY)
+    page = render(EMPTY, [])
     parser = parsed(page)
     assert not {"h2", "table", "figure", "details", "footer"} & set(parser.tags)
     assert "neither trained nor evaluated" in page
@@ -130,8 +131,8 @@ def test_a_run_that_did_nothing_has_a_page_without_empty_sections():
 def test_a_report_is_replaced_as_a_whole(tmp_path):
     path = tmp_path / "report.html"
     path.write_text("old")
-    write_report(path, EMPTY)
-    assert path.read_text(encoding="utf-8") == render(EMPTY)
+    write_report(path, EMPTY, [])
+    assert path.read_text(encoding="utf-8") == render(EMPTY, [])
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
@@ -140,6 +141,6 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path):
     path.write_text("old")
     broken = replace(EMPTY, after=[FULL.after[0], FULL.after[0]])
     with pytest.raises(ValueError, match="lists a cache twice"):
-        write_report(path, broken)
+        write_report(path, broken, [])
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
