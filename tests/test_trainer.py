@@ -139,7 +139,7 @@ def test_a_resume_without_the_prompt_cursor_is_caught():
     six = train_here(module, data, 2)
     module, data = make_run()
     train_here(module, data, 1)
-    data.source.load_state_dict({"cursor": 0})
+    data.source.load_state_dict({**data.source.state_dict(), "cursor": 0})
     assert train_here(module, data, 2, first_iteration=1)[0]["loss"] != six[1]["loss"]
 
 

@@ -31,7 +31,7 @@ JUDGED = [
             ["optimizer.lr=abc"],
             "optimizer.lr must be a number of at least 0, got abc; it is the learning rate",
         ),
-        (["sft.n_pairs=999"], "sft.n_pairs must be at most sft.batch_size=128, got 999; lower it"),
+        (["sft.n_pairs=999"], "sft.n_pairs must be at most sft.batch_size=64, got 999; lower it"),
         (
             ["sft.n_steps=70"],
             "sft.n_steps must be a multiple of sft.steps_per_iteration=50, got 70; change one of them",
