@@ -61,8 +61,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
 
     Raises:
         ConfigError: a setting is wrong, there is no such run, or its folder cannot be written; raised before
-        any
-            model is loaded.
+            any model is loaded.
     """
     for policy in asked.policies or ():
         if policy != "dense":
@@ -130,8 +129,7 @@ def _check_writable(run_dir: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"{run_dir} must be writable for the results, got {error.strerror}; copy the run elsewhere, and "
-            "give "
-            "ckpt=COPY"
+            "give ckpt=COPY"
         ) from error
 
 

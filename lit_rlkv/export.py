@@ -54,8 +54,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise ConfigError(
             f"to={folder} must be an earlier export to be replaced, found no {MANIFEST}; give another "
-            "folder, or "
-            "remove it yourself"
+            "folder, or remove it yourself"
         )
 
 

@@ -56,8 +56,7 @@ def check_targets(node: Any, path: str = "") -> None:
         if not (inspect.isclass(found) or inspect.isfunction(found)) or not is_named:
             raise ConfigError(
                 f"{where}._target_ must be a class or function that a config may name, got {target!r}; "
-                f"choose one of "
-                "those in conf/"
+                "choose one of those in conf/"
             )
         takes, takes_any = _arguments_of(found)
         for name, value in arguments.items():

@@ -55,11 +55,11 @@ class ShardedLayers:
     """Shards the layers of a backbone evenly over the ranks, and gathers each for its computation.
 
     Args:
-        backbone: the model with its adapters, on any device; all other tensors are moved to `device`. root:
-        the module of the backbone that calls the layers, each once and in this order. computes_in: dtype of
-        gathered weights, if it differs from that of the shards. keeps_whole: keep layers gathered after a
-        decode step until another kind of forward or collective, so that
-            a rollout gathers them once.
+        backbone: the model with its adapters, on any device; all other tensors are moved to `device`.
+        root: the module of the backbone that calls the layers, each once and in this order.
+        computes_in: dtype of gathered weights, if it differs from that of the shards.
+        keeps_whole: keep layers gathered after a decode step until another kind of forward or collective, so
+            that a rollout gathers them once.
     """
 
     def __init__(

@@ -93,8 +93,7 @@ class RewardRule:
 
         Args:
             components: scores by name; NaN where a function failed. Such a response gets the mean of the
-            rewards
-                of its group, or of all responses if its whole group failed.
+                rewards of its group, or of all responses if its whole group failed.
             group_size: responses to each prompt, side by side.
             errors: messages of failed functions.
 
@@ -128,8 +127,7 @@ class RewardRule:
             if weights[name] != 0 and name not in components:
                 raise ValueError(
                     f"{option}={weights[name]} needs the score {name}, which this run does not have; use 0, "
-                    "or a task "
-                    "with a verifier and a reward role"
+                    "or a task with a verifier and a reward role"
                 )
         weights |= {name: function.weight for name, function in self.functions.items()}
         return {name: weight for name, weight in weights.items() if weight != 0}

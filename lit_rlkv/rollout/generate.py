@@ -46,8 +46,7 @@ def generate(
         num_return_sequences: responses to each prompt, which is prefilled once for all of them. Response j to
             prompt i is row `i * num_return_sequences + j` of the rollout.
         max_rows: most sequences to decode at a time, which bounds the memory of the cache. A prompt waits
-        until
-            there are free rows for all its responses. None decodes all at once.
+            until there are free rows for all its responses. None decodes all at once.
         cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if the model can be captured.
 
     Raises:

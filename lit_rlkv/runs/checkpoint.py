@@ -86,8 +86,7 @@ class RetentionPolicy:
         if self.n_last < 1 or self.n_best < 0:
             raise ValueError(
                 f"n_last must be at least 1 and n_best at least 0, got {self.n_last} and {self.n_best}; a "
-                "run resumes "
-                "from its last checkpoint"
+                "run resumes from its last checkpoint"
             )
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
@@ -197,8 +196,7 @@ class CheckpointDir:
         if paths:
             raise BrokenCheckpointError(
                 f"all {len(paths)} checkpoints in {self.root} are broken; restore one, or remove the folder "
-                "to "
-                "start training again"
+                "to start training again"
             )
         return None
 

@@ -77,8 +77,7 @@ def _check_reward(cfg: Config) -> None:
     require(
         cfg.sft.on_policy_pairs.n_prompts == 0 or task.is_verifiable,
         f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task must be able to verify "
-        "answers, "
-        "which preferences cannot; use 0",
+        "answers, which preferences cannot; use 0",
     )
     require(
         cfg.reward.verifier == 0 or task.is_verifiable,

@@ -162,8 +162,7 @@ def check_equal(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedMo
     if not gap <= allowed:
         raise ConfigError(
             f"the merged model's logits must be within {allowed:.2g} of the policy's, got {gap:.2g}; an "
-            "adapter on embeddings that are also the output head "
-            "(roles.target_modules) cannot be merged"
+            "adapter on embeddings that are also the output head (roles.target_modules) cannot be merged"
         )
 
 
@@ -178,8 +177,7 @@ def check_written(merged: PreTrainedModel, folder: Path) -> None:
         if name not in written or not torch.equal(written[name], weight):
             raise ConfigError(
                 f"{name} differs between the export and the merged model; this version of transformers "
-                "cannot "
-                "export this architecture"
+                "cannot export this architecture"
             )
 
 

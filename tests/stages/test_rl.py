@@ -171,6 +171,8 @@ def test_rl_refuses_to_resume_with_other_rows(joint, tmp_path):
         return checkpoints.latest().iteration
 
     assert train(40, 1) == 1
-    with pytest.raises(ConfigError, match=r"iteration-000001: the rows of .* have changed .* start a new run"):
+    with pytest.raises(
+        ConfigError, match=r"iteration-000001: the rows of .* have changed .* start a new run"
+    ):
         train(41, 2)
     assert train(40, 2) == 2
