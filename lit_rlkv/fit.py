@@ -91,9 +91,10 @@ def fit(
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
     from lit_rlkv.runs.algorithm_checks import check_shares
+    from lit_rlkv.runs.checkpoint import load_trainable
     from lit_rlkv.runs.context import CONFIG, build_context
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
-    from lit_rlkv.runs.policy import load_policy_weights, make_policy
+    from lit_rlkv.runs.policy import make_policy
     from lit_rlkv.runs.preflight import check_reward_functions
     from lit_rlkv.runs.signals import Interruption
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
@@ -137,7 +138,7 @@ def fit(
                 )
             run.keep_trained_seconds()
         elif run.resume_from is not None:
-            load_policy_weights(module, run.resume_from)
+            load_trainable(module, run.resume_from.weights())
         if "eval" in cfg.stages:
             evaluate_after_training(run, module)
         # 3. report

@@ -1,4 +1,4 @@
-"""Checkpoints: trained parameters, optimizer and data position, written atomically and verified on load."""
+"""Checkpoints: when to save them, how they are written atomically and verified on load, which are kept."""
 
 import hashlib
 import json
@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lit_rlkv.config import ConfigError
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full, shard_like
 from lit_rlkv.files import atomic_dir, discard, sweep_partial
+from lit_rlkv.runs.launch import broadcast_from_rank_zero
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
 BEST = "best"
 """Link to the best checkpoint by the metric of the retention policy."""
 PREFIX = "iteration-"
-MODES = ("max", "min")
 
 log = logging.getLogger(__name__)
 
 
-class BrokenCheckpointError(ValueError):
+class BrokenCheckpointError(ConfigError):
     """A checkpoint with a missing or changed file."""
 
 
@@ -58,6 +60,8 @@ class Checkpoint:
     """Number of processes of the run."""
     backbone: str | None = None
     """Fingerprint of the frozen weights, which are saved elsewhere; None if all weights are trained."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Digests of the files by name."""
 
     def weights(self) -> dict[str, Tensor]:
         """Load the trained parameters by name."""
@@ -71,25 +75,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """The checkpoints to keep: the newest, and the best by a metric of their iteration.
-
-    Raises:
-        ValueError: no checkpoint would be kept, or the mode is unknown.
-    """
+    """The checkpoints to keep: the newest, and the best by a metric of their iteration."""
 
     n_last: int = 2
     n_best: int = 0
     metric: str = "reward"
     mode: str = "max"
-
-    def __post_init__(self) -> None:
-        if self.n_last < 1 or self.n_best < 0:
-            raise ValueError(
-                f"n_last must be at least 1 and n_best at least 0, got {self.n_last} and {self.n_best}; a "
-                "run resumes from its last checkpoint"
-            )
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+    """max or min."""
 
     def best(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Return the best checkpoints that have the metric, best first; of equal ones, the newer first."""
@@ -125,7 +117,6 @@ class CheckpointDir:
         Raises:
             OSError: the checkpoint cannot be written, as on a full disk; its partial files are removed.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
         sweep_partial(self.root, PREFIX)
         target = self.folder_of(iteration)
         with atomic_dir(target) as partial:
@@ -148,14 +139,11 @@ class CheckpointDir:
 
         A checkpoint newer than the one just saved is from before the run was resumed at an older one.
         """
-        found = [_checkpoint(path, state) for path in self.all() if (state := _state_of(path)) is not None]
+        found = [checkpoint for path in self.all() if (checkpoint := _read(path)) is not None]
+        older = [one for one in found if one.iteration <= iteration]
+        best = self.retention.best(older)
+        kept = {one.path for one in (*older[-self.retention.n_last :], *best)}
         for one in found:
-            if one.iteration > iteration:
-                discard(one.path)
-        readable = [one for one in found if one.iteration <= iteration]
-        best = self.retention.best(readable)
-        kept = {one.path for one in (*readable[-self.retention.n_last :], *best)}
-        for one in readable:
             if one.path not in kept:
                 discard(one.path)
         if best:
@@ -181,7 +169,7 @@ class CheckpointDir:
         The run may be training and removing checkpoints meanwhile.
 
         Raises:
-            BrokenCheckpointError: all checkpoints are broken.
+            ConfigError: all checkpoints are broken, or the newest cannot be read.
         """
         paths = self.all()
         for path in reversed(paths):
@@ -191,7 +179,7 @@ class CheckpointDir:
                 if not path.is_dir():  # removed meanwhile, so there is a newer one
                     return self.latest()
                 if isinstance(error, OSError):
-                    raise
+                    raise ConfigError(f"{path} cannot be read: {error}") from error
                 log.warning("looking for an older checkpoint: %s", error)
         if paths:
             raise BrokenCheckpointError(
@@ -215,13 +203,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise FileNotFoundError(
             f"{path} holds no checkpoint ({STATE} is missing); give a folder named {PREFIX}..."
         )
-    state = _state_of(path)
-    if state is None:
+    checkpoint = _read(path)
+    if checkpoint is None:
         raise _broken(path / STATE)
-    for name, expected in state["files"].items():
+    for name, expected in checkpoint.files.items():
         if not (path / name).is_file() or digest(path / name) != expected:
             raise _broken(path / name)
-    return _checkpoint(path, state)
+    return checkpoint
 
 
 def _broken(file: Path) -> BrokenCheckpointError:
@@ -229,25 +217,14 @@ def _broken(file: Path) -> BrokenCheckpointError:
     return BrokenCheckpointError(f"{file} {why}; another checkpoint of the run may be intact")
 
 
-def _state_of(path: Path) -> dict[str, Any] | None:
-    """Return the state file of a checkpoint; None if it is missing or changed."""
+def _read(path: Path) -> Checkpoint | None:
+    """Read the state file of a checkpoint; None if it is missing or changed."""
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
         is_intact = state.pop("digest") == _digest_of(state)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
-    return state if is_intact else None
-
-
-def _checkpoint(path: Path, state: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(
-        path=path,
-        iteration=state["iteration"],
-        data_state=state["data"],
-        metrics=state["metrics"],
-        n_ranks=state["n_ranks"],
-        backbone=state["backbone"],
-    )
+    return Checkpoint(path, data_state=state.pop("data"), **state) if is_intact else None
 
 
 def digest(path: Path) -> str:
@@ -273,21 +250,67 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
     """Copy saved parameters into the trained parameters of a module.
 
     Raises:
-        ValueError: names or shapes differ.
+        ConfigError: names or shapes differ.
     """
     FORWARD_COORDINATOR.wait()  # writes to a gathered layer would be lost
     own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if own.keys() != weights.keys():
         odd = sorted(own.keys() ^ weights.keys())
-        raise ValueError(
+        raise ConfigError(
             f"the checkpoint must hold this model's trained parameters, but {len(odd)} differ, such as "
-            f"{odd[0]}; "
-            "give the roles that it was trained with"
+            f"{odd[0]}; give the roles that it was trained with"
         )
     for name, parameter in own.items():
         if parameter.shape != weights[name].shape:
-            raise ValueError(
+            raise ConfigError(
                 f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but "
                 f"{tuple(parameter.shape)} here; give the model and the roles.rank that it was trained with"
             )
         parameter.data.copy_(shard_like(weights[name], parameter))
+
+
+@dataclass
+class Saver:
+    """Saves a checkpoint every `every` iterations, and after the last one.
+
+    If a checkpoint cannot be written, as on a full disk, training continues and the next iteration tries
+    again.
+    """
+
+    fabric: Fabric
+    module: nn.Module
+    checkpoints: CheckpointDir
+    every: int | None
+    """Iterations between checkpoints; None saves only the last iteration."""
+    saved_at: int | None
+    """Iteration of the newest checkpoint."""
+    backbone: str | None = None
+    """Fingerprint of the frozen weights."""
+    _is_late: bool = False
+
+    def __call__(self, state: TrainState) -> None:
+        """Save if a checkpoint is due.
+
+        Raises:
+            OSError: the checkpoint of the last iteration cannot be written.
+        """
+        is_regular = self.every is not None and state.iteration % self.every == 0
+        is_due = (state.is_last or is_regular or self._is_late) and state.iteration != self.saved_at
+        # Only rank 0 writes, so only it knows of a failed save.
+        if not broadcast_from_rank_zero(self.fabric, lambda: is_due):
+            return
+        # Every rank takes part in gathering sharded parameters.
+        content = trainable_weights(self.module), state.learner_state(), state.data_state, state.metrics
+        if not self.fabric.is_global_zero:
+            return
+        try:
+            self.checkpoints.save(state.iteration, *content, self.fabric.world_size, self.backbone)
+        except OSError as error:
+            self._is_late = True
+            where = "no checkpoint" if self.saved_at is None else f"that of iteration {self.saved_at}"
+            said = f"iteration {state.iteration} cannot be saved in {self.checkpoints.root}: {error}"
+            if state.is_last:
+                raise OSError(f"{said}; there is {where} to resume from") from error
+            log.warning("%s; the next iteration tries again; until then there is %s", said, where)
+        else:
+            self.saved_at, self._is_late = state.iteration, False

@@ -108,7 +108,6 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
     module = make_policy(context, start)
     check_backbone(run.checkpoint, start, backbone_id(start))
     if run.checkpoint is not None:
-        with as_config_errors(str(run.checkpoint.path)):
-            load_trainable(module, run.weights)
+        load_trainable(module, run.weights)
         run.weights.clear()
     return context, module

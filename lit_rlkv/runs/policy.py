@@ -22,7 +22,6 @@ from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.checkpoint import Checkpoint, load_trainable
 from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
 from lit_rlkv.runs.preflight import build_user_callbacks
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
@@ -206,13 +205,3 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
             **critic,
         )
     return module
-
-
-def load_policy_weights(module: PolicyModule, checkpoint: Checkpoint) -> None:
-    """Load the trained parameters of a checkpoint.
-
-    Raises:
-        ConfigError: the checkpoint holds other parameters than the module trains.
-    """
-    with as_config_errors(str(checkpoint.path)):
-        load_trainable(module, checkpoint.weights())

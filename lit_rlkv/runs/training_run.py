@@ -34,7 +34,6 @@ from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.preflight import build_user_callbacks
 from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
-from lit_rlkv.runs.saver import latest_checkpoint
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE
 from lit_rlkv.types import EvalRow, Rollout
@@ -71,7 +70,7 @@ class TrainingRun:
         keep = cfg.callbacks
         retention = RetentionPolicy(keep.keep_last, keep.keep_best, keep.best_metric, keep.best_mode)
         self.checkpoints = CheckpointDir(run_dir / CHECKPOINTS, retention)
-        self.resume_from = broadcast_from_rank_zero(fabric, lambda: latest_checkpoint(self.checkpoints))
+        self.resume_from = broadcast_from_rank_zero(fabric, self.checkpoints.latest)
         if self.resume_from is not None:
             console.print(f"resume after iteration {self.resume_from.iteration} of {run_dir}")
             warn_of_other_ranks(self.resume_from, fabric.world_size)

@@ -12,10 +12,8 @@ from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, Saver, load_trainable
 from lit_rlkv.runs.context import RunContext
-from lit_rlkv.runs.policy import load_policy_weights
-from lit_rlkv.runs.saver import Saver
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.trainer import train
 
@@ -72,7 +70,7 @@ def train_policy(
     )
     module.loss_terms = loss_terms_of(callbacks)
     if resume_from is not None:
-        load_policy_weights(module, resume_from)
+        load_trainable(module, resume_from.weights())
         with as_config_errors(str(resume_from.path)):
             datamodule.load_state_dict(resume_from.data_state)
 

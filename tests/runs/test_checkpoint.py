@@ -270,19 +270,6 @@ def test_pickled_objects_are_not_read(tmp_path):
     assert tmp_path.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"n_last": 0}, "n_last must be at least 1 .*, got 0"),
-        ({"n_best": -1}, "n_best at least 0, got 2 and -1"),
-        ({"mode": "most"}, "mode must be one of max, min, got 'most'"),
-    ],
-)
-def test_a_wrong_retention_policy_is_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        RetentionPolicy(**options)
-
-
 def test_parameters_of_another_model_are_refused():
     module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="1 differ, such as bias; give the roles"):

@@ -17,10 +17,9 @@ from lit_rlkv.reporting.run_metrics import MetricsFile
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.sft_progress import SFTProgress
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, SFT_DONE, sft_model_dir
 from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
-from lit_rlkv.stages.sft import run_sft
+from lit_rlkv.stages.sft import SFTStage, run_sft
 from lit_rlkv.tasks import Sorting
 from tests.tiers import slow
 
@@ -196,13 +195,13 @@ def test_an_interrupted_sft_resumes_bit_for_bit(tmp_path, way, at):
     straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
     parts = build_context(config(tmp_path / "cut", *options))
 
-    def progress():
-        return SFTProgress(parts.fabric, tmp_path / "work", every=1)
+    def stage():
+        return SFTStage(parts, tmp_path / "work", every=1)
 
     with pytest.raises(KeyboardInterrupt):
-        run_sft(parts, [Fails(at)], progress())
-    assert progress().resumed_at == {2: 1, 4: 3}[at]
-    cut = run_sft(parts, [], progress())
+        stage().run([Fails(at)])
+    assert stage().resumed_at == {2: 1, 4: 3}[at]
+    cut = stage().run([])
     assert weights_of(cut) == weights_of(straight)
     assert not (tmp_path / "work").exists()
 
@@ -316,16 +315,14 @@ def test_plain_fine_tuning_does_not_check_the_length_of_rejected_completions(tmp
 
 
 def test_sft_refuses_to_resume_with_other_rows(tmp_path):
-    def go_on(parts, *callbacks):
-        return run_sft(
-            parts("sft.n_steps=20"), callbacks, SFTProgress(parts().fabric, tmp_path / "work", every=1)
-        )
+    def resume(parts, *callbacks):
+        return SFTStage(parts("sft.n_steps=20"), tmp_path / "work", every=1).run(callbacks)
 
     with pytest.raises(KeyboardInterrupt):
-        go_on(preferences(tmp_path), Fails(at=2))
+        resume(preferences(tmp_path), Fails(at=2))
     with pytest.raises(ConfigError, match=r"rows of .* have changed .*; restore them, or start a new run"):
-        go_on(preferences(tmp_path, n=101))
-    assert (go_on(preferences(tmp_path)) / SFT_DONE).is_file()
+        resume(preferences(tmp_path, n=101))
+    assert (resume(preferences(tmp_path)) / SFT_DONE).is_file()
 
 
 def test_progress_of_the_judgement_is_shown(sft_runs, capfd):

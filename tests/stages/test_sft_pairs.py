@@ -15,9 +15,9 @@ from lit_rlkv.rewards import RewardManager
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.sft_progress import training_passes
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, sft_model_dir
-from lit_rlkv.stages.sft import on_policy_preference_pairs, run_sft
+from lit_rlkv.stages.sft import run_sft
+from lit_rlkv.stages.sft_passes import on_policy_preference_pairs, training_passes
 from lit_rlkv.tasks import ChainSum
 from tests.rewards.helpers import InThreads
 

@@ -1,0 +1,170 @@
+"""The training passes of the SFT stage, and the data of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from lit_rlkv.config import ConfigError, as_config_errors
+from lit_rlkv.config.schema import SFTConfig
+from lit_rlkv.data.demonstrations import PreferenceDataModule
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts
+from lit_rlkv.data.validation import check_completions_fit
+from lit_rlkv.distributed.ranks import ranks_of
+from lit_rlkv.experience.sample import sample_responses
+from lit_rlkv.models.backbone import check_length
+from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.reporting.progress import track
+from lit_rlkv.rng import derive_seed, stream
+from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.starting_model import REWARD_MODEL
+from lit_rlkv.tasks import Task
+from lit_rlkv.tasks.preferences import Preferences
+from lit_rlkv.tasks.rows import Table
+from lit_rlkv.types import PreferencePair, Problem
+
+
+@dataclass(frozen=True)
+class SFTPass:
+    """One training pass over all weights of the backbone."""
+
+    lm_weight: float | int
+    reward_weight: float | int
+    n_steps: int
+    batch_size: int
+    n_pairs: int
+    seed: int
+    """Seed of the problems and of the errors in rejected completions."""
+    folder: str = "."
+    """Folder below the SFT model's in which its weights are saved."""
+    n_answered: int = 0
+    """Prompts that the model answers first, for rejected completions; 0: the task corrupts solutions."""
+
+
+def training_passes(cfg: SFTConfig) -> list[SFTPass]:
+    """Return the passes of a config: the LM head with or without the reward head, then a reward model."""
+    is_shared = cfg.joint and cfg.n_pairs > 0 and cfg.reward_weight > 0
+    first = SFTPass(
+        lm_weight=1.0,
+        reward_weight=cfg.reward_weight if is_shared else 0.0,
+        n_steps=cfg.n_steps,
+        batch_size=cfg.batch_size,
+        n_pairs=cfg.n_pairs if is_shared else 0,
+        seed=cfg.seed,
+    )
+    passes = [first]
+    if not cfg.joint:
+        seed = derive_seed(cfg.seed, "prompts", "reward")
+        passes.append(SFTPass(0.0, 1.0, cfg.reward_steps, cfg.n_pairs, cfg.n_pairs, seed, REWARD_MODEL))
+    pairs = cfg.on_policy_pairs
+    if pairs.n_prompts > 0:
+        last = SFTPass(
+            lm_weight=1.0 if cfg.joint else 0.0,
+            reward_weight=pairs.reward_weight,
+            n_steps=pairs.n_steps,
+            batch_size=cfg.batch_size,
+            n_pairs=cfg.batch_size,
+            seed=derive_seed(cfg.seed, "prompts", "mistakes"),
+            folder="." if cfg.joint else REWARD_MODEL,
+            n_answered=pairs.n_prompts,
+        )
+        passes.append(last)
+    return passes
+
+
+def pass_data(context: RunContext, stage: SFTPass, task: Task) -> PreferenceDataModule:
+    """Return the batches of a pass, whose worked solutions and pairs come from `task`."""
+    ranks = ranks_of(context.fabric)
+    return PreferenceDataModule(
+        task,
+        PromptSource(task, split="train", seed=stage.seed, rank=ranks.rank, world_size=ranks.size),
+        context.tokenizer,
+        batch_size=stage.batch_size,
+        n_pairs=stage.n_pairs,
+        steps_per_loader=min(context.cfg.sft.steps_per_iteration, stage.n_steps),
+        seed=stage.seed,
+        ranks=ranks,
+    )
+
+
+def check_data(context: RunContext, backbone: PreTrainedModel, passes: Sequence[SFTPass]) -> None:
+    """Measure all rows and build one batch of each pass, so that bad data is refused before any work.
+
+    Raises:
+        ConfigError: the model cannot learn from the task's solutions or pairs.
+    """
+    with as_config_errors("task"):
+        check_completions_fit(backbone, context.sizes, has_pairs=any(stage.n_pairs > 0 for stage in passes))
+        for stage in passes:
+            batch = pass_data(context, stage, context.task).next_batch()
+            sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
+            check_length(backbone, max(side.n_tokens for side in sides))
+
+
+def on_policy_preference_pairs(
+    context: RunContext, backbone: PreTrainedModel, n_prompts: int, seed: int
+) -> Preferences:
+    """Return pairs of worked solutions and wrong answers that the model samples under the run's cache.
+
+    Raises:
+        ConfigError: the model answered every prompt correctly.
+        MemoryExhaustedError: sampling ran out of memory.
+    """
+    source = PromptSource(context.task, split="train", seed=derive_seed(seed, "answered"))
+    problems = source.take(n_prompts)
+    batch_size = context.cfg.evaluation.batch_size
+    pairs: list[PreferencePair] = []
+    with track("mistakes", n_prompts) as advance:
+        for start in range(0, n_prompts, batch_size):
+            batch = problems[start : start + batch_size]
+            pairs += _wrong_answers(
+                context, backbone, batch, stream(seed, "answer", start, device=backbone.device)
+            )
+            advance(len(batch))
+    if not pairs:
+        raise ConfigError(
+            f"sft.on_policy_pairs.n_prompts={n_prompts}: the SFT model answered all of "
+            "them correctly, so there are no rejected sides; use 0"
+        )
+    places = [f"wrong answer {number}" for number in range(len(pairs))]
+    return Preferences(Table("the model's wrong answers", pairs, places))
+
+
+@torch.no_grad()
+def _wrong_answers(
+    context: RunContext, backbone: PreTrainedModel, problems: list[Problem], generator: torch.Generator
+) -> list[PreferencePair]:
+    settings, batch_size = context.cfg.rollout, context.cfg.evaluation.batch_size
+    explained = explain_out_of_memory(
+        lambda: (
+            f"out of memory while the SFT model answers {len(problems)} prompts at a time; lower "
+            f"evaluation.batch_size={batch_size} or rollout.max_new_tokens={settings.max_new_tokens}"
+        )
+    )
+    with explained, context.fabric.autocast():
+        rollout = sample_responses(
+            backbone,
+            context.tokenizer,
+            encode_prompts(context.tokenizer, [p.prompt for p in problems]),
+            replace(settings, max_rows=None),
+            cache=context.cache,
+            generator=generator,
+        )
+    answers = decode_completions(context.tokenizer, rollout.input_ids, rollout.response_mask)
+    scores = context.accuracy(problems, answers).tolist()
+    return [
+        PreferencePair(problem.prompt, problem.solution, answer)
+        for problem, answer, score in zip(problems, answers, scores, strict=True)
+        if score == 0 and _is_text(context, answer)
+    ]
+
+
+def _is_text(context: RunContext, answer: str) -> bool:
+    """True if the answer can be encoded again; an answer with special tokens cannot."""
+    try:
+        check_encodable(context.tokenizer, answer)
+    except ValueError:
+        return False
+    return True
