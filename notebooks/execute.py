@@ -44,7 +44,7 @@ def run(notebook: NotebookNode, folder: Path, *, is_small: bool) -> NotebookNode
 
 
 def fingerprint(notebook: NotebookNode) -> str:
-    """Of all code, so that outputs can be told from those of an earlier version."""
+    """Return a digest of all code, which tells outputs from those of an earlier version."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.blake2b(code.encode(), digest_size=8).hexdigest()
 

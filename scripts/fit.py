@@ -1,4 +1,4 @@
-"""For launchers that start a file: `fabric run --devices 8 scripts/fit.py key=value ...`."""
+"""The entry point for launchers that start a file: `fabric run --devices 8 scripts/fit.py key=value ...`."""
 
 from lit_rlkv.fit import main
 

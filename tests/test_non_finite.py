@@ -65,7 +65,7 @@ class Steep(L.LightningModule):
 
 
 def n_skipped(slope, n_steps):
-    """By a learner whose losses are scaled, by 65,536 at first."""
+    """Return the steps skipped by a learner whose losses are scaled, by 65,536 at first."""
     precision = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
     learner = Learner(Fabric(accelerator="cpu", plugins=precision), Steep(slope), [], 1.0, None)
     for _ in range(n_steps):

@@ -83,7 +83,7 @@ def defects(notebook: NotebookNode) -> list[str]:
 
 
 def kinds(notebook: NotebookNode) -> list[set[str]]:
-    """For each code cell, what kinds of output it has."""
+    """Return the kinds of output of each code cell."""
     return [
         {kind for output in cell.outputs for kind in output.get("data", [output.output_type])}
         for cell in code_cells(notebook)

@@ -53,7 +53,7 @@ def _case(
 
 
 def torch_sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """As transformers would call it over the same slots, all of them live; whichever backend torch picks."""
+    """Return attention over the same slots, all live, by torch's SDPA and the backend that it picks."""
     out = F.scaled_dot_product_attention(query.flatten(1, 2)[:, :, None], keys, values, enable_gqa=True)
     return out.view(query.shape)
 

@@ -106,7 +106,7 @@ def step(model: PreTrainedModel, logps: Logps, rollout: Rollout, kernels: str) -
 
 
 def torch_logps(model: PreTrainedModel, rollout: Rollout) -> Tensor:
-    """As a learner without us computes them: transformers' causal attention, by SDPA without a mask."""
+    """Return log-probs as a dense learner does: transformers' causal attention, by SDPA without a mask."""
     hidden = model.base_model(input_ids=rollout.input_ids[:, :-1], use_cache=False).last_hidden_state
     return response_logps(model, rollout, hidden[rollout.response_mask[:, 1:]], 1.0)
 

@@ -64,7 +64,7 @@ Attend = Callable[[Inputs], Tensor]
 
 
 def cases(setting: Setting) -> Builders:
-    """By length and budget."""
+    """Yield a case for each length and budget."""
     for seq, budgets in (TOY if setting.is_toy else REAL).items():
         for budget in budgets:
             if budget >= seq:
@@ -129,7 +129,7 @@ def shadow(inputs: Inputs, kernels: str, make_plan: Callable[[], SlotPlan | None
 
 
 def plan_of(inputs: Inputs) -> SlotPlan | None:
-    """As a learner makes it, once for all layers of a micro-batch; here there is one."""
+    """Return the plan that a learner makes once for all layers of a micro-batch; here there is one layer."""
     plan = plan_slots(inputs.evicted_at[:, None])
     return None if plan is None else plan.layer(0)
 

@@ -52,7 +52,7 @@ Values = Callable[[Inputs], Tensor]
 
 
 def cases(setting: Setting) -> Builders:
-    """By positions, for a head that learns and for one that does not."""
+    """Yield a case for each size, with a head that learns and with a frozen one."""
     for n_positions, dim, vocab in TOY if setting.is_toy else REAL:
         for what in N_PRODUCTS:
             label = f"{what}, {n_positions} positions"
@@ -143,7 +143,7 @@ def _whole_kl(inputs: Inputs) -> Tensor:
 
 
 def _torch_logps(inputs: Inputs) -> Tensor:
-    """In torch's chunks; it gives no entropy."""
+    """Return log-probs by torch's chunked cross-entropy, which gives no entropy."""
     options = torch.nn.LinearCrossEntropyOptions()
     operands = (inputs.student, inputs.weight, inputs.tokens)
     return -F.linear_cross_entropy(*operands, reduction="none", options=options)

@@ -86,11 +86,11 @@ class Setting:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """With our attention."""
+        """The model with the attention of this package."""
         return prepare_backbone(self.plain_model())
 
     def plain_model(self) -> PreTrainedModel:
-        """As transformers has it, with random weights."""
+        """Return the model as transformers has it, with random weights."""
         torch.manual_seed(0)
         config = Qwen2Config(**self.shape.shape, pad_token_id=PAD)
         config.num_hidden_layers = self.n_layers or config.num_hidden_layers

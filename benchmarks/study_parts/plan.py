@@ -132,7 +132,7 @@ def one_rate(_: Rates) -> list[Setting]:
 
 
 def one_rate_free(_: Rates) -> list[Setting]:
-    """And without the anchor, on one kind of processor: what half_learned is to be compared with."""
+    """The same without the anchor, on one kind of processor; half_learned is compared with it."""
     return [replace(run, anchored=False) for run in _at_one_rate(("tis", "shadow", "smd", "distill"), SEEDS)]
 
 

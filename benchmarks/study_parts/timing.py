@@ -53,7 +53,7 @@ def _timed(setting: Setting, runs_dir: Path) -> list[float]:
 
 
 def seconds_of(setting: Setting, rounds: Sequence[Mapping]) -> float:
-    """Of a whole iteration of an arm, the median over rounds.
+    """Return the seconds of a whole iteration of an arm, the median over rounds.
 
     Raises:
         LookupError: rounds are missing.

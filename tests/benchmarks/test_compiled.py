@@ -13,7 +13,7 @@ ALLOWED_SPILLS = {"_key_gradients": 256}
 
 
 def run_compiled(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """As a user does: in a process that does not interpret, unlike this one."""
+    """Run the program in a process that compiles kernels; this one interprets them."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, str(BENCHMARKS / "compiled.py"), "--no-record", *arguments],

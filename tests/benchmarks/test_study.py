@@ -37,7 +37,7 @@ def composed(setting):
 
 
 def composed_of(overrides):
-    """As fit composes and checks it."""
+    """Return the config as fit composes and checks it."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         full = compose("config", overrides=overrides, return_hydra_config=True)
         with open_dict(full):
@@ -236,7 +236,7 @@ def test_p_is_adjusted_for_the_questions_of_its_table_and_for_those_of_all():
     }
 
     def p_values(arms):
-        """As they are, within the first table, and over all tables."""
+        """Return p unadjusted, adjusted within the first table, and over all tables."""
         line = next(
             one for one in tables.contrast_tables(arms)[1].splitlines() if one.startswith("| `shadow")
         )

@@ -153,7 +153,7 @@ def test_a_tie_counts_nothing_unless_ties_are_kept(drop_ties: bool, side: float)
 
 
 def judged(rule: PairAdvantage, experience: Experience) -> Advantages:
-    """As collect does it: the judge is asked once, and credit may be assigned often."""
+    """Return advantages as collect does: the judge is asked once, advantages may be computed often."""
     task_rule = rule.for_task(DigitsAreGood(n_terms=3))
     verdicts = task_rule.judge_all(experience.problems, experience.completions, experience.group_size)
     return task_rule.compute(replace(experience, verdicts=verdicts))

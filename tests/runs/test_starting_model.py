@@ -1,4 +1,4 @@
-"""By which files the weights that a checkpoint stands on are known."""
+"""The files that identify the starting model of a checkpoint."""
 
 from pathlib import Path
 

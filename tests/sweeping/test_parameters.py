@@ -18,7 +18,7 @@ def parameter(**options):
 
 
 def draws(found, n=20_000):
-    """As a random search draws: uniform in the space, or in its logarithm."""
+    """Return the draws of a random search: uniform in the space, or in its logarithm."""
     source = random.Random(0)
     if found.draws_log:
         low, high = math.log(found.low), math.log(found.high)
