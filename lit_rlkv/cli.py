@@ -1,5 +1,6 @@
 """Functions of all command lines: compose the config, and print errors in one line."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,14 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
 
 def _refuse(cfg: DictConfig) -> None:
     raise ConfigError(f"{' '.join(sys.argv[1:])}: only --help, --info and --cfg are options; see --help")
+
+
+def announce_imports() -> None:
+    """Print a first line before the imports that take seconds; of several processes, the first one prints."""
+    ranks = [os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ]
+    if not ranks or ranks[0] == "0":
+        sys.stderr.write("loading torch and transformers\n")
+        sys.stderr.flush()
 
 
 @contextmanager

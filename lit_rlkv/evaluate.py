@@ -5,25 +5,20 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line
+from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
 from lit_rlkv.config import ConfigError, as_config_errors, check_saved_code, parse, parse_config, require
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
-from lit_rlkv.evaluation.estimates import CacheEstimates, estimate
-from lit_rlkv.evaluation.evaluator import ScoredResponse
-from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.files import write_atomically
-from lit_rlkv.kvcache.policies import load_policy_class
-from lit_rlkv.out_of_memory import MemoryExhaustedError
-from lit_rlkv.reporting.tables import score_table
-from lit_rlkv.runs import environment
-from lit_rlkv.runs.open_run import find_run, open_run
-from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
-from lit_rlkv.types import EvalRow
+
+if TYPE_CHECKING:
+    from lit_rlkv.evaluation.estimates import CacheEstimates
+    from lit_rlkv.evaluation.evaluator import ScoredResponse
+    from lit_rlkv.types import EvalRow
 
 PLAIN_WIDTH = 160
 """Width without a terminal, so that a wide table is not cut."""
@@ -36,12 +31,12 @@ class Evaluation:
     run_dir: Path
     settings: dict[str, Any]
     """Checkpoint, problems, sampling and environment, in plain types."""
-    scored: list[tuple[EvalRow, CacheEstimates]]
+    scored: "list[tuple[EvalRow, CacheEstimates]]"
     """Scores of each cache."""
-    samples: list[ScoredResponse]
+    samples: "list[ScoredResponse]"
 
     @property
-    def rows(self) -> list[EvalRow]:
+    def rows(self) -> "list[EvalRow]":
         return [row for row, _ in self.scored]
 
     def save(self, name: str) -> Path:
@@ -63,6 +58,12 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         ConfigError: a setting is wrong, there is no such run, or its folder cannot be written; raised before
             any model is loaded.
     """
+    from lit_rlkv.evaluation.estimates import estimate
+    from lit_rlkv.kvcache.policies import load_policy_class
+    from lit_rlkv.runs import environment
+    from lit_rlkv.runs.open_run import find_run, open_run
+    from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
+
     for policy in asked.policies or ():
         if policy != "dense":
             with as_config_errors("policies"):
@@ -135,9 +136,15 @@ def _check_writable(run_dir: Path) -> None:
 
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
-    with exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
+    with exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("evaluate", sys.argv[1:])
         asked = parse(EvaluateConfig, composed)
+    announce_imports()
+    # Imported here, so that mistakes on the command line are reported before torch is loaded.
+    from lit_rlkv.experience.reward import RewardsFailedError
+    from lit_rlkv.out_of_memory import MemoryExhaustedError
+
+    with exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
         found = evaluate(asked)
     console = Console()
     if not console.is_terminal:
@@ -152,6 +159,8 @@ def main() -> None:
 
 
 def _show(found: Evaluation, level: float, console: Console) -> None:
+    from lit_rlkv.reporting.tables import score_table
+
     settings = found.settings
     console.print(
         f"after {settings['iteration']} iterations of RL, {settings['n_prompts']} prompts × "

@@ -4,30 +4,37 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line
+from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
 from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir
-from lit_rlkv.models.layouts import CRITICS
-from lit_rlkv.runs.model_card import Exported, write_card
-from lit_rlkv.runs.open_run import SavedRun, find_run, open_run
-from lit_rlkv.runs.policy import needed_roles
-from lit_rlkv.stages.export import export_policy
+
+if TYPE_CHECKING:
+    from lit_rlkv.runs.model_card import Exported
+    from lit_rlkv.runs.open_run import SavedRun
 
 MANIFEST = "export.json"
 """File in every export that describes it; only folders with this file may be overwritten."""
 
 
-def export(asked: ExportConfig) -> tuple[Path, Exported]:
+def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     """Write the policy of a saved run atomically, on the CPU.
 
     Raises:
         ConfigError: a setting is wrong, there is no such run, or the folder exists.
     """
+    import torch
+
+    from lit_rlkv.models.layouts import CRITICS
+    from lit_rlkv.runs.model_card import write_card
+    from lit_rlkv.runs.open_run import find_run, open_run
+    from lit_rlkv.runs.policy import needed_roles
+    from lit_rlkv.stages.export import export_policy
+
     run = find_run(Path(asked.ckpt).expanduser())
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
@@ -58,7 +65,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _manifest(run: SavedRun) -> dict[str, str | int]:
+def _manifest(run: "SavedRun") -> dict[str, str | int]:
     return {
         "run": run.run_dir.resolve().name,
         "iteration": run.iteration,
@@ -71,7 +78,9 @@ def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     with exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("export", sys.argv[1:])
-        folder, exported = export(parse(ExportConfig, composed))
+        asked = parse(ExportConfig, composed)
+        announce_imports()
+        folder, exported = export(asked)
     console = Console()
     console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")
     if not exported.has_adapter:

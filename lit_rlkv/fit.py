@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import configure_log
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line
+from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
 from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, parse_config
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def main() -> None:
         if cfg.resume in (None, AUTO):  # a resumed run has its own config
             check_keys(cfg, groups, overrides)
             parse_config(cfg)
+    announce_imports()
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.non_finite import NonFiniteError

@@ -91,7 +91,7 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_loaded(saved, monkeypatch, options, says):
-    monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("lit_rlkv.runs.open_run.open_run", lambda run: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=says):
         evaluate(asking(**{"ckpt": saved, **options}))
 
@@ -119,7 +119,7 @@ def test_evaluate_survives_that_its_checkpoint_is_deleted_before_loading(saved, 
         shutil.rmtree(found.checkpoint.path)
         return found
 
-    monkeypatch.setattr("lit_rlkv.evaluate.find_run", found_too_late)
+    monkeypatch.setattr("lit_rlkv.runs.open_run.find_run", found_too_late)
     found = evaluate(asking(tmp_path / "run", n_prompts=2, budgets=[]))
     assert found.rows == expected.rows
     assert found.settings["iteration"] == 2
@@ -147,14 +147,14 @@ def test_budgets_are_refused_where_no_policy_evicts(saved, tmp_path, monkeypatch
     if policies is None:
         cfg.cache.policy, cfg.distillation = "dense", None
     OmegaConf.save(cfg, tmp_path / "run" / "config.yaml")
-    monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("lit_rlkv.runs.open_run.open_run", lambda run: pytest.fail("the model was loaded"))
     says = r"budgets=\[5, 7\] need an evicting policy, .* add policies=\[snapkv\]"
     with pytest.raises(ConfigError, match=says):
         evaluate(asking(tmp_path / "run", policies=policies, budgets=[5, 7]))
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_loaded(saved, monkeypatch):
-    monkeypatch.setattr("lit_rlkv.evaluate.open_run", lambda run: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("lit_rlkv.runs.open_run.open_run", lambda run: pytest.fail("the model was loaded"))
     with (
         files_of_at_most(0),
         pytest.raises(ConfigError, match=r"got File too large; copy the run"),

@@ -186,7 +186,7 @@ def test_export_survives_that_its_checkpoint_is_deleted_before_loading(runs, exp
         rmtree(found.checkpoint.path)
         return found
 
-    monkeypatch.setattr("lit_rlkv.export.find_run", found_too_late)
+    monkeypatch.setattr("lit_rlkv.runs.open_run.find_run", found_too_late)
     folder, _ = export(asking(tmp_path / "runs", "hydra", tmp_path / "late"))
     late, last = (load_file(path / "model.safetensors") for path in (folder, exported))
     assert all(torch.equal(late[name], last[name]) for name in last)
@@ -313,7 +313,7 @@ def test_a_run_of_a_gpu_is_exported_and_scored_where_there_is_none(runs, tmp_pat
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_loaded(runs, tmp_path, monkeypatch, options, says):
-    monkeypatch.setattr("lit_rlkv.export.open_run", lambda run: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("lit_rlkv.runs.open_run.open_run", lambda run: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=says):
         export(asking(runs, "hydra", **{"to": tmp_path / "out", **options}))
 

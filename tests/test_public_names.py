@@ -26,7 +26,9 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = lit_rlkv.Generate
 
 
-@pytest.mark.parametrize("name", ["lit_rlkv", "lit_rlkv.fit", "lit_rlkv.config"])
+@pytest.mark.parametrize(
+    "name", ["lit_rlkv", "lit_rlkv.config", "lit_rlkv.fit", "lit_rlkv.evaluate", "lit_rlkv.export"]
+)
 def test_importing_the_package_or_a_command_line_imports_neither_torch_nor_transformers(name):
     code = f"import sys, {name}; assert not {{'torch', 'transformers', 'lightning'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,6 +19,8 @@ from kernel_parts.shadow import cases as shadow_cases
 from kernel_parts.timing import Spread
 from matplotlib.figure import Figure
 
+from tests.tiers import slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NOT_LOADED = ("hydra", "omegaconf", "wandb", "peft", "lightning", "pytorch_lightning", "matplotlib")
 HAS_CUDA = torch.cuda.is_available()
@@ -38,7 +40,12 @@ def loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "script", ["kernels, kernel_parts.run, kernel_parts.tune", "learner, kernel_parts.learner", "rollout"]
+    "script",
+    [
+        "kernels, kernel_parts.run, kernel_parts.tune",
+        slow("learner, kernel_parts.learner"),
+        slow("rollout"),
+    ],
 )
 def test_the_scripts_need_neither_hydra_nor_wandb(script: str):
     assert loaded_by(f"import {script}") == set()

@@ -50,6 +50,7 @@ def test_widths_are_powers_of_two_and_the_batch_itself():
     assert powers_up_to(8) == [1, 2, 4, 8]
 
 
+@pytest.mark.slow
 def test_rows_that_refill_answer_everything():
     found = time_schedules(replace(TOY, new=48), TOY.cache(16))
     assert found["responses"] == 16

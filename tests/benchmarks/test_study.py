@@ -47,6 +47,7 @@ def composed_of(overrides):
     return full
 
 
+@pytest.mark.slow
 def test_every_arm_and_place_of_the_plan_passes_the_checks():
     assert len(settings()) >= 2 * len(plan.ARMS)
     for setting in settings():

@@ -66,7 +66,7 @@ def test_a_greedy_rollout_and_its_evictions_are_those_of_the_definitions(policy:
 REPLAYED = [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma2")]
 
 
-@pytest.mark.parametrize(("policy", "family"), short_tier(REPLAYED, [("h2o", "llama"), ("h2o", "gemma2")]))
+@pytest.mark.parametrize(("policy", "family"), short_tier(REPLAYED, [("h2o", "gemma2")]))
 def test_replay_equals_rollout_when_both_run_kernels(policy: str, family: str):
     rollout = by_triton(policy, family)
     with use_kernels("triton"), torch.no_grad():
