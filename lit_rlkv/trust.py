@@ -34,7 +34,7 @@ def trust_modules(names: Sequence[str]) -> None:
     for name in names:
         reason = _why_untrustable(name)
         if reason:
-            raise ValueError(f"{KEY} must name modules of your own, got {name!r}, {reason}; leave it out")
+            raise ValueError(f"a trusted module must be your own, got {name!r}, {reason}; leave it out")
     _trusted = tuple(dict.fromkeys([*_trusted, *names]))
 
 
