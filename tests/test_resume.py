@@ -121,7 +121,7 @@ def test_a_second_process_on_one_run_is_refused_with_the_pid_of_the_first(sft_ru
     refused, works = sorted(both, key=lambda process: process.poll() is None)
     said = said_by(refused)
     assert refused.returncode == 1, said
-    assert said.startswith(f"error: {folder}: process {works.pid} on ")
+    assert f"error: {folder}: process {works.pid} on " in said
     while not any(folder.glob("checkpoints/iteration-*")):
         assert works.poll() is None
         time.sleep(0.02)
