@@ -14,8 +14,8 @@ from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from lit_rlkv.runs.results import Results
     from lit_rlkv.runs.signals import Interruption
+    from lit_rlkv.runs.training_run import Results
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def main() -> None:
     from lit_rlkv.reporting.progress import stderr_console
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.runs.context import REPORT
-    from lit_rlkv.runs.session import discard_if_empty, open_session
+    from lit_rlkv.runs.resume import discard_if_empty, open_session
     from lit_rlkv.runs.signals import EXIT_CODE, InterruptedRunError, Interruption
 
     configure_log(hydra_cfg.job_logging, hydra_cfg.verbose)

@@ -11,7 +11,7 @@ from lit_rlkv.config import is_local
 from lit_rlkv.reporting.tables import markdown_table
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import SavedRun
-from lit_rlkv.runs.results import Results
+from lit_rlkv.runs.training_run import Results
 from lit_rlkv.types import EvalRow
 
 ADAPTER, VALUE_ADAPTER, HEADS = "adapter", "value_adapter", "heads.safetensors"
