@@ -84,7 +84,12 @@ class GradientDiagnostic(Diagnostic):
         super().on_fit_start(trainer, pl_module)
         policy_ids = {id(parameter) for parameter in self.policy.roles.trained_parameters("policy")}
         named = {name: p for name, p in self.policy.named_parameters() if id(p) in policy_ids}
-        self.parameters = {name: named[name] for name in chosen(list(named), self.only)}
+        self.parameters = {name: p for name, p in named.items() if re.search(self.only or "", name)}
+        if not self.parameters:
+            raise ValueError(
+                f"only must match a parameter that the policy trains, such as {next(iter(named))}, got "
+                f"{self.only!r}; give another regular expression, or null for all"
+            )
 
     def n_parts_of(self, experience: Experience) -> int:
         """Return the number of parts of a rollout."""
@@ -117,8 +122,10 @@ class GradientDiagnostic(Diagnostic):
     def gradient(self, loss: Tensor, *, keeps_graph: bool) -> Vectors:
         """Return the gradient of a loss with respect to the parameters, in float32 or better."""
         # As in training: the forward pass under autocast, the backward pass outside.
-        scale = HALF_SCALE if is_half_autocast(loss.device) else 1.0
-        with torch.autocast(loss.device.type, enabled=False):
+        device = loss.device.type
+        is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        scale = HALF_SCALE if is_half else 1.0
+        with torch.autocast(device, enabled=False):
             found = torch.autograd.grad(
                 loss * scale, list(self.parameters.values()), retain_graph=keeps_graph, allow_unused=True
             )
@@ -133,21 +140,6 @@ class GradientDiagnostic(Diagnostic):
         if self.sketch is None:
             return {block: torch.cat(vectors) for block, vectors in pieces.items()}
         return {block: torch.stack(vectors).sum(dim=0) for block, vectors in pieces.items()}
-
-
-def chosen(names: list[str], only: str | None) -> list[str]:
-    """Return the names that match the regular expression `only`; all names if it is None.
-
-    Raises:
-        ValueError: no name matches.
-    """
-    found = [name for name in names if only is None or re.search(only, name)]
-    if not found:
-        raise ValueError(
-            f"only must match a parameter that the policy trains, such as {names[0]}, got {only!r}; give "
-            "another regular expression, or null for all"
-        )
-    return found
 
 
 def algorithm_loss(module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
@@ -169,12 +161,6 @@ def policy_outputs(module: PolicyModule, batch: TrainBatch, *, shadow: bool) -> 
 def added(gradient: Vectors, more: Vectors) -> Vectors:
     """Return the sum of two gradients; the first may be empty."""
     return {block: gradient[block] + vector if gradient else vector for block, vector in more.items()}
-
-
-def is_half_autocast(device: torch.device) -> bool:
-    """True if autocast to float16 is on."""
-    is_on = torch.is_autocast_enabled(device.type)
-    return is_on and torch.get_autocast_dtype(device.type) == torch.float16
 
 
 TERMS = ("policy", "loss")

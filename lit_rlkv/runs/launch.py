@@ -41,7 +41,8 @@ def make_fabric(cfg: Config) -> Fabric:
     settings = cfg.fabric
     started = started_processes()
     plugins: list[Precision | ClusterEnvironment | CheckpointIO] = []
-    if _is_one_task_of_slurm(started) and settings.devices not in (AUTO, 1):
+    is_one_task = started == (1, 1) and not TorchElasticEnvironment.detect()  # of SLURM
+    if is_one_task and settings.devices not in (AUTO, 1):
         started = None
         plugins.append(LightningEnvironment())
     if started is not None:
@@ -124,10 +125,6 @@ def _is_step_of_salloc() -> bool:
     has_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
     is_named_so = os.environ.get("SLURM_JOB_NAME") == "interactive"
     return has_tasks and is_named_so and not TorchElasticEnvironment.detect()
-
-
-def _is_one_task_of_slurm(started: tuple[int, int] | None) -> bool:
-    return started == (1, 1) and not TorchElasticEnvironment.detect()
 
 
 def started_processes() -> tuple[int, int] | None:

@@ -130,14 +130,6 @@ class TrainingRun:
         with self.context.rewards, self.logger, self.interruption.deferred(is_distributed):
             yield
 
-    def raise_if_interrupted(self) -> None:
-        """End the run here if any rank received a signal; every rank must call it.
-
-        Raises:
-            InterruptedRunError: a signal was received.
-        """
-        self.interruption.raise_if_requested(self.context.fabric)
-
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Add the seconds of the block to a stage and save the results, also if the block fails."""

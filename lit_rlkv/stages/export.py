@@ -65,9 +65,9 @@ def export_policy(
     check_written(merged, folder)
     tokenizer.save_pretrained(folder)
     heads = save_heads(roles, folder / HEADS) if with_heads else ()
-    has_value_adapter = "value" in heads and _has_own_adapter(roles)
+    value = roles.layout.adapter["value"]
+    has_value_adapter = "value" in heads and value not in (None, adapter)
     if has_value_adapter:
-        value = roles.layout.adapter["value"]
         assert value is not None
         save_adapter(roles.backbone("value"), value, critic_dir(start), folder / VALUE_ADAPTER)
     name = str(merged.dtype).removeprefix("torch.")
@@ -137,11 +137,6 @@ def save_heads(roles: Roles, path: Path) -> tuple[str, ...]:
     }
     save_file(weights, path)
     return names
-
-
-def _has_own_adapter(roles: Roles) -> bool:
-    adapter = roles.layout.adapter
-    return adapter["value"] is not None and adapter["value"] != adapter["policy"]
 
 
 def logits_gap(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedModel) -> float:
