@@ -219,9 +219,20 @@ class GradientVariance(GradientDiagnostic):
 
     def gradients_of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
         """Return the gradient of each term from one micro-batch, and its sums for the proxies."""
+        module = self.policy
         outputs, found = self.gradients(partial(self._forward, batch))
         by_term = {term: found[term if term in found else "loss"] for term in self.terms}
-        return by_term, self._proxy_sums(batch, outputs)
+        with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
+            head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
+            squares = squared_probs(outputs.hidden, head, module.temperature, size)
+            sums = proxy_sums(
+                outputs.logps,
+                scatter_to_response(batch.rollout, squares),
+                batch.advantages,
+                batch.correction,
+                batch.loss_weight != 0,
+            )
+        return by_term, sums
 
     def _report(self, found: Mapping[str, PartGradients], sums: Tensor) -> None:
         square = None
@@ -253,16 +264,3 @@ class GradientVariance(GradientDiagnostic):
         if self.terms == ("loss",) or losses.keys() == module.objective(batch, outputs)[0].keys():
             return outputs, total
         return outputs, {"policy": algorithm_loss(module, batch, outputs)} | total
-
-    def _proxy_sums(self, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
-        module = self.policy
-        with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
-            head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
-            squares = squared_probs(outputs.hidden, head, module.temperature, size)
-            return proxy_sums(
-                outputs.logps,
-                scatter_to_response(batch.rollout, squares),
-                batch.advantages,
-                batch.correction,
-                batch.loss_weight != 0,
-            )

@@ -78,8 +78,3 @@ def _table(rows: Sequence[EvalRow]) -> str:
     shown = [column for column in COLUMNS if any(row[column] is not None for row in cells)]
     headings = [COLUMNS[column] for column in shown]
     return markdown_table(headings, [[row[column] for column in shown] for row in cells])
-
-
-def write_card(run: SavedRun, exported: Exported, folder: Path) -> None:
-    """Write the card as README.md, where model hubs look for it."""
-    (folder / "README.md").write_text(model_card(run, exported), encoding="utf-8")

@@ -268,13 +268,9 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
                 f"{override}: a resumed run takes no preset; give the single settings to change"
             )
         if key not in ("resume", KEY):
-            place = _place(asked, key)
+            # The key, or the first parent of it that is None, such as a diagnostic that was off.
+            names = key.split(".")
+            above = (".".join(names[:n]) for n in range(1, len(names)))
+            place = next((name for name in above if OmegaConf.select(asked, name) is None), key)
             OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
     return asked
-
-
-def _place(cfg: DictConfig, key: str) -> str:
-    """Return the key, or the first parent of it that is None, such as a diagnostic that was off."""
-    names = key.split(".")
-    above = (".".join(names[:n]) for n in range(1, len(names)))
-    return next((name for name in above if OmegaConf.select(cfg, name) is None), key)

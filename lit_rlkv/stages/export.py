@@ -179,9 +179,9 @@ def check_written(merged: PreTrainedModel, folder: Path) -> None:
 @torch.no_grad()
 def policy_logits(roles: Roles, input_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
     """Return the policy's logits with a dense cache."""
-    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
     with acting_as(roles, "policy") as backbone:
-        input_ids, attention_mask = input_ids.to(backbone.device), attention_mask.to(backbone.device)
+        input_ids = input_ids.to(backbone.device)
+        attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
         hidden = hidden_states(
             backbone, input_ids, token_positions(attention_mask), evicted_at=dense_evicted_at(attention_mask)
         )
