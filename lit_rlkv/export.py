@@ -30,7 +30,7 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     import torch
 
     from lit_rlkv.models.layouts import CRITICS
-    from lit_rlkv.runs.model_card import write_card
+    from lit_rlkv.runs.model_card import model_card
     from lit_rlkv.runs.open_run import find_run, open_run
     from lit_rlkv.runs.policy import needed_roles
     from lit_rlkv.stages.export import export_policy
@@ -50,7 +50,7 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
         exported = export_policy(
             module.roles, context.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
         )
-        write_card(run, exported, partial)
+        (partial / "README.md").write_text(model_card(run, exported), encoding="utf-8")
         (partial / MANIFEST).write_text(json.dumps(_manifest(run) | asdict(exported), indent=1))
     return folder, exported
 

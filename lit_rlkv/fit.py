@@ -14,8 +14,8 @@ from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from lit_rlkv.runs.results import Results
     from lit_rlkv.runs.signals import Interruption
+    from lit_rlkv.runs.training_run import Results
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def main() -> None:
     from lit_rlkv.reporting.progress import stderr_console
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.runs.context import REPORT
-    from lit_rlkv.runs.session import discard_if_empty, open_session
+    from lit_rlkv.runs.resume import discard_if_empty, open_session
     from lit_rlkv.runs.signals import EXIT_CODE, InterruptedRunError, Interruption
 
     configure_log(hydra_cfg.job_logging, hydra_cfg.verbose)
@@ -91,12 +91,11 @@ def fit(
         ConfigError: the folder holds a run, and `resumes` is False.
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
-    from lit_rlkv.runs.algorithm_checks import check_shares
     from lit_rlkv.runs.checkpoint import load_trainable
     from lit_rlkv.runs.context import CONFIG, build_context
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import make_policy
-    from lit_rlkv.runs.preflight import check_reward_functions
+    from lit_rlkv.runs.preflight import check_reward_functions, check_shares
     from lit_rlkv.runs.signals import Interruption
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
     from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
@@ -121,11 +120,11 @@ def fit(
         backbone = broadcast_from_rank_zero(context.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
         diagnostics = make_diagnostics(cfg, module)
-        run.raise_if_interrupted()
+        run.interruption.raise_if_requested(context.fabric)
         if "eval" in cfg.stages:
             evaluate_before_training(run, module, start)
         if "rl" in cfg.stages:
-            run.raise_if_interrupted()  # before the first rollout
+            run.interruption.raise_if_requested(context.fabric)  # before the first rollout
             console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
             with run.timed("rl"):
                 train_policy(

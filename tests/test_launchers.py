@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.runs.session import INTERRUPTED
-from lit_rlkv.runs.signals import EXIT_CODE
+from lit_rlkv.runs.signals import EXIT_CODE, INTERRUPTED
 from tests.tiers import short_tier, slow
 from tests.whole_runs import TINY, config, said_by
 

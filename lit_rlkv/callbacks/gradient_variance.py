@@ -84,7 +84,12 @@ class GradientDiagnostic(Diagnostic):
         super().on_fit_start(trainer, pl_module)
         policy_ids = {id(parameter) for parameter in self.policy.roles.trained_parameters("policy")}
         named = {name: p for name, p in self.policy.named_parameters() if id(p) in policy_ids}
-        self.parameters = {name: named[name] for name in chosen(list(named), self.only)}
+        self.parameters = {name: p for name, p in named.items() if re.search(self.only or "", name)}
+        if not self.parameters:
+            raise ValueError(
+                f"only must match a parameter that the policy trains, such as {next(iter(named))}, got "
+                f"{self.only!r}; give another regular expression, or null for all"
+            )
 
     def n_parts_of(self, experience: Experience) -> int:
         """Return the number of parts of a rollout."""
@@ -117,8 +122,10 @@ class GradientDiagnostic(Diagnostic):
     def gradient(self, loss: Tensor, *, keeps_graph: bool) -> Vectors:
         """Return the gradient of a loss with respect to the parameters, in float32 or better."""
         # As in training: the forward pass under autocast, the backward pass outside.
-        scale = HALF_SCALE if is_half_autocast(loss.device) else 1.0
-        with torch.autocast(loss.device.type, enabled=False):
+        device = loss.device.type
+        is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        scale = HALF_SCALE if is_half else 1.0
+        with torch.autocast(device, enabled=False):
             found = torch.autograd.grad(
                 loss * scale, list(self.parameters.values()), retain_graph=keeps_graph, allow_unused=True
             )
@@ -133,21 +140,6 @@ class GradientDiagnostic(Diagnostic):
         if self.sketch is None:
             return {block: torch.cat(vectors) for block, vectors in pieces.items()}
         return {block: torch.stack(vectors).sum(dim=0) for block, vectors in pieces.items()}
-
-
-def chosen(names: list[str], only: str | None) -> list[str]:
-    """Return the names that match the regular expression `only`; all names if it is None.
-
-    Raises:
-        ValueError: no name matches.
-    """
-    found = [name for name in names if only is None or re.search(only, name)]
-    if not found:
-        raise ValueError(
-            f"only must match a parameter that the policy trains, such as {names[0]}, got {only!r}; give "
-            "another regular expression, or null for all"
-        )
-    return found
 
 
 def algorithm_loss(module: PolicyModule, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
@@ -169,12 +161,6 @@ def policy_outputs(module: PolicyModule, batch: TrainBatch, *, shadow: bool) -> 
 def added(gradient: Vectors, more: Vectors) -> Vectors:
     """Return the sum of two gradients; the first may be empty."""
     return {block: gradient[block] + vector if gradient else vector for block, vector in more.items()}
-
-
-def is_half_autocast(device: torch.device) -> bool:
-    """True if autocast to float16 is on."""
-    is_on = torch.is_autocast_enabled(device.type)
-    return is_on and torch.get_autocast_dtype(device.type) == torch.float16
 
 
 TERMS = ("policy", "loss")
@@ -233,9 +219,20 @@ class GradientVariance(GradientDiagnostic):
 
     def gradients_of_batch(self, batch: TrainBatch) -> tuple[dict[str, Vectors], Tensor]:
         """Return the gradient of each term from one micro-batch, and its sums for the proxies."""
+        module = self.policy
         outputs, found = self.gradients(partial(self._forward, batch))
         by_term = {term: found[term if term in found else "loss"] for term in self.terms}
-        return by_term, self._proxy_sums(batch, outputs)
+        with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
+            head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
+            squares = squared_probs(outputs.hidden, head, module.temperature, size)
+            sums = proxy_sums(
+                outputs.logps,
+                scatter_to_response(batch.rollout, squares),
+                batch.advantages,
+                batch.correction,
+                batch.loss_weight != 0,
+            )
+        return by_term, sums
 
     def _report(self, found: Mapping[str, PartGradients], sums: Tensor) -> None:
         square = None
@@ -267,16 +264,3 @@ class GradientVariance(GradientDiagnostic):
         if self.terms == ("loss",) or losses.keys() == module.objective(batch, outputs)[0].keys():
             return outputs, total
         return outputs, {"policy": algorithm_loss(module, batch, outputs)} | total
-
-    def _proxy_sums(self, batch: TrainBatch, outputs: StepOutputs) -> Tensor:
-        module = self.policy
-        with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
-            head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
-            squares = squared_probs(outputs.hidden, head, module.temperature, size)
-            return proxy_sums(
-                outputs.logps,
-                scatter_to_response(batch.rollout, squares),
-                batch.advantages,
-                batch.correction,
-                batch.loss_weight != 0,
-            )

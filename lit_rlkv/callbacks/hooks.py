@@ -83,21 +83,16 @@ def loss_terms_of(callbacks: Iterable[Callback]) -> list[LossTerm]:
     return [term for term in terms if getattr(term, "__func__", None) is not RLCallback.loss_terms]
 
 
-def check_hooks(callbacks: Iterable[Callback], kind: type[Callback] = Callback) -> None:
+def check_hooks(callbacks: Iterable[Callback]) -> None:
     """Check that the loop calls every hook of the callbacks.
 
-    Args:
-        kind: class that each callback must derive from.
-
     Raises:
-        TypeError: a hook is unknown, for example misspelt, or a callback has another class.
+        TypeError: a hook is unknown, for example misspelt, or an object is no callback.
     """
     for callback in callbacks:
         own = type(callback)
-        if not isinstance(callback, kind):
-            raise TypeError(
-                f"a callback must derive from {kind.__module__}.{kind.__name__}, got {own.__name__}"
-            )
+        if not isinstance(callback, Callback):
+            raise TypeError(f"a callback must derive from lightning.Callback, got {own.__name__}")
         for name in dir(own):
             is_overridden = getattr(own, name) is not getattr(Callback, name, None)
             is_meant = not name.startswith("_") and get_close_matches(name, [TERMS], cutoff=0.9)

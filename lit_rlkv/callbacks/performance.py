@@ -217,7 +217,12 @@ class Performance(Diagnostic):
         n_sampled = int(experience.rollout.response_mask.sum())
         with acting_as(self.policy.roles, "policy") as backbone:
             costs = flop_costs(backbone)
-            self._look_up(backbone.dtype)
+        if not self._is_looked_up:  # for the precision of the matrix products
+            device = self.meter.device
+            is_autocast = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if is_autocast else backbone.dtype
+            self.peak_flops = peak_flops(device, dtype)
+            self._is_looked_up = True
         flops = None
         if costs is not None:
             work, n_positions = rollout_work(experience.rollout, experience.group_size)
@@ -232,13 +237,3 @@ class Performance(Diagnostic):
         self.scalars[f"perf/tflops/{phase}"] = flops / elapsed_s / 1e12
         if self.peak_flops is not None:
             self.scalars[f"perf/mfu/{phase}"] = flops / elapsed_s / self.peak_flops
-
-    def _look_up(self, dtype: torch.dtype) -> None:
-        """Look up the device's peak flops once, for the precision of its matrix products."""
-        if self._is_looked_up:
-            return
-        device = self.meter.device
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        self.peak_flops = peak_flops(device, dtype)
-        self._is_looked_up = True

@@ -50,14 +50,12 @@ class ShadowDistillation(RLCallback):
     def __init__(
         self, direction: str, weight: float | int, teacher: str, anchor_weight: float | int = 0.0
     ) -> None:
-        if direction not in DIRECTIONS:
-            raise ValueError(
-                f"distillation.direction={direction!r} is unknown; choose one of {', '.join(DIRECTIONS)}"
-            )
-        if teacher not in TEACHERS:
-            raise ValueError(
-                f"distillation.teacher={teacher!r} is unknown; choose one of {', '.join(TEACHERS)}"
-            )
+        options = {"direction": (direction, DIRECTIONS), "teacher": (teacher, TEACHERS)}
+        for option, (value, known) in options.items():
+            if value not in known:
+                raise ValueError(
+                    f"distillation.{option}={value!r} is unknown; choose one of {', '.join(known)}"
+                )
         if weight < 0 or anchor_weight < 0 or weight == anchor_weight == 0:
             raise ValueError(
                 "distillation.weight and distillation.anchor_weight must be at least 0 and one above 0, got "

@@ -63,8 +63,7 @@ class RunContext:
     @property
     def accuracy(self) -> Accuracy:
         """The function that decides in evaluations if a response is correct."""
-        reward = self.cfg.reward
-        return accuracy_of(self.task, self.rewards, reward.accuracy)
+        return accuracy_of(self.task, self.rewards, self.cfg.reward.accuracy)
 
 
 def cache_of(cfg: Config) -> CacheSpec:
@@ -78,28 +77,26 @@ def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
     Raises:
         ConfigError: a node names no reward function, or the weights and names cannot work.
     """
-    nodes = named_items(cfg.functions)
-    functions = {name: _build_function(f"reward.functions.{name}", node) for name, node in nodes}
+    functions = {}
+    for name, node in named_items(cfg.functions):
+        where = f"reward.functions.{name}"
+        require(
+            isinstance(node, DictConfig) and "_target_" in node,
+            f"{where} must name a reward function, got {node}; give {where}._target_, such as "
+            "lit_rlkv.rewards.Numeric",
+        )
+        try:
+            functions[name] = build(node)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        require(
+            isinstance(functions[name], RewardFunction),
+            f"{where}._target_ must be a reward function, got {node._target_}; choose one of "
+            "lit_rlkv.rewards",
+        )
     with as_config_errors("reward"):
         RewardRule(cfg, functions)
     return functions
-
-
-def _build_function(where: str, node: DictConfig) -> RewardFunction:
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        raise ConfigError(
-            f"{where} must name a reward function, got {node}; give {where}._target_, such as "
-            "lit_rlkv.rewards.Numeric"
-        )
-    try:
-        function = build(node)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if not isinstance(function, RewardFunction):
-        raise ConfigError(
-            f"{where}._target_ must be a reward function, got {node._target_}; choose one of lit_rlkv.rewards"
-        )
-    return function
 
 
 def read_config(run_dir: Path) -> DictConfig:

@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -78,10 +79,8 @@ def installed(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of the installed packages."""
     versions = {}
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

@@ -19,7 +19,7 @@ from lightning.fabric.strategies.strategy import Strategy
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors
+from lit_rlkv.config import Config, ConfigError, as_config_errors, require
 from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT
 from lit_rlkv.distributed.sharding import ShardedStrategy
 
@@ -41,26 +41,23 @@ def make_fabric(cfg: Config) -> Fabric:
     settings = cfg.fabric
     started = started_processes()
     plugins: list[Precision | ClusterEnvironment | CheckpointIO] = []
-    if _is_one_task_of_slurm(started) and settings.devices not in (AUTO, 1):
+    is_one_task = started == (1, 1) and not TorchElasticEnvironment.detect()  # of SLURM
+    if is_one_task and settings.devices not in (AUTO, 1):
         started = None
         plugins.append(LightningEnvironment())
-    if started is not None:
-        n_nodes, n_devices = started
-        if settings.num_nodes not in (1, n_nodes) or settings.devices not in (AUTO, n_devices):
-            raise ConfigError(
-                f"fabric.num_nodes={settings.num_nodes} and fabric.devices={settings.devices}, but the "
-                f"launcher has started {n_devices} processes on each of {n_nodes} nodes; leave both out, and "
-                "have it start as many as there are devices (srun --ntasks-per-node, torchrun "
-                "--nproc-per-node)"
-            )
-    else:
-        n_nodes = settings.num_nodes
-        n_devices = settings.devices if isinstance(settings.devices, int) else 1
-        if n_nodes > 1:
-            raise ConfigError(
-                f"fabric.num_nodes={n_nodes}: one process cannot start those of other machines; start "
-                "the run there too, by srun or torchrun"
-            )
+    n_own = settings.devices if isinstance(settings.devices, int) else 1
+    n_nodes, n_devices = started or (settings.num_nodes, n_own)
+    require(
+        started is not None or n_nodes == 1,
+        f"fabric.num_nodes={n_nodes}: one process cannot start those of other machines; start the run there "
+        "too, by srun or torchrun",
+    )
+    require(
+        started is None or (settings.num_nodes in (1, n_nodes) and settings.devices in (AUTO, n_devices)),
+        f"fabric.num_nodes={settings.num_nodes} and fabric.devices={settings.devices}, but the launcher has "
+        f"started {n_devices} processes on each of {n_nodes} nodes; leave both out, and have it start as "
+        "many as there are devices (srun --ntasks-per-node, torchrun --nproc-per-node)",
+    )
     is_double = settings.precision == "64-true"
     if is_double:
         # Fabric refuses the name "64-true" under FSDP2.
@@ -126,10 +123,6 @@ def _is_step_of_salloc() -> bool:
     return has_tasks and is_named_so and not TorchElasticEnvironment.detect()
 
 
-def _is_one_task_of_slurm(started: tuple[int, int] | None) -> bool:
-    return started == (1, 1) and not TorchElasticEnvironment.detect()
-
-
 def started_processes() -> tuple[int, int] | None:
     """Return the number of nodes and of processes per node that a launcher has started; None without one.
 
@@ -141,16 +134,16 @@ def started_processes() -> tuple[int, int] | None:
         return int(os.environ["WORLD_SIZE"]) // n_local, n_local
     if _is_step_of_salloc() or SLURMEnvironment.detect():
         n_nodes, n_tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS"])
-        if n_tasks > 1 and "SLURM_STEP_ID" not in os.environ:
-            raise ConfigError(
-                f"this job has {n_tasks} tasks, but one process was started, which would wait for the others "
-                "forever; start the run by srun"
-            )
-        if n_tasks % n_nodes:
-            raise ConfigError(
-                f"srun must start equally many tasks on each node, got {n_tasks} on {n_nodes} nodes; give "
-                "--ntasks-per-node"
-            )
+        require(
+            n_tasks <= 1 or "SLURM_STEP_ID" in os.environ,
+            f"this job has {n_tasks} tasks, but one process was started, which would wait for the others "
+            "forever; start the run by srun",
+        )
+        require(
+            n_tasks % n_nodes == 0,
+            f"srun must start equally many tasks on each node, got {n_tasks} on {n_nodes} nodes; give "
+            "--ntasks-per-node",
+        )
         return n_nodes, n_tasks // n_nodes
     return None
 

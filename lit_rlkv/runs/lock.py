@@ -5,7 +5,6 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -18,7 +17,6 @@ TIMEOUT_S = 0.2
 MAX_OWNER = 200
 """Characters of the file to read."""
 log = logging.getLogger(__name__)
-Lock = TypeVar("Lock", bound="FolderLock")
 
 
 class BusyError(ConfigError):
@@ -39,7 +37,7 @@ class FolderLock:
         self._held: FileLock | None = None
         self._inode = 0
 
-    def __enter__(self: Lock) -> Lock:
+    def __enter__(self) -> "FolderLock":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -163,13 +163,12 @@ def make_roles(context: RunContext, start: str | Path) -> Roles:
         return backbone
 
     targets = settings.target_modules
+    modules = targets if isinstance(targets, str) else list(targets)
     with as_config_errors("roles"):
         roles = Roles(
             settings.layout,
             load,
-            lora=LoraSpec(
-                settings.rank, settings.alpha, targets if isinstance(targets, str) else list(targets)
-            ),
+            lora=LoraSpec(settings.rank, settings.alpha, modules),
             needed=needed,
             reward_head=reward_head,
             value_head=reward_head if settings.value_init == "reward" else None,

@@ -1,7 +1,7 @@
 """Checks before a run that need its objects: classes of the right kind, and options that fit each other."""
 
 import inspect
-from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from hydra.utils import get_object
@@ -11,46 +11,40 @@ from omegaconf import DictConfig
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
+from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.validation import check_answers
-from lit_rlkv.experience.advantages import AdvantageEstimator
-from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.runs.algorithm_checks import check_algorithm
+from lit_rlkv.objectives.kl import MAX_ERROR
 from lit_rlkv.runs.context import RunContext, build_reward_functions, cache_of
 from lit_rlkv.tasks import Task
 
 
 def checked_config(cfg: DictConfig) -> Config:
-    """Return a composed config as a `Config` that a run can start from.
+    """Return a composed config as a `Config` whose objects can be built and fit each other.
 
     Raises:
         ConfigError: the first rule that is broken.
     """
     config = parse_config(cfg)
-    check_config(config)
-    return config
-
-
-def check_config(cfg: Config) -> None:
-    """Check that every object of a config can be built, and that they fit each other.
-
-    Raises:
-        ConfigError: the first rule that is broken.
-    """
-    check_targets(cfg.source)
-    check_extensions(cfg)
-    for name, node in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
+    check_targets(config.source)
+    _check_extensions(config)
+    for name, node in {"optimizer": config.optimizer, "sft.optimizer": config.sft.optimizer}.items():
         _check_optimizer(name, node)
-    _check_cache(cfg)
-    check_algorithm(cfg)
-    _check_reward(cfg)
-    _check_roles(cfg)
-    _check_trained_weights(cfg)
-    for node in (cfg.logger, cfg.distillation, *cfg.diagnostics.values()):
+    with as_config_errors("cache"):
+        cache = cache_of(config)
+        for budget in config.evaluation.budgets:
+            replace(cache, budget=budget)
+    _check_algorithm(config)
+    _check_reward(config)
+    _check_roles(config)
+    _check_trained_weights(config)
+    for node in (config.logger, config.distillation, *config.diagnostics.values()):
         if node is not None:
             build(node)  # constructors check their settings
+    return config
 
 
 def _check_optimizer(name: str, node: DictConfig) -> None:
@@ -64,11 +58,67 @@ def _check_optimizer(name: str, node: DictConfig) -> None:
         ) from error
 
 
-def _check_cache(cfg: Config) -> None:
-    with as_config_errors("cache"):
-        cache = cache_of(cfg)
-        for budget in cfg.evaluation.budgets:
-            CacheSpec(cache.policy, budget, cache.interval, cache.sink, cache.window, cache.policy_options)
+def _check_algorithm(cfg: Config) -> None:
+    """Check the parts of an algorithm, alone and together."""
+    algorithm = cfg.algorithm
+    with as_config_errors("algorithm.advantage"):
+        advantage: AdvantageEstimator = build(algorithm.advantage).for_task(build(cfg.task))
+    has_judge = isinstance(advantage, PairAdvantage) and advantage.judge is not None
+    require(
+        not has_judge or cfg.reward.missing_eos_penalty == 0,
+        f"reward.missing_eos_penalty={cfg.reward.missing_eos_penalty} has no effect beside a judge, who "
+        "ranks in place of the reward; use 0",
+    )
+    require(
+        algorithm.group_size >= advantage.min_group_size,
+        f"algorithm.group_size={algorithm.group_size}: {type(advantage).__name__} compares responses to one "
+        f"prompt; give at least {advantage.min_group_size}",
+    )
+    _check_loss(algorithm, advantage)
+    is_pairwise = isinstance(advantage, PairAdvantage)
+    _check_parts(algorithm, cfg.rollout.n_prompts, is_pairwise=is_pairwise)
+    kl, n_rows = algorithm.kl, cfg.rollout.n_prompts * algorithm.group_size
+    require(
+        kl.target is None or kl.horizon > MAX_ERROR * n_rows,
+        f"algorithm.kl.horizon={kl.horizon} steers too fast for {n_rows} responses an iteration; give "
+        f"more than {MAX_ERROR * n_rows:.0f}",
+    )
+    require(
+        kl.place == "loss" or not is_pairwise,
+        "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
+        "beta; use place=loss or weight=0",
+    )
+    has_critic = "value" in advantage.needs
+    require(
+        0 <= algorithm.critic_warmup < algorithm.n_iterations
+        and (has_critic or algorithm.critic_warmup == 0),
+        f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
+        f"n_iterations={algorithm.n_iterations} with one",
+    )
+
+
+def _check_loss(algorithm: AlgorithmConfig, advantage: AdvantageEstimator) -> None:
+    module = get_object(algorithm.loss._target_)
+    require(
+        isinstance(advantage, module.advantage_estimator),
+        f"algorithm.advantage: {module.__name__} learns from {module.advantage_estimator.__name__}, not from "
+        f"{type(advantage).__name__}; choose an algorithm and change its options",
+    )
+    missing = [name for name in module.required_options if name not in algorithm.loss]
+    require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
+    with as_config_errors(algorithm.loss._target_):
+        module.check_options(**dict(named_items(algorithm.loss)))
+
+
+def _check_parts(algorithm: AlgorithmConfig, n_prompts: int, *, is_pairwise: bool, of: str = "") -> None:
+    """Check that the responses or pairs to `n_prompts` prompts fill the parts of an iteration."""
+    n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
+    n_units = n_prompts * (1 if is_pairwise else algorithm.group_size)
+    require(
+        1 <= n_parts <= n_units,
+        f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
+        f"{'pairs' if is_pairwise else 'responses'}{of}; lower them, or raise rollout.n_prompts",
+    )
 
 
 def _check_reward(cfg: Config) -> None:
@@ -107,7 +157,10 @@ def _check_roles(cfg: Config) -> None:
 def _check_trained_weights(cfg: Config) -> None:
     """Refuse quantized or bfloat16 weights that must learn: a small update is rounded away."""
     fabric = cfg.fabric
-    for who, instead in _trainers_of_weights(cfg):
+    trainers = {"sft": "stages=[rl,eval]"} if "sft" in cfg.stages else {}
+    if LAYOUTS[cfg.roles.layout].trains_backbones:
+        trainers[f"roles={cfg.roles.layout}"] = "roles=hydra or so"
+    for who, instead in trainers.items():
         require(
             fabric.precision != "bf16-true",
             f"fabric.precision=bf16-true rounds small updates of the weights that {who} trains away; use "
@@ -120,12 +173,35 @@ def _check_trained_weights(cfg: Config) -> None:
         )
 
 
-def _trainers_of_weights(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the settings that train the backbone's own weights, each with an alternative."""
+def check_shares(cfg: Config, n_ranks: int) -> None:
+    """Check that prompts and rows of the SFT stage can be divided evenly among the ranks.
+
+    Raises:
+        ConfigError: they cannot; ranks with less work would wait for the others.
+    """
+    n_shards = cfg.rollout.n_shards or n_ranks
+    require(
+        n_shards % n_ranks == 0,
+        f"rollout.n_shards={n_shards} cannot be divided evenly over {n_ranks} processes; give a multiple of "
+        "it, or null",
+    )
+    shared = {"rollout.n_prompts": (cfg.rollout.n_prompts, n_shards)}
     if "sft" in cfg.stages:
-        yield "sft", "stages=[rl,eval]"
-    if LAYOUTS[cfg.roles.layout].trains_backbones:
-        yield f"roles={cfg.roles.layout}", "roles=hydra or so"
+        shared |= {"sft.batch_size": (cfg.sft.batch_size, n_ranks), "sft.n_pairs": (cfg.sft.n_pairs, n_ranks)}
+    for name, (value, n_parts) in shared.items():
+        require(
+            value % n_parts == 0,
+            f"{name}={value} cannot be divided evenly over {n_parts} "
+            f"{'shards' if n_parts == n_shards else 'processes'}; give a multiple of {n_parts}",
+        )
+    if n_shards > 1:
+        is_pairwise = issubclass(get_object(cfg.algorithm.advantage._target_), PairAdvantage)
+        _check_parts(
+            cfg.algorithm,
+            cfg.rollout.n_prompts // n_shards,
+            is_pairwise=is_pairwise,
+            of=f" of each of {n_shards} shards",
+        )
 
 
 def check_reward_functions(context: RunContext) -> None:
@@ -150,14 +226,16 @@ def check_reward_functions(context: RunContext) -> None:
         )
 
 
-def check_extensions(cfg: Config) -> None:
-    """Refuse a task, algorithm, model preset or callback of the wrong kind.
-
-    Raises:
-        ConfigError: naming the key and the class that is needed.
-    """
-    _check_class("algorithm.advantage", cfg.algorithm.advantage, AdvantageEstimator)
-    _check_class("algorithm.loss", cfg.algorithm.loss, PolicyModule)
+def _check_extensions(cfg: Config) -> None:
+    """Refuse a task, algorithm, model preset or callback of the wrong kind."""
+    kinds: dict[str, type] = {"advantage": AdvantageEstimator, "loss": PolicyModule}
+    for part, kind in kinds.items():
+        target = getattr(cfg.algorithm, part)._target_
+        found = get_object(target)
+        require(
+            inspect.isclass(found) and issubclass(found, kind),
+            f"algorithm.{part}._target_={target} must be a subclass of {kind.__module__}.{kind.__name__}",
+        )
     for name, node in {"algorithm.loss": cfg.algorithm.loss, "model.preset": cfg.model.preset}.items():
         require(
             not node or bool(node.get("_partial_")),
@@ -190,12 +268,3 @@ def build_user_callbacks(cfg: Config) -> list[Callback]:
         with as_config_errors(where):
             check_hooks(callbacks[-1:])
     return callbacks
-
-
-def _check_class(where: str, node: DictConfig, kind: type) -> None:
-    """Refuse a target that is not a class of this kind."""
-    found = get_object(node._target_)
-    require(
-        inspect.isclass(found) and issubclass(found, kind),
-        f"{where}._target_={node._target_} must be a subclass of {kind.__module__}.{kind.__name__}",
-    )

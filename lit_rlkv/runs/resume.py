@@ -1,20 +1,30 @@
-"""Resume: find the run, and check that the config given now is the config of that run."""
+"""Start or resume a run: find its folder, compare the configs, start the processes, lock the folder."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
-from lit_rlkv.config import AUTO, PRESETS, ConfigError, check_saved_code
+from lit_rlkv.config import AUTO, PRESETS, Config, ConfigError, check_saved_code
 from lit_rlkv.config.parsing import STAGES
+from lit_rlkv.files import sweep_partial
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT, read_config
+from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import BusyError, FolderLock
+from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.signals import Interruption, mark_interrupted
+from lit_rlkv.runs.starting_model import SFT_MODELS
 from lit_rlkv.trust import KEY
 
 log = logging.getLogger(__name__)
+LOG = "fit.log"
 MAY_CHANGE = (
     "callbacks",
     "diagnostics",
@@ -31,6 +41,84 @@ DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
 N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """The launched processes of a run and the folder that they hold."""
+
+    cfg: Config
+    run_dir: Path
+    fabric: Fabric
+    is_resumed: bool
+
+
+@contextmanager
+def open_session(
+    composed: DictConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    console: Console,
+    interruption: Interruption,
+) -> Iterator[Session]:
+    """Check the config, start the processes of the run and lock its folder until the block ends.
+
+    Args:
+        composed: the config; `resume` names a run, is `auto`, or is None for a new run.
+        run_dir: folder of a new run.
+        overrides: overrides on the command line.
+        console: silenced on every rank but 0.
+
+    Raises:
+        ConfigError: a mistake in the config, or another process works in the folder.
+        InterruptedRunError: a signal ended the run; its state is saved.
+    """
+    old_dir: Path | None = None
+    is_auto = composed.resume == AUTO
+    if composed.resume is not None and not is_auto:
+        old_dir, composed = load_resumed_config(composed, overrides)
+    cfg = checked_config(composed)
+    fabric = make_fabric(cfg)
+    # A rank that ended alone would leave the others waiting, also during their start.
+    deferred = interruption.deferred(fabric.world_size > 1)
+    with deferred, end_together(fabric), FolderLock() as lock:
+        launch(fabric)
+        console.quiet = not fabric.is_global_zero
+        # Each rank may have composed a folder name of its own; the run takes that of rank 0.
+        own_dir, run_dir = run_dir, broadcast_from_rank_zero(fabric, lambda: run_dir)
+        old_dir = broadcast_from_rank_zero(fabric, lambda: lock_run_dir(cfg, run_dir, old_dir, lock, is_auto))
+        if is_auto and old_dir is None:
+            console.print(f"no run with this config to resume; a new one in {run_dir}")
+        run_dir = old_dir or run_dir
+        if own_dir != run_dir:
+            discard_if_empty(own_dir)
+        if fabric.is_global_zero:
+            logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG, delay=True))
+        with mark_interrupted(run_dir, is_rank_zero=fabric.is_global_zero):
+            yield Session(cfg, run_dir, fabric, is_resumed=old_dir is not None)
+
+
+def lock_run_dir(
+    cfg: Config, run_dir: Path, old_dir: Path | None, lock: FolderLock, is_auto: bool
+) -> Path | None:
+    """Lock the folder of the run, remove partial files of killed processes, return the run to resume if any.
+
+    Raises:
+        ConfigError: another process works there, or the folder given for `resume=auto` holds another run.
+    """
+    if is_auto:
+        old_dir = find_resumable_run(cfg.source, run_dir, lock)
+    else:
+        lock.take(old_dir or run_dir)
+    for root in (old_dir or run_dir, Path(cfg.runs_dir) / SFT_MODELS):
+        sweep_partial(root, is_shared=True)  # evaluations and exports write beside a run, without its lock
+    return old_dir
+
+
+def discard_if_empty(folder: Path) -> None:
+    """Remove a run folder in which nothing was written."""
+    with suppress(OSError):  # it is not empty, or another rank has removed it
+        folder.rmdir()
 
 
 def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
@@ -130,18 +218,13 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
     """
     changed = differences(saved, asked)
     if changed:
-        shown = [f"{name}: {was} -> {now}" for name, (was, now) in list(changed.items())[:N_SHOWN]]
-        more = [f"and {len(changed) - N_SHOWN} more"] if len(changed) > N_SHOWN else []
-        raise ConfigError(
-            "\n  ".join(
-                [
-                    f"{run_dir} holds a run with another config, which cannot change on resume; leave out "
-                    "what differs, or start another run in a folder of its own:",
-                    *shown,
-                    *more,
-                ]
-            )
+        lines = [f"{name}: {was} -> {now}" for name, (was, now) in changed.items()]
+        more = [f"and {len(lines) - N_SHOWN} more"] if len(lines) > N_SHOWN else []
+        why = (
+            f"{run_dir} holds a run with another config, which cannot change on resume; leave out what "
+            "differs, or start another run in a folder of its own:"
         )
+        raise ConfigError("\n  ".join([why, *lines[:N_SHOWN], *more]))
 
 
 def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
@@ -185,13 +268,9 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
                 f"{override}: a resumed run takes no preset; give the single settings to change"
             )
         if key not in ("resume", KEY):
-            place = _place(asked, key)
+            # The key, or the first parent of it that is None, such as a diagnostic that was off.
+            names = key.split(".")
+            above = (".".join(names[:n]) for n in range(1, len(names)))
+            place = next((name for name in above if OmegaConf.select(asked, name) is None), key)
             OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
     return asked
-
-
-def _place(cfg: DictConfig, key: str) -> str:
-    """Return the key, or the first parent of it that is None, such as a diagnostic that was off."""
-    names = key.split(".")
-    above = (".".join(names[:n]) for n in range(1, len(names)))
-    return next((name for name in above if OmegaConf.select(cfg, name) is None), key)

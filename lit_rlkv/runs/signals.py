@@ -2,7 +2,8 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import cast
 
@@ -10,10 +11,14 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from lit_rlkv.runs.context import CONFIG
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
 """Signals that schedulers send before they kill a job."""
 EXIT_CODE = 75
 """Exit code of a run that a signal ended after it saved its state (EX_TEMPFAIL in sysexits.h)."""
+INTERRUPTED = ".interrupted"
+"""File in a run that a signal ended after it had saved itself; removed when the run is resumed."""
 
 
 class InterruptedRunError(BaseException):
@@ -91,3 +96,21 @@ class Interruption:
         if not self._is_deferred:
             self._agreed = number
             self.raise_if_agreed()
+
+
+@contextmanager
+def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
+    """Leave the file INTERRUPTED if a signal ends the block.
+
+    The exit code does not always say so: srun returns the highest code of all ranks, also of a rank that it
+    killed.
+    """
+    if is_rank_zero:
+        (run_dir / INTERRUPTED).unlink(missing_ok=True)
+    try:
+        yield
+    except InterruptedRunError:
+        if is_rank_zero and (run_dir / CONFIG).is_file():  # otherwise there is nothing to resume
+            with suppress(OSError):
+                (run_dir / INTERRUPTED).touch()
+        raise

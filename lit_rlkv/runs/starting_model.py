@@ -85,18 +85,14 @@ def backbone_id(start: str | Path) -> str:
     Raises:
         ConfigError: the folder has no safetensors.
     """
-    folder = _folder_of(start)
+    folder = Path(start)
+    if not folder.is_dir():
+        config = cached_file(str(start), "config.json")
+        assert config is not None  # it was loaded before
+        folder = Path(config).parent
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{start} must hold safetensors, found none; write them by save_pretrained")
     return fingerprint(folder, *LOADED)
-
-
-def _folder_of(start: str | Path) -> Path:
-    if Path(start).is_dir():
-        return Path(start)
-    config = cached_file(str(start), "config.json")
-    assert config is not None  # it was loaded before
-    return Path(config).parent
 
 
 def check_backbone(checkpoint: Checkpoint | None, start: str | Path, fingerprint_now: str) -> None:

@@ -1,47 +1,81 @@
-"""A training run in progress: its folder, what it has found so far, its callbacks and its report."""
+"""A training run in progress: its folder, its results so far, its callbacks and its report."""
 
+import json
 import logging
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from lightning import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
+from lit_rlkv.evaluation.reward_model import RewardReport
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.reporting.loggers import Cell, GuardedLogger, LoggingCallback, RunLogger, RunStart
+from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
 from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.progress import ProgressBar
 from lit_rlkv.reporting.report import Picture, RunReport, write_report
-from lit_rlkv.reporting.run_metrics import SECONDS, AxisValues, MetricsFile, RunAxes, last_axis_values
+from lit_rlkv.reporting.run_metrics import SECONDS, MetricsFile, RunAxes, last_axis_values
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.runs import environment
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, RetentionPolicy
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.preflight import build_user_callbacks
-from lit_rlkv.runs.results import Results
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE
 from lit_rlkv.types import EvalRow, Rollout
 
 log = logging.getLogger(__name__)
-EVALUATION_HEADINGS = ("when", *(column.name for column in fields(EvalRow)))
 RANKS = "ranks"
 """Folder in a run for the metrics of ranks other than 0."""
+
+
+@dataclass
+class Results:
+    """Evaluations before and after training, and the time that each stage took."""
+
+    before: list[EvalRow] = field(default_factory=list)
+    after: list[EvalRow] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the evaluation before training."""
+    final: dict[str, float] = field(default_factory=dict)
+    """Metrics of the evaluation after training; empty before it."""
+    reward_model: RewardReport | None = None
+    """Quality of the reward head on held-out pairs; None without one."""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    rollout: Rollout | None = None
+
+    def save(self, run_dir: Path) -> None:
+        """Write all but the rollout, atomically."""
+        found = asdict(replace(self, rollout=None))
+        del found["rollout"]
+        write_atomically(run_dir / EVALUATION, json.dumps(found, indent=1))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Results":
+        """Load the results of a run folder; empty results if there are none."""
+        if not (run_dir / EVALUATION).is_file():
+            return cls()
+        saved = json.loads((run_dir / EVALUATION).read_text())
+        for when in ("before", "after"):
+            saved[when] = [EvalRow(**row) for row in saved[when]]
+        if saved["reward_model"] is not None:
+            saved["reward_model"] = RewardReport(**saved["reward_model"])
+        return cls(**saved)
 
 
 class TrainingRun:
@@ -95,14 +129,6 @@ class TrainingRun:
         is_distributed = self.context.fabric.world_size > 1
         with self.context.rewards, self.logger, self.interruption.deferred(is_distributed):
             yield
-
-    def raise_if_interrupted(self) -> None:
-        """End the run here if any rank received a signal; every rank must call it.
-
-        Raises:
-            InterruptedRunError: a signal was received.
-        """
-        self.interruption.raise_if_requested(self.context.fabric)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -159,23 +185,53 @@ class TrainingRun:
     def write_report(self) -> None:
         """Write report.html and send the outcome to the logger; only rank 0 does."""
         if self.is_rank_zero:
-            report = make_report(self.context, self.results, self.metrics, self.samples, self.run_dir)
+            report = self._report(self.results)
             pictures = figures(report)
             write_report(self.run_dir / REPORT, report, pictures)
-            log_outcome(
-                self.logger,
-                {"before": self.results.before, "after": self.results.after},
-                self.results.final,
-                pictures,
-                last_axis_values(self.metrics.history),
-                self.run_dir / REPORT,
-                self.checkpoints.latest(),
-            )
+            self.logger.send("the outcome", lambda logger: self._log_outcome(logger, pictures))
         self.context.fabric.barrier()
 
+    def _log_outcome(self, logger: RunLogger, pictures: Sequence[Picture]) -> None:
+        results, place = self.results, last_axis_values(self.metrics.history)
+        rows = [
+            *(["before", *astuple(row)] for row in results.before),
+            *(["after", *astuple(row)] for row in results.after),
+        ]
+        if rows:
+            logger.table("evaluation", ("when", *(column.name for column in fields(EvalRow))), rows, place)
+        if results.final:
+            logger.scalars(results.final, place)
+        if pictures:
+            logger.figures(pictures, place)
+        logger.file(self.run_dir / REPORT, "report")
+        checkpoint = self.checkpoints.latest()
+        if checkpoint is not None:
+            logger.file(checkpoint.path, "model")
+
     def _draw(self, rollout: Rollout) -> list[Picture]:
-        results = replace(self.results, rollout=rollout)
-        return figures(make_report(self.context, results, self.metrics, self.samples, self.run_dir))
+        return figures(self._report(replace(self.results, rollout=rollout)))
+
+    def _report(self, results: Results) -> RunReport:
+        """Collect what the report shows of a run so far, finished or not."""
+        cfg, rollout = self.context.cfg, results.rollout
+        seen = [] if rollout is None else sorted(set(rollout.input_ids.flatten().tolist()))
+        packages = ("torch", "transformers", "peft", "lightning")
+        return RunReport(
+            title=self.run_dir.name,
+            config_yaml=OmegaConf.to_yaml(cfg.source),
+            history=self.metrics.history,
+            before=results.before,
+            after=results.after,
+            rollout=rollout,
+            token_labels={token: cast(str, self.context.tokenizer.decode([token])) for token in seen},
+            budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
+            interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
+            reward_model=results.reward_model,
+            stage_seconds=results.stage_seconds,
+            samples=self.samples.samples,
+            diagnostics=read_rows(self.run_dir / DIAGNOSTICS),
+            versions={"python": platform.python_version(), **environment.installed(packages)},
+        )
 
 
 def make_diagnostics(cfg: Config, module: PolicyModule) -> list[Diagnostic]:
@@ -191,88 +247,22 @@ def make_diagnostics(cfg: Config, module: PolicyModule) -> list[Diagnostic]:
     return diagnostics
 
 
-def make_report(
-    context: RunContext, results: Results, metrics: MetricsFile, samples: Samples, run_dir: Path
-) -> RunReport:
-    """Collect what the report shows of a run so far, finished or not."""
-    cfg, rollout = context.cfg, results.rollout
-    seen = [] if rollout is None else sorted(set(rollout.input_ids.flatten().tolist()))
-    packages = ("torch", "transformers", "peft", "lightning")
-    return RunReport(
-        title=run_dir.name,
-        config_yaml=OmegaConf.to_yaml(cfg.source),
-        history=metrics.history,
-        before=results.before,
-        after=results.after,
-        rollout=rollout,
-        token_labels={token: cast(str, context.tokenizer.decode([token])) for token in seen},
-        budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
-        interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
-        reward_model=results.reward_model,
-        stage_seconds=results.stage_seconds,
-        samples=samples.samples,
-        diagnostics=read_rows(run_dir / DIAGNOSTICS),
-        versions={"python": platform.python_version(), **environment.installed(packages)},
-    )
-
-
 def start_logger(context: RunContext, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
-    """Write down what the run runs on, and make its logger, which a `with` block opens; the first rank does.
+    """Record the environment of the run and build its logger, both on rank 0; a `with` block opens it.
 
     Raises:
-        ConfigError: the logger's settings cannot be meant.
+        ConfigError: the logger's settings are wrong.
     """
     cfg = context.cfg
     found = environment.describe(cfg, context.fabric.device)
-    is_first = context.fabric.is_global_zero
-    if is_first:
+    logger: RunLogger | None = None
+    if context.fabric.is_global_zero:
         environment.record(run_dir, found)
-    with as_config_errors("logger"):
-        logger = None if cfg.logger is None or not is_first else _make_logger(cfg.logger, run_dir)
+        if cfg.logger is not None:
+            with as_config_errors("logger"):
+                built = build(cfg.logger)
+                if isinstance(built, partial):  # one of Lightning's loggers, which needs the run's folder
+                    built = built(**{"save_dir": run_dir, **built.keywords})
+                logger = as_run_logger(built)
     config = cast("dict[str, Any]", OmegaConf.to_container(cfg.source))
     return GuardedLogger(logger, RunStart(run_dir, config, found, resumed_at), console)
-
-
-def _make_logger(node: DictConfig, run_dir: Path) -> RunLogger:
-    """The config's logger; one of Lightning's, under `_partial_`, is told the folder of the run."""
-    built = build(node)
-    return as_run_logger(
-        built(**{"save_dir": run_dir, **built.keywords}) if isinstance(built, partial) else built
-    )
-
-
-def log_outcome(
-    logger: GuardedLogger,
-    evaluations: Mapping[str, Sequence[EvalRow]],
-    final: Mapping[str, float],
-    pictures: Sequence[Picture],
-    place: AxisValues,
-    report: Path,
-    checkpoint: Checkpoint | None,
-) -> None:
-    """Send the outcome of a run to its logger; missing parts are left out.
-
-    Args:
-        evaluations: by when they were made, before or after training.
-        report: the page.
-        checkpoint: the last one.
-    """
-
-    def send(to: RunLogger) -> None:
-        rows = evaluation_rows(evaluations)
-        if rows:
-            to.table("evaluation", EVALUATION_HEADINGS, rows, place)
-        if final:
-            to.scalars(final, place)
-        if pictures:
-            to.figures(pictures, place)
-        to.file(report, "report")
-        if checkpoint is not None:
-            to.file(checkpoint.path, "model")
-
-    logger.send("the outcome", send)
-
-
-def evaluation_rows(evaluations: Mapping[str, Sequence[EvalRow]]) -> list[list[Cell]]:
-    """Cells under EVALUATION_HEADINGS."""
-    return [[when, *astuple(row)] for when, rows in evaluations.items() for row in rows]

@@ -73,11 +73,9 @@ def evaluation_caches(cfg: Config, policies: Sequence[str] | None = None) -> lis
     own = cache_of(cfg)
     chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
     budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
-    # policy_options belong to the run's own policy.
+    options = {cfg.cache.policy: own.policy_options}  # other policies have other options
     sparse = [
-        replace(own, policy=policy, budget=budget)
-        if policy == cfg.cache.policy
-        else replace(own, policy=policy, budget=budget, policy_options={})
+        replace(own, policy=policy, budget=budget, policy_options=options.get(policy, {}))
         for policy in chosen
         for budget in budgets
     ]

@@ -65,9 +65,9 @@ def export_policy(
     check_written(merged, folder)
     tokenizer.save_pretrained(folder)
     heads = save_heads(roles, folder / HEADS) if with_heads else ()
-    has_value_adapter = "value" in heads and _has_own_adapter(roles)
+    value = roles.layout.adapter["value"]
+    has_value_adapter = "value" in heads and value not in (None, adapter)
     if has_value_adapter:
-        value = roles.layout.adapter["value"]
         assert value is not None
         save_adapter(roles.backbone("value"), value, critic_dir(start), folder / VALUE_ADAPTER)
     name = str(merged.dtype).removeprefix("torch.")
@@ -139,11 +139,6 @@ def save_heads(roles: Roles, path: Path) -> tuple[str, ...]:
     return names
 
 
-def _has_own_adapter(roles: Roles) -> bool:
-    adapter = roles.layout.adapter
-    return adapter["value"] is not None and adapter["value"] != adapter["policy"]
-
-
 def logits_gap(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedModel) -> float:
     """Return max |merged − policy| over the logits of a few tokens."""
     with torch.no_grad():
@@ -184,9 +179,9 @@ def check_written(merged: PreTrainedModel, folder: Path) -> None:
 @torch.no_grad()
 def policy_logits(roles: Roles, input_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
     """Return the policy's logits with a dense cache."""
-    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
     with acting_as(roles, "policy") as backbone:
-        input_ids, attention_mask = input_ids.to(backbone.device), attention_mask.to(backbone.device)
+        input_ids = input_ids.to(backbone.device)
+        attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
         hidden = hidden_states(
             backbone, input_ids, token_positions(attention_mask), evicted_at=dense_evicted_at(attention_mask)
         )

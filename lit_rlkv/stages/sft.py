@@ -120,7 +120,13 @@ class SFTStage:
             self._save_model(number, backbone, head)
         folder = sft_model_dir(context.cfg)
         if context.fabric.is_global_zero:
-            self._publish(folder)
+            # Move the model to the shared folder, unless another run was faster.
+            with atomic_dir(folder, replaces=False) as partial:
+                for number, stage in enumerate(self.passes):
+                    link_tree(self._output(number), partial / stage.folder)
+                context.tokenizer.save_pretrained(partial)
+                config = OmegaConf.to_container(context.cfg.source.sft)
+                (partial / SFT_DONE).write_text(json.dumps({"config": config}))
         context.fabric.barrier()
         self.clear()
         return folder
@@ -190,15 +196,6 @@ class SFTStage:
     def _output(self, number: int) -> Path:
         """Return the model folder of a finished pass."""
         return self.root / f"pass-{number}"
-
-    def _publish(self, folder: Path) -> None:
-        """Move the SFT model to the shared folder, unless another run was faster."""
-        with atomic_dir(folder, replaces=False) as partial:
-            for number, stage in enumerate(self.passes):
-                link_tree(self._output(number), partial / stage.folder)
-            self.context.tokenizer.save_pretrained(partial)
-            config = OmegaConf.to_container(self.context.cfg.source.sft)
-            (partial / SFT_DONE).write_text(json.dumps({"config": config}))
 
     def clear(self) -> None:
         """Remove the folder of the stage."""

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.runs.algorithm_checks import check_shares
+from lit_rlkv.runs.preflight import check_shares
 from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
 from tests.tiers import slow
 from tests.whole_runs import config, run, run_on_ranks
@@ -114,8 +114,8 @@ def test_an_evaluation_on_two_ranks_equals_that_of_one(folder):
     [
         ("rollout.n_prompts=7", "rollout.n_prompts=7 cannot be divided evenly over 2"),
         ("rollout.n_shards=1", "rollout.n_shards=1 cannot be divided evenly over 2 processes"),
-        ("algorithm.n_minibatches=9", "9 parts cannot be cut from the 8 responses of each of 2 shards"),
-        ("pairs", "5 parts cannot be cut from the 4 pairs of each of 2 shards"),
+        ("algorithm.n_minibatches=9", "9 parts cannot be cut from 8 responses of each of 2 shards"),
+        ("pairs", "5 parts cannot be cut from 4 pairs of each of 2 shards"),
         ("sft.batch_size=33", "sft.batch_size=33 cannot be divided evenly over 2"),
     ],
 )
