@@ -4,7 +4,6 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lit_rlkv.callbacks.gradient_variance import chosen
 from lit_rlkv.diagnostics import covariance
 from lit_rlkv.diagnostics.covariance import CountSketch, PartGradients, Spread, block_of
 
@@ -147,14 +146,6 @@ def test_a_signal_below_its_noise_is_negative_and_not_cut_off():
 def test_a_parameter_belongs_to_its_layer_or_its_kind_of_module(name: str):
     assert (block_of(name, "layer"), block_of(name, "module")) == NAMES[name]
     assert block_of(name, "all") == "all"
-
-
-def test_a_choice_of_parameters_is_made_by_name():
-    names = list(NAMES)
-    assert chosen(names, None) == names
-    assert chosen(names, r"\.(3|11)\.") == names[:2]
-    with pytest.raises(ValueError, match=r"only must match a parameter .*, got 'decoder'"):
-        chosen(names, "decoder")
 
 
 def sharing(values: list[list[float]], sizes: list[int], shares: list[float]) -> PartGradients:
