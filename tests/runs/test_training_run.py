@@ -44,7 +44,7 @@ def _no_account(tmp_path, monkeypatch):
 def keeping(monkeypatch, **settings):
     """Puts a logger that keeps everything in the place of the config's."""
     logger = KeepingLogger(**settings)
-    monkeypatch.setattr(training_run, "_make_logger", lambda node, run_dir: logger)
+    monkeypatch.setattr(training_run, "as_run_logger", lambda built: logger)
     return logger
 
 
