@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import CacheSpec, SlotCache
-from lit_rlkv.models.attention import ATTENTION_NAME, no_mask
+from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.types import NEVER
 
 REPLAYABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -78,22 +78,23 @@ def _check_replayable(
     batch, seq_len = input_ids.shape
     position_ids = torch.arange(seq_len, device=input_ids.device).expand(batch, -1)
     never_evicted = torch.full((batch, 1, 1, seq_len), NEVER, dtype=torch.int32, device=input_ids.device)
+    evicted_at_once = (position_ids + 1).int()[:, None, None]
+
+    def logits(input_ids: Tensor, position_ids: Tensor, **attention: Any) -> Tensor:
+        return head_logits(model, hidden_states(model, input_ids, position_ids, **attention))
+
     try:
-        dense = head_logits(model, hidden_states(model, input_ids, position_ids, evicted_at=never_evicted))
-        evicted_at_once = (position_ids + 1).int()[:, None, None]
-        isolated = head_logits(
-            model, hidden_states(model, input_ids, position_ids, evicted_at=evicted_at_once)
-        )
-        alone = head_logits(
-            model,
-            hidden_states(
-                model,
-                input_ids.view(-1, 1),
-                position_ids.reshape(-1, 1),
-                evicted_at=never_evicted.view(-1, 1, 1, 1),
-            ),
-        )
-        decoded = _decoded_logits(model, input_ids, position_ids)
+        dense = logits(input_ids, position_ids, evicted_at=never_evicted)
+        isolated = logits(input_ids, position_ids, evicted_at=evicted_at_once)
+        one_column = (input_ids.view(-1, 1), position_ids.reshape(-1, 1))
+        alone = logits(*one_column, evicted_at=never_evicted.view(-1, 1, 1, 1))
+        # One decode step after a prefill of the other columns.
+        n_layers = text_config(model).num_hidden_layers
+        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
+        with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
+            logits(input_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
+        cache.advance()
+        decoded = logits(input_ids[:, -1:], position_ids[:, -1:], slot_cache=cache)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not expected.isfinite().all():
@@ -114,18 +115,6 @@ def _check_replayable(
             f"{name} cannot be replayed: information flows between tokens outside causal attention "
             "(convolution, recurrence, a custom mask)"
         )
-
-
-def _decoded_logits(
-    model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"]
-) -> Float[Tensor, "batch 1 vocab"]:
-    """Return the logits of the last column from one decode step after a prefill of the other columns."""
-    n_layers, (batch, seq_len) = text_config(model).num_hidden_layers, input_ids.shape
-    cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
-    with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
-        hidden_states(model, input_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
-    cache.advance()
-    return head_logits(model, hidden_states(model, input_ids[:, -1:], position_ids[:, -1:], slot_cache=cache))
 
 
 def _has_our_attention(model: PreTrainedModel) -> bool:
@@ -157,31 +146,23 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
             f"{seq_len} tokens exceed the sliding window of {window} of {name}; keys that leave it are "
             "not in the eviction table: use shorter sequences or a model with full attention"
         )
-    limit = _longrope_limit(config)
-    if limit is not None and seq_len > limit:
-        raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but beyond {limit} {name} rotates all "
-            "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
-        )
-    limit = optional_setting(config, "max_position_embeddings")
-    if limit is not None and seq_len > limit:
-        raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but {name} has positions for {limit}; lower "
-            "max_new_tokens or shorten the texts"
-        )
-
-
-def _longrope_limit(config: PretrainedConfig) -> int | None:
-    """Return the length from which longrope changes all rotary frequencies; None without longrope.
-
-    Dynamic scaling changes them only from `max_position_embeddings` on.
-    """
+    # Dynamic scaling, in contrast, changes the frequencies only beyond `max_position_embeddings`.
     limits = [
         entry["original_max_position_embeddings"]
         for entry in _rope_configs(config)
         if entry.get("rope_type") == "longrope"
     ]
-    return min(limits, default=None)
+    if limits and seq_len > (limit := min(limits)):
+        raise ValueError(
+            f"prompt and response may reach {seq_len} tokens, but beyond {limit} {name} rotates all "
+            "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
+        )
+    n_positions = optional_setting(config, "max_position_embeddings")
+    if n_positions is not None and seq_len > n_positions:
+        raise ValueError(
+            f"prompt and response may reach {seq_len} tokens, but {name} has positions for {n_positions}; "
+            "lower max_new_tokens or shorten the texts"
+        )
 
 
 def _rope_configs(config: PretrainedConfig) -> list[dict[str, Any]]:
@@ -239,15 +220,15 @@ def hidden_states(
     evicted_at = attention.get("evicted_at")
     if evicted_at is not None and uses_triton(next(model.parameters())):
         attention["plan"] = plan_slots(evicted_at)
-    output = model.base_model(
+    hidden: Tensor = model.base_model(
         input_ids=input_ids,
         position_ids=position_ids,
-        attention_mask=no_mask(input_ids.device),
+        # A dummy 4-D mask, so that transformers builds none of its own.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
         past_key_values=attention.get("slot_cache"),
         use_cache="slot_cache" in attention,
         **attention,
-    )
-    hidden: Tensor = output.last_hidden_state
+    ).last_hidden_state
     return hidden
 
 

@@ -7,19 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lit_rlkv.kernels.backend import (
-    in_autocast_dtype,
-    on_tensor_device,
-    register_operation,
-    with_unit_stride,
-)
+from lit_rlkv.kernels.backend import in_autocast_dtype, on_tensor_device, register_operation, with_unit_stride
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.shadow_attention.plan import BLOCK, SlotPlan
 from lit_rlkv.types import NEVER
 
 MIN_BLOCK = 16
 """Rows of the smallest matrix product in Triton."""
-
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor evicted_at"
 SETTINGS = "float scaling, float? softcap, SymInt block, SymInt n_slots"
@@ -110,27 +104,24 @@ def shadow_attention_with_lse(
     Raises:
         ValueError: the plan was made from a table of another shape, or with blocks too small for the kernels.
     """
-    if plan is not None and plan.slot_of.shape != evicted_at.shape:
-        raise ValueError(
-            f"the plan is for evictions of shape {tuple(plan.slot_of.shape)}, not {tuple(evicted_at.shape)}; "
-            "make it from the table that is replayed, and pass `plan.layer(i)`"
-        )
+    slot_of, block, n_slots = None, BLOCK, 0
+    if plan is not None:
+        if plan.slot_of.shape != evicted_at.shape:
+            raise ValueError(
+                f"the plan is for evictions of shape {tuple(plan.slot_of.shape)}, not "
+                f"{tuple(evicted_at.shape)}; make it from the table that is replayed, and pass `plan.layer(i)`"
+            )
+        if plan.block < MIN_BLOCK:
+            raise ValueError(
+                f"the plan's block must be at least {MIN_BLOCK} for matrix instructions, got {plan.block}; "
+                f"plan with {MIN_BLOCK} or more"
+            )
+        # Rows of tables start at multiples of 64 bytes, so that loads can be vectorized.
+        slot_of, block, n_slots = plan.slot_of.contiguous(), plan.block, -(-plan.n_slots // 16) * 16
     query, key, value = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     evicted_at = evicted_at if evicted_at.dtype == torch.int32 else evicted_at.clamp(max=NEVER).int()
-    evicted_at = evicted_at.contiguous()
-    slot_of, block, n_slots = (None, BLOCK, 0) if plan is None else _places(plan)
     settings = (scaling, softcap, block, n_slots)
     out, lse = _ShadowAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, evicted_at, slot_of, *settings
+        query, key, value, evicted_at.contiguous(), slot_of, *settings
     )
     return out, lse * math.log(2)  # the kernels compute in base 2
-
-
-def _places(plan: SlotPlan) -> tuple[Tensor, int, int]:
-    if plan.block < MIN_BLOCK:
-        raise ValueError(
-            f"the plan's block must be at least {MIN_BLOCK} for matrix instructions, got {plan.block}; "
-            f"plan with {MIN_BLOCK} or more"
-        )
-    # Rows of tables start at multiples of 64 bytes, so that loads can be vectorized.
-    return plan.slot_of.contiguous(), plan.block, -(-plan.n_slots // 16) * 16
