@@ -109,7 +109,8 @@ def shadow_attention_with_lse(
         if plan.slot_of.shape != evicted_at.shape:
             raise ValueError(
                 f"the plan is for evictions of shape {tuple(plan.slot_of.shape)}, not "
-                f"{tuple(evicted_at.shape)}; make it from the table that is replayed, and pass `plan.layer(i)`"
+                f"{tuple(evicted_at.shape)}; make it from the table that is replayed, and pass "
+                "`plan.layer(i)`"
             )
         if plan.block < MIN_BLOCK:
             raise ValueError(

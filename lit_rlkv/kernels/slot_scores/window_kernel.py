@@ -176,23 +176,21 @@ def _merge_blocks(
         tl.store(merged + 2 * s + 1, total, mask=s < n_softmax)
 
 
-@on_tensor_device
 def mean_window_attention(queries, keys, columns, query_columns, is_live, scaling, is_due=None):
     return _score("mean", queries, keys, keys, columns, query_columns, is_live, scaling, is_due)
 
 
-@on_tensor_device
 def peak_window_attention(queries, keys, columns, query_columns, is_live, is_recent, scaling, is_due=None):
     is_wanted = is_live & ~is_recent
     return _score("peak", queries, keys, keys, columns, query_columns, is_wanted, scaling, is_due)
 
 
-@on_tensor_device
 def expected_attention(queries, keys, values, is_live, scaling, is_due=None):
     # Columns are not read for this kind; `is_live` only fills the arguments.
     return _score("expected", queries, keys, values, is_live, is_live, is_live, scaling, is_due)
 
 
+@on_tensor_device
 def _score(kind, queries, keys, values, columns, query_columns, is_wanted, scaling, is_due):
     """Run the two visits and the merge between them; `kind` is mean, peak or expected."""
     queries, keys, values = (with_unit_stride(pool) for pool in (queries, keys, values))
