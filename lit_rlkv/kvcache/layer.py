@@ -237,16 +237,11 @@ class SlotLayer(CacheLayerMixin):
         if not runs_kernels:
             due_scores, scores = scores, torch.zeros_like(self.columns, dtype=torch.float32)
             scores[rows] = due_scores
+        running = self.attention if policy.tracks_attention == "sum" else None
         evict(
             scores,
-            keys,
-            values,
-            self.columns,
-            self.attention if policy.tracks_attention == "sum" else None,
-            self.evicted_at,
-            is_full,
-            cache.column + 1,
-            cache.first,
+            *(keys, values, self.columns, running, self.evicted_at),
+            *(is_full, cache.column + 1, cache.first),
             budget=cache.spec.budget,
             sink=cache.spec.sink,
             window=cache.spec.window,

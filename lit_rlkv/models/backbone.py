@@ -1,7 +1,5 @@
 """Backbones: prepare any transformers causal LM for exact replay, or raise an error."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,33 +40,24 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
         # Sampler and learner must compute the same function, so dropout is off.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    was_training = model.training
+    was_training, precision = model.training, torch.get_float32_matmul_precision()
     input_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
     try:
-        with torch.no_grad(), _without_tf32():
+        torch.set_float32_matmul_precision("highest")  # without TF32, because our kernels do not use it
+        with torch.no_grad():
             model.set_attn_implementation("eager")
             expected = model.eval()(input_ids, use_cache=False).logits
             model.set_attn_implementation(ATTENTION_NAME)
-            if not _has_our_attention(model):
+            if text_config(model)._attn_implementation != ATTENTION_NAME:
                 raise ValueError(
                     f"{name} cannot be replayed: it does not look its attention up in transformers' "
                     "AttentionInterface; use a model that does"
                 )
             _check_replayable(model.train(), input_ids, expected)
     finally:
+        torch.set_float32_matmul_precision(precision)
         model.train(was_training)
     return model
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Disable TF32 within a `with` block, because our kernels do not use it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _check_replayable(
@@ -115,10 +104,6 @@ def _check_replayable(
             f"{name} cannot be replayed: information flows between tokens outside causal attention "
             "(convolution, recurrence, a custom mask)"
         )
-
-
-def _has_our_attention(model: PreTrainedModel) -> bool:
-    return text_config(model)._attn_implementation == ATTENTION_NAME
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
@@ -212,10 +197,11 @@ def hidden_states(
     Raises:
         ValueError: the model does not use our attention and would ignore these arguments.
     """
-    if not _has_our_attention(model):
+    implementation = text_config(model)._attn_implementation
+    if implementation != ATTENTION_NAME:
         raise ValueError(
-            f"{type(model).__name__} uses {text_config(model)._attn_implementation!r} attention, which "
-            "ignores evictions; pass the model through prepare_backbone first"
+            f"{type(model).__name__} uses {implementation!r} attention, which ignores evictions; pass the "
+            "model through prepare_backbone first"
         )
     evicted_at = attention.get("evicted_at")
     if evicted_at is not None and uses_triton(next(model.parameters())):

@@ -103,22 +103,18 @@ def backward(
     Float[Tensor, "batch kv_head seq dim_v"],
 ]:
     """Return the gradients of query, key and value, each in memory [batch seq head dim]."""
+    batch, n_heads, seq, _ = inputs.query.shape
     common = {
         **_with_strides(d_out=d_out),
         "lse": lse,
         "delta": _deltas(out, d_out, d_lse),
         "scaling": inputs.scaling,
     }
-    return _query_gradients(inputs, common), *_key_gradients(inputs, common, slot_of)
-
-
-def _query_gradients(inputs: Inputs, common: dict[str, Any]) -> Float[Tensor, "batch head seq dim"]:
-    batch, n_heads, seq, _ = inputs.query.shape
     arguments = common | inputs.arguments(_with_prefetch(inputs, inputs.tiles.query_gradients))
     d_query = by_position(inputs.query, n_heads)
     grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
     kernel._query_gradients[grid](**_table(inputs), d_query=d_query, **arguments)
-    return d_query
+    return d_query, *_key_gradients(inputs, common, slot_of)
 
 
 def _key_gradients(
