@@ -4,7 +4,7 @@ Embeddings, output head, last norm and scalar heads are not sharded: they are sm
 log-probs read the output head in chunks, and tied weights need no special case.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -73,8 +73,8 @@ class ShardedLayers:
         computes_in: torch.dtype | None = None,
         keeps_whole: bool = False,
     ) -> None:
-        inside = {id(tensor) for layer in layers for tensor in _tensors(layer)}
-        for tensor in _tensors(backbone):
+        inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
+        for tensor in (*backbone.parameters(), *backbone.buffers()):
             if id(tensor) not in inside:
                 tensor.data = tensor.data.to(device)
         is_low = torch.bfloat16 in (computes_in, next(backbone.parameters()).dtype)
@@ -88,7 +88,7 @@ class ShardedLayers:
         fully_shard(
             root, mesh=mesh, ignored_params={p for p in root.parameters() if not isinstance(p, DTensor)}
         )
-        self.layers: list[FSDPModule] = [cast(FSDPModule, layer) for layer in layers]
+        self.layers = [cast(FSDPModule, layer) for layer in layers]
         self.keeps_whole = keeps_whole
         # By default a layer's backward prefetches the layer used before it, which may belong to another
         # forward, a different one on each rank.
@@ -125,11 +125,6 @@ class ShardedLayers:
         for layer in self.layers:
             layer.reshard()
         self.is_whole = False
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def gather_full(tensor: Tensor) -> Tensor:

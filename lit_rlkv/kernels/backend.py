@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 Given = ParamSpec("Given")
 Output = TypeVar("Output")
+Attention = TypeVar("Attention", bound=Callable[..., Any])
 
 KERNELS = ("auto", "reference", "triton")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,21 +137,16 @@ def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def in_autocast_dtype(
-    attend: Callable[Concatenate[Tensor, Tensor, Tensor, Given], Output],
-) -> Callable[Concatenate[Tensor, Tensor, Tensor, Given], Output]:
+def in_autocast_dtype(attend: Attention) -> Attention:
     """Decorate attention: cast query, key and value as autocast would, and switch autocast off inside."""
 
     @wraps(attend)
-    def attended(
-        query: Tensor, key: Tensor, value: Tensor, *args: Given.args, **kwargs: Given.kwargs
-    ) -> Output:
-        device = query.device.type
+    def attended(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         query, key, value = to_autocast_dtype(query, key, value)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(query.device.type, enabled=False):
             return attend(query, key, value, *args, **kwargs)
 
-    return cast(Callable[Concatenate[Tensor, Tensor, Tensor, Given], Output], attended)
+    return cast(Attention, attended)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Triton reads it outside of Python

@@ -118,8 +118,8 @@ class SlotLayer(CacheLayerMixin):
                 packed, key, incoming.is_prompt, scaling, softcap, last_only=last_only
             )
         if self.recent_queries is not None:
-            self._remember_prompt_queries(packed)
-        self._fill(key, value, attention)
+            self._remember_prompt_queries(incoming, packed)
+        self._fill(incoming, key, value, attention)
         return out
 
     def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
@@ -138,41 +138,39 @@ class SlotLayer(CacheLayerMixin):
             self.attention = key.new_zeros(shape, dtype=torch.float32)
         self.is_initialized = True
 
-    def _fill(self, key: Tensor, value: Tensor, attention: Tensor | None) -> None:
+    def _fill(self, incoming: "Prefill", key: Tensor, value: Tensor, attention: Tensor | None) -> None:
         """Copy the kept keys of each prompt into all of its rows."""
-        cache, incoming = self.cache, self.cache.incoming
-        assert incoming is not None
-        assert self.keys is not None
-        assert self.values is not None
-        n_columns = key.shape[2]
-        width = n_columns if cache.policy is None else min(n_columns, cache.spec.budget)
+        policy, n_columns = self.cache.policy, key.shape[2]
+        keys, values = self._pools()
+        width = n_columns if policy is None else min(n_columns, self.cache.spec.budget)
         kept = incoming.n_padding[:, None] + torch.arange(width, device=key.device)
         kept = kept.clamp(max=n_columns - 1)[:, None].repeat(1, key.shape[1], 1)
         for sample in range(incoming.n_samples):
             rows = incoming.rows_of(sample)
-            is_new = sample == 0 or (cache.policy is not None and cache.policy.draws)
-            if incoming.due is not None and cache.policy is not None:
+            is_new = sample == 0 or (policy is not None and policy.draws)
+            if incoming.due is not None:
                 if is_new:
-                    kept[incoming.due] = self._prompt_survivors(key, value, attention)
+                    kept[incoming.due] = self._prompt_survivors(incoming, key, value, attention)
                 rows_due = incoming.rows[sample :: incoming.n_samples][incoming.due]
-                self._record_prompt_evictions(rows_due, kept[incoming.due], n_columns)
+                # The prompt's last query is the last to see the keys that are evicted.
+                evicted_at = self.evicted_at[rows_due, :, :n_columns]
+                is_evicted = (evicted_at == NEVER).scatter(2, kept[incoming.due], False)
+                self.evicted_at[rows_due, :, :n_columns] = evicted_at.masked_fill(is_evicted, n_columns)
             if is_new:
                 kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
-            self.keys[rows, :, :width] = kept_keys
-            self.values[rows, :, :width] = kept_values
+            keys[rows, :, :width] = kept_keys
+            values[rows, :, :width] = kept_values
             self.columns[rows, :, :width] = kept
             if self.attention is not None and attention is not None:
                 self.attention[rows, :, :width] = attention.gather(2, kept)
 
     def _prompt_survivors(
-        self, key: Tensor, value: Tensor, attention: Tensor | None
+        self, incoming: "Prefill", key: Tensor, value: Tensor, attention: Tensor | None
     ) -> Int[Tensor, "due kv_head budget"]:
         """Return the columns that the policy keeps of each prompt longer than the budget, ascending."""
-        cache, incoming = self.cache, self.cache.incoming
-        assert incoming is not None
-        assert incoming.due is not None
-        assert cache.policy is not None
-        due, n_columns = incoming.due, key.shape[2]
+        spec, policy, due, n_columns = self.cache.spec, self.cache.policy, incoming.due, key.shape[2]
+        assert policy is not None
+        assert due is not None
         newest, first = torch.full_like(due, n_columns - 1), incoming.n_padding[due]
         view = self._view(
             rows=incoming.rows[:: incoming.n_samples][due],
@@ -183,48 +181,31 @@ class SlotLayer(CacheLayerMixin):
             newest=newest,
             first=first,
         )
-        return choose_survivors(
-            cache.policy.score(view),
-            view.columns,
-            newest + 1,
-            first,
-            budget=cache.spec.budget,
-            sink=cache.spec.sink,
-            window=cache.spec.window,
-        )
-
-    def _record_prompt_evictions(
-        self, rows: Int[Tensor, " due"], kept: Int[Tensor, "due kv_head budget"], n_columns: int
-    ) -> None:
-        """Record the evictions of long prompts: the prompt's last query is the last to see those keys."""
-        evicted_at = self.evicted_at[rows, :, :n_columns]
-        is_evicted = (evicted_at == NEVER).scatter(2, kept, False)
-        self.evicted_at[rows, :, :n_columns] = evicted_at.masked_fill(is_evicted, n_columns)
+        limits = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
+        return choose_survivors(policy.score(view), view.columns, newest + 1, first, **limits)
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
         """Write one key per row, attend, and record the inputs of the policy."""
         cache, policy = self.cache, self.cache.policy
-        if self.keys is None or self.values is None:
-            raise ValueError("the cache is empty; run the forward of a prompt inside cache.prefill first")
+        keys, values = self._pools()
         n_rows, n_kv_heads = key.shape[:2]
         places = (self.first_slot + (cache.n_live - 1)[:, None]).flatten()
-        for pool, new in ((self.keys, key), (self.values, value)):
+        for pool, new in ((keys, key), (values, value)):
             pool.view(-1, pool.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
         packed = query.reshape(n_rows, n_kv_heads, -1, query.shape[-1])
         if policy is not None:
             columns = cache.column[:, None].expand(-1, n_kv_heads).flatten()
             self.columns.view(-1).index_copy_(0, places, columns)
         if self.recent_queries is not None:
-            ring = (
-                torch.arange(n_rows, device=key.device) * cache.spec.window + cache.column % cache.spec.window
-            )
+            window = cache.spec.window
+            ring = torch.arange(n_rows, device=key.device) * window + cache.column % window
             self.recent_queries.flatten(0, 1).index_copy_(0, ring, packed)
         out = decode_attention(
             packed,
-            self.keys,
-            self.values,
+            keys,
+            values,
             cache.n_live,
             scaling,
             softcap=softcap,
@@ -235,46 +216,42 @@ class SlotLayer(CacheLayerMixin):
 
     def compact(self, is_full: Bool[Tensor, " row"]) -> None:
         """Keep the `budget` keys of highest score in each full row, in the order of their columns."""
-        cache = self.cache
-        assert cache.policy is not None
-        assert self.keys is not None
-        assert self.values is not None
-        if uses_triton(self.keys):
-            scores = cache.policy.score(self._rows_view(slice(None), is_full))
-        else:
-            if not is_full.any():
-                return
-            rows = due_rows(is_full)
-            scores = torch.zeros(self.columns.shape, dtype=torch.float32, device=self.columns.device)
-            scores[rows] = cache.policy.score(self._rows_view(rows, None))
+        cache, policy = self.cache, self.cache.policy
+        keys, values = self._pools()
+        assert policy is not None
+        runs_kernels = uses_triton(keys)
+        if not (runs_kernels or is_full.any()):
+            return
+        rows = slice(None) if runs_kernels else due_rows(is_full)
+        view = self._view(
+            rows=rows,
+            keys=keys[rows],
+            values=values[rows],
+            columns=self.columns[rows],
+            attention=None if self.attention is None else self.attention[rows],
+            newest=cache.column[rows],
+            first=cache.first[rows],
+            is_due=is_full if runs_kernels else None,
+        )
+        scores = policy.score(view)
+        if not runs_kernels:
+            due_scores, scores = scores, torch.zeros_like(self.columns, dtype=torch.float32)
+            scores[rows] = due_scores
+        running = self.attention if policy.tracks_attention == "sum" else None
         evict(
             scores,
-            self.keys,
-            self.values,
-            self.columns,
-            self.attention if cache.policy.tracks_attention == "sum" else None,
-            self.evicted_at,
-            is_full,
-            cache.column + 1,
-            cache.first,
+            *(keys, values, self.columns, running, self.evicted_at),
+            *(is_full, cache.column + 1, cache.first),
             budget=cache.spec.budget,
             sink=cache.spec.sink,
             window=cache.spec.window,
         )
 
-    def _rows_view(self, rows: Int[Tensor, " due"] | slice, is_due: Tensor | None) -> SlotView:
-        assert self.keys is not None
-        assert self.values is not None
-        return self._view(
-            rows=rows,
-            keys=self.keys[rows],
-            values=self.values[rows],
-            columns=self.columns[rows],
-            attention=None if self.attention is None else self.attention[rows],
-            newest=self.cache.column[rows],
-            first=self.cache.first[rows],
-            is_due=is_due,
-        )
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all rows, [row, kv_head, slot, dim]."""
+        if self.keys is None or self.values is None:
+            raise ValueError("the cache is empty; run the forward of a prompt inside cache.prefill first")
+        return self.keys, self.values
 
     def _view(
         self,
@@ -308,13 +285,12 @@ class SlotLayer(CacheLayerMixin):
             is_due=is_due,
         )
 
-    def _remember_prompt_queries(self, query: Float[Tensor, "batch kv_head group prompt dim"]) -> None:
+    def _remember_prompt_queries(
+        self, incoming: "Prefill", query: Float[Tensor, "batch kv_head group prompt dim"]
+    ) -> None:
         """Fill the ring buffer of recent queries; the query of column c is at index c % window."""
-        incoming, n_columns = self.cache.incoming, query.shape[3]
-        assert incoming is not None
         assert self.recent_queries is not None
-        window = self.cache.spec.window
+        window, n_columns = self.cache.spec.window, query.shape[3]
         recent = torch.arange(max(n_columns - window, 0), n_columns, device=query.device)
-        latest = query[:, :, :, recent].permute(0, 3, 1, 2, 4)
-        rows = incoming.rows[:, None]
-        self.recent_queries[rows, recent % window] = latest.repeat_interleave(incoming.n_samples, dim=0)
+        latest = query[:, :, :, recent].permute(0, 3, 1, 2, 4).repeat_interleave(incoming.n_samples, dim=0)
+        self.recent_queries[incoming.rows[:, None], recent % window] = latest

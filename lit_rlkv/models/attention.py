@@ -97,8 +97,3 @@ def _capped_attention(
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-
-
-def no_mask(device: torch.device) -> Tensor:
-    """Return a dummy 4-D mask, so that transformers builds none of its own."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -1,7 +1,5 @@
 """Backbones: prepare any transformers causal LM for exact replay, or raise an error."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import CacheSpec, SlotCache
-from lit_rlkv.models.attention import ATTENTION_NAME, no_mask
+from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.types import NEVER
 
 REPLAYABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -42,33 +40,24 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
         # Sampler and learner must compute the same function, so dropout is off.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    was_training = model.training
+    was_training, precision = model.training, torch.get_float32_matmul_precision()
     input_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
     try:
-        with torch.no_grad(), _without_tf32():
+        torch.set_float32_matmul_precision("highest")  # without TF32, because our kernels do not use it
+        with torch.no_grad():
             model.set_attn_implementation("eager")
             expected = model.eval()(input_ids, use_cache=False).logits
             model.set_attn_implementation(ATTENTION_NAME)
-            if not _has_our_attention(model):
+            if text_config(model)._attn_implementation != ATTENTION_NAME:
                 raise ValueError(
                     f"{name} cannot be replayed: it does not look its attention up in transformers' "
                     "AttentionInterface; use a model that does"
                 )
             _check_replayable(model.train(), input_ids, expected)
     finally:
+        torch.set_float32_matmul_precision(precision)
         model.train(was_training)
     return model
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Disable TF32 within a `with` block, because our kernels do not use it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _check_replayable(
@@ -78,22 +67,23 @@ def _check_replayable(
     batch, seq_len = input_ids.shape
     position_ids = torch.arange(seq_len, device=input_ids.device).expand(batch, -1)
     never_evicted = torch.full((batch, 1, 1, seq_len), NEVER, dtype=torch.int32, device=input_ids.device)
+    evicted_at_once = (position_ids + 1).int()[:, None, None]
+
+    def logits(input_ids: Tensor, position_ids: Tensor, **attention: Any) -> Tensor:
+        return head_logits(model, hidden_states(model, input_ids, position_ids, **attention))
+
     try:
-        dense = head_logits(model, hidden_states(model, input_ids, position_ids, evicted_at=never_evicted))
-        evicted_at_once = (position_ids + 1).int()[:, None, None]
-        isolated = head_logits(
-            model, hidden_states(model, input_ids, position_ids, evicted_at=evicted_at_once)
-        )
-        alone = head_logits(
-            model,
-            hidden_states(
-                model,
-                input_ids.view(-1, 1),
-                position_ids.reshape(-1, 1),
-                evicted_at=never_evicted.view(-1, 1, 1, 1),
-            ),
-        )
-        decoded = _decoded_logits(model, input_ids, position_ids)
+        dense = logits(input_ids, position_ids, evicted_at=never_evicted)
+        isolated = logits(input_ids, position_ids, evicted_at=evicted_at_once)
+        one_column = (input_ids.view(-1, 1), position_ids.reshape(-1, 1))
+        alone = logits(*one_column, evicted_at=never_evicted.view(-1, 1, 1, 1))
+        # One decode step after a prefill of the other columns.
+        n_layers = text_config(model).num_hidden_layers
+        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
+        with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
+            logits(input_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
+        cache.advance()
+        decoded = logits(input_ids[:, -1:], position_ids[:, -1:], slot_cache=cache)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not expected.isfinite().all():
@@ -114,22 +104,6 @@ def _check_replayable(
             f"{name} cannot be replayed: information flows between tokens outside causal attention "
             "(convolution, recurrence, a custom mask)"
         )
-
-
-def _decoded_logits(
-    model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"]
-) -> Float[Tensor, "batch 1 vocab"]:
-    """Return the logits of the last column from one decode step after a prefill of the other columns."""
-    n_layers, (batch, seq_len) = text_config(model).num_hidden_layers, input_ids.shape
-    cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
-    with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
-        hidden_states(model, input_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
-    cache.advance()
-    return head_logits(model, hidden_states(model, input_ids[:, -1:], position_ids[:, -1:], slot_cache=cache))
-
-
-def _has_our_attention(model: PreTrainedModel) -> bool:
-    return text_config(model)._attn_implementation == ATTENTION_NAME
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
@@ -157,31 +131,23 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
             f"{seq_len} tokens exceed the sliding window of {window} of {name}; keys that leave it are "
             "not in the eviction table: use shorter sequences or a model with full attention"
         )
-    limit = _longrope_limit(config)
-    if limit is not None and seq_len > limit:
-        raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but beyond {limit} {name} rotates all "
-            "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
-        )
-    limit = optional_setting(config, "max_position_embeddings")
-    if limit is not None and seq_len > limit:
-        raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but {name} has positions for {limit}; lower "
-            "max_new_tokens or shorten the texts"
-        )
-
-
-def _longrope_limit(config: PretrainedConfig) -> int | None:
-    """Return the length from which longrope changes all rotary frequencies; None without longrope.
-
-    Dynamic scaling changes them only from `max_position_embeddings` on.
-    """
+    # Dynamic scaling, in contrast, changes the frequencies only beyond `max_position_embeddings`.
     limits = [
         entry["original_max_position_embeddings"]
         for entry in _rope_configs(config)
         if entry.get("rope_type") == "longrope"
     ]
-    return min(limits, default=None)
+    if limits and seq_len > (limit := min(limits)):
+        raise ValueError(
+            f"prompt and response may reach {seq_len} tokens, but beyond {limit} {name} rotates all "
+            "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
+        )
+    n_positions = optional_setting(config, "max_position_embeddings")
+    if n_positions is not None and seq_len > n_positions:
+        raise ValueError(
+            f"prompt and response may reach {seq_len} tokens, but {name} has positions for {n_positions}; "
+            "lower max_new_tokens or shorten the texts"
+        )
 
 
 def _rope_configs(config: PretrainedConfig) -> list[dict[str, Any]]:
@@ -231,23 +197,24 @@ def hidden_states(
     Raises:
         ValueError: the model does not use our attention and would ignore these arguments.
     """
-    if not _has_our_attention(model):
+    implementation = text_config(model)._attn_implementation
+    if implementation != ATTENTION_NAME:
         raise ValueError(
-            f"{type(model).__name__} uses {text_config(model)._attn_implementation!r} attention, which "
-            "ignores evictions; pass the model through prepare_backbone first"
+            f"{type(model).__name__} uses {implementation!r} attention, which ignores evictions; pass the "
+            "model through prepare_backbone first"
         )
     evicted_at = attention.get("evicted_at")
     if evicted_at is not None and uses_triton(next(model.parameters())):
         attention["plan"] = plan_slots(evicted_at)
-    output = model.base_model(
+    hidden: Tensor = model.base_model(
         input_ids=input_ids,
         position_ids=position_ids,
-        attention_mask=no_mask(input_ids.device),
+        # A dummy 4-D mask, so that transformers builds none of its own.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
         past_key_values=attention.get("slot_cache"),
         use_cache="slot_cache" in attention,
         **attention,
-    )
-    hidden: Tensor = output.last_hidden_state
+    ).last_hidden_state
     return hidden
 
 

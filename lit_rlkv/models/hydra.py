@@ -1,7 +1,7 @@
 """Roles: policy, reference, reward model and critic on one backbone or several, by layout."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import cast
 
@@ -104,8 +104,10 @@ class Roles(nn.Module):
             roles = [r for r in self.needed if r in TRAINED and self.layout.backbone[r] == name]
             adapters = dict.fromkeys(a for r in roles if (a := self.layout.adapter[r]) is not None)
             backbone.requires_grad_(self.layout.trains_backbones and bool(roles))
-            if roles == ["value"]:
-                freeze_output_head(backbone)
+            # A critic does not use the LM head, unless the head is tied to the input embedding.
+            head = backbone.get_output_embeddings()
+            if roles == ["value"] and head.weight is not backbone.get_input_embeddings().weight:
+                head.requires_grad_(False)
             for adapter in adapters:
                 add_adapter(backbone, adapter, lora)
 
@@ -152,13 +154,6 @@ def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> 
     return head.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
 
 
-def freeze_output_head(backbone: PreTrainedModel) -> None:
-    """Freeze the LM head, which a critic does not use, unless it is tied to the input embedding."""
-    head = backbone.get_output_embeddings()
-    if head.weight is not backbone.get_input_embeddings().weight:
-        head.requires_grad_(False)
-
-
 def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     """Return the layers that transformers can checkpoint, whether or not they are now."""
     return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -175,9 +170,8 @@ def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
         ValueError: the role is unknown, or transformers' own checkpointing is on.
     """
     backbone = roles.backbone(role)
-    with ExitStack() as stack:
-        stack.enter_context(use_adapter(lora_layers(backbone), roles.layout.adapter[role]))
-        stack.enter_context(_checkpointing(backbone, roles.checkpoints_layers))
+    adapter = use_adapter(lora_layers(backbone), roles.layout.adapter[role])
+    with adapter, _checkpointing(backbone, roles.checkpoints_layers):
         yield backbone
 
 

@@ -88,9 +88,12 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
     except (ValueError, OSError) as error:
         text = str(error)
         if "trust_remote_code" in text or "custom code" in text:
+            config = Path(path) / "config.json"
+            name = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+            kind = f"model_type {name}" if name else "auto_map in its config"
             raise ValueError(
-                f"{path} needs remote code ({_model_type(path)}), which is never run; use a model that "
-                "transformers includes"
+                f"{path} needs remote code ({kind}), which is never run; use a model that transformers "
+                "includes"
             ) from error
         if "safetensors" in text and "model" in text and isinstance(error, OSError):
             raise ValueError(
@@ -101,14 +104,8 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
         raise
 
 
-def _model_type(path: str | Path) -> str:
-    config = Path(path) / "config.json"
-    name = json.loads(config.read_text()).get("model_type") if config.is_file() else None
-    return f"model_type {name}" if name else "auto_map in its config"
-
-
 def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for a quantised model."""
+    """Return the arguments of from_pretrained for a quantized model."""
     if quantization not in QUANTIZATIONS:
         raise ValueError(
             f"quantization={quantization!r} is unknown; choose {', '.join(QUANTIZATIONS)} or null"
@@ -123,10 +120,5 @@ def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | Non
         ) from error
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    return {"quantization_config": config, "device_map": {"": device}}
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4), "device_map": {"": device}}

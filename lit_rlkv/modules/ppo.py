@@ -82,9 +82,8 @@ class PPO(ClippedPolicy):
     @property
     def warmup_part(self) -> tuple[str, ...]:
         """The critic's roles; only its head if it shares the policy's adapter, which must not change."""
-        is_joint = self.roles.layout.adapter["policy"] is not None and (
-            self.roles.layout.adapter["policy"] == self.roles.layout.adapter["value"]
-        )
+        adapter = self.roles.layout.adapter
+        is_joint = adapter["policy"] is not None and adapter["policy"] == adapter["value"]
         return ("value_head",) if is_joint else ("value",)
 
     def critic_terms(

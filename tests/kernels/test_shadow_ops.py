@@ -56,17 +56,17 @@ def test_compilation_changes_nothing_and_finds_one_graph(block: int | None):
 
 def test_the_registered_operations_pass_torchs_own_checks():
     case = make_case(17, 2, random_evictions(17)).to(torch.float32).to(DEVICE)
-    inputs = (case.query, case.key, case.value, case.evicted_at)
+    slot_of = layer_plan(case.evicted_at, 16).slot_of
+    inputs = (case.query, case.key, case.value, case.evicted_at, slot_of)
     settings = (case.scaling, None, 16, 32)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         torch.ops.lit_rlkv.shadow_attention_forward.default, (*inputs, *settings), test_utils=tests
     )
     out, lse = torch.ops.lit_rlkv.shadow_attention_forward(*inputs, *settings)
-    slot_of = layer_plan(case.evicted_at, 16).slot_of
     torch.library.opcheck(
         torch.ops.lit_rlkv.shadow_attention_backward.default,
-        (case.out_weight, case.lse_weight, *inputs, slot_of, out, lse, *settings),
+        (case.out_weight, case.lse_weight, *inputs, out, lse, *settings),
         test_utils=tests,
     )
 

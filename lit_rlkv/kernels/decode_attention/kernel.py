@@ -222,6 +222,7 @@ def decode_attention(
     received_strides = (0, 0, 0) if received is None else received.stride()
     places = (n_live.stride(0), *received_strides, logit_step, n_slots)
     sizes = {"KV_HEADS": n_kv_heads, "GROUP": group, "DIM_V": dim_v, "DIMS_V": padded(dim_v)}
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # float32 inputs without TF32
     sizes |= {"N_SPLITS": launch.n_splits, "SHARED_HEADS": next_power_of_2(group), "ACCUMULATES": accumulates}
     _attend[n_pairs, launch.n_splits](
         query, keys, values, n_live, means, logits, peaks, totals, None if is_split else received,
@@ -229,7 +230,7 @@ def decode_attention(
         scaling * LOG2_E if softcap is None else scaling / softcap,
         None if softcap is None else softcap * LOG2_E,
         DIM=dim, HEADS=padded(group), DIMS=padded(dim), BLOCK=launch.block,
-        SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision(query.dtype),
+        SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision,
         num_warps=launch.n_warps, num_stages=launch.n_stages, **sizes,
     )  # fmt: skip
     if is_split:
@@ -240,8 +241,3 @@ def decode_attention(
             SPLITS=next_power_of_2(launch.n_splits), SHARED_BLOCK=block, num_warps=8, **sizes,
         )  # fmt: skip
     return out
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Return the precision of products: full float32 for float32 inputs, not TF32."""
-    return "ieee" if dtype == torch.float32 else "tf32"

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.kernels.device import device_info
@@ -35,13 +34,7 @@ class Launch:
     n_warps: int
 
 
-def fits(
-    query: Float[Tensor, "batch kv_head group dim"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    values: Float[Tensor, "batch kv_head slot dim_v"],
-    *args: object,
-    **kwargs: object,
-) -> bool:
+def fits(query: Tensor, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> bool:
     """Return True if one program can hold the query heads of a group on an L40S, A100 or H100.
 
     Takes the arguments of `decode_attention`. In 16 bit 128 heads of 256 dimensions fit.
@@ -57,13 +50,8 @@ def _row_bytes(query: Tensor, values: Tensor) -> int:
     return padded(max(query.shape[3], values.shape[3])) * query.element_size()
 
 
-def plan(
-    query: Float[Tensor, "batch kv_head group dim"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    values: Float[Tensor, "batch kv_head slot dim_v"],
-    n_splits: int | None = None,
-) -> Launch:
-    """Return the launch sizes of a call; `n_splits` overrides the choice."""
+def plan(query: Tensor, keys: Tensor, values: Tensor, n_splits: int | None = None) -> Launch:
+    """Return the launch sizes of a call of `decode_attention`; `n_splits` overrides the choice."""
     n_pairs, group, n_slots = query.shape[0] * query.shape[1], query.shape[2], keys.shape[2]
     device = device_info(query.device)
     if n_splits is None:

@@ -21,7 +21,6 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_tensor_device
 from lit_rlkv.kernels.evict.reference import check_budget
@@ -174,11 +173,14 @@ def _move(
 def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, first, *, budget, sink, window):
     """Run `reference.evict` in Triton; the last dimension of tensors changed in place is contiguous."""
     check_budget(budget, scores)
-    in_place = {"keys": keys, "values": values, "columns": columns, "evicted_at": evicted_at}
-    for name, tensor in in_place.items():
-        _check_contiguous(name, tensor)
-    if attention is not None:
-        _check_contiguous("attention", attention)
+    vectors = {"keys": keys, "values": values}
+    numbers = {"columns": columns, "evicted_at": evicted_at, "attention": attention}
+    for name, tensor in (vectors | numbers).items():
+        if tensor is not None and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"the last dimension of {name} {tuple(tensor.shape)} must be contiguous, got stride "
+                f"{tensor.stride(-1)}: eviction in place moves whole vectors; allocate it contiguous"
+            )
     batch, n_heads, n_slots = columns.shape
     is_due, now, first = is_due.contiguous(), now.contiguous(), first.contiguous()
     survivors = torch.empty(batch, n_heads, budget, dtype=torch.int32, device=keys.device)
@@ -205,11 +207,3 @@ def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, fir
         num_warps=N_WARPS,
         num_stages=N_STAGES,
     )
-
-
-def _check_contiguous(name: str, tensor: Tensor) -> None:
-    if tensor.stride(-1) != 1:
-        raise ValueError(
-            f"the last dimension of {name} {tuple(tensor.shape)} must be contiguous, got stride "
-            f"{tensor.stride(-1)}: eviction in place moves whole vectors; allocate it contiguous"
-        )

@@ -54,22 +54,15 @@ class Inputs:
         logits = {"inner": 0.0, "outer": self.scaling * LOG2E}
         if self.softcap is not None:
             logits = {"inner": self.scaling / self.softcap, "outer": self.softcap * LOG2E}
-        tensors = {"query": self.query, "key": self.key, "value": self.value}
+        dim, dim_v = self.query.shape[-1], self.value.shape[-1]
         return {
-            **tensors,
-            **_strides(**tensors),
+            **_with_strides(query=self.query, key=self.key, value=self.value),
             **logits,
             "evicted_at": self.evicted_at,
             "n_heads": self.query.shape[1],
             "n_tables": self.evicted_at.shape[1],
             "seq": self.query.shape[2],
             "n_slots": self.n_slots,
-            **self._constants(tiles),
-        }
-
-    def _constants(self, tiles: Tiles) -> dict[str, Any]:
-        dim, dim_v = self.query.shape[-1], self.value.shape[-1]
-        return {
             "GROUP": self.group,
             "DIM": dim,
             "DIM_V": dim_v,
@@ -90,11 +83,10 @@ def forward(inputs: Inputs) -> tuple[Float[Tensor, "batch head seq dim_v"], Floa
     """Return the output, in memory [batch seq head dim_v], and the float32 log-sum-exp."""
     batch, n_heads, seq, _ = inputs.query.shape
     arguments = inputs.arguments(_with_prefetch(inputs, inputs.tiles.forward))
-    table, n_listed = _cached_keys(inputs)
     out = by_position(inputs.value, n_heads)
     lse = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
     grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
-    kernel._forward[grid](table=table, n_listed=n_listed, out=out, lse=lse, **arguments)
+    kernel._forward[grid](**_table(inputs), out=out, lse=lse, **arguments)
     return out, lse
 
 
@@ -111,24 +103,18 @@ def backward(
     Float[Tensor, "batch kv_head seq dim_v"],
 ]:
     """Return the gradients of query, key and value, each in memory [batch seq head dim]."""
+    batch, n_heads, seq, _ = inputs.query.shape
     common = {
-        "d_out": d_out,
-        **_strides(d_out=d_out),
+        **_with_strides(d_out=d_out),
         "lse": lse,
         "delta": _deltas(out, d_out, d_lse),
         "scaling": inputs.scaling,
     }
-    return _query_gradients(inputs, common), *_key_gradients(inputs, common, slot_of)
-
-
-def _query_gradients(inputs: Inputs, common: dict[str, Any]) -> Float[Tensor, "batch head seq dim"]:
-    batch, n_heads, seq, _ = inputs.query.shape
     arguments = common | inputs.arguments(_with_prefetch(inputs, inputs.tiles.query_gradients))
-    table, n_listed = _cached_keys(inputs)
     d_query = by_position(inputs.query, n_heads)
     grid = (batch * n_heads, triton.cdiv(seq, arguments["QUERIES"]))
-    kernel._query_gradients[grid](table=table, n_listed=n_listed, d_query=d_query, **arguments)
-    return d_query
+    kernel._query_gradients[grid](**_table(inputs), d_query=d_query, **arguments)
+    return d_query, *_key_gradients(inputs, common, slot_of)
 
 
 def _key_gradients(
@@ -141,7 +127,7 @@ def _key_gradients(
     dtype = None if n_splits == 1 else torch.float32
     d_key, d_value = (by_position(t, n_kv_heads, n_splits, dtype=dtype) for t in (inputs.key, inputs.value))
     kernel._key_gradients[batch * n_kv_heads, n_splits, n_tiles](
-        table=None if slot_of is None else _occupants(inputs, slot_of),
+        table=_table(inputs, slot_of)["table"],
         d_key=d_key,
         d_value=d_value,
         HEADS=inputs.group // n_splits,
@@ -180,9 +166,7 @@ def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch h
     delta = torch.empty(batch, n_heads, seq, dtype=torch.float32, device=out.device)
     queries = min(64, DELTA_TILE // _width(dim_v))
     kernel._delta[batch * n_heads, triton.cdiv(seq, queries)](
-        **_strides(out=out, d_out=d_out),
-        out=out,
-        d_out=d_out,
+        **_with_strides(out=out, d_out=d_out),
         d_lse=d_lse,
         delta=delta,
         n_heads=n_heads,
@@ -194,26 +178,19 @@ def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch h
     return delta
 
 
-def _cached_keys(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """Return the keys cached in each block of queries [batch head block slot], and their number."""
+def _table(inputs: Inputs, slot_of: Tensor | None = None) -> dict[str, Tensor | None]:
+    """Return the keys cached in each block of queries [batch head block slot]; None in contiguous mode.
+
+    With `slot_of` each key stands in its slot, and empty slots are 0. Without it the keys are a list in the
+    order of position, of length `n_listed`.
+    """
     if not inputs.n_slots:
-        return None, None
-    shape = (*inputs.evicted_at.shape[:2], inputs.n_blocks)
-    table = torch.empty(*shape, inputs.n_slots, dtype=torch.int32, device=inputs.evicted_at.device)
-    n_listed = torch.empty(shape, dtype=torch.int32, device=inputs.evicted_at.device)
-    _write_table(inputs, None, table, n_listed)
-    return table, n_listed
-
-
-def _occupants(inputs: Inputs, slot_of: Tensor) -> Tensor:
-    """Return the key in each slot during each block of queries [batch head block slot], or 0."""
-    table = inputs.evicted_at.new_zeros(*inputs.evicted_at.shape[:2], inputs.n_blocks, inputs.n_slots)
-    _write_table(inputs, slot_of, table, None)
-    return table
-
-
-def _write_table(inputs: Inputs, slot_of: Tensor | None, table: Tensor, n_listed: Tensor | None) -> None:
+        return {"table": None, "n_listed": None}
     batch, n_tables, seq = inputs.evicted_at.shape
+    shape = (batch, n_tables, inputs.n_blocks)
+    allocate = inputs.evicted_at.new_empty if slot_of is None else inputs.evicted_at.new_zeros
+    table = allocate(*shape, inputs.n_slots)
+    n_listed = inputs.evicted_at.new_empty(shape) if slot_of is None else None
     kernel._table[batch * n_tables, inputs.n_blocks](
         evicted_at=inputs.evicted_at,
         slot_of=slot_of,
@@ -225,6 +202,7 @@ def _write_table(inputs: Inputs, slot_of: Tensor | None, table: Tensor, n_listed
         PLACED=slot_of is not None,
         CHUNK=ENTRIES_AT_A_TIME,
     )
+    return {"table": table, "n_listed": n_listed}
 
 
 def by_position(template: Tensor, n_heads: int, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -234,8 +212,9 @@ def by_position(template: Tensor, n_heads: int, *lead: int, dtype: torch.dtype |
     return torch.empty(shape, dtype=dtype or template.dtype, device=template.device).transpose(-3, -2)
 
 
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    return {
+def _with_strides(**tensors: Tensor) -> dict[str, Tensor | int]:
+    """Return the tensors, and their strides of batch, head and position, by the kernels' names."""
+    return tensors | {
         f"{name}_{axis}": step
         for name, tensor in tensors.items()
         for axis, step in zip("bhs", tensor.stride()[:3], strict=True)

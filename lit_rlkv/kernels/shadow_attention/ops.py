@@ -1,18 +1,13 @@
 """Shadow attention in Triton, registered with autograd, checkpointing and torch.compile."""
 
 import math
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lit_rlkv.kernels.backend import (
-    in_autocast_dtype,
-    on_tensor_device,
-    register_operation,
-    with_unit_stride,
-)
+from lit_rlkv.kernels.backend import in_autocast_dtype, on_tensor_device, register_operation, with_unit_stride
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.shadow_attention.plan import BLOCK, SlotPlan
 from lit_rlkv.types import NEVER
@@ -20,14 +15,15 @@ from lit_rlkv.types import NEVER
 MIN_BLOCK = 16
 """Rows of the smallest matrix product in Triton."""
 
-
-INPUTS = "Tensor query, Tensor key, Tensor value, Tensor evicted_at"
+INPUTS = "Tensor query, Tensor key, Tensor value, Tensor evicted_at, Tensor? slot_of"
 SETTINGS = "float scaling, float? softcap, SymInt block, SymInt n_slots"
 
 
 @on_tensor_device
-def _launch_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return launch.forward(launch.Inputs(*inputs))
+def _launch_forward(
+    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, slot_of: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    return launch.forward(launch.Inputs(query, key, value, evicted_at, *settings))
 
 
 def _empty_outputs(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -44,11 +40,8 @@ def _launch_backward(
     return launch.backward(inputs, with_unit_stride(d_out), d_lse.contiguous(), out, lse, slot_of)
 
 
-def _empty_gradients(
-    d_out: Tensor, d_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    d_query, d_key, d_value = (launch.by_position(t, t.shape[1]) for t in (query, key, value))
-    return d_query, d_key, d_value
+def _empty_gradients(d_out: Tensor, d_lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(launch.by_position(t, t.shape[1]) for t in inputs[:3])  # query, key and value
 
 
 _forward = register_operation(
@@ -59,34 +52,24 @@ _forward = register_operation(
 )
 _backward = register_operation(
     "shadow_attention_backward",
-    f"(Tensor d_out, Tensor d_lse, {INPUTS}, Tensor? slot_of, Tensor out, Tensor lse, {SETTINGS})"
-    " -> (Tensor, Tensor, Tensor)",
+    f"(Tensor d_out, Tensor d_lse, {INPUTS}, Tensor out, Tensor lse, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
     _launch_backward,
     _empty_gradients,
 )
 
 
-class _ShadowAttention(torch.autograd.Function):
-    # torch.compile traces these methods and cannot trace the type checks of the test run.
-    @staticmethod
-    @no_type_check
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, slot_of: Tensor | None, *settings: Any
-    ) -> tuple[Tensor, Tensor]:
-        return _forward(query, key, value, evicted_at, *settings)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scaling, ctx.softcap, ctx.block, ctx.n_slots = inputs
+    ctx.save_for_backward(*tensors, *output)
 
-    @staticmethod
-    @no_type_check
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, evicted_at, slot_of, *ctx.settings = inputs
-        ctx.save_for_backward(query, key, value, evicted_at, slot_of, *output)
 
-    @staticmethod
-    @no_type_check
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings)
-        return (*gradients, *(None,) * 6)
+@once_differentiable
+def _gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    settings = (ctx.scaling, ctx.softcap, ctx.block, ctx.n_slots)
+    return (*_backward(d_out, d_lse, *ctx.saved_tensors, *settings), *(None,) * 6)
+
+
+torch.library.register_autograd("lit_rlkv::shadow_attention_forward", _gradients, setup_context=_save)
 
 
 def shadow_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Tensor:
@@ -110,27 +93,23 @@ def shadow_attention_with_lse(
     Raises:
         ValueError: the plan was made from a table of another shape, or with blocks too small for the kernels.
     """
-    if plan is not None and plan.slot_of.shape != evicted_at.shape:
-        raise ValueError(
-            f"the plan is for evictions of shape {tuple(plan.slot_of.shape)}, not {tuple(evicted_at.shape)}; "
-            "make it from the table that is replayed, and pass `plan.layer(i)`"
-        )
+    slot_of, block, n_slots = None, BLOCK, 0
+    if plan is not None:
+        if plan.slot_of.shape != evicted_at.shape:
+            raise ValueError(
+                f"the plan is for evictions of shape {tuple(plan.slot_of.shape)}, not "
+                f"{tuple(evicted_at.shape)}; make it from the table that is replayed, and pass "
+                "`plan.layer(i)`"
+            )
+        if plan.block < MIN_BLOCK:
+            raise ValueError(
+                f"the plan's block must be at least {MIN_BLOCK} for matrix instructions, got {plan.block}; "
+                f"plan with {MIN_BLOCK} or more"
+            )
+        # Rows of tables start at multiples of 64 bytes, so that loads can be vectorized.
+        slot_of, block, n_slots = plan.slot_of.contiguous(), plan.block, -(-plan.n_slots // 16) * 16
     query, key, value = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     evicted_at = evicted_at if evicted_at.dtype == torch.int32 else evicted_at.clamp(max=NEVER).int()
-    evicted_at = evicted_at.contiguous()
-    slot_of, block, n_slots = (None, BLOCK, 0) if plan is None else _places(plan)
-    settings = (scaling, softcap, block, n_slots)
-    out, lse = _ShadowAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, evicted_at, slot_of, *settings
-    )
+    inputs = (query, key, value, evicted_at.contiguous(), slot_of)
+    out, lse = _forward(*inputs, scaling, softcap, block, n_slots)
     return out, lse * math.log(2)  # the kernels compute in base 2
-
-
-def _places(plan: SlotPlan) -> tuple[Tensor, int, int]:
-    if plan.block < MIN_BLOCK:
-        raise ValueError(
-            f"the plan's block must be at least {MIN_BLOCK} for matrix instructions, got {plan.block}; "
-            f"plan with {MIN_BLOCK} or more"
-        )
-    # Rows of tables start at multiples of 64 bytes, so that loads can be vectorized.
-    return plan.slot_of.contiguous(), plan.block, -(-plan.n_slots // 16) * 16

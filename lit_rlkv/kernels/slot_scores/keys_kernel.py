@@ -206,10 +206,10 @@ def redundancy(keys, is_live, is_due=None):
     sums, spared, means = (torch.empty_like(norms) for _ in range(3))
     latest = torch.empty_like(norms, dtype=torch.int32)
     due, has_due = due_argument(is_due, keys)
-    sizes, options = _matrix_launch(keys)
+    sizes = _matrix_launch(keys)
     n_pools, n_slots = keys.shape[0] * keys.shape[1], keys.shape[2]
     _similarity_of_rows[(n_pools, triton.cdiv(n_slots, sizes["BLOCK"]))](
-        *(keys, norms, live, sums, latest, spared, due, *_layout(keys)), HAS_DUE=has_due, **sizes, **options
+        *(keys, norms, live, sums, latest, spared, due, *_layout(keys)), HAS_DUE=has_due, **sizes
     )
     _spare_duplicates[(n_pools, triton.cdiv(n_slots, DUPLICATE_BLOCK))](
         *(sums, latest, spared, live, means, due, keys.shape[1], n_slots),
@@ -234,13 +234,13 @@ def _vector_launch(keys: Tensor) -> tuple[dict[str, int], tuple[int, int]]:
     return {"DIM": width, "BLOCK": block, "num_warps": N_WARPS}, grid
 
 
-def _matrix_launch(keys: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    """Return tile sizes, and warps and stages, of the kernel that multiplies keys with keys."""
+def _matrix_launch(keys: Tensor) -> dict[str, int]:
+    """Return tile sizes, warps and stages of the kernel that multiplies keys with keys."""
     width = max(triton.next_power_of_2(keys.shape[-1]), 16)
     if keys.element_size() == 4:
         # Tensor cores do not multiply float32 exactly; plain multiplications keep operands in registers.
-        return {"DIM": width, "BLOCK": 32, "BLOCK_J": 32}, {"num_warps": 4, "num_stages": 1}
+        return {"DIM": width, "BLOCK": 32, "BLOCK_J": 32, "num_warps": 4, "num_stages": 1}
     # Small enough for several programs per multiprocessor: comparing and adding cosines takes about as long
     # as multiplying keys, so one program compares while another multiplies.
     others = 64 if width <= 128 else 32
-    return {"DIM": width, "BLOCK": 64, "BLOCK_J": others}, {"num_warps": 4, "num_stages": 3}
+    return {"DIM": width, "BLOCK": 64, "BLOCK_J": others, "num_warps": 4, "num_stages": 3}

@@ -176,23 +176,21 @@ def _merge_blocks(
         tl.store(merged + 2 * s + 1, total, mask=s < n_softmax)
 
 
-@on_tensor_device
 def mean_window_attention(queries, keys, columns, query_columns, is_live, scaling, is_due=None):
     return _score("mean", queries, keys, keys, columns, query_columns, is_live, scaling, is_due)
 
 
-@on_tensor_device
 def peak_window_attention(queries, keys, columns, query_columns, is_live, is_recent, scaling, is_due=None):
     is_wanted = is_live & ~is_recent
     return _score("peak", queries, keys, keys, columns, query_columns, is_wanted, scaling, is_due)
 
 
-@on_tensor_device
 def expected_attention(queries, keys, values, is_live, scaling, is_due=None):
     # Columns are not read for this kind; `is_live` only fills the arguments.
     return _score("expected", queries, keys, values, is_live, is_live, is_live, scaling, is_due)
 
 
+@on_tensor_device
 def _score(kind, queries, keys, values, columns, query_columns, is_wanted, scaling, is_due):
     """Run the two visits and the merge between them; `kind` is mean, peak or expected."""
     queries, keys, values = (with_unit_stride(pool) for pool in (queries, keys, values))
@@ -201,7 +199,7 @@ def _score(kind, queries, keys, values, columns, query_columns, is_wanted, scali
     batch, n_heads, n_slots, dim = keys.shape
     group, n_window = queries.shape[2:4]
     n_softmax = {"mean": group * n_window, "peak": n_window, "expected": group}[kind]
-    sizes, options = _launch(keys, n_window)
+    sizes = _launch(keys, n_window)
     grid = (batch * n_heads, triton.cdiv(n_slots, sizes["BLOCK"]))
     sums = torch.empty(*grid, n_softmax, 2, dtype=torch.float32, device=keys.device)
     merged = torch.empty(grid[0], n_softmax, 2, dtype=torch.float32, device=keys.device)
@@ -209,7 +207,7 @@ def _score(kind, queries, keys, values, columns, query_columns, is_wanted, scali
     tensors = (queries, keys, values, columns, query_columns, is_wanted, sums, merged, scores, due)
     strides = (*queries.stride()[:4], *keys.stride()[:3], *values.stride()[:3])
     numbers = (n_heads, n_slots, dim, values.shape[-1], group, n_window, n_softmax)
-    shapes = {"KIND": kind, "DIM_V": triton.next_power_of_2(values.shape[-1]), **sizes, **options}
+    shapes = {"KIND": kind, "DIM_V": triton.next_power_of_2(values.shape[-1]), **sizes}
     _visit_blocks[grid](*tensors, scaling, *strides, *numbers, SCORES=False, HAS_DUE=has_due, **shapes)
     _merge_blocks[(grid[0], triton.cdiv(n_softmax, MERGE_BLOCK))](
         *(sums, merged, due, n_heads, grid[1], n_softmax), HAS_DUE=has_due, BLOCK=MERGE_BLOCK, num_warps=4
@@ -218,12 +216,12 @@ def _score(kind, queries, keys, values, columns, query_columns, is_wanted, scali
     return scores
 
 
-def _launch(keys: Tensor, n_window: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return tile sizes, and warps and stages; tensor cores take at least 16 queries."""
+def _launch(keys: Tensor, n_window: int) -> dict[str, int]:
+    """Return tile sizes, warps and stages; tensor cores take at least 16 queries."""
     width = max(triton.next_power_of_2(keys.shape[-1]), 16)
     queries = min(max(triton.next_power_of_2(n_window), 16), 32)
     if keys.element_size() == 4:
         # Tensor cores do not multiply float32 exactly; plain multiplications keep operands in registers.
-        return {"DIM": width, "BLOCK": 32, "BLOCK_W": queries}, {"num_warps": 4, "num_stages": 1}
+        return {"DIM": width, "BLOCK": 32, "BLOCK_W": queries, "num_warps": 4, "num_stages": 1}
     block = 128 if width <= 128 else 64
-    return {"DIM": width, "BLOCK": block, "BLOCK_W": queries}, {"num_warps": 4, "num_stages": 2}
+    return {"DIM": width, "BLOCK": block, "BLOCK_W": queries, "num_warps": 4, "num_stages": 2}

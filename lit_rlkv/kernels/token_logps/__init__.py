@@ -2,7 +2,6 @@
 
 from types import ModuleType
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -39,7 +38,7 @@ def token_logps(
         hidden,
         tokens,
         size=max(max_logits // vocab_size, 1),
-        stores_gradients=_check_frozen(head_is_frozen, (head, hidden)),
+        stores_gradients=check_frozen(head_is_frozen, (head, hidden)),
     )
     return logps
 
@@ -61,7 +60,7 @@ def token_logps_and_entropy(
         hidden,
         tokens,
         size=max(max_logits // vocab_size, 1),
-        stores_gradients=_check_frozen(head_is_frozen, (head, hidden)),
+        stores_gradients=check_frozen(head_is_frozen, (head, hidden)),
     )
     return logps, entropy
 
@@ -91,7 +90,7 @@ def policy_kl(
         hidden_p,
         hidden_q,
         size=max(max_logits // vocab_size, 1),
-        stores_gradients=_check_frozen(heads_are_frozen, (head_p, hidden_p), (head_q, hidden_q)),
+        stores_gradients=check_frozen(heads_are_frozen, (head_p, hidden_p), (head_q, hidden_q)),
     )
     return kl
 
@@ -103,11 +102,3 @@ def _implementation(hidden: Tensor, kernels: str | None) -> tuple[ModuleType, in
 
         return operations, chunks.TRITON_MAX_CHUNK_LOGITS
     return reference, reference.MAX_CHUNK_LOGITS
-
-
-def _check_frozen(is_frozen: bool, *sides: tuple[Head, Tensor]) -> bool:
-    """Return `is_frozen`, after a check that no frozen head needs a gradient."""
-    if is_frozen and torch.is_grad_enabled():
-        for head, hidden in sides:
-            check_frozen(head, hidden)
-    return is_frozen

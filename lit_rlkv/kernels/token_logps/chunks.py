@@ -1,6 +1,7 @@
 """Apply a function to positions in chunks, so that the logits of a whole batch never exist at once."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,36 +33,33 @@ def in_chunks(
         stores_gradients: compute and store the gradients in the forward pass, instead of recomputing the
             logits in the backward pass. Valid only if nothing but `tensors` needs a gradient.
     """
-    run = _store_gradients if stores_gradients else _recompute
-    chunks = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
-    outputs = [run(function, *chunk) for chunk in chunks]
+    if torch.is_grad_enabled():
+        function = partial(_store_gradients if stores_gradients else _recompute, function)
+    outputs = [function(*chunk) for chunk in zip(*(torch.split(t, size) for t in tensors), strict=True)]
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
-def check_frozen(head: Head, hidden: Tensor) -> None:
-    """Check on zero positions that the head's logits need no gradient.
+def check_frozen(is_frozen: bool, *sides: tuple[Head, Tensor]) -> bool:
+    """Return `is_frozen`, after a check on zero positions that the logits of frozen heads need no gradient.
 
     Raises:
-        ValueError: a parameter of the head requires a gradient.
+        ValueError: a parameter of a frozen head requires a gradient.
     """
-    with torch.enable_grad():
-        if head(hidden[:0].detach()).requires_grad:
-            raise ValueError(
-                "head_is_frozen (heads_are_frozen) is True, but the head has parameters that require a "
-                "gradient and would not get one; leave it False, or freeze the parameters"
-            )
+    is_checked = is_frozen and torch.is_grad_enabled()
+    if is_checked and any(head(hidden[:0].detach()).requires_grad for head, hidden in sides):
+        raise ValueError(
+            "head_is_frozen (heads_are_frozen) is True, but the head has parameters that require a "
+            "gradient and would not get one; leave it False, or freeze the parameters"
+        )
+    return is_frozen
 
 
 def _recompute(function: ChunkFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
-    if not torch.is_grad_enabled():
-        return function(*tensors)
     outputs: tuple[Tensor, ...] = checkpoint(function, *tensors, use_reentrant=False)
     return outputs
 
 
 def _store_gradients(function: ChunkFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
-    if not torch.is_grad_enabled():
-        return function(*tensors)
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
     value, *statistics = function(*inputs)
     trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
