@@ -240,8 +240,14 @@ class SlotLayer(CacheLayerMixin):
         running = self.attention if policy.tracks_attention == "sum" else None
         evict(
             scores,
-            *(keys, values, self.columns, running, self.evicted_at),
-            *(is_full, cache.column + 1, cache.first),
+            keys,
+            values,
+            self.columns,
+            running,
+            self.evicted_at,
+            is_full,
+            cache.column + 1,
+            cache.first,
             budget=cache.spec.budget,
             sink=cache.spec.sink,
             window=cache.spec.window,

@@ -132,7 +132,9 @@ def use_adapters_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None
     """
     names = ["__base__" if adapter is None else adapter for adapter in adapters]
 
-    def route(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def route(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs | {"adapter_names": names}
 
     layers = lora_layers(backbone)
