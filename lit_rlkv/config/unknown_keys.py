@@ -8,8 +8,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.composing import CONF_DIR, closest
+from lit_rlkv.config.composing import CONF_DIR
 from lit_rlkv.config.errors import ConfigError
+from lit_rlkv.config.hints import hint, translated
 
 PRESETS = ("experiment", "recipe", "debug")
 """Groups that set keys of others and have none of their own."""
@@ -76,15 +77,16 @@ def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str
     inner = [key for key in below if not key.startswith("_")]
     if inner:
         off = "; null leaves it out" if path.startswith("diagnostics.") else ""
+        if (meant := translated(path, known)) is not None:
+            off = f", such as {meant}={OmegaConf.select(cfg, path)}"
         return (
             f"{path}={OmegaConf.select(cfg, path)} takes the place of {', '.join(sorted(inner))}; "
             f"set these one by one{off}"
         )
     places = {key for leaf in known for key in (leaf, leaf.rpartition(".")[0])}
-    close = closest(path, places)
-    hint = f"did you mean {close!r}?" if close else "see --cfg job for all keys"
+    said = hint(path, places) or "--help-all lists all keys"
     where = "on the command line" if is_typed else "in the preset of experiment, recipe or debug"
-    return f"unknown key {path!r} {where}: {hint}"
+    return f"unknown key {path!r} {where}: {said}"
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:
