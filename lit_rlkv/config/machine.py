@@ -1,11 +1,14 @@
-"""What a run asks of the machine, checked before torch is imported: an accelerator, and a model of the hub."""
+"""What a run asks of the machine, checked before torch is imported: an accelerator, and what lies on the hub."""
 
 import ctypes
 import os
+import re
 import sys
+from functools import cache
 from pathlib import Path
+from ssl import SSLError
 from threading import Thread
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from lit_rlkv.config.errors import require
@@ -16,15 +19,18 @@ HUB = "https://huggingface.co"
 PATIENCE_S = 5.0
 """Longest wait for an answer of the hub, name lookup included."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+LOADERS = ("lit_rlkv.tasks.load_problems", "lit_rlkv.tasks.load_preferences")
+OWNER_AND_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+FILES = (".json", ".jsonl", ".parquet")
 DRIVERS = ("libcuda.so.1", "libamdhip64.so")
 NO_DEVICES = ("", "-1")
 
 
 def check_machine(cfg: Config) -> None:
-    """Check that there is the accelerator of a config, and its model if that is a name on the hub.
+    """Check that there is the accelerator of a config, and its model and data if they are names on the hub.
 
     Raises:
-        ConfigError: there is none, or the model can neither be downloaded nor is in the cache.
+        ConfigError: there is none, or model or data can neither be downloaded nor are in the cache.
     """
     accelerator = cfg.fabric.accelerator
     require(
@@ -32,9 +38,20 @@ def check_machine(cfg: Config) -> None:
         f"fabric.accelerator={accelerator} needs a GPU, and this machine shows none; use fabric.accelerator=cpu "
         "or auto",
     )
-    path = cfg.model.path
-    if path is not None and not is_local(path):
-        check_hub_model(path)
+    for name, kind in names_on_hub(cfg).items():
+        check_hub(name, kind)
+
+
+def names_on_hub(cfg: Config) -> dict[str, str]:
+    """Return the model and the dataset of a config that are names on the hub, each with its kind."""
+    names = {}
+    if cfg.model.path is not None and not is_local(cfg.model.path):
+        names[cfg.model.path] = "model"
+    dataset = str(cfg.task.get("dataset"))
+    is_name = OWNER_AND_NAME.fullmatch(dataset) is not None and not is_local(dataset)
+    if cfg.task.get("_target_") in LOADERS and is_name and Path(dataset).suffix not in FILES:
+        names[dataset] = "dataset"
+    return names
 
 
 def may_have_gpu() -> bool:
@@ -54,26 +71,28 @@ def _is_library(name: str) -> bool:
     return True
 
 
-def check_hub_model(name: str) -> None:
-    """Check that a model of the hub can be loaded, and have it loaded from the cache if the hub is away.
+def check_hub(name: str, kind: str) -> None:
+    """Check that a model or dataset of the hub can be loaded; from the cache if the hub does not answer.
 
-    transformers asks the hub again and again for a minute before it looks into the cache.
+    The clients of the hub would ask again and again for a minute before they look into the cache.
 
     Raises:
-        ConfigError: the hub does not answer, and the model is not in the cache.
+        ConfigError: the hub does not answer, and the cache does not have it.
     """
     is_offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in OFFLINE)
-    if not is_offline and answers(f"{os.environ.get('HF_ENDPOINT', HUB)}/{name}/resolve/main/config.json"):
+    if not is_offline and answers(os.environ.get("HF_ENDPOINT", HUB)):
         return
+    key, option = ("model.path", "") if kind == "model" else ("task.dataset", " --repo-type dataset")
     reason = f"{OFFLINE[0]} is set" if is_offline else "the hub cannot be reached"
     require(
-        is_cached(name),
-        f"model.path={name} is neither a folder nor in the cache of downloaded models, and {reason}; give a "
-        f"local folder, or download it where there is a network: hf download {name}",
+        is_cached(name, kind),
+        f"{key}={name} is neither a local folder nor in the cache of the hub, and {reason}; give a local "
+        f"folder, or download it where there is a network: hf download {name}{option}",
     )
     os.environ[OFFLINE[0]] = "1"  # read when huggingface_hub is imported
 
 
+@cache
 def answers(url: str, patience_s: float = PATIENCE_S) -> bool:
     """True if a server answers at all, be it with an error, which the hub's own client explains better."""
     is_answered = False
@@ -85,6 +104,8 @@ def answers(url: str, patience_s: float = PATIENCE_S) -> bool:
                 is_answered = True
         except HTTPError:
             is_answered = True
+        except URLError as error:
+            is_answered = isinstance(error.reason, SSLError)  # the client may know other certificates
         except (OSError, ValueError):
             pass
 
@@ -95,9 +116,14 @@ def answers(url: str, patience_s: float = PATIENCE_S) -> bool:
     return is_answered
 
 
-def is_cached(name: str) -> bool:
-    """True if the cache of the hub has a snapshot of a model."""
-    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    hub = Path(os.environ.get("HF_HOME", home), "hub")
-    cache = Path(os.environ.get("HF_HUB_CACHE", hub)).expanduser()
-    return any(cache.joinpath(f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
+def is_cached(name: str, kind: str) -> bool:
+    """True if a cache of the hub has a snapshot of a model or dataset."""
+    home = _folder("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    hub = _folder("HF_HUB_CACHE", _folder("HUGGINGFACE_HUB_CACHE", home / "hub"))
+    is_downloaded = any(hub.glob(f"{kind}s--{name.replace('/', '--')}/snapshots/*/*"))
+    prepared = _folder("HF_DATASETS_CACHE", home / "datasets")
+    return is_downloaded or (kind == "dataset" and (prepared / name.replace("/", "___").lower()).is_dir())
+
+
+def _folder(variable: str, default: Path) -> Path:
+    return Path(os.path.expandvars(os.environ.get(variable, default))).expanduser()
