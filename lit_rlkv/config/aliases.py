@@ -119,8 +119,8 @@ PASSES_OF_A_STEP = (
     "it does not make the step larger"
 )
 EPOCHS = (
-    "passes over the data are not counted here: 'algorithm.n_iterations' times 'rollout.n_prompts' prompts are "
-    "drawn; 'algorithm.n_epochs' is the number of passes over each rollout"
+    "passes over the data are not counted here: 'algorithm.n_iterations' times 'rollout.n_prompts' prompts "
+    "are drawn; 'algorithm.n_epochs' is the number of passes over each rollout"
 )
 EVALUATED = (
     "evaluation is a stage before and after training, 'stages=[sft,rl,eval]', on 'evaluation.n_prompts' "

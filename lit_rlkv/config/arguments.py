@@ -3,10 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
-from lit_rlkv.config.composing import CONF_DIR, SEVERAL, composed, groups, hint_at, known_keys, options_of
+from lit_rlkv.config.composing import (
+    SEVERAL,
+    composed,
+    groups,
+    hint_at,
+    initialized,
+    known_keys,
+    options_of,
+)
 from lit_rlkv.config.errors import ConfigError
 from lit_rlkv.config.hints import translated
 
@@ -35,7 +42,7 @@ def check_command_line(name: str, arguments: Sequence[str]) -> DictConfig | None
     overrides = _without_views(arguments)
     for place, argument in enumerate(overrides):
         if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
-            with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+            with initialized():
                 raise ConfigError(_as_setting(name, overrides, place))
     return composed(name, overrides)
 
@@ -70,11 +77,15 @@ def _as_setting(name: str, arguments: Sequence[str], place: int) -> str:
 def _flag(name: str, flag: str, following: str) -> str:
     key, sign, value = flag.lstrip("-").partition("=")
     if key in OF_HYDRA:
-        return f"--{key} has no effect here; choose by group=option, such as experiment=smd; --help lists them"
+        return (
+            f"--{key} has no effect here; choose by group=option, such as experiment=smd; --help lists them"
+        )
     value = value if sign else following
     shown = flag if sign or not following else f"{flag} {following}"
     key = key.replace("-", "_")
-    return f"{shown!r}: settings are written key=value, without dashes; {_written(name, key, value or 'true')}"
+    return (
+        f"{shown!r}: settings are written key=value, without dashes; {_written(name, key, value or 'true')}"
+    )
 
 
 def _word(name: str, word: str, following: str) -> str:

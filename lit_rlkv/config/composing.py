@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import cache
 from os.path import expanduser
@@ -10,6 +11,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -42,13 +44,20 @@ INSTEAD_OF_OPTIONS = {
 SEVERAL = "several runs are a sweep; write a file such as sweeps/arms.yaml, and python -m lit_rlkv.sweep FILE"
 
 
+def initialized() -> AbstractContextManager[Any]:
+    """Initialise Hydra with CONF_DIR, unless the caller has initialised it."""
+    if GlobalHydra.instance().is_initialized():
+        return nullcontext()
+    return initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR))
+
+
 def composed(name: str, overrides: Sequence[str]) -> DictConfig:
     """A config with Hydra's own node in it, as a program with these overrides composes it.
 
     Raises:
         ConfigError: it does not compose.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+    with initialized():
         try:
             return compose(name, overrides=list(overrides), return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a run asks of the machine, checked before torch is imported: an accelerator, and what lies on the hub."""
+"""What a run needs of the machine, checked before torch is imported: an accelerator, model and data."""
 
 import ctypes
 import os
@@ -35,8 +35,8 @@ def check_machine(cfg: Config) -> None:
     accelerator = cfg.fabric.accelerator
     require(
         accelerator not in ("gpu", "cuda") or may_have_gpu(),
-        f"fabric.accelerator={accelerator} needs a GPU, and this machine shows none; use fabric.accelerator=cpu "
-        "or auto",
+        f"fabric.accelerator={accelerator} needs a GPU, and this machine shows none; use "
+        "fabric.accelerator=cpu or auto",
     )
     for name, kind in names_on_hub(cfg).items():
         check_hub(name, kind)
