@@ -15,7 +15,7 @@ from lit_rlkv.config.composing import (
     options_of,
 )
 from lit_rlkv.config.errors import ConfigError
-from lit_rlkv.config.hints import translated
+from lit_rlkv.config.hints import meant
 
 VIEWS = {"--cfg", "-c", "--package", "-p"}
 """Options of Hydra with a value of their own, which print the config."""
@@ -107,7 +107,8 @@ def _word(name: str, word: str, following: str) -> str:
 def _written(name: str, key: str, value: str) -> str:
     """Return a key and its value as they are written here."""
     known = known_keys(name)
-    meant = key if key in known or (name == "config" and key in groups()) else translated(key, known)
-    if meant is not None:
-        return f"write {meant}={value}"
+    is_known = key in known or (name == "config" and key in groups())
+    found = [key] if is_known else meant(key, known)
+    if len(found) == 1:
+        return f"write {found[0]}={value}"
     return f"{key}: {hint_at(key, name)}"

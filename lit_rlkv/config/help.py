@@ -179,13 +179,13 @@ def _key_entries(schema: type, cfg: DictConfig, prefix: str) -> Iterator[tuple[s
 
 def _flat(node: DictConfig, prefix: str) -> Iterator[str]:
     """Yield every `key=value` below a node."""
-    for name in (name for name in node if name != "_partial_"):
+    for name in (str(name) for name in node if name != "_partial_"):
         key = f"{prefix}.{name}"
         is_given = not OmegaConf.is_missing(node, name)
         if is_given and isinstance(node[name], DictConfig) and node[name]:
             yield from _flat(node[name], key)
         else:
-            yield f"{key}={_shown(node, str(name))}"
+            yield f"{key}={_shown(node, name)}"
 
 
 def _options(group: str) -> Iterator[str]:

@@ -21,26 +21,31 @@ def hint(key: str, known: Collection[str], elsewhere: Mapping[str, str] | None =
     elsewhere = elsewhere or {}
     if key in elsewhere:
         return f"{elsewhere[key]} has it"
-    everything = {*known, *elsewhere}
-    close = translated(key, everything)
-    if close is None and (said := explained(key, known)) is not None:
-        return said
-    meant = [close] if close else _of_one_name(key, everything) or spelt_alike(key, everything)
-    if not meant:
-        return _keys_of_group(key, known)
-    options = {elsewhere[one] for one in meant if one in elsewhere}
+    found = meant(key, {*known, *elsewhere})
+    if not found:
+        return explained(key, known) or _keys_of_group(key, known)
+    options = {elsewhere[one] for one in found if one in elsewhere}
     of_option = f" of {options.pop()}" if len(options) == 1 else ""
-    return f"did you mean {' or '.join(map(repr, meant))}{of_option}?"
+    return f"did you mean {' or '.join(map(repr, found))}{of_option}?"
+
+
+def meant(key: str, known: Collection[str]) -> list[str]:
+    """Return the known keys that an unknown one may mean; none if it has a meaning that none of them has."""
+    if (same := translated(key, known)) is not None:
+        return [same]
+    if explained(key, known) is not None:
+        return []
+    return _of_one_name(key, known) or spelt_alike(key, known)
 
 
 def translated(key: str, known: Collection[str]) -> str | None:
     """Return the known key that has the meaning of an unknown one in another package, or ends it."""
     group = key.partition(".")[0]
     for end in _ends(key):
-        meant = SAME.get(end, "")
+        same = SAME.get(end, end)
         # A group may have the setting for itself, as sft its optimizer.
-        for candidate in (f"{group}.{meant}", meant, end):
-            if candidate in known and candidate in _without_parents(key, [candidate]):
+        for candidate in _without_parents(key, (f"{group}.{same}", same, end)):
+            if candidate in known:
                 return candidate
         if end in DIFFERENT:
             return None
