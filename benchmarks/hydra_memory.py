@@ -1,6 +1,6 @@
 """Memory and seconds of PPO on the five role layouts and of full SFT, measured and predicted.
 
-    python benchmarks/hydra_memory.py [--plot hydra_memory.png] [--passes]
+    python benchmarks/hydra_memory.py [--plot docs/results/pictures/hydra_memory.png] [--passes]
     python benchmarks/hydra_memory.py --device cuda --preset 1b --dtype bfloat16
 
 The table of Hydra-RLHF (arXiv:2309.00754) for a random model, by real iterations of the training loop: bytes

@@ -119,7 +119,8 @@ COMPARISONS = {
 }
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
 SHOWN = next(iter(COMPARISONS))
-"""Blocks that the README's table and figure show."""
+"""Blocks that the first table and the figure of docs/results/study.md show."""
+FIGURE = record.RESULTS.parents[1] / "docs" / "results" / "pictures" / "study.png"
 
 
 def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
@@ -152,7 +153,7 @@ def report(done: dict[str, dict]) -> None:
     variances, exposures = (list(runs.finished(part.NAME).values()) for part in (variance, exposure))
     print(tables.report(groups, tuning, timing.measured(), variances, exposures))
     if arms := tables.by_arm(groups.get(SHOWN, ())):
-        plot.draw(arms, record.RESULTS / f"{runs.NAME}.png")
+        plot.draw(arms, FIGURE)
 
 
 def again(args: argparse.Namespace) -> None:

@@ -281,9 +281,9 @@ def test_a_comparison_is_a_line_of_the_points_that_its_anchored_arms_gained():
     ]
 
 
-def test_the_tables_of_the_readme_are_what_the_rows_say():
+def test_the_tables_of_the_docs_are_what_the_rows_say():
     groups = study.comparisons(runs.finished())
-    text = (fit_process.ROOT / "README.md").read_text()
+    text = (fit_process.ROOT / "docs" / "results" / "study.md").read_text()
     assert tables.summary_table(tables.by_arm(groups[study.SHOWN])) in text
     assert tables.places_table(groups) in text
 
