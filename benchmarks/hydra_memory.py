@@ -126,7 +126,7 @@ def main() -> None:
         print(f"\nLlama-7B by the same formula\n{paper_table()}\n{PAPER_NOTE}")
         print(f"\n{headlines(results, limit)}")
     if args.plot and results:
-        draw(results).savefig(args.plot)
+        draw(results).savefig(args.plot, dpi=200)
     if args.passes:
         print(f"\n{passes_table(compare_passes(setting, args.passes, args.rounds))}")
 

@@ -71,7 +71,7 @@ def box(axes: Axes, place: tuple[float, ...], text: str, color: str, *, ink: str
     border = {"boxstyle": "round,pad=0,rounding_size=0.12", "lw": 1.4, "ec": color}
     fill = {"fc": color} if ink == "white" else {"fc": "white", "ls": (0, (4, 3))}
     axes.add_patch(FancyBboxPatch((x, y), width, height, **border, **fill))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=10)
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=9)
 
 
 def arrow(axes: Axes, x: tuple[float, float], y: tuple[float, float], color: str = INK) -> None:
@@ -81,7 +81,7 @@ def arrow(axes: Axes, x: tuple[float, float], y: tuple[float, float], color: str
 
 
 def caption(axes: Axes, x: float, y: float, text: str, color: str = INK, **more: object) -> None:
-    axes.text(x, y, text, color=color, va="center", **{"ha": "center", "fontsize": 9.5} | more)
+    axes.text(x, y, text, color=color, va="center", **{"ha": "center", "fontsize": 9} | more)
 
 
 def draw_mask(axes: Axes, state: np.ndarray, title: str, x_label: str, y_label: str) -> None:
@@ -113,13 +113,13 @@ def mask_of(evicted_at: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def evicting_cache(rollout: Rollout) -> Figure:
     """Lifetimes of the keys of one response in two heads, and the number of cached keys at each step."""
-    figure = Figure(figsize=(9.6, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
     *heads, counts = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
     n_keys = rollout.input_ids.shape[1] - 1
     for head, axes in enumerate(heads):
         is_causal, is_seen = mask_of(rollout.evicted_at[0, 0, head, :n_keys])
         state = (is_causal.astype(int) + is_seen).T
-        draw_mask(axes, state, f"layer 0, KV head {head}", "step (query position)", "key (position)")
+        draw_mask(axes, state, f"layer 0, KV head {head}", "step", "key" if head == 0 else "")
         axes.axvline(N_PROMPT - 0.5, color=VERMILLION, lw=1.5)
         n_cached = is_seen.sum(axis=1)
     style.style_axes(counts)
@@ -136,7 +136,7 @@ def evicting_cache(rollout: Rollout) -> Figure:
         place = {"ha": "right", "va": side, "bbox": backed, "zorder": 2.5}
         counts.text(n_keys - 0.5, height + above, name, color=VERMILLION, fontsize=8.5, **place)
     counts.set_title("keys that a query sees", fontsize=10, color=INK, loc="left")
-    style.label_axes(counts, "step (query position)", "")
+    style.label_axes(counts, "step", "")
     counts.set_ylim(0, n_keys + 2)
     counts.legend(frameon=False, fontsize=8.5, loc="upper left")
     colors = {"in_the_cache": BLUE, "evicted": SAND, "the_response_begins": VERMILLION}
@@ -150,7 +150,7 @@ EQUAL = 1e-8
 
 def exact_replay(model: PreTrainedModel, rollout: Rollout) -> Figure:
     """The two masks of one head, and the error of three learners at each token."""
-    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.5), layout="constrained")
     dense, replay, errors = figure.subplots(1, 3, width_ratios=(1, 1, 1.35))
     n_keys = rollout.input_ids.shape[1] - 1
     is_causal, is_seen = mask_of(rollout.evicted_at[0, 0, 0, :n_keys])
@@ -161,7 +161,7 @@ def exact_replay(model: PreTrainedModel, rollout: Rollout) -> Figure:
     late = replace(rollout, evicted_at=torch.where(is_evicted, evicted_at + 1, evicted_at))
     learners = {
         "dense learner": (log_ratio(model, rollout, shadow=False), VERMILLION),
-        "every eviction one query late": (log_ratio(model, late, shadow=True), PURPLE),
+        "evictions one query late": (log_ratio(model, late, shadow=True), PURPLE),
         "exact replay": (log_ratio(model, rollout, shadow=True), BLUE),
     }
     style.style_axes(errors)
@@ -171,7 +171,7 @@ def exact_replay(model: PreTrainedModel, rollout: Rollout) -> Figure:
         x = np.broadcast_to(np.arange(1, N_NEW + 1), size.shape)
         x = x + 0.25 * (place - 1) + scatter.uniform(-0.1, 0.1, size.shape)
         errors.plot(x.ravel(), size.ravel(), ".", ms=3, mew=0, alpha=0.5, color=color)
-        errors.plot([], [], "o", ms=5, color=color, label=f"{name}: at most {gap.abs().max():.2g} nats")
+        errors.plot([], [], "o", ms=5, color=color, label=f"{name}: {gap.abs().max():.2g} nats at most")
         print(f"  {name}: largest |log π − log μ| {gap.abs().max():.1e} nats")
     errors.set_yscale("log")
     powers = [-6, -4, -2, 0]
@@ -186,33 +186,35 @@ def exact_replay(model: PreTrainedModel, rollout: Rollout) -> Figure:
 
 def distillation() -> Figure:
     """Teacher, student and arrow of both directions, and the anchor."""
-    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     titles = ("sparse_student, the default", "dense_student, the paper's formula")
     weights = []
     for axes, title in zip((left, right), titles, strict=True):
         axes.set_axis_off()
-        axes.set(xlim=(-0.8, 10.8), ylim=(0, 9.2), aspect="equal")
-        caption(axes, 0, 8.7, title, ha="left", fontsize=11.5, weight="bold")
-        caption(axes, 2, 7.6, "reads all keys", MUTED)
-        caption(axes, 8, 7.6, "reads the sampler's keys", MUTED)
+        axes.set(xlim=(-0.2, 10.6), ylim=(0, 10.4), aspect="equal")
+        caption(axes, 0, 10, title, ha="left", fontsize=10.5, weight="bold")
+        caption(axes, 2.2, 8.8, "reads all keys", MUTED)
+        caption(axes, 8, 8.8, "reads the\nsampler's keys", MUTED)
         config = CONF_DIR / "distillation" / f"{title.split(',')[0]}.yaml"
         weights.append(yaml.safe_load(config.read_text()))
-    box(left, (0, 5.3, 4, 1.8), "SFT model, frozen:\nteacher", MUTED)
-    box(left, (6, 5.3, 4, 1.8), "policy:\nstudent", BLUE)
-    box(left, (0, 0.5, 4, 1.8), "policy:\nheld by the anchor", BLUE, ink=INK)
-    arrow(left, (4, 6), (6.2, 6.2), VERMILLION)
-    arrow(left, (2, 2), (5.3, 2.3), GREEN)
-    arrow(left, (8, 8), (1.9, 3.6))
-    caption(left, 8, 4.4, f"KL(sg π_dense ‖ π_shadow)\nweight {weights[0]['weight']}", VERMILLION)
-    caption(left, 4.05, 3.4, f"anchor: KL on all keys\nanchor_weight {weights[0]['anchor_weight']}", GREEN)
-    caption(left, 8, 1.2, "policy gradient:\ntrains the student, too")
-    box(right, (0, 5.3, 4, 1.8), "policy:\nstudent", BLUE)
-    box(right, (6, 5.3, 4, 1.8), "policy, stop-gradient:\nteacher", MUTED)
-    arrow(right, (6, 4), (6.2, 6.2), VERMILLION)
-    arrow(right, (8, 8), (1.9, 5.2))
-    caption(right, 2, 4.4, f"KL(π_dense ‖ sg π_shadow)\nweight {weights[1]['weight']}", VERMILLION)
-    caption(right, 8, 1.2, "policy gradient:\nmoves the teacher")
+    box(left, (0, 6, 4.4, 1.8), "SFT model, frozen:\nteacher", MUTED)
+    box(left, (6, 6, 4.4, 1.8), "policy:\nstudent", BLUE)
+    box(left, (0, 0.4, 4.4, 1.8), "policy:\nheld by anchor", BLUE, ink=INK)
+    arrow(left, (4.4, 6), (6.9, 6.9), VERMILLION)
+    arrow(left, (1.1, 1.1), (6, 2.2), GREEN)
+    arrow(left, (8.2, 8.2), (2.2, 3.4))
+    caption(left, 8.2, 4.9, f"KL(sg π_dense\n‖ π_shadow)\nweight {weights[0]['weight']}", VERMILLION)
+    caption(
+        left, 1.4, 4.1, f"anchor: KL\non all keys,\nweight {weights[0]['anchor_weight']}", GREEN, ha="left"
+    )
+    caption(left, 8.2, 1.3, "policy gradient:\ntrains the\nstudent, too")
+    box(right, (0, 6, 4.4, 1.8), "policy:\nstudent", BLUE)
+    box(right, (6, 6, 4.4, 1.8), "policy, no gradient:\nteacher", MUTED)
+    arrow(right, (6, 4.4), (6.9, 6.9), VERMILLION)
+    arrow(right, (8.2, 8.2), (2.2, 5.9))
+    caption(right, 2.2, 4.9, f"KL(π_dense\n‖ sg π_shadow)\nweight {weights[1]['weight']}", VERMILLION)
+    caption(right, 8.2, 1.3, "policy gradient:\nmoves the teacher")
     return figure
 
 
@@ -227,10 +229,10 @@ ROLE_PARTS = {
 
 def hydra_roles() -> Figure:
     """One frozen backbone under the four roles of `roles=hydra`: which adapter is on, which head reads."""
-    figure = Figure(figsize=(9.6, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.9), layout="constrained")
     axes = figure.add_subplot()
     axes.set_axis_off()
-    axes.set(xlim=(-2.6, 18.6), ylim=(-0.2, 9.8), aspect="equal")
+    axes.set(xlim=(-2.2, 18.4), ylim=(-0.2, 9.8), aspect="equal")
     colors = {"policy": BLUE, "value": VERMILLION}
     for place, (role, (head, output)) in enumerate(ROLE_PARTS.items()):
         x, middle = 4.7 * place, 4.7 * place + 2.1
@@ -242,16 +244,16 @@ def hydra_roles() -> Figure:
         for low, high in ((2.0, 2.7), (4.1, 4.9), (6.1, 6.9)):
             arrow(axes, (middle, middle), (low, high))
         caption(axes, middle, 7.3, output)
-        caption(axes, middle, 8.7, role, fontsize=13, weight="bold")
+        caption(axes, middle, 8.9, role, fontsize=12, weight="bold")
     box(axes, (0, 0.2, 18.3, 1.8), "one frozen backbone, in memory once", INK)
-    for y, name in ((8.7, "role"), (7.3, "gives"), (5.5, "head"), (3.4, "adapter"), (1.1, "weights")):
-        caption(axes, -0.5, y, name, MUTED, ha="right")
+    for y, name in ((8.9, "role"), (7.3, "gives"), (5.5, "head"), (3.4, "adapter"), (1.1, "weights")):
+        caption(axes, -0.3, y, name, MUTED, ha="right")
     return figure
 
 
 def corrections(model: PreTrainedModel, rollout: Rollout) -> Figure:
     """Weight of a token as a function of its ratio, and the ratios of a rollout under both learners."""
-    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     ratio = torch.logspace(-2, 1, 3001)
     is_one = int((ratio - 1).abs().argmin())
@@ -268,7 +270,7 @@ def corrections(model: PreTrainedModel, rollout: Rollout) -> Figure:
         left.plot(ratio, weight, color=color, lw=2.2, ls=dashes, label=name)
     left.plot(1, 1, "o", ms=9, mec=INK, mfc="white", mew=1.8, label="replay: ρ is always 1", zorder=5)
     left.set_ylim(-0.08, 3)
-    style.label_axes(left, "ratio ρ = π_old / μ of a token", "weight (in units of that at ρ = 1)")
+    style.label_axes(left, "ratio ρ = π_old / μ of a token", "weight, in units of that at ρ = 1")
     left.legend(frameon=False, fontsize=8.5, loc="upper left")
     bins = np.logspace(-2.025, 1.025, 62)  # with 1 in the middle of one
     for shadow, name, color in ((False, "dense learner", VERMILLION), (True, "replay", BLUE)):
