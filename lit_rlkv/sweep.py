@@ -18,7 +18,7 @@ from lit_rlkv.sweeping.job import OUTPUT
 from lit_rlkv.sweeping.picture import save_picture
 from lit_rlkv.sweeping.plan import Plan, Run, by_key, check_plan, first_config
 from lit_rlkv.sweeping.results import TABLE, Ended, results_table, write_results
-from lit_rlkv.sweeping.sweep_file import Sweep, n_runs, read_sweep
+from lit_rlkv.sweeping.sweep_file import Sweep, find_sweep, n_runs, read_sweep
 from lit_rlkv.sweeping.wandb_agents import run_on_wandb
 
 MAX_NAME = 60
@@ -32,7 +32,7 @@ def main() -> None:
     args = parse(sys.argv[1:])
     console = stderr_console()
     try:
-        plan = Plan(read_sweep(args.file), tuple(args.overrides))
+        plan = Plan(read_sweep(find_sweep(args.file)), tuple(args.overrides))
         total = n_runs(plan.sweep, args.max_runs)
         if args.wandb:
             on_wandb(plan, args)
@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m lit_rlkv.sweep",
         description="Run a W&B sweep file on this machine; the same command resumes an interrupted sweep.",
     )
-    parser.add_argument("file", type=Path, help="such as sweeps/arms.yaml")
+    parser.add_argument("file", type=Path, help="a path, or the name of a shipped sweep such as arms")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for all runs")
     parser.add_argument("--jobs", type=_count, default=1, help="runs at a time, one thread each (1)")
     parser.add_argument("--max-runs", type=_count, help="most runs; the file's run_cap if not given")

@@ -1,6 +1,6 @@
 """From the command line to a checked `Config` and to objects; without torch or transformers."""
 
-from lit_rlkv.config.composing import CONF_DIR, check_command_line, composed, quoted
+from lit_rlkv.config.composing import CONF_DIR, SWEEPS_DIR, check_command_line, composed, quoted
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
 from lit_rlkv.config.schema import Config
@@ -11,6 +11,7 @@ __all__ = [
     "AUTO",
     "CONF_DIR",
     "PRESETS",
+    "SWEEPS_DIR",
     "Config",
     "ConfigError",
     "as_config_errors",
