@@ -3,6 +3,7 @@
 from lit_rlkv.config.composing import CONF_DIR, SWEEPS_DIR, check_command_line, composed, quoted
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
+from lit_rlkv.config.run_labels import label_logger
 from lit_rlkv.config.schema import Config
 from lit_rlkv.config.targets import build, check_saved_code, check_targets, expanded, grant_trust, is_local
 from lit_rlkv.config.unknown_keys import PRESETS, check_keys
@@ -25,6 +26,7 @@ __all__ = [
     "expanded",
     "grant_trust",
     "is_local",
+    "label_logger",
     "parse",
     "parse_config",
     "quoted",
