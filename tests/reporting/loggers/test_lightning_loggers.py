@@ -70,7 +70,7 @@ def events(run_dir):
 
 
 def wait_for_the_next_second():
-    """Let the next file sort after this one: within a second, a counter of the process decides, 10 before 9."""
+    """Let the next file sort after this one; within a second a counter decides, and 10 sorts before 9."""
     time.sleep(1 - time.time() % 1)
 
 
