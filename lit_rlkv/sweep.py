@@ -19,7 +19,7 @@ from lit_rlkv.sweeping.job import OUTPUT
 from lit_rlkv.sweeping.picture import save_picture
 from lit_rlkv.sweeping.plan import Plan, Run, by_key, check_plan, first_config
 from lit_rlkv.sweeping.results import TABLE, Ended, results_table, write_results
-from lit_rlkv.sweeping.sweep_file import Sweep, n_runs, read_sweep
+from lit_rlkv.sweeping.sweep_file import Sweep, find_sweep, n_runs, read_sweep
 from lit_rlkv.sweeping.wandb_agents import run_on_wandb
 
 MAX_NAME = 60
@@ -33,7 +33,7 @@ def main() -> None:
     args = parse(sys.argv[1:])
     console = stderr_console()
     try:
-        plan = Plan(read_sweep(args.file), tuple(args.overrides))
+        plan = Plan(read_sweep(find_sweep(args.file)), tuple(args.overrides))
         total = n_runs(plan.sweep, args.max_runs)
         if args.wandb:
             on_wandb(plan, args)

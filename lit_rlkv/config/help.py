@@ -211,7 +211,7 @@ def aligned(head: str, text: str, column: int) -> list[str]:
     """Return lines with a text beside a head, or below it where the head is long."""
     lines = _wrapped(text, column)
     if len(head) + 4 > column or not lines:
-        return [f"  {head}", *lines]
+        return [*_wrapped(head.strip(), len(head) - len(head.lstrip()) + 2), *lines]
     return [f"  {head:<{column - 2}}{lines[0].lstrip()}", *lines[1:]]
 
 

@@ -72,7 +72,7 @@ def option_keys(group: str, option: str) -> Iterator[tuple[str, str, str]]:
         return
     above: list[str] = []
     for line in text.splitlines():
-        read = re.match(r"( *)(\w+): *(.*?)(?: +# (.*))?$", line)
+        read = re.match(r"( *)(\w+):(?: +(?!#)(.*?))?(?: +# (.*))?$", line)
         if read is None or read[2] in ("defaults", "_partial_"):
             continue
         indent, name, value, comment = read.groups()
