@@ -52,6 +52,7 @@ class ProgressMeter:
         self._started_at = time.monotonic()
         self._first_n_done = n_done
         self._said = (n_done or 0, self._started_at)
+        self._n_lines = (n_done or 0) * N_PLAIN_LINES // (n_total or 1)
         if self.console.is_interactive:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
