@@ -1,6 +1,6 @@
 """lit-rlkv completion SHELL: shell completion of commands, config groups, their options, keys and values.
 
-The scripts ask `lit-rlkv completion words WORD ...` for the words that may stand in the place of the last one.
+The scripts ask `lit-rlkv completion words WORD ...` for what the last word may become.
 """
 
 import sys
@@ -73,7 +73,7 @@ def main() -> None:
     """Print the script of a shell, or the words that complete a command line."""
     shell, *words = sys.argv[1:] or [""]
     if shell == "words":
-        found = sorted({word: meaning for word, meaning in complete(words)}.items())
+        found = sorted(dict(complete(words)).items())
         sys.stdout.write("".join(f"{word}\t{meaning}\n" for word, meaning in found))
     elif shell in SCRIPTS:
         sys.stdout.write(SCRIPTS[shell])
@@ -104,7 +104,7 @@ def _arguments(command: str, before: Sequence[str], word: str) -> Words:
         command = "fit"  # overrides of all runs
     program = next((name for name in SCHEMAS if PROGRAMS.get(name, name) == command), None)
     if program is None:
-        yield from _paths(word)
+        yield from _paths(word) if command in COMMANDS else ()
         return
     key, sign, value = word.partition("=")
     keys = {key: (kind, declared) for key, kind, declared in _schema_keys(SCHEMAS[program], "")}

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
 from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, parse_config
-from lit_rlkv.interrupts import ends_on_ctrl_c
+from lit_rlkv.interrupts import ends_on_ctrl_c, exit_soon
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -74,7 +74,7 @@ def _main() -> None:
         message, code = end_of_run(error, run_dir)
         console.print(message, markup=False, highlight=False, soft_wrap=True)
         # A launcher takes another exit code of any rank for a failure, and may kill rank 0.
-        sys.exit(code if not console.quiet else 0)
+        exit_soon(code if not console.quiet else 0)
     finally:
         discard_if_empty(run_dir)
     console.print(summary_table(results.before, results.after, results.stage_seconds, results.reward_model))

@@ -161,7 +161,9 @@ def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
     try:
         yield
     except InterruptedRunError as error:
-        if is_rank_zero and not error.is_ctrl_c and (run_dir / CONFIG).is_file():  # otherwise there is nothing to resume
+        if (
+            is_rank_zero and not error.is_ctrl_c and (run_dir / CONFIG).is_file()
+        ):  # otherwise there is nothing to resume
             with suppress(OSError):
                 (run_dir / INTERRUPTED).touch()
         raise
