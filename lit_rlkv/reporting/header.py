@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -46,18 +47,32 @@ def header(
 def arm(cfg: Config, experiment: str | None) -> str:
     """Return the names of correction and distillation, and of the preset that may have chosen them."""
     correction = _option("correction", cfg.correction)
-    distillation = "no" if cfg.distillation is None else _option("distillation", cfg.distillation)
+    distillation = "none" if cfg.distillation is None else _option("distillation", cfg.distillation)
     preset = f" (experiment={experiment})" if experiment not in (None, "none") else ""
-    return f"{correction} correction, {distillation} distillation{preset}"
+    return f"correction {correction}, distillation {distillation}{preset}"
 
 
 def _option(group: str, node: DictConfig) -> str:
-    """Return the name of the option of a group with exactly these keys, or else of the node's class."""
-    keys = OmegaConf.to_container(node)
+    """Return the option of a group that has the fewest other values, with these; else the node's class."""
+    own, closest = _leaves(node), None
     for option in options_of(group):
-        if OmegaConf.to_container(OmegaConf.load(CONF_DIR / group / f"{option}.yaml")) == keys:
-            return option
-    return _name(node)
+        other = _leaves(OmegaConf.load(CONF_DIR / group / f"{option}.yaml"))
+        if other.keys() == own.keys():
+            changed = [f"{key}={show(value)}" for key, value in own.items() if value != other[key]]
+            if closest is None or len(changed) < len(closest[1]):
+                closest = option, changed
+    if closest is None:
+        return _name(node)
+    option, changed = closest
+    return f"{option} with {', '.join(changed)}" if changed else option
+
+
+def _leaves(node: Any, path: str = "") -> dict[str, Any]:
+    """Return the single values below a node by dotted key."""
+    if not isinstance(node, DictConfig):
+        return {path: node}
+    below = (_leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items())
+    return {key: value for leaves in below for key, value in leaves.items()}
 
 
 def _name(node: DictConfig | None) -> str:

@@ -82,7 +82,7 @@ class ProgressMeter:
         is_due = n_due > self._n_lines or n_done == n_total or now - last_at >= MAX_SILENCE_S
         if is_due and n_done > last_n_done:
             self._n_lines, self._said = n_due, (n_done, now)
-            self._print_line(n_done, n_total, fields)
+            self._print_line(n_done, n_total, fields, now)
 
     def note(self, text: str) -> None:
         """Show a word beside a bar; without a terminal nothing is printed."""
@@ -97,10 +97,10 @@ class ProgressMeter:
         self._started_at = None
         self._n_lines = 0
 
-    def _print_line(self, n_done: int, n_total: int, fields: Mapping[str, Field]) -> None:
+    def _print_line(self, n_done: int, n_total: int, fields: Mapping[str, Field], now: float) -> None:
         assert self._started_at is not None
         assert self._first_n_done is not None
-        elapsed_s = time.monotonic() - self._started_at
+        elapsed_s = now - self._started_at
         n_done_here = n_done - self._first_n_done
         left_s = elapsed_s / n_done_here * (n_total - n_done) if n_done_here > 0 else 0.0
         times = f"{human_seconds(elapsed_s)} elapsed, {human_seconds(left_s)} left"
