@@ -23,6 +23,8 @@ N_PLAIN_LINES = 10
 """Number of plain lines per task without a terminal, at least; a slow task has one every MAX_SILENCE_S."""
 MAX_SILENCE_S = 60.0
 
+WIDEST_PHASE = len("rollout")
+
 Field = float | int | str
 
 
@@ -134,7 +136,7 @@ class ProgressBar(RLCallback):
         self._meter.start(self._first, self._n_iterations)
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
-        self._meter.note("  ".join(part for part in (phase, self._fields) if part))
+        self._meter.note(f"{phase:<{WIDEST_PHASE}}  {self._fields}".rstrip())
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         """Show the iteration; iterations before a resume do not count for the speed."""
