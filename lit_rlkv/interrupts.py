@@ -50,11 +50,8 @@ def on_ctrl_c(handler: Callable[[], None]) -> Iterator[None]:
     if before is signal.SIG_IGN:
         yield
         return
-    has_come = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
-        has_come = True
         signal.signal(signal.SIGINT, lambda number, frame: end_at_once())
         handler()
 
@@ -62,7 +59,7 @@ def on_ctrl_c(handler: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if not has_come:
+        if signal.getsignal(signal.SIGINT) is handle:  # none came, in a block within this one neither
             signal.signal(signal.SIGINT, before)
 
 

@@ -72,11 +72,15 @@ def resume_argument(said):
 @pytest.mark.usefixtures("_restored")
 def test_the_first_ctrl_c_calls_the_handler_and_the_handler_before_comes_back():
     calls = []
-    with on_ctrl_c(lambda: calls.append("first")):
-        press_ctrl_c()
-    assert calls == ["first"]
-    with on_ctrl_c(lambda: calls.append("second")):
+    with on_ctrl_c(lambda: calls.append("never")):
         pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with on_ctrl_c(lambda: calls.append("outer")):
+        with on_ctrl_c(lambda: calls.append("first")):
+            press_ctrl_c()
+        ends_at_once = signal.getsignal(signal.SIGINT)
+    assert calls == ["first"]
+    assert signal.getsignal(signal.SIGINT) is ends_at_once
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with on_ctrl_c(lambda: calls.append("third")):
         press_ctrl_c()
