@@ -65,7 +65,8 @@ def _option(group: str, node: DictConfig) -> str:
     if closest is None:
         return _name(node)
     option, changed = closest
-    return f"{option} with {', '.join(changed)}" if changed else option
+    name, changed = closest
+    return f"{name} with {', '.join(changed)}" if changed else name
 
 
 def _leaves(node: Any, path: str = "") -> dict[str, Any]:
