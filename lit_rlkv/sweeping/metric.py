@@ -15,7 +15,7 @@ from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.reporting.run_metrics import FINAL_METRICS
 from lit_rlkv.runs.policy import needed_roles
 
-DICTIONARY = Path(__file__).parents[2] / "METRICS.md"
+DICTIONARY = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 """Names of all metrics; the file stands beside the package in a clone, and is not part of a wheel."""
 MEASURED = {
     "mismatch": "kv/(dense|overlap|arms).+",
@@ -86,7 +86,7 @@ def _check_name(name: str) -> None:
     known = logged_names()
     if known and not any(pattern.fullmatch(name) for pattern in known.values()):
         close = get_close_matches(name, [*FINAL_METRICS, *known], n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "METRICS.md lists them"
+        hint = f"did you mean {close[0]!r}?" if close else "docs/reference/metrics.md lists them"
         raise ConfigError(f"metric={name!r} is logged by no run in rl or eval; {hint}")
 
 
@@ -117,7 +117,7 @@ def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
 
 
 def logged_names() -> dict[str, re.Pattern[str]]:
-    """Return a pattern for each name of RL and evaluation in METRICS.md, where `{x}` is any name.
+    """Return a pattern for each name of RL and evaluation in metrics.md, where `{x}` is any name.
 
     Empty without the file.
     """
