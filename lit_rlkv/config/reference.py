@@ -1,4 +1,4 @@
-"""The keys of each command line with their meanings, for `--help` and for docs/reference/config.md.
+"""The keys of each command line with their meanings, for `--help` and for docs/reference.
 
 python -m lit_rlkv.config.reference > docs/reference/config.md
 """
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.composing import CONF_DIR, PROGRAMS, SCHEMAS, composed, options_of
+from lit_rlkv.config.composing import CONF_DIR, SCHEMAS, composed, options_of
 from lit_rlkv.config.options import Option, default_values, describe, keys_of, show
 
 INTRODUCTION = {
@@ -34,11 +34,22 @@ Examples
     "evaluate": """\
 Accuracy and pass@k of a saved run with intervals, for each policy at each budget; every sample as JSONL.
 
-  python -m lit_rlkv.evaluate ckpt=runs/NAME [key=value ...]""",
+  python -m lit_rlkv.evaluate ckpt=runs/NAME [key=value ...]
+
+Examples
+  python -m lit_rlkv.evaluate ckpt=runs/...                       as the run evaluated itself, with intervals
+  python -m lit_rlkv.evaluate ckpt=runs/... "budgets=[8,12]"      more budgets of the run's policy
+  python -m lit_rlkv.evaluate ckpt=runs/... "policies=[snapkv]"   another eviction policy
+  python -m lit_rlkv.evaluate ckpt=runs/... n_samples=16 "pass_at_k=[1,8]" temperature=1   pass@k""",
     "export": """\
 A saved run's policy for plain transformers and peft: the merged model, the adapter alone, and a model card.
 
-  python -m lit_rlkv.export ckpt=runs/NAME to=DIR [key=value ...]""",
+  python -m lit_rlkv.export ckpt=runs/NAME to=DIR [key=value ...]
+
+Examples
+  python -m lit_rlkv.export ckpt=runs/... to=my-model                  the newest checkpoint of a run
+  python -m lit_rlkv.export ckpt=runs/... to=my-model dtype=bfloat16   smaller weights
+  python -m lit_rlkv.export ckpt=runs/... to=my-model heads=true       the reward and value heads too""",
 }
 """First lines of `--help`, by the config's name in conf/."""
 
@@ -85,20 +96,23 @@ def reference_page() -> str:
     lines = [
         "# Config reference",
         "",
-        "Generated from `lit_rlkv/config/schema.py`, `lit_rlkv/config/commands.py` and `conf/` by",
-        "`python -m lit_rlkv.config.reference`. Set a key on the command line by `key=value`.",
+        "Every key of `python -m lit_rlkv.fit`. Set one on the command line by `key=value`;",
+        "[Commands](commands.md) has the other programs.",
+        "Generated from `lit_rlkv/config/schema.py` and `conf/` by `python -m lit_rlkv.config.reference`.",
+        "",
+        "## Keys",
+        "",
+        *key_table(SCHEMAS["config"]),
     ]
-    for name, schema in SCHEMAS.items():
-        lines += ["", f"## python -m lit_rlkv.{PROGRAMS.get(name, name)}", "", *_table(schema, "")]
     lines += ["", "## Options of the groups", "", "Choose one by `group=option`; then set its keys by name."]
     for group in sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir()):
-        lines += ["", f"### {group}", ""]
+        lines += ["", f"### {group} options", ""]
         for option in options_of(group):
             lines += [f"- `{group}={option}`{_described(group, option)}", *_option_keys(group, option)]
     return "\n".join(lines) + "\n"
 
 
-def _table(schema: type, prefix: str) -> Iterator[str]:
+def key_table(schema: type, prefix: str = "") -> Iterator[str]:
     """Yield the keys of a schema as a table, and then those of the schemas below it."""
     yield from ("| key | default | value | meaning |", "|---|---|---|---|")
     below: list[tuple[str, type]] = []
@@ -112,7 +126,7 @@ def _table(schema: type, prefix: str) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
     for key, inner in below:
         yield from ("", f"### {key}", "", (inner.__doc__ or "").strip(), "")
-        yield from _table(inner, f"{key}.")
+        yield from key_table(inner, f"{key}.")
 
 
 def _default(defaults: dict[str, Any], name: str, declared: Option) -> str:
@@ -139,14 +153,15 @@ def _option_keys(group: str, option: str) -> Iterator[str]:
         return
     above: list[str] = []
     for line in text.splitlines():
-        read = re.match(r"( *)(\w+): *(.*?)(?: +# (.*))?$", line)
+        read = re.match(r"( *)(\w+):(.*?)(?: +# (.*))?$", line)
         if read is None or read[2] in ("defaults", "_partial_"):
             continue
         indent, name, value, comment = read.groups()
         above = [*above[: len(indent) // 2], name]
-        if value:
-            said = f": {comment}" if comment else ""
-            yield f"    - `{'.'.join([group, *above])}` = `{value}`{said}"
+        given = f" = `{value.strip()}`" if value.strip() else ""
+        said = f": {comment}" if comment else ""
+        if given or said:
+            yield f"    - `{'.'.join([group, *above])}`{given}{said}"
 
 
 if __name__ == "__main__":
