@@ -12,6 +12,8 @@ PAGES = {
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 }
 """Texts by path."""
+TRUST = "trusted_modules=[mypackage]"
+"""Word of the commands of pages on modules of your own, which test_how_to.py runs."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from lit_rlkv.models import prepare_backbone
-from tests.docs.pages import PAGES, code_blocks
+from tests.docs.pages import PAGES, TRUST, code_blocks
 from tests.saved_models import save_checkpoint
 
 BLOCKS = {
     page: code_blocks(text, "python")
     for page, text in PAGES.items()
-    if code_blocks(text, "python") and "trusted_modules=[mypackage]" not in text
+    if code_blocks(text, "python") and TRUST not in text
 }
 
 

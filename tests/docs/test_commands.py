@@ -14,7 +14,7 @@ from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.sweep import parse as parse_sweep
 from lit_rlkv.sweeping.plan import Plan, first_config
 from lit_rlkv.sweeping.sweep_file import read_sweep
-from tests.docs.pages import PAGES, ROOT, shell_commands
+from tests.docs.pages import PAGES, ROOT, TRUST, shell_commands
 from tests.saved_models import save_checkpoint
 
 FILES = {
@@ -37,7 +37,7 @@ def commands_by_page() -> dict[str, list[tuple[str, ...]]]:
     found: dict[str, list[tuple[str, ...]]] = {}
     for page, text in PAGES.items():
         for words in shell_commands(text):
-            if words and words not in seen and "trusted_modules=[mypackage]" not in words:
+            if words and words not in seen and TRUST not in words:
                 found.setdefault(page, []).append(words)
                 seen.add(words)
     return found
