@@ -55,9 +55,9 @@ def _saved(name: str) -> list[str]:
 def _introduction(name: str) -> list[str]:
     """Return the first line of `--help`, and its examples as a block of shell with comments."""
     said, _, rest = INTRODUCTION[name].partition("\n")
-    commands = re.findall(r"^  (python .*?)(?: {2,}(.*))?$", rest, re.M)
+    commands = re.findall(r"^  (python .*?)(?: {2,}(.*))?$", rest.partition("Examples")[2], re.M)
     width = max(len(command) for command, _ in commands)
-    lines = [f"{command:<{width}}  # {meaning}" for command, meaning in commands if meaning]
+    lines = [f"{command:<{width}}  # {meaning}" if meaning else command for command, meaning in commands]
     return [f"{said.removeprefix('lit_rlkv: ')}\n", "```bash", *lines, "```\n"]
 
 

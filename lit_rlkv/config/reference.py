@@ -122,8 +122,10 @@ def key_table(schema: type, prefix: str = "") -> Iterator[str]:
         if is_dataclass(kind):
             below.append((key, cast(type, kind)))
             continue
-        cells = (f"`{key}`", _default(defaults, name, declared), describe(kind, declared), declared.help)
-        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+        cells = (f"`{key}`", _default(defaults, name, declared), describe(kind, declared))
+        # Bare, Markdown would read its underscores as emphasis.
+        meaning = re.sub(r"\b_\w+_\b", r"`\g<0>`", declared.help)
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in (*cells, meaning))} |"
     for key, inner in below:
         yield from ("", f"### {key}", "", (inner.__doc__ or "").strip(), "")
         yield from key_table(inner, f"{key}.")

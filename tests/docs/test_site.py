@@ -1,4 +1,4 @@
-"""The site leads from a page to files outside of docs/, which it does not hold."""
+"""The site leads from a page to files outside of docs/, which it does not hold, and includes such files."""
 
 import pytest
 from mkdocs.commands.build import build
@@ -6,45 +6,62 @@ from mkdocs.config import load_config
 
 from tests.docs.pages import ROOT
 
-PICTURE = "benchmarks/results/study.png"
-PAGE = f"""\
+PAGE = """\
 # Page
 
-[a config](../../conf/config.yaml) ![a picture](../../{PICTURE}) [a page](other.md#other)
+[a config](../../conf/x.yaml) ![a picture](../../data/x.png) [a page](other.md#other)
 """
+FILES = {
+    "docs/deep/page.md": PAGE,
+    "docs/deep/other.md": '# Other\n\n--8<-- "notes/LOG.md"\n',
+    "notes/LOG.md": "## A finding\n\n[a page](../docs/deep/page.md#page) [a row](rows.csv)\n",
+    "notes/rows.csv": "1",
+    "conf/x.yaml": "x: 1",
+    "data/x.png": "a picture",
+}
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """The HTML of a page with links to the repository, and the site's folder."""
+def site(tmp_path_factory):
+    """The site of two pages with links to the repository."""
     root = tmp_path_factory.mktemp("clone")
-    for name in ("conf", "benchmarks"):
-        (root / name).symlink_to(ROOT / name)
-    (root / "docs" / "deep").mkdir(parents=True)
-    (root / "docs" / "deep" / "page.md").write_text(PAGE)
-    (root / "docs" / "deep" / "other.md").write_text("# Other\n")
-    config = load_config(
-        str(ROOT / "mkdocs.yml"),
-        docs_dir=str(root / "docs"),
-        site_dir=str(root / "site"),
-        nav=["deep/page.md", "deep/other.md"],
-        plugins=[],
-        theme="mkdocs",
-        strict=True,
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    build(
+        load_config(
+            str(ROOT / "mkdocs.yml"),
+            docs_dir=str(root / "docs"),
+            site_dir=str(root / "site"),
+            nav=["deep/page.md", "deep/other.md"],
+            extra_css=[],
+            plugins=[],
+            theme="mkdocs",
+            strict=True,
+        )
     )
-    build(config)
-    return (root / "site" / "deep" / "page" / "index.html").read_text(), root / "site"
+    return root / "site"
 
 
-def test_a_link_to_a_file_of_the_repository_leads_to_its_page_on_the_web(page):
-    assert 'href="https://github.com/lit-rlkv/lit_rlkv/blob/main/conf/config.yaml"' in page[0]
+def html(site, page):
+    return (site / "deep" / page / "index.html").read_text()
 
 
-def test_a_picture_of_the_repository_is_copied_into_the_site(page):
-    html, site = page
-    assert 'src="../../images/study.png"' in html
-    assert (site / "images" / "study.png").read_bytes() == (ROOT / PICTURE).read_bytes()
+def test_a_link_to_a_file_of_the_repository_leads_to_the_repository(site):
+    assert 'href="https://github.com/lit-rlkv/lit_rlkv/blob/main/conf/x.yaml"' in html(site, "page")
 
 
-def test_a_link_to_another_page_stays_in_the_site(page):
-    assert 'href="../other/#other"' in page[0]
+def test_a_picture_of_the_repository_is_copied_into_the_site(site):
+    assert 'src="../../images/x.png"' in html(site, "page")
+    assert (site / "images" / "x.png").read_text() == "a picture"
+
+
+def test_a_link_to_another_page_stays_in_the_site(site):
+    assert 'href="../other/#other"' in html(site, "page")
+
+
+def test_an_included_file_keeps_its_headings_and_the_targets_of_its_links(site):
+    text = html(site, "other")
+    assert '<h2 id="a-finding">' in text
+    assert 'href="../page/#page"' in text
+    assert 'href="https://github.com/lit-rlkv/lit_rlkv/blob/main/notes/rows.csv"' in text
