@@ -22,7 +22,7 @@ def unknown_names(text: str) -> list[str]:
     for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=[\w+.-]+)?)`", text):
         name, _, value = word.partition("=")
         is_key = name in (*KEYS, *TRL_VERL_ALIASES) or name.startswith(FREE) or is_file(name)
-        is_option = name not in GROUPS or value in ("", "...", "null", *options_of(name))
+        is_option = name not in GROUPS or value in ("", "...", "NAME", "null", *options_of(name))
         if (name.partition(".")[0] in NODES and "." in name and not is_key) or not is_option:
             found.append(word)
     return found
