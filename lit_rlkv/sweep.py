@@ -56,11 +56,6 @@ def main() -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; overrides may stand anywhere between the options."""
-    return make_parser().parse_intermixed_args(arguments)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m lit_rlkv.sweep",
         description="Run a W&B sweep file on this machine; the same command resumes an interrupted sweep.",
@@ -71,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-runs", type=_count, help="most runs; the file's run_cap if not given")
     parser.add_argument("--dir", type=Path, help="folder of the sweep (runs_dir/sweeps/NAME)")
     parser.add_argument("--wandb", action="store_true", help="let W&B choose the runs and keep the results")
-    return parser
+    return parser.parse_intermixed_args(arguments)
 
 
 def on_wandb(plan: Plan, args: argparse.Namespace) -> None:

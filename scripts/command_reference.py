@@ -1,16 +1,23 @@
 """The page of all commands, made from the code: python scripts/command_reference.py writes it."""
 
+import io
+import os
 import re
-import sys
+import signal
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
+from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config.composing import SCHEMAS
-from lit_rlkv.config.reference import INTRODUCTION, key_table
+from lit_rlkv.config.reference import key_table
 from lit_rlkv.runs.signals import EXIT_CODE
-from lit_rlkv.sweep import INTERRUPTED, make_parser
+from lit_rlkv.sweep import parse
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "commands.md"
+WIDTH = "100"
+"""Columns of the text of `sweep --help`."""
 HEAD = f"""\
 # Commands
 
@@ -34,53 +41,53 @@ Exit codes:
 | 1 | an error, said in one line |
 | 2 | `sweep` does not know an option |
 | {EXIT_CODE} | `fit` got SIGTERM or SIGUSR1, has saved itself, and can be resumed |
-| {INTERRUPTED} | `sweep` got Ctrl-C; the same command resumes it |
+| {128 + signal.SIGINT} | `sweep` got Ctrl-C; the same command resumes it |
 """
 
 
 def page() -> str:
     """Return docs/reference/commands.md."""
-    sections = [HEAD, *_fit(), *_saved("evaluate"), *_saved("export"), *_sweep()]
-    return "\n".join(sections)
-
-
-def _fit() -> list[str]:
-    return ["## fit\n", *_introduction("config"), "[Config](config.md) lists every key and every group.\n"]
+    fit = ["## fit\n", *_introduction("config"), "[Config](config.md) lists every key and every group.\n"]
+    return "\n".join([HEAD, *fit, *_saved("evaluate"), *_saved("export"), *_sweep()])
 
 
 def _saved(name: str) -> list[str]:
     return [f"## {name}\n", *_introduction(name), *key_table(SCHEMAS[name]), ""]
 
 
+def _printed(program: Callable[[], object]) -> str:
+    """Return what a program prints before it exits."""
+    with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+        program()
+    return printed.getvalue()
+
+
 def _introduction(name: str) -> list[str]:
     """Return the first line of `--help`, and its examples as a block of shell with comments."""
-    said, _, rest = INTRODUCTION[name].partition("\n")
-    commands = re.findall(r"^  (python .*?)(?: {2,}(.*))?$", rest.partition("Examples")[2], re.M)
-    width = max(len(command) for command, _ in commands)
+    text = _printed(lambda: compose_arguments(name, ["--help"]))
+    examples = text.partition("\nExamples\n")[2].partition("\n\n")[0]
+    commands = re.findall(r"^  (python .*?)(?: {2,}(.*))?$", examples, re.M)
+    width = max((len(command) for command, _ in commands), default=0)
     lines = [f"{command:<{width}}  # {meaning}" if meaning else command for command, meaning in commands]
-    return [f"{said.removeprefix('lit_rlkv: ')}\n", "```bash", *lines, "```\n"]
+    block = ["```bash", *lines, "```\n"] if lines else []
+    return [f"{text.splitlines()[0].removeprefix('lit_rlkv: ')}\n", *block]
 
 
 def _sweep() -> list[str]:
-    options = make_parser()
-    rows = [
-        f"| `{', '.join(one.option_strings) or one.metavar or one.dest}` | {one.help} |"
-        for one in options._actions
+    os.environ["COLUMNS"] = WIDTH  # argparse asks for it
+    said = ["## sweep\n", "```text", _printed(lambda: parse(["--help"])).strip(), "```\n"]
+    files = [
+        f"| [{path.name}](../../sweeps/{path.name}) | {_claim(path)} |"
+        for path in sorted((ROOT / "sweeps").glob("*.yaml"))
     ]
-    said = ["## sweep\n", f"{options.description}\n", "| argument | meaning |", "|---|---|", *rows]
-    files = [f"| [{path.name}](../../sweeps/{path.name}) | {_claim(path)} |" for path in _files()]
     return [
         *said,
-        "\nSweep files of the repository:\n",
+        "Sweep files of the repository:\n",
         "| file | claim that it tests |",
         "|---|---|",
         *files,
         "",
     ]
-
-
-def _files() -> list[Path]:
-    return sorted((ROOT / "sweeps").glob("*.yaml"))
 
 
 def _claim(path: Path) -> str:
@@ -90,6 +97,4 @@ def _claim(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(f"error: {PAGE.name} is written without arguments, got {sys.argv[1:]}; leave them out")
     PAGE.write_text(page(), encoding="utf-8")

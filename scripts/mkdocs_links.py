@@ -1,7 +1,7 @@
 """MkDocs hook: pages may include and link to files of the repository that lie outside of docs/.
 
 A link leads to the file in the repository, an image is copied into the site, and a line such as
-`--8<-- "notebooks/LOG.md"` becomes the text of that file. So GitHub and the site read the same relative links.
+`--8<-- "notebooks/LOG.md"` becomes the text of that file.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The keys of each command line with their meanings, for `--help` and for docs/reference.
+"""The keys of each command line with their meanings, for `--help` and for docs/reference/config.md.
 
 python -m lit_rlkv.config.reference > docs/reference/config.md
 """
@@ -34,22 +34,11 @@ Examples
     "evaluate": """\
 Accuracy and pass@k of a saved run with intervals, for each policy at each budget; every sample as JSONL.
 
-  python -m lit_rlkv.evaluate ckpt=runs/NAME [key=value ...]
-
-Examples
-  python -m lit_rlkv.evaluate ckpt=runs/...                       as the run evaluated itself, with intervals
-  python -m lit_rlkv.evaluate ckpt=runs/... "budgets=[8,12]"      more budgets of the run's policy
-  python -m lit_rlkv.evaluate ckpt=runs/... "policies=[snapkv]"   another eviction policy
-  python -m lit_rlkv.evaluate ckpt=runs/... n_samples=16 "pass_at_k=[1,8]" temperature=1   pass@k""",
+  python -m lit_rlkv.evaluate ckpt=runs/NAME [key=value ...]""",
     "export": """\
 A saved run's policy for plain transformers and peft: the merged model, the adapter alone, and a model card.
 
-  python -m lit_rlkv.export ckpt=runs/NAME to=DIR [key=value ...]
-
-Examples
-  python -m lit_rlkv.export ckpt=runs/... to=my-model                  the newest checkpoint of a run
-  python -m lit_rlkv.export ckpt=runs/... to=my-model dtype=bfloat16   smaller weights
-  python -m lit_rlkv.export ckpt=runs/... to=my-model heads=true       the reward and value heads too""",
+  python -m lit_rlkv.export ckpt=runs/NAME to=DIR [key=value ...]""",
 }
 """First lines of `--help`, by the config's name in conf/."""
 
