@@ -1,6 +1,6 @@
 """Memory and seconds of PPO on the five role layouts and of full SFT, measured and predicted.
 
-    python benchmarks/hydra_memory.py [--plot hydra_memory.png] [--passes]
+    python benchmarks/hydra_memory.py [--plot docs/results/pictures/hydra_memory.png] [--passes]
     python benchmarks/hydra_memory.py --device cuda --preset 1b --dtype bfloat16
 
 The table of Hydra-RLHF (arXiv:2309.00754) for a random model, by real iterations of the training loop: bytes
@@ -126,7 +126,7 @@ def main() -> None:
         print(f"\nLlama-7B by the same formula\n{paper_table()}\n{PAPER_NOTE}")
         print(f"\n{headlines(results, limit)}")
     if args.plot and results:
-        draw(results).savefig(args.plot)
+        draw(results).savefig(args.plot, dpi=200)
     if args.passes:
         print(f"\n{passes_table(compare_passes(setting, args.passes, args.rounds))}")
 

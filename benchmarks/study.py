@@ -119,7 +119,8 @@ COMPARISONS = {
 }
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
 SHOWN = next(iter(COMPARISONS))
-"""Blocks that the README's table and figure show."""
+"""Blocks that the first table and the figure of docs/results/study.md show."""
+FIGURE = record.RESULTS.parents[1] / "docs" / "results" / "pictures" / "study.png"
 
 
 def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
@@ -145,14 +146,17 @@ def rows_of(settings: Iterable[Setting], done: dict[str, dict]) -> list[dict]:
     return [row for setting in settings if (row := done.get(runs.key(setting.overrides)))]
 
 
-def report(done: dict[str, dict]) -> None:
-    """Print every table and draw the figure."""
-    groups = comparisons(done)
+def report(done: dict[str, dict]) -> str:
+    """Return every table."""
     tuning = rows_of(settings_of("rates", done), done)
     variances, exposures = (list(runs.finished(part.NAME).values()) for part in (variance, exposure))
-    print(tables.report(groups, tuning, timing.measured(), variances, exposures))
-    if arms := tables.by_arm(groups.get(SHOWN, ())):
-        plot.draw(arms, record.RESULTS / f"{runs.NAME}.png")
+    return tables.report(comparisons(done), tuning, timing.measured(), variances, exposures)
+
+
+def draw(done: dict[str, dict]) -> None:
+    """Draw the figure."""
+    if arms := tables.by_arm(comparisons(done).get(SHOWN, ())):
+        plot.draw(arms, FIGURE)
 
 
 def again(args: argparse.Namespace) -> None:
@@ -200,7 +204,9 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     args = parser.parse_args()
     if args.report:
-        report(runs.finished())
+        done = runs.finished()
+        print(report(done))
+        draw(done)
         return
     if args.again:
         again(args)

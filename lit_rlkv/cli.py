@@ -9,14 +9,14 @@ import hydra
 from omegaconf import DictConfig, open_dict, read_write
 
 from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_trust
-from lit_rlkv.config.reference import help_text
+from lit_rlkv.config.help import asked_help
 
 VIEWS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 """Options of Hydra that print and run nothing."""
 
 
 def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:
-    """Return the composed config and Hydra's own node; --help and --cfg print and exit instead.
+    """Return the composed config and Hydra's own node; --help, --help-all and --cfg print and exit.
 
     `trusted_modules` takes effect here and is not in the config, so that no run folder saves it.
 
@@ -26,9 +26,8 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
     Raises:
         ConfigError: the arguments do not compose, or trust a module that cannot be trusted.
     """
-    if {"--help", "-h"} & set(arguments):
-        others = [argument for argument in arguments if not argument.startswith("-")]
-        sys.stdout.write(help_text(name, others) + "\n")
+    if (text := asked_help(name, arguments)) is not None:
+        sys.stdout.write(f"{text}\n")
         sys.exit()
     composed = check_command_line(name, arguments)
     if composed is None or {argument.partition("=")[0] for argument in arguments} & VIEWS:

@@ -9,7 +9,7 @@ from hydra.core.utils import configure_log
 from rich.console import Console
 
 from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
-from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, parse_config
+from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, check_machine, parse_config
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -28,7 +28,7 @@ def main() -> None:
         groups, overrides = dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task)
         if cfg.resume in (None, AUTO):  # a resumed run has its own config
             check_keys(cfg, groups, overrides)
-            parse_config(cfg)
+            check_machine(parse_config(cfg))
     announce_imports()
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError

@@ -14,6 +14,7 @@ from rich.text import Text
 from lit_rlkv.config import ConfigError
 from lit_rlkv.reporting.progress import stderr_console
 from lit_rlkv.runs.lock import FolderLock
+from lit_rlkv.sweeping.arguments import parse
 from lit_rlkv.sweeping.job import OUTPUT
 from lit_rlkv.sweeping.picture import save_picture
 from lit_rlkv.sweeping.plan import Plan, Run, by_key, check_plan, first_config
@@ -52,21 +53,6 @@ def main() -> None:
             f"{len(failed)} of {total} runs failed, and the same command tries them again; see "
             f"{failed[0].folder / OUTPUT}"
         )
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line; overrides may stand anywhere between the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lit_rlkv.sweep",
-        description="Run a W&B sweep file on this machine; the same command resumes an interrupted sweep.",
-    )
-    parser.add_argument("file", type=Path, help="such as sweeps/arms.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for all runs")
-    parser.add_argument("--jobs", type=_count, default=1, help="runs at a time, one thread each (1)")
-    parser.add_argument("--max-runs", type=_count, help="most runs; the file's run_cap if not given")
-    parser.add_argument("--dir", type=Path, help="folder of the sweep (runs_dir/sweeps/NAME)")
-    parser.add_argument("--wandb", action="store_true", help="let W&B choose the runs and keep the results")
-    return parser.parse_intermixed_args(arguments)
 
 
 def on_wandb(plan: Plan, args: argparse.Namespace) -> None:
@@ -149,12 +135,6 @@ def folder_name(file: Path, plan: Plan) -> str:
     name = re.sub(r"[^\w.-]+", "_", "-".join([file.stem, *overrides])).strip("_")
     digest = hashlib.blake2b(repr(overrides).encode(), digest_size=4).hexdigest()
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{digest}"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,7 @@ def t_cdf(t: float, n_free: int) -> float:
     )
 
 
+@cache
 def t_quantile(probability: float, n_free: int) -> float:
     """The t at which `t_cdf` is the probability, of at least one half, by bisection."""
     low, high = 0.0, 1e3

@@ -15,6 +15,8 @@ from lit_rlkv.reporting.tables import markdown_table
 NAME = "study_exposure"
 SEED = 2
 """One is enough to see by how much tasks and budgets differ."""
+LEARNS_NOTHING = 1e-12
+"""The rollout that is measured comes before the first update."""
 METRICS = {
     "affected": "kv/affected",
     "mean_length": "completions/mean_length",
@@ -27,7 +29,7 @@ def places() -> list[Setting]:
     """Every task and budget of the plan."""
     found = [*BUDGETS.items(), *((run.task, run.budget) for run in budgets(lambda *_: 0.0))]
     return [
-        Setting("naive", False, SEED, lr=0.0, task=task, budget=budget, n_iterations=1)
+        Setting("naive", False, SEED, lr=LEARNS_NOTHING, task=task, budget=budget, n_iterations=1)
         for task, budget in dict.fromkeys(found)
     ]
 

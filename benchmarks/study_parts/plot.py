@@ -26,17 +26,23 @@ LARGEST_LOSS = 25.0
 """Points; seeds that lost more are numbers at the edge, so that the others can be told apart."""
 
 
+DPI = 200
+"""Twice the 100 pixels per inch of a page."""
+
+
 def draw(by_arm: Mapping[str, Sequence[Row]], path: Path) -> None:
     """Points gained by each seed under the budget and with all keys; mean reward of the anchored arms."""
-    figure = Figure(figsize=(11.6, 4.6), layout="constrained")
-    *ends, curves = figure.subplots(1, 3, width_ratios=(1.15, 0.75, 1.25))
+    figure = Figure(figsize=(7.6, 8), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(1.25, 1))
+    ends = [figure.add_subplot(grid[0, column]) for column in range(2)]
+    curves = figure.add_subplot(grid[1, :])
     arms = [arm for arm in COLORS if arm in by_arm or f"{arm}+anchor" in by_arm]
     for axes, (view, label) in zip(ends, VIEWS.items(), strict=True):
         _gains(axes, by_arm, arms, view)
         axes.set(xlabel=f"Points gained {label}")
     ends[1].tick_params(labelleft=False)
     _curves(curves, by_arm)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=DPI)
 
 
 def _gains(axes: Axes, by_arm: Mapping[str, Sequence[Row]], arms: Sequence[str], view: str) -> None:

@@ -89,7 +89,7 @@ def accuracy_table(arms: Mapping[str, Sequence[Row]]) -> str:
 
 
 def summary_table(arms: Mapping[str, Sequence[Row]]) -> str:
-    """Points gained over the SFT model, with the anchor and without, as the README shows them."""
+    """Points gained over the SFT model, with the anchor and without, as docs/results/study.md shows them."""
     headings = ["arm", "its learner", "with the anchor: budget", "all keys", "without: budget", "all keys"]
     body = []
     for arm, learner in LEARNERS.items():

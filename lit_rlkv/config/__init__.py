@@ -1,7 +1,9 @@
 """From the command line to a checked `Config` and to objects; without torch or transformers."""
 
-from lit_rlkv.config.composing import CONF_DIR, check_command_line, composed, quoted
+from lit_rlkv.config.arguments import check_command_line
+from lit_rlkv.config.composing import CONF_DIR, composed, quoted
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
+from lit_rlkv.config.machine import check_machine
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
 from lit_rlkv.config.schema import Config
 from lit_rlkv.config.targets import build, check_saved_code, check_targets, expanded, grant_trust, is_local
@@ -18,6 +20,7 @@ __all__ = [
     "check_command_line",
     "check_folders",
     "check_keys",
+    "check_machine",
     "check_saved_code",
     "check_targets",
     "composed",

@@ -1,15 +1,17 @@
 """Compose a config by Hydra; its errors become one line with a hint at the key or option that exists."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from itertools import pairwise
+from functools import cache
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.config.errors import ConfigError
+from lit_rlkv.config.hints import hint
 from lit_rlkv.config.options import default_values
 from lit_rlkv.config.schema import Config
 
@@ -31,40 +34,21 @@ PROGRAMS = {"config": "fit"}
 """The program of a config whose name is another."""
 for _name, _schema in SCHEMAS.items():
     ConfigStore.instance().store(f"{_name}_defaults", default_values(_schema))
+INSTEAD_OF_OPTIONS = {
+    "model": "a checkpoint folder or hub name is model.path={}",
+    "task": "data of your own are task=dataset task.dataset={}",
+    "reward": "a function of your own is reward=python reward.functions.custom.path=FILE:FUNCTION",
+    "optimizer": "another one of torch.optim is optimizer._target_=torch.optim.NAME",
+}
+"""How to write what is given in place of an option, by the group."""
 SEVERAL = "several runs are a sweep; write a file such as sweeps/arms.yaml, and python -m lit_rlkv.sweep FILE"
 
 
-def check_command_line(name: str, arguments: Sequence[str]) -> DictConfig | None:
-    """The config of a program, composed before Hydra does that.
-
-    Options such as --help mean something to Hydra alone, and all is left to it: None.
-
-    Raises:
-        ConfigError: it does not compose, or asks for several runs.
-    """
-    if {"-m", "--multirun"} & set(arguments):
-        raise ConfigError(f"--multirun: {SEVERAL}")
-    overrides = _without_views(arguments)
-    for argument, following in pairwise([*overrides, ""]):
-        group = argument.lstrip("-")
-        choices = options_of(group) if "=" not in argument else []
-        if argument.startswith("-") and not choices:
-            return None
-        if "=" not in argument and not argument.startswith("~"):
-            value = following if following in choices else "..."
-            raise ConfigError(f"{argument!r} sets nothing; write {group}={value}")
-    return composed(name, overrides)
-
-
-def _without_views(arguments: Sequence[str]) -> list[str]:
-    """The same without options that ask to see the config, `--cfg job` and `--resolve`."""
-    rest = list(arguments)
-    for place, argument in reversed([*enumerate(arguments)]):
-        if argument in ("--cfg", "-c"):
-            del rest[place : place + 2]
-        elif argument.startswith("--cfg=") or argument == "--resolve":
-            del rest[place]
-    return rest
+def initialized() -> AbstractContextManager[Any]:
+    """Initialise Hydra with CONF_DIR, unless the caller has initialised it."""
+    if GlobalHydra.instance().is_initialized():
+        return nullcontext()
+    return initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR))
 
 
 def composed(name: str, overrides: Sequence[str]) -> DictConfig:
@@ -73,7 +57,7 @@ def composed(name: str, overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: it does not compose.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+    with initialized():
         try:
             return compose(name, overrides=list(overrides), return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -85,20 +69,30 @@ def friendly_error(error: Exception, overrides: Sequence[str], name: str = "conf
 
     Hydra must be initialised with CONF_DIR.
     """
-    for override in overrides:
+    for override in overrides if name == "config" else ():
         group, _, option = override.lstrip("+").partition("=")
         options = options_of(group)
         if options and set(option.split(",")) <= set(options) and "," in option:
             return f"{group}={option}: {SEVERAL}"
         if options and option.strip("'\"") not in options:
-            return f"{group} must be one of {', '.join(options)}, got {option}"
+            return f"{group} must be one of {', '.join(options)}, got {option}{_option_meant(group, option)}"
     for override in overrides:
         if (said := _unreadable(override)) is not None:
             return said
     unknown = re.match(r"Could not override '([\w.]+)'", str(error))
     if unknown is None:
         return " ".join(str(error).split())
-    return f"unknown key {unknown[1]!r}: {_closest(unknown[1], overrides, name)}"
+    return f"unknown key {unknown[1]!r}: {hint_at(unknown[1], name, overrides)}"
+
+
+def _option_meant(group: str, option: str) -> str:
+    """Return how to write what has no option of its own, such as a path; empty if that cannot be told."""
+    close = get_close_matches(option, options_of(group), n=1)
+    if close:
+        return f"; did you mean {group}={close[0]}?"
+    if option in ("null", "none", "true", "false") or group not in INSTEAD_OF_OPTIONS:
+        return ""
+    return "; " + INSTEAD_OF_OPTIONS[group].format(option)
 
 
 def _unreadable(override: str) -> str | None:
@@ -127,24 +121,36 @@ def options_of(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
 
 
-def _closest(key: str, overrides: Sequence[str], name: str) -> str:
-    """A hint at a key of the options that are chosen, or else of another option of the same group."""
-    chosen = [override for override in overrides if options_of(override.partition("=")[0])]
-    known = set(_nodes(OmegaConf.to_container(compose(name, overrides=chosen))))
-    group = key.split(".")[0]
-    elsewhere = {
-        other: f"{group}={option}"
-        for option in options_of(group)
-        for other in _nodes_of_option(group, option)
-        if other not in known
-    }
-    if key in elsewhere:
-        return f"{elsewhere[key]} has it"
-    close = closest(key, known | elsewhere.keys())
-    if close is None:
-        return f"python -m lit_rlkv.{PROGRAMS.get(name, name)} --cfg job shows all"
-    of_option = f" of {elsewhere[close]}" if close in elsewhere else ""
-    return f"did you mean {close!r}{of_option}?"
+def groups() -> list[str]:
+    """Return the names of the config groups, which have options."""
+    return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+
+
+@cache
+def known_keys(name: str, chosen: tuple[str, ...] = ()) -> frozenset[str]:
+    """Return every key of a program's config with these options chosen. Hydra must be initialised."""
+    return frozenset(_nodes(OmegaConf.to_container(compose(name, overrides=list(chosen)))))
+
+
+@cache
+def keys_of_options() -> dict[str, str]:
+    """Return the keys of all options, each with the first option that has it."""
+    found: dict[str, str] = {}
+    for group in groups():
+        for option in options_of(group):
+            for key in _nodes_of_option(group, option):
+                found.setdefault(key, f"{group}={option}")
+    return found
+
+
+def hint_at(key: str, name: str, overrides: Sequence[str] = ()) -> str:
+    """Return what to write instead of an unknown key of a program. Hydra must be initialised."""
+    if name != "config":
+        return hint(key, known_keys(name)) or f"python -m lit_rlkv.{name} --help-all lists all keys"
+    chosen = tuple(override for override in overrides if options_of(override.partition("=")[0]))
+    known = known_keys(name, chosen)
+    elsewhere = {other: option for other, option in keys_of_options().items() if other not in known}
+    return hint(key, known, elsewhere) or "python -m lit_rlkv.fit --help-all lists all keys"
 
 
 def _nodes_of_option(group: str, option: str) -> Iterator[str]:
@@ -161,36 +167,3 @@ def _nodes(node: Any, prefix: str = "") -> Iterator[str]:
         for key, value in node.items():
             yield f"{prefix}{key}"
             yield from _nodes(value, f"{prefix}{key}.")
-
-
-TRL_VERL_ALIASES = {
-    "num_generations": "algorithm.group_size",
-    "rollout.n": "algorithm.group_size",
-    "num_iterations": "algorithm.n_epochs",
-    "ppo_epochs": "algorithm.n_epochs",
-    "max_steps": "algorithm.n_iterations",
-    "total_training_steps": "algorithm.n_iterations",
-    "gradient_accumulation_steps": "algorithm.n_micro_batches",
-    "train_batch_size": "rollout.n_prompts",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "beta": "algorithm.kl.weight",
-    "kl_coef": "algorithm.kl.weight",
-}
-"""Names of TRL and verl, by their ends, and what does the same here; README says what counts otherwise."""
-
-
-def closest(key: str, known: Collection[str]) -> str | None:
-    """The known key that was meant, if any; never one that the given key lies below."""
-    names = key.split(".")
-    ends = [".".join(names[start:]) for start in range(len(names))]
-    own = [one for one in known if "." not in key and one.endswith(f".{key}")]
-    meant = [TRL_VERL_ALIASES[end] for end in ends if end in TRL_VERL_ALIASES]
-    # A group may have the setting for itself, as sft its optimizer.
-    for candidate in (*(f"{names[0]}.{one}" for one in meant), *(own if len(own) == 1 else ()), *meant):
-        if candidate in known and candidate != key:
-            return candidate
-    others = sorted(one for one in known if not key.startswith(f"{one}."))
-    return next(iter(get_close_matches(key, others, n=1)), None)

@@ -24,6 +24,11 @@ def as_config_errors(where: str) -> Iterator[None]:
     except ConfigError:
         raise
     except InstantiationException as error:
-        raise ConfigError(f"{where}: {error.__cause__ or error}") from error
+        raise ConfigError(f"{where}: {one_line(error.__cause__ or error)}") from error
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error without line breaks."""
+    return " ".join(str(error).split())

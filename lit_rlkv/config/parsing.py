@@ -173,8 +173,8 @@ def _check_optimizers(cfg: Config) -> None:
     for name, node in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
         rate = node.get("lr")
         require(
-            is_finite(rate) and rate >= 0,
-            f"{name}.lr must be a number of at least 0, got {show(rate)}; it is the learning rate",
+            is_finite(rate) and rate > 0,
+            f"{name}.lr must be a number above 0, got {show(rate)}; it is the learning rate",
         )
 
 

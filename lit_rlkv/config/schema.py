@@ -107,7 +107,7 @@ class AlgorithmConfig:
     """Keys that all algorithms share."""
 
     group_size: int = option(8, "responses to each prompt", least=1)
-    n_iterations: int = option(100, "iterations: a rollout and the updates on it", least=1)
+    n_iterations: int = option(130, "iterations: a rollout and the updates on it", least=1)
     n_epochs: int = option(1, "passes over each rollout", least=1)
     n_minibatches: int = option(2, "optimizer steps per pass", least=1)
     n_micro_batches: int = option(

@@ -1,15 +1,14 @@
 """Refuse keys that do not exist, which Hydra would merge from a preset without a word."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.composing import CONF_DIR, closest
+from lit_rlkv.config.composing import CONF_DIR, initialized
 from lit_rlkv.config.errors import ConfigError
+from lit_rlkv.config.hints import hint, translated
 
 PRESETS = ("experiment", "recipe", "debug")
 """Groups that set keys of others and have none of their own."""
@@ -30,7 +29,7 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
     plain = [choice for choice in groups if choice.split("=")[0] not in PRESETS]
     _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
-    with _hydra_initialized():
+    with initialized():
         declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
     known = set(_paths(OmegaConf.to_container(declared)))
     # A diagnostic that is left out has no keys.
@@ -39,13 +38,6 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     for path in _paths(OmegaConf.to_container(cfg)):
         if path not in known and not (_is_set_by(path, added) and _is_judged(cfg, path)):
             raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
-
-
-def _hydra_initialized() -> AbstractContextManager[Any]:
-    """Initialise Hydra with CONF_DIR, unless the caller has initialised it."""
-    if GlobalHydra.instance().is_initialized():
-        return nullcontext()
-    return initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR))
 
 
 def _check_deleted(cfg: DictConfig, keys: Sequence[str]) -> None:
@@ -76,15 +68,16 @@ def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str
     inner = [key for key in below if not key.startswith("_")]
     if inner:
         off = "; null leaves it out" if path.startswith("diagnostics.") else ""
+        if (meant := translated(path, known)) is not None:
+            off = f", such as {meant}={OmegaConf.select(cfg, path)}"
         return (
             f"{path}={OmegaConf.select(cfg, path)} takes the place of {', '.join(sorted(inner))}; "
             f"set these one by one{off}"
         )
     places = {key for leaf in known for key in (leaf, leaf.rpartition(".")[0])}
-    close = closest(path, places)
-    hint = f"did you mean {close!r}?" if close else "see --cfg job for all keys"
+    said = hint(path, places) or "--help-all lists all keys"
     where = "on the command line" if is_typed else "in the preset of experiment, recipe or debug"
-    return f"unknown key {path!r} {where}: {hint}"
+    return f"unknown key {path!r} {where}: {said}"
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:

@@ -11,9 +11,6 @@ from hydra.utils import get_object
 
 from lit_rlkv.config import Config, ConfigError
 from lit_rlkv.config.options import Number, option
-from lit_rlkv.experience.advantages import PairAdvantage
-from lit_rlkv.reporting.run_metrics import FINAL_METRICS
-from lit_rlkv.runs.policy import needed_roles
 
 DICTIONARY = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 """Names of all metrics; the file stands beside the package in a clone, and is not part of a wheel."""
@@ -39,6 +36,8 @@ class Metric:
     @property
     def is_final(self) -> bool:
         """True if only the final evaluation logs the metric."""
+        from lit_rlkv.reporting.run_metrics import FINAL_METRICS  # imports torch
+
         return self.name in FINAL_METRICS
 
     def cost(self, value: Number) -> Number:
@@ -83,6 +82,8 @@ def check_metric(metric: Metric, cfg: Config, *, is_watched: bool) -> None:
 
 
 def _check_name(name: str) -> None:
+    from lit_rlkv.reporting.run_metrics import FINAL_METRICS
+
     known = logged_names()
     if known and not any(pattern.fullmatch(name) for pattern in known.values()):
         close = get_close_matches(name, [*FINAL_METRICS, *known], n=1)
@@ -92,6 +93,9 @@ def _check_name(name: str) -> None:
 
 def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
     """Yield names that not every run logs, True if this config does, and how to make it log them."""
+    from lit_rlkv.experience.advantages import PairAdvantage
+    from lit_rlkv.runs.policy import needed_roles
+
     roles, kl, distillation = needed_roles(cfg), cfg.algorithm.kl, cfg.distillation
     has_pairs = get_object(cfg.algorithm.loss._target_).advantage_estimator is PairAdvantage
     yield "policy_loss|approx_kl|clip_ratio/.+", not has_pairs, "choose an algorithm other than online_dpo"

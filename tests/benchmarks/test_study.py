@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -281,11 +282,20 @@ def test_a_comparison_is_a_line_of_the_points_that_its_anchored_arms_gained():
     ]
 
 
-def test_the_tables_of_the_readme_are_what_the_rows_say():
+def test_the_tables_of_the_docs_are_what_the_rows_say():
     groups = study.comparisons(runs.finished())
-    text = (fit_process.ROOT / "README.md").read_text()
+    text = (fit_process.ROOT / "docs" / "results" / "study.md").read_text()
     assert tables.summary_table(tables.by_arm(groups[study.SHOWN])) in text
     assert tables.places_table(groups) in text
+
+
+def test_every_mean_and_spread_in_the_docs_stands_in_the_report():
+    number = r"\d+\.\d+ ± \d+\.\d+"
+    text = (fit_process.ROOT / "docs" / "results" / "study.md").read_text()
+    printed = re.findall(number, study.report(runs.finished()))
+    prose = re.findall(number, " ".join(line for line in text.splitlines() if not line.startswith("|")))
+    assert len(prose) > 40
+    assert set(prose) <= set(printed)
 
 
 def timed_rows(path, *rounds, device="a"):

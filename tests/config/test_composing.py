@@ -19,10 +19,14 @@ def test_several_runs_are_sent_to_the_sweep(arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--experiment", "tis"], "'--experiment' sets nothing; write experiment=tis"),
+        (
+            ["--experiment", "tis"],
+            "'--experiment tis': settings are written key=value, without dashes; write experiment=tis",
+        ),
         (["experiment", "tis"], "'experiment' sets nothing; write experiment=tis"),
-        (["seed", "3"], "'seed' sets nothing; write seed=..."),
-        (["tis"], "'tis' sets nothing; write tis=..."),
+        (["seed", "3"], "'seed' sets nothing; write seed=3"),
+        (["seed"], "'seed' sets nothing; write seed=..."),
+        (["tis"], "'tis' sets nothing; write experiment=tis or correction=tis"),
     ],
 )
 def test_a_setting_without_its_sign_is_shown_with_it(arguments, says):
@@ -51,9 +55,9 @@ def test_options_of_hydra_are_left_to_hydra():
         (["diagnostic=none"], "unknown key 'diagnostic': did you mean 'diagnostics'?"),
         (["logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project' of logger=wandb?"),
         (["logger.project=x"], "unknown key 'logger.project': logger=wandb has it"),
-        (["task.defaults=x"], "unknown key 'task.defaults': did you mean 'task.dataset' of task="),
+        (["task.defaults=x"], "unknown key 'task.defaults': task has the keys max_operand, n_terms"),
         (["logger=wandb", "logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project'?"),
-        (["zzz=1"], "unknown key 'zzz': python -m lit_rlkv.fit --cfg job shows all"),
+        (["zzz=1"], "unknown key 'zzz': python -m lit_rlkv.fit --help-all lists all"),
         (
             ["seed=1,2"],
             """seed=1,2: quote it if it is one value, "seed='1,2'", or give a list, seed=[1,2]; sev""",

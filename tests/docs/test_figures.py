@@ -1,0 +1,112 @@
+"""Pictures and numbers of docs/concepts and docs/results are those of the code and of the recorded rows.
+
+tests/benchmarks/test_study.py compares the tables of docs/results/study.md.
+"""
+
+import json
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FOLDERS = [DOCS / name for name in ("concepts", "results")]
+PAGES = {path: path.read_text(encoding="utf-8") for folder in FOLDERS for path in folder.glob("*.md")}
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """The script docs/pictures.py as a module."""
+    spec = spec_from_file_location("pictures", DOCS / "pictures.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_picture_stands_on_a_page_that_describes_it():
+    shown = {
+        (page.parent / path).resolve(): text
+        for page, source in PAGES.items()
+        for text, path in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", source)
+    }
+    assert set(shown) == {path for folder in FOLDERS for path in folder.glob("pictures/*")}
+    assert min(len(text.split()) for text in shown.values()) >= 15
+
+
+def test_every_concept_has_a_picture_that_the_script_draws_again(pictures, tmp_path, capsys):
+    drawn = {path.name: path for path in pictures.draw(tmp_path)}
+    assert set(drawn) == {f"{page.stem}.png" for page in PAGES if page.parent.name == "concepts"}
+    printed = capsys.readouterr().out.split()
+    for name, path in drawn.items():
+        assert str(path) in printed
+        assert imread(path).shape == imread(pictures.FOLDER / name).shape
+
+
+def test_replay_in_the_picture_is_exact_and_the_other_learners_are_not(pictures):
+    model = pictures.tiny_model()
+    rollout = pictures.sample(model)
+    replayed, dense = (pictures.log_ratio(model, rollout, shadow=shadow).abs() for shadow in (True, False))
+    assert replayed.max() < 1e-5
+    assert dense.max() > 1
+    first_evicted = pictures.CACHE.budget + pictures.CACHE.interval - pictures.N_PROMPT + 1
+    assert dense[:, :first_evicted].max() < 1e-5
+    assert dense[:, first_evicted:].mean() > 0.05
+
+
+def rows_of(name):
+    path = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def page(name):
+    return PAGES[DOCS / "results" / f"{name}.md"]
+
+
+def mb(n_bytes):
+    return f"{n_bytes / 1e6:,.0f}"
+
+
+def test_the_memory_table_is_what_the_last_run_measured():
+    last = {row["variant"]: row for row in rows_of("hydra_memory")}
+    base = sum(last["lora_ppo"]["seconds_at_largest"].values())
+    for name, row in last.items():
+        held = row["held"]
+        static = mb(sum(held[part] for part in ("weights", "adapters", "heads", "optimizer")))
+        peak = mb(max(phase["peak_bytes"] for phase in held["phases"].values()))
+        predicted, seconds = mb(max(row["predicted"].values())), sum(row["seconds"].values())
+        cells = [static, peak, predicted, f"{seconds:.2f}", str(row["largest_batch"] or "does not fit"), "–"]
+        if row["largest_batch"] is None:
+            cells[4] = "–"
+        if at_largest := row["seconds_at_largest"]:
+            cells[5] = f"{sum(at_largest.values()):.2f}"
+            if name != "lora_ppo":
+                cells[5] += f" (−{1 - sum(at_largest.values()) / base:.0%})".replace("%", " %")
+        label = "full SFT" if name == "sft" else f"`{name}`"
+        assert f"| {label} | {' | '.join(cells)} |" in page("memory")
+    assert f"{mb(last['hydra']['limit_bytes'])} MB" in page("memory")
+
+
+def test_the_work_of_the_learner_is_what_was_counted():
+    for row in rows_of("shadow_work"):
+        shares = [f"{100 * row[name]:.1f}" for name in ("visible", "forward", "key_gradients")]
+        if row["prompt"] == 256:
+            assert f"| {row['budget']} | {' % | '.join(shares)} % |" in page("kernels")
+
+
+def test_the_speed_of_decoding_and_of_ranks_is_that_of_the_last_rows():
+    last = {row["policy"]: row["loop_over"] for row in rows_of("decode_overhead")}
+    over_pool = {policy: ratio["pool"] for policy, ratio in last.items()}
+    assert f"**The decode loop takes {last['random']['transformers']:.2f} times" in page("kernels")
+    assert min(over_pool, key=over_pool.get) == "random"
+    assert max(over_pool, key=over_pool.get) == "expected"
+    least, most = (f"{over_pool[policy]:.2f}" for policy in ("random", "expected"))
+    assert f"from {least} (`random`) to {most} (`expected`)" in " ".join(page("kernels").split())
+    one, two = rows_of("ranks")[-2:]
+    rates = [row["rollout_tokens_per_s"] for row in (two, one)]
+    text = " ".join(page("kernels").split())
+    assert f"{rates[0] / rates[1]:.2f} times the tokens per second" in text
+    assert f"({rates[0]:,.0f} against {rates[1]:,.0f}, on an AMD EPYC" in text
+    assert f"{two['tokens_per_s'] / one['tokens_per_s']:.2f} times the tokens of whole" in text
