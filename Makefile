@@ -11,14 +11,14 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Two workers with one thread each: more threads than cores make small tensors slower.
 test test-slow lint notebooks: export OMP_NUM_THREADS = 1
 
-.PHONY: fit test test-slow test-all lint notebooks audit clean help
+.PHONY: fit test test-slow test-all lint docs notebooks audit clean help
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
 	$(BIN)/python -m lit_rlkv.fit $(ARGS)
 
-test: lint ## lint and the short tier of the tests, about ten minutes (PYTEST_ARGS=... for pytest)
+test: lint docs ## lint, the site and the short tier of the tests, about ten minutes (PYTEST_ARGS=... for pytest)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## the tests that the short tier leaves out
@@ -32,6 +32,9 @@ lint: $(STAMP) ## ruff, import layers, mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
+docs: $(STAMP) ## the site, into site/; a link or an anchor that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 notebooks: $(STAMP) ## run the notebooks at full size and keep what they show (ARGS=notebooks/01_quickstart.ipynb for one)
 	$(BIN)/python notebooks/execute.py $(ARGS)
 
@@ -42,7 +45,7 @@ audit: $(STAMP) ## known vulnerabilities of what is installed; asks a service on
 		--path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean: ## remove the virtual environment and every cache
-	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .audit site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)

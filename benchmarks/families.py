@@ -1,4 +1,4 @@
-"""Model families that replay exactly or are refused; python benchmarks/families.py writes MODELS.md.
+"""Model families that replay exactly or are refused; python benchmarks/families.py writes the page of models.
 
 Every causal LM that transformers knows is built tiny from its config, with random weights, and made to roll
 out under a cache that evicts. Families whose config cannot be made small by the names below are listed apart.
@@ -23,7 +23,7 @@ from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.loading import without_dropout
 from lit_rlkv.rollout import generate
 
-PAGE = Path(__file__).parent.parent / "MODELS.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "models.md"
 MAX_PARAMETERS = 20_000_000
 """Beyond it a config was not made small by the names that it was given."""
 VOCAB, PAD = 64, 0
@@ -182,7 +182,7 @@ def gaps(model: PreTrainedModel) -> tuple[float, float]:
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
-    """MODELS.md."""
+    """Return docs/reference/models.md."""
     exact = [v for v in verdicts if v.is_exact]
     refused = [v for v in verdicts if v.refusal is not None]
     odd = [v for v in verdicts if v.replay_gap is not None and not v.is_exact]

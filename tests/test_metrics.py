@@ -1,4 +1,4 @@
-"""METRICS.md is the dictionary of what a run logs: nothing is missing there, and nothing in it is made up."""
+"""docs/reference/metrics.md lists what a run logs: nothing is missing there, and nothing in it is made up."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from tests.whole_runs import run
 
-PAGE = (Path(__file__).parent.parent / "METRICS.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text()
 ROWS = re.findall(r"^\| (`.+?) \|(.*)\|$", PAGE, re.M)
 ON_CUDA = "CUDA"
 """A row that says so is logged there only."""

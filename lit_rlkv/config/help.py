@@ -194,7 +194,7 @@ def _options(group: str) -> Iterator[str]:
         yield f"  {group}={option}"
         yield from _wrapped(described(group, option), 6)
         for key, value, comment in option_keys(group, option):
-            yield from aligned(f"{key}={value}", comment, 60, indent=6)
+            yield from aligned(f"{key}={value}" if value else key, comment, 60, indent=6)
 
 
 def schema_help(schema: type, prefix: str = "") -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, cast
 
-from lit_rlkv.config.composing import CONF_DIR, PROGRAMS, SCHEMAS, groups, options_of
+from lit_rlkv.config.composing import CONF_DIR, SCHEMAS, groups, options_of
 from lit_rlkv.config.options import Option, default_values, describe, keys_of, show
 
 
@@ -18,21 +18,24 @@ def reference_page() -> str:
     lines = [
         "# Config reference",
         "",
-        "Generated from `lit_rlkv/config/schema.py`, `lit_rlkv/config/commands.py` and `conf/` by",
-        "`python -m lit_rlkv.config.reference`. Set a key on the command line by `key=value`.",
+        "Every key of `python -m lit_rlkv.fit`. Set one on the command line by `key=value`;",
+        "[Commands](commands.md) has the other programs.",
+        "Generated from `lit_rlkv/config/schema.py` and `conf/` by `python -m lit_rlkv.config.reference`.",
+        "",
+        "## Keys",
+        "",
+        *key_table(SCHEMAS["config"]),
     ]
-    for name, schema in SCHEMAS.items():
-        lines += ["", f"## python -m lit_rlkv.{PROGRAMS.get(name, name)}", "", *_table(schema, "")]
     lines += ["", "## Options of the groups", "", "Choose one by `group=option`; then set its keys by name."]
     for group in groups():
-        lines += ["", f"### {group}", ""]
+        lines += ["", f"### {group} options", ""]
         for option in options_of(group):
             said = described(group, option)
             lines += [f"- `{group}={option}`{said and ': '}{said}", *_option_lines(group, option)]
     return "\n".join(lines) + "\n"
 
 
-def _table(schema: type, prefix: str) -> Iterator[str]:
+def key_table(schema: type, prefix: str = "") -> Iterator[str]:
     """Yield the keys of a schema as a table, and then those of the schemas below it."""
     yield from ("| key | default | value | meaning |", "|---|---|---|---|")
     below: list[tuple[str, type]] = []
@@ -42,11 +45,13 @@ def _table(schema: type, prefix: str) -> Iterator[str]:
         if is_dataclass(kind):
             below.append((key, cast(type, kind)))
             continue
-        cells = (f"`{key}`", _default(defaults, name, declared), describe(kind, declared), declared.help)
-        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+        cells = (f"`{key}`", _default(defaults, name, declared), describe(kind, declared))
+        # Bare, Markdown would read its underscores as emphasis.
+        meaning = re.sub(r"\b_\w+_\b", r"`\g<0>`", declared.help)
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in (*cells, meaning))} |"
     for key, inner in below:
         yield from ("", f"### {key}", "", (inner.__doc__ or "").strip(), "")
-        yield from _table(inner, f"{key}.")
+        yield from key_table(inner, f"{key}.")
 
 
 def _default(defaults: dict[str, Any], name: str, declared: Option) -> str:
@@ -72,18 +77,19 @@ def option_keys(group: str, option: str) -> Iterator[tuple[str, str, str]]:
         return
     above: list[str] = []
     for line in text.splitlines():
-        read = re.match(r"( *)(\w+):(?: +(?!#)(.*?))?(?: +# (.*))?$", line)
+        read = re.match(r"( *)(\w+):(.*?)(?: +# (.*))?$", line)
         if read is None or read[2] in ("defaults", "_partial_"):
             continue
         indent, name, value, comment = read.groups()
         above = [*above[: len(indent) // 2], name]
-        if value:
-            yield ".".join([group, *above]), value, comment or ""
+        if value.strip() or comment:
+            yield ".".join([group, *above]), value.strip(), comment or ""
 
 
 def _option_lines(group: str, option: str) -> Iterator[str]:
     for key, value, comment in option_keys(group, option):
-        yield f"    - `{key}` = `{value}`{comment and ': '}{comment}"
+        given = f" = `{value}`" if value else ""
+        yield f"    - `{key}`{given}{comment and ': '}{comment}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hydra.utils import get_object
 from lit_rlkv.config import Config, ConfigError
 from lit_rlkv.config.options import Number, option
 
-DICTIONARY = Path(__file__).parents[2] / "METRICS.md"
+DICTIONARY = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 """Names of all metrics; the file stands beside the package in a clone, and is not part of a wheel."""
 MEASURED = {
     "mismatch": "kv/(dense|overlap|arms).+",
@@ -87,7 +87,7 @@ def _check_name(name: str) -> None:
     known = logged_names()
     if known and not any(pattern.fullmatch(name) for pattern in known.values()):
         close = get_close_matches(name, [*FINAL_METRICS, *known], n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "METRICS.md lists them"
+        hint = f"did you mean {close[0]!r}?" if close else "docs/reference/metrics.md lists them"
         raise ConfigError(f"metric={name!r} is logged by no run in rl or eval; {hint}")
 
 
@@ -121,7 +121,7 @@ def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
 
 
 def logged_names() -> dict[str, re.Pattern[str]]:
-    """Return a pattern for each name of RL and evaluation in METRICS.md, where `{x}` is any name.
+    """Return a pattern for each name of RL and evaluation in metrics.md, where `{x}` is any name.
 
     Empty without the file.
     """

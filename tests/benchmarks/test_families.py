@@ -1,4 +1,4 @@
-"""MODELS.md says of a family what the code says of it."""
+"""docs/reference/models.md says of a family what the code says of it."""
 
 import re
 from importlib.metadata import version

@@ -1,10 +1,9 @@
-"""The pages of docs/how-to: their code and commands work as they stand, made smaller by overrides."""
+"""The pages on modules of your own: their code and commands work as they stand, made smaller by overrides."""
 
 import csv
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,9 +15,10 @@ from lit_rlkv.fit import fit
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import NEVER
+from tests.docs.pages import DOCS, TRUST, code_blocks
 from tests.whole_runs import scoring
 
-PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+PAGES = DOCS / "how-to"
 SMALL = [
     *(
         "debug=fast",
@@ -38,11 +38,12 @@ SMALL_MODEL = [f"model.preset.{name}=32" for name in ("hidden_size", "intermedia
 
 def blocks(page, language):
     """The code blocks of a page in one language."""
-    return re.findall(rf"```{language}\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+    return code_blocks((PAGES / f"{page}.md").read_text(), language)
 
 
 def page_names():
-    return sorted(path.stem for path in PAGES.glob("own-*.md"))
+    """The pages whose command trusts `mypackage`."""
+    return sorted(path.stem for path in PAGES.glob("own-*.md") if TRUST in path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,10 @@ def columns_of(run_dir):
 
 def test_the_index_names_every_page():
     index = (PAGES / "README.md").read_text()
-    assert sorted(re.findall(r"\((own-[\w-]+)\.md\)", index)) == page_names()
+    assert page_names()
+    assert sorted(re.findall(r"\(([\w-]+)\.md\)", index)) == sorted(
+        path.stem for path in PAGES.glob("*.md") if path.stem != "README"
+    )
 
 
 def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):

@@ -1,0 +1,56 @@
+"""The Python blocks of README and of the site run as they stand; test_how_to.py runs those of own modules."""
+
+import pytest
+import torch
+
+from lit_rlkv.models import prepare_backbone
+from tests.docs.pages import PAGES, TRUST, code_blocks
+from tests.saved_models import save_checkpoint
+
+BLOCKS = {
+    page: code_blocks(text, "python")
+    for page, text in PAGES.items()
+    if code_blocks(text, "python") and TRUST not in text
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the checkpoint that pages call my-model."""
+    folder = tmp_path_factory.mktemp("pages")
+    save_checkpoint(folder / "my-model")
+    return folder
+
+
+def run_blocks(page, folder):
+    """Run the blocks of a page one after the other, with responses of 16 tokens; return their names."""
+    names = {"path": folder / "my-model"}
+    for block in BLOCKS[page]:
+        exec(block.replace("max_new_tokens=2048", "max_new_tokens=16"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", BLOCKS)
+def test_the_python_blocks_of_a_page_run(page, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    run_blocks(page, folder)
+
+
+def test_the_lines_for_a_trainer_of_your_own_replay_the_rollout_and_give_a_gradient(folder):
+    names = run_blocks("docs/how-to/own-trainer.md", folder)
+    rollout, logps, model = names["rollout"], names["logps"], names["model"]
+    assert len(rollout.input_ids) == 16
+    torch.testing.assert_close(logps.detach(), rollout.rollout_logps, atol=1e-4, rtol=0)
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+def test_the_lines_that_load_an_export_give_a_model_and_its_tokenizer(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    names = run_blocks("docs/how-to/export.md", folder)
+    assert prepare_backbone(names["model"]) is names["model"]
+    assert names["tokenizer"]("2+3=").input_ids
+
+
+def test_the_reward_of_the_page_on_data_prefers_a_short_right_answer(folder):
+    score = run_blocks("docs/how-to/own-data.md", folder)["score"]
+    assert score("5", "5") > score("the answer is 5", "5") > 0 > score("4", "5")
