@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from jinja2 import Template
 from matplotlib.figure import Figure
 
-from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.samples import LoggedSample
 from lit_rlkv.reporting.tables import KL_MEANING, evaluation_cells, learned_cells
-from lit_rlkv.types import EvalRow, Rollout
+from lit_rlkv.types import Rollout
 
 PAGE = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
 TEMPLATE = Template(PAGE, autoescape=True, trim_blocks=True, lstrip_blocks=True)

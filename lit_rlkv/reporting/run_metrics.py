@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import complete_lines, write_atomically
-from lit_rlkv.types import EvalRow
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lit_rlkv.evaluation.estimates import CacheEstimates, IntervalEstimate
-from lit_rlkv.evaluation.reward_model import RewardReport
-from lit_rlkv.types import EvalRow
+from lit_rlkv.evaluation.results import CacheEstimates, EvalRow, IntervalEstimate, RewardReport
 from lit_rlkv.units import human_bytes, human_seconds
 
 KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats"

@@ -19,7 +19,7 @@ from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
-from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
@@ -37,7 +37,7 @@ from lit_rlkv.runs.preflight import build_user_callbacks
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE
-from lit_rlkv.types import EvalRow, Rollout
+from lit_rlkv.types import Rollout
 
 log = logging.getLogger(__name__)
 RANKS = "ranks"

@@ -3,8 +3,9 @@ from itertools import combinations
 import pytest
 import torch
 
-from lit_rlkv.evaluation.estimates import IntervalEstimate, bootstrap_mean, estimate, pass_at_k
+from lit_rlkv.evaluation.estimates import bootstrap_mean, estimate, pass_at_k
 from lit_rlkv.evaluation.evaluator import ScoredResponse
+from lit_rlkv.evaluation.results import IntervalEstimate
 from lit_rlkv.rng import stream
 
 

@@ -2,9 +2,10 @@
 
 import torch
 
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.reporting.report import RunReport
 from lit_rlkv.reporting.samples import LoggedSample
-from lit_rlkv.types import NEVER, EvalRow, Rollout
+from lit_rlkv.types import NEVER, Rollout
 
 
 def eval_row(cache, budget, accuracy):

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.evaluation.results import RewardReport
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import render
 from tests.reporting.plots.drawn import POSITIONS, arm_history, layers

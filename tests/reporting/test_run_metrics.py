@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.reporting.run_metrics import (
     FINAL_METRICS,
     SECONDS,
@@ -14,7 +15,6 @@ from lit_rlkv.reporting.run_metrics import (
     last_axis_values,
     read_metrics,
 )
-from lit_rlkv.types import EvalRow
 
 
 def rows_of(axes, *n_tokens):

@@ -7,10 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from lit_rlkv.evaluation.reward_model import N_BINS
+from lit_rlkv.evaluation.results import N_BINS, EvalRow
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import History
-from lit_rlkv.types import EvalRow
 
 MISMATCHES = {
     "rollout_corr/kl": ("KL(μ ‖ learner), k1", style.BLUE),
