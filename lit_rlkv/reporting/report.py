@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.samples import LoggedSample
+from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.tables import KL_MEANING, evaluation_cells, learned_cells
 from lit_rlkv.types import Rollout
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
-from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
@@ -24,10 +24,11 @@ from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
 from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
+from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.progress import ProgressBar
 from lit_rlkv.reporting.report import Picture, RunReport, write_report
-from lit_rlkv.reporting.run_metrics import SECONDS, MetricsFile, RunAxes, last_axis_values
+from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy

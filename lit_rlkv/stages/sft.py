@@ -22,8 +22,8 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import ProgressBar
-from lit_rlkv.reporting.run_metrics import MetricsFile
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero

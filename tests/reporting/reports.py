@@ -3,8 +3,8 @@
 import torch
 
 from lit_rlkv.evaluation.results import EvalRow
+from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.report import RunReport
-from lit_rlkv.reporting.samples import LoggedSample
 from lit_rlkv.types import NEVER, Rollout
 
 
