@@ -15,8 +15,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, json_lines, write_atomically
 from lit_rlkv.modules.base import PolicyModule
-
-FILE_NAME = "diagnostics.jsonl"
+from lit_rlkv.run_files import DIAGNOSTICS
 
 
 class Diagnostic(RLCallback):
@@ -100,7 +99,7 @@ class DiagnosticsFile(RLCallback):
     """
 
     def __init__(self, run_dir: Path, diagnostics: Sequence[Diagnostic], resumed_at: int = 0) -> None:
-        self.path = run_dir / FILE_NAME
+        self.path = run_dir / DIAGNOSTICS
         self.diagnostics = diagnostics
         kept = [row for row in json_lines(self.path) if row["iteration"] <= resumed_at]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))

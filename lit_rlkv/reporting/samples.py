@@ -14,9 +14,9 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.progress import stderr_console
+from lit_rlkv.run_files import SAMPLES
 from lit_rlkv.types import prompt_text
 
-FILE_NAME = "samples.jsonl"
 MAX_SHOWN_CHARACTERS = 400
 """Longest text on the console; samples.jsonl has the full text."""
 RIGHT = 1.0
@@ -37,7 +37,7 @@ class Samples(RLCallback):
         n: int = 3,
         console: Console | None = None,
     ) -> None:
-        self.path = run_dir / FILE_NAME
+        self.path = run_dir / SAMPLES
         self.every_n_iterations = every_n_iterations
         self.n = n
         self.console = console or stderr_console()

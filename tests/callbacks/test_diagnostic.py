@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from lit_rlkv.callbacks.diagnostic import FILE_NAME, Diagnostic, DiagnosticsFile
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
 from lit_rlkv.files import json_lines
+from lit_rlkv.run_files import DIAGNOSTICS as FILE_NAME
 from tests.callbacks.measuring import assert_same_training, trained
 from tests.hand_built import make_datamodule, make_roles
 
