@@ -1,5 +1,6 @@
 """The header of a report: what a run is, from its config and its environment."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ Tree = Mapping[str, Any]
 
 CORRECTIONS = {"unweighted": "naive", "truncated": "tis", "masked": "mis"}
 """Name of the experiment for weight functions that are called otherwise."""
+
+NOTHING = (None, {}, [])
+"""Values of options that are not set."""
 
 METHODS = {
     "dense": "dense rollouts, no eviction",
@@ -33,21 +37,18 @@ def run_facts(
     """
     first: Tree = environments[0] if environments else {}
     last: Tree = environments[-1] if environments else {}
-    algorithm = config.get("algorithm", {})
     facts = {
         "Task": target(config.get("task")),
         "Model": model(config.get("model", {})),
         "Arm": arm(config),
-        "Algorithm": f"{algorithm_name(algorithm)}, group size {algorithm.get('group_size')}"
-        if algorithm
-        else "",
+        "Algorithm": algorithm_name(config.get("algorithm", {})),
         "Cache": cache(config.get("cache", {})),
         "Seed": str(config.get("seed", "")),
         "Device": device(last.get("device") or {}),
         "Commit": commit(last.get("git")),
         "Date": date(first, last, len(environments)),
         "Duration": human_seconds(sum(stage_seconds.values())) if stage_seconds else "",
-        "Command": str(first.get("command", "")),
+        "Command": re.sub(r"^\S*/", "", str(first.get("command", ""))),
     }
     return {heading: text for heading, text in facts.items() if text}
 
@@ -56,14 +57,9 @@ def target(node: Any) -> str:
     """Return a config node as a call of its class, such as ChainSum(n_terms=5)."""
     if not isinstance(node, Mapping):
         return ""
-    options = [
-        f"{name}={value}" for name, value in node.items() if not name.startswith("_") and _is_given(value)
-    ]
-    return f"{_last(node.get('_target_'))}({', '.join(options)})"
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value != {} and value != []
+    given = {name: value for name, value in node.items() if not name.startswith("_") and value not in NOTHING}
+    options = ", ".join(f"{name}={value}" for name, value in given.items())
+    return f"{_last(node.get('_target_'))}({options})"
 
 
 def _last(dotted: Any) -> str:
@@ -95,9 +91,12 @@ def arm(config: Tree) -> str:
 
 
 def algorithm_name(node: Tree) -> str:
-    """Return the advantage estimator of a group algorithm, else the class of the loss."""
+    """Return the advantage estimator of a group algorithm, or the class of the loss; and the group size."""
+    if not node:
+        return ""
     estimator = (node.get("advantage") or {}).get("estimator")
-    return str(estimator) if estimator else _last((node.get("loss") or {}).get("_target_"))
+    name = str(estimator) if estimator else _last((node.get("loss") or {}).get("_target_"))
+    return f"{name}, {node.get('group_size')} responses to a prompt"
 
 
 def cache(node: Tree) -> str:
@@ -113,7 +112,7 @@ def device(node: Tree) -> str:
     """Return the device's name and memory, or the CPU threads."""
     if "name" in node:
         return f"{node['name']}, {human_bytes(node['memory_bytes'])}"
-    return f"{node['type']}, {node.get('n_threads')} threads of {node.get('n_cpus')} cores" if node else ""
+    return f"{node['type']}, threads: {node.get('n_threads')} of {node.get('n_cpus')}" if node else ""
 
 
 def commit(git: Tree | None) -> str:

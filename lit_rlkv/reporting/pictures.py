@@ -97,7 +97,7 @@ def _evaluation(report: RunReport) -> Iterator[Plan]:
             partial(curves.accuracy_against_budget, report.before, report.after),
             "Accuracy against budget",
             "The distance from a point up to the dashed line of its colour is the cost of eviction. Whiskers "
-            "and bands are 95 % Wilson intervals.",
+            "and bands are 95% Wilson intervals.",
         )
     quality = report.reward_model
     if quality is not None and report.uses_learned_reward:

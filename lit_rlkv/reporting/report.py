@@ -48,7 +48,7 @@ def _accuracy_sentence(report: RunReport) -> str:
 
 
 def _gain(report: RunReport, budget: int | None) -> str:
-    """Return the accuracies before and after, such as `46.1 % → 81.0 %`; empty if there are none."""
+    """Return the accuracies before and after, such as `46.1% → 81.0%`; empty if there are none."""
     return " → ".join(percent(row.accuracy) for row in _rows(report, budget))
 
 
@@ -65,7 +65,7 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
         if rows:
             interval = wilson(rows[-1].accuracy, rows[-1].n_problems)
             was = f"was {percent(rows[0].accuracy)}; " if len(rows) > 1 else ""
-            note = f"{was}95 %: {100 * interval.low:.1f} to {100 * interval.high:.1f}"
+            note = f"{was}95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}"
             found.append((f"Accuracy, {rows[-1].cache}", percent(rows[-1].accuracy), note))
     own = _rows(report, report.budget)
     if own and report.budget is not None:

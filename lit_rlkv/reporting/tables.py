@@ -42,7 +42,7 @@ def evaluation_cells(
     """Return the evaluation table; columns say before and after if there are both.
 
     Args:
-        with_intervals: accuracies with their 95 % Wilson intervals, which are too wide for a terminal.
+        with_intervals: accuracies with their 95% Wilson intervals, which are too wide for a terminal.
     """
     accuracy_of = accuracy_cell if with_intervals else _accuracy
     names = _names(before, after)
@@ -81,14 +81,14 @@ def _accuracy(row: EvalRow) -> str:
 
 
 def accuracy_cell(row: EvalRow) -> str:
-    """Return an accuracy with its 95 % Wilson interval, such as 81.0 % [77.4, 84.2]."""
+    """Return an accuracy with its 95% Wilson interval, such as 81.0% [77.4, 84.2]."""
     interval = wilson(row.accuracy, row.n_problems)
     return f"{percent(row.accuracy)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def percent(share: float | int) -> str:
-    """Return a share as a percentage, such as 81.0 %."""
-    return f"{100 * share:.1f} %"
+    """Return a share as a percentage, such as 81.0%."""
+    return f"{share:.1%}"
 
 
 def share_of_dense(row: EvalRow, rows: Sequence[EvalRow]) -> str:

@@ -59,6 +59,8 @@ def reward_curve(history: History) -> Figure:
         marker=style.marker(reward),
     )
     axes.plot(iteration, smooth, color=style.BLUE, lw=2, label=f"mean of the last {style.SMOOTHING}")
+    if (reward >= 0).all():
+        axes.set_ylim(bottom=0)
     return style.finish(figure, axes)
 
 
@@ -89,7 +91,7 @@ def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow])
 
 
 def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[str]) -> Figure:
-    """Draw the accuracy of several evaluations at each cache budget, with 95 % Wilson intervals.
+    """Draw the accuracy of several evaluations at each cache budget, with 95% Wilson intervals.
 
     A dashed line, with a band for its interval, is a dense cache.
 

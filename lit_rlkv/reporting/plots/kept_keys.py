@@ -95,7 +95,7 @@ def ages_at_eviction(measured: Measured) -> Figure:
     figure, axes = style.single_axes("Age at eviction (tokens)", "Share of evicted keys")
     edges, counts = np.array(measured["lifetime_edges"]), np.array(measured["lifetime_counts"])
     borders = edges - 0.5  # centres bars of one age on that age
-    axes.bar(borders[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=style.BLUE, lw=0)
+    axes.bar(borders[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=style.BLUE, lw=0.4)
     axes.yaxis.set_major_formatter(style.PERCENT)
     style.integer_ticks(axes.xaxis)
     axes.set_xlim(borders[0], borders[-1])

@@ -1,4 +1,4 @@
-"""Curves of logged metrics over the iterations: what stands together in a figure, of one run or of several."""
+"""Curves of logged metrics over the iterations: what a figure shows of one run or of several."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +11,9 @@ from matplotlib.figure import Figure
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import History
 
+MANY = 1000
+"""Values from which ticks have a separator of thousands."""
+
 
 @dataclass(frozen=True)
 class CurveSet:
@@ -22,6 +25,8 @@ class CurveSet:
     metrics: Mapping[str, str]
     """Legend entry of each metric."""
     axis: Literal["free", "from zero", "percent", "share", "log"] = "free"
+    scale: float = 1.0
+    """Factor from the logged unit to that of the axis."""
 
     def logged(self, *histories: History) -> list[str]:
         """Return those metrics that any of the runs has logged."""
@@ -31,7 +36,7 @@ class CurveSet:
 TRAINING = (
     CurveSet(
         "Loss",
-        "Terms of the loss, weighted as in their sum. A policy loss near 0 is normal: advantages have mean 0.",
+        "Terms of the loss as they add up. A policy loss near 0 is normal: advantages have mean 0.",
         "Loss",
         {
             "loss": "sum",
@@ -62,8 +67,8 @@ TRAINING = (
     ),
     CurveSet(
         "Responses without a signal",
-        "Truncated: no end of sequence before the limit. Equal rewards: a group (the responses to one prompt) "
-        "whose advantages are all 0.",
+        "Truncated: no end of sequence before the limit. A group is the responses to one prompt; if their "
+        "rewards are equal, their advantages are 0.",
         "Share",
         {
             "completions/clipped_ratio": "truncated responses",
@@ -95,7 +100,7 @@ TRAINING = (
     CurveSet(
         "Clipped tokens",
         "Clip ratio: share of response tokens whose update stops at the bound of the clipped objective. "
-        "Above 20 %, steps are too large.",
+        "Above 20%, steps are too large.",
         "Share of the tokens",
         {"clip_ratio/low_mean": "at the lower bound", "clip_ratio/high_mean": "at the upper bound"},
         "percent",
@@ -110,8 +115,7 @@ TRAINING = (
     ),
     CurveSet(
         "KL to the reference per response",
-        "KL(π ‖ π_ref) summed over a response, before the iteration's updates: what the reward gained was paid "
-        "in it.",
+        "KL(π ‖ π_ref) summed over a response, before the iteration's updates.",
         "KL (nats per response)",
         {"objective/kl": "KL to the reference"},
     ),
@@ -134,15 +138,15 @@ TRAINING = (
 WARM_UP = (
     CurveSet(
         "Loss of the warm-up",
-        "Supervised fine-tuning before RL: cross-entropy of worked solutions, and of the reward head the loss "
-        "on pairs, which is 0.69 by guessing.",
+        "Supervised fine-tuning (SFT) before RL: cross-entropy of worked solutions, and the reward head's "
+        "loss on pairs, which is 0.69 by guessing.",
         "Loss (nats)",
         {"lm_loss": "language model, per token", "reward_loss": "reward head, per pair"},
         "from zero",
     ),
     CurveSet(
         "Accuracy of the reward head",
-        "Share of training pairs in which the better response gets the higher score; 50 % by guessing.",
+        "Share of training pairs in which the better response gets the higher score; 50% by guessing.",
         "Accuracy",
         {"pair_accuracy": "pairs ranked right"},
         "share",
@@ -174,8 +178,7 @@ def draw_runs(curves: CurveSet, metric: str, histories: Mapping[str, History]) -
     """Draw one metric of several runs; a run's colour is its place in `histories`."""
     figure, axes = style.single_axes("Iteration", curves.y_label)
     for place, (run, history) in enumerate(histories.items()):
-        color = style.PALETTE[place % len(style.PALETTE)]
-        _draw(axes, history, metric, curves, color, run)
+        _draw(axes, history, metric, curves, style.run_color(place), run)
     return _finish(figure, axes, curves)
 
 
@@ -183,6 +186,7 @@ def _draw(axes: Axes, history: History, name: str, curves: CurveSet, color: str,
     iteration, value = style.series(history, name)
     if len(value) == 0:
         return
+    value = curves.scale * value
     if curves.axis == "log":
         value = np.where(value > 0, value, np.nan)
     is_long = len(value) > 2 * style.SMOOTHING and curves.axis != "log"
@@ -198,7 +202,13 @@ def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
     elif curves.axis == "log":
         style.log_decades(axes)
     elif curves.axis != "free":
-        axes.set_ylim(0, 1.08 * max(np.nanmax(style.line_heights(axes), initial=0.0), 1e-9))
+        highest = max(np.nanmax(style.line_heights(axes), initial=0.0), 1e-9)
+        axes.set_ylim(0, 1.08 * highest)
+        if highest >= MANY:
+            axes.yaxis.set_major_formatter("{x:,.0f}")
     if curves.axis == "percent":
         axes.yaxis.set_major_formatter(style.small_percent)
-    return style.finish(figure, axes, n_columns=3)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        style.legend(axes)
+    style.integer_ticks(axes.xaxis)
+    return figure

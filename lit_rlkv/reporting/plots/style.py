@@ -30,6 +30,11 @@ DASHED = (0, (5, 3))
 PERCENT = "{x:.0%}"
 
 
+def run_color(place: int) -> str:
+    """Return the colour of a run by its place among the compared runs."""
+    return PALETTE[place % len(PALETTE)]
+
+
 def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
     """Return a figure with one pair of axes, half as wide as a report."""
     figure = Figure(figsize=(HALF_WIDTH, height), dpi=100, layout="constrained")
@@ -77,7 +82,7 @@ def finish(figure: Figure, axes: Axes, n_columns: int = 3) -> Figure:
 def integer_ticks(*found: Axis) -> None:
     """Put the ticks of these x or y axes at integers."""
     for axis in found:
-        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def color_texts(texts: Sequence[Text]) -> None:
