@@ -1,4 +1,4 @@
-"""python -m lit_rlkv.report RUN [RUN ...] [to=FILE]: draw a run's report again, or compare runs on one page."""
+"""python -m lit_rlkv.report RUN [RUN ...] [to=FILE]: draw a run's report again, or compare runs."""
 
 import sys
 from collections.abc import Sequence

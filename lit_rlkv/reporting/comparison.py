@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from lit_rlkv.evaluation.results import EvalRow
@@ -37,7 +38,7 @@ MISMATCHES = CurveSet(
     "log",
 )
 SECTIONS = {
-    TRAINING: (REWARD, SCORE, *metric_curves.TRAINING),
+    TRAINING: (REWARD, *metric_curves.TRAINING),
     MISMATCH: (MISMATCHES,),
     COST: (
         *metric_curves.COST,
@@ -80,9 +81,16 @@ def write_comparison(path: Path, runs: Runs) -> None:
 def comparison_figures(runs: Runs) -> list[Picture]:
     """Draw all metrics that any run has logged, and the accuracies by budget."""
     sections = {section: _curves(sets, runs) for section, sets in SECTIONS.items()}
+    if any(_score_differs(run.history) for run in runs.values()):
+        sections[TRAINING] = chain(_curves((SCORE,), runs), sections[TRAINING])
     sections[WARM_UP] = _curves(metric_curves.WARM_UP, runs, of_sft=True)
     sections[EVALUATION] = _accuracies(runs)
     return [picture for section, plans in sections.items() for picture in draw_all(section, plans)]
+
+
+def _score_differs(history: style.History) -> bool:
+    """Return True if the reward is not the verifier's score alone."""
+    return any(row.get("rewards/exact_match", row.get("reward")) != row.get("reward") for row in history)
 
 
 def _curves(sets: Sequence[CurveSet], runs: Runs, *, of_sft: bool = False) -> Iterator[Plan]:

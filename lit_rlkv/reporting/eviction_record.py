@@ -26,7 +26,7 @@ def eviction_record(rollout: Rollout, label_of: Callable[[int], str] | None = No
     return {"fill": fill_record(rollout), "lifetimes": lifetimes_record(rollout, row, labels)}
 
 
-def fill_record(rollout: Rollout) -> dict[str, list[float]]:
+def fill_record(rollout: Rollout) -> dict[str, list[float | int]]:
     """Return the cached keys at each query over all sequences, layers and heads, and those of a dense cache.
 
     `position` counts queries from the column where the responses begin.

@@ -101,12 +101,6 @@ def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[st
     figure, axes = style.single_axes("Budget (keys per sequence, layer and KV head)", "Accuracy")
     budgets = sorted({row.budget for rows in evaluations.values() for row in rows if row.budget is not None})
     for (name, rows), color, marker in zip(evaluations.items(), colors, "soD^vPX" * 9, strict=False):
-        for row in rows:
-            if row.budget is None:
-                label = f"dense, {name}" if name else "dense"
-                axes.axhline(row.accuracy, color=color, lw=1.2, ls=style.DASHED, label=label, zorder=1.5)
-                interval = wilson(row.accuracy, row.n_problems)
-                axes.axhspan(interval.low, interval.high, color=color, alpha=0.1, lw=0, zorder=1)
         sparse = sorted((row.budget, row.accuracy, row.n_problems) for row in rows if row.budget is not None)
         if sparse:
             x, y, _ = zip(*sparse, strict=True)
@@ -114,6 +108,12 @@ def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[st
             sizes = [[i.value - i.low for i in found], [i.high - i.value for i in found]]
             axes.errorbar(x, y, sizes, fmt="none", ecolor=color, elinewidth=1.2, capsize=3)
             axes.plot(x, y, color=color, marker=marker, ms=4.5, lw=1.8, label=name or "under the budget")
+        for row in rows:
+            if row.budget is None:
+                label = f"dense, {name}" if name else "dense"
+                axes.axhline(row.accuracy, color=color, lw=1.2, ls=style.DASHED, label=label, zorder=1.5)
+                interval = wilson(row.accuracy, row.n_problems)
+                axes.axhspan(interval.low, interval.high, color=color, alpha=0.1, lw=0, zorder=1)
     style.share_axis(axes)
     if budgets:
         axes.set_xscale("log", base=2)

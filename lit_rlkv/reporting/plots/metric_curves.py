@@ -171,6 +171,8 @@ def draw_metrics(curves: CurveSet, history: History) -> Figure:
     figure, axes = style.single_axes("Iteration", curves.y_label)
     for name, color in zip(curves.logged(history), style.PALETTE, strict=False):
         _draw(axes, history, name, curves, color, curves.metrics[name])
+    if len(axes.get_legend_handles_labels()[0]) > 1:  # the name of a single curve is that of the figure
+        style.legend(axes)
     return _finish(figure, axes, curves)
 
 
@@ -179,6 +181,7 @@ def draw_runs(curves: CurveSet, metric: str, histories: Mapping[str, History]) -
     figure, axes = style.single_axes("Iteration", curves.y_label)
     for place, (run, history) in enumerate(histories.items()):
         _draw(axes, history, metric, curves, style.run_color(place), run)
+    style.legend(axes)
     return _finish(figure, axes, curves)
 
 
@@ -208,7 +211,5 @@ def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
             axes.yaxis.set_major_formatter("{x:,.0f}")
     if curves.axis == "percent":
         axes.yaxis.set_major_formatter(style.small_percent)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        style.legend(axes)
-    style.integer_ticks(axes.xaxis)
+    style.integer_x_axis(axes)
     return figure

@@ -74,9 +74,17 @@ def legend(axes: Axes, n_columns: int = 3) -> None:
 
 def finish(figure: Figure, axes: Axes, n_columns: int = 3) -> Figure:
     """Add a legend and integer ticks on the x axis, and return the figure."""
-    integer_ticks(axes.xaxis)
+    integer_x_axis(axes)
     legend(axes, n_columns)
     return figure
+
+
+def integer_x_axis(axes: Axes) -> None:
+    """Put the ticks of the x axis at integers, also around a single point."""
+    low, high = axes.get_xlim()
+    if high - low < 1:
+        axes.set_xlim(low - 1, high + 1)
+    integer_ticks(axes.xaxis)
 
 
 def integer_ticks(*found: Axis) -> None:
