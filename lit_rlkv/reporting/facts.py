@@ -12,7 +12,7 @@ Tree = Mapping[str, Any]
 CORRECTIONS = {"unweighted": "naive", "truncated": "tis", "masked": "mis"}
 """Name of the experiment for weight functions that are called otherwise."""
 
-NOTHING = (None, {}, [])
+NOTHING: tuple[Any, ...] = (None, {}, [])
 """Values of options that are not set."""
 
 METHODS = {

@@ -1,7 +1,7 @@
 """What a report shows of a run, read from its folder; without torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -91,30 +91,49 @@ def read_run(run_dir: Path) -> RunReport:
     """Read a run folder; files that the run has not written yet count as empty.
 
     Raises:
-        ValueError: a file does not hold what this version writes.
+        ValueError: a file does not hold what a run writes.
     """
     run_dir = run_dir.absolute()
-    saved = _read_json(run_dir / EVALUATION) or {}
-    judged = saved.get("reward_model")
+    return RunReport(
+        title=run_dir.name,
+        config_yaml=_read(run_dir / CONFIG, _yaml, ""),
+        environments=_read(run_dir / ENVIRONMENT, _json, []),
+        history=_read(run_dir / METRICS, read_metrics, []),
+        sft_history=_read(run_dir / SFT_METRICS, read_metrics, []),
+        evictions=_read(run_dir / EVICTIONS, _json, None),
+        samples=_read(run_dir / SAMPLES, read_samples, []),
+        diagnostics=_read(run_dir / DIAGNOSTICS, json_lines, []),
+        **_read(run_dir / EVALUATION, _results, {}),
+    )
+
+
+def _read(path: Path, read: Callable[[Path], Any], absent: Any) -> Any:
+    """Return what `read` finds in a file, or `absent` if there is no file; its errors name the file."""
     try:
-        return RunReport(
-            title=run_dir.name,
-            config_yaml=(run_dir / CONFIG).read_text(encoding="utf-8"),
-            environments=_read_json(run_dir / ENVIRONMENT) or [],
-            history=read_metrics(run_dir / METRICS),
-            sft_history=read_metrics(run_dir / SFT_METRICS),
-            before=[EvalRow(**row) for row in saved.get("before", ())],
-            after=[EvalRow(**row) for row in saved.get("after", ())],
-            evictions=_read_json(run_dir / EVICTIONS),
-            stage_seconds=saved.get("stage_seconds", {}),
-            samples=read_samples(run_dir / SAMPLES),
-            reward_model=None if judged is None else RewardReport(**judged),
-            diagnostics=json_lines(run_dir / DIAGNOSTICS),
-        )
-    except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{run_dir} holds a file that cannot be read: {error}") from error
+        return read(path) if path.is_file() else absent
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())  # one line, as YAML's errors are several
+        raise ValueError(f"{path} does not hold what lit_rlkv writes: {reason}") from error
 
 
-def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _yaml(path: Path) -> str:
+    """Return the text of a YAML file that can be parsed."""
+    text = path.read_text(encoding="utf-8")
+    yaml.safe_load(text)
+    return text
+
+
+def _results(path: Path) -> dict[str, Any]:
+    """Return the fields of a report that evaluation.json holds."""
+    saved = _json(path)
+    judged = saved["reward_model"]
+    return {
+        "before": [EvalRow(**row) for row in saved["before"]],
+        "after": [EvalRow(**row) for row in saved["after"]],
+        "stage_seconds": saved["stage_seconds"],
+        "reward_model": None if judged is None else RewardReport(**judged),
+    }

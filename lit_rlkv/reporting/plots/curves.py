@@ -106,7 +106,7 @@ def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[st
             x, y, _ = zip(*sparse, strict=True)
             found = [wilson(accuracy, n) for _, accuracy, n in sparse]
             sizes = [[i.value - i.low for i in found], [i.high - i.value for i in found]]
-            axes.errorbar(x, y, sizes, fmt="none", ecolor=color, elinewidth=1.2, capsize=3)
+            axes.errorbar(x, y, sizes, fmt="none", color=color, elinewidth=1.2, capsize=3)
             axes.plot(x, y, color=color, marker=marker, ms=4.5, lw=1.8, label=name or "under the budget")
         for row in rows:
             if row.budget is None:
