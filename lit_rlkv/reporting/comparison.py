@@ -32,9 +32,11 @@ SCORE = CurveSet(
 )
 MISMATCHES = CurveSet(
     "Mismatch",
-    "Lower is better. μ: the sampler under its evicting cache.",
+    "Lower is better. μ: the sampler under its evicting cache; k3: an estimate of the KL that is never "
+    "negative.",
     "Mismatch (nats)",
-    {metric: label for metric, (label, _) in curves.MISMATCHES.items()},
+    # k1, an estimate that may be negative, has no place on a log axis.
+    {metric: label for metric, (label, _) in curves.MISMATCHES.items() if metric != "rollout_corr/kl"},
     "log",
 )
 SECTIONS = {

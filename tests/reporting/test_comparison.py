@@ -10,7 +10,10 @@ from tests.reporting.reports import CONFIG, EMPTY, FULL, Page, eval_row
 OTHER = replace(
     FULL,
     config_yaml=CONFIG.replace("replays: true", "replays: false").replace("seed: 3", "seed: 4"),
-    history=[{"iteration": 1, "reward": 0.5}, {"iteration": 2, "reward": 0.25, "value_loss": 1.0}],
+    history=[
+        {"iteration": 1, "reward": 0.5, "smd/kl": 0.1},
+        {"iteration": 2, "reward": 0.25, "value_loss": 1.0},
+    ],
     before=[],
     after=[eval_row("dense", None, 0.9), eval_row("h2o 8+4", 8, 0.5)],
 )

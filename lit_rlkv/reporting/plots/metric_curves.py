@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.plots.style import History
+from lit_rlkv.reporting.plots.style import Dashes, History
 
 MANY = 1000
 """Values from which ticks have a separator of thousands."""
@@ -180,23 +180,26 @@ def draw_runs(curves: CurveSet, metric: str, histories: Mapping[str, History]) -
     """Draw one metric of several runs; a run's colour is its place in `histories`."""
     figure, axes = style.single_axes("Iteration", curves.y_label)
     for place, (run, history) in enumerate(histories.items()):
-        _draw(axes, history, metric, curves, style.run_color(place), run)
+        _draw(axes, history, metric, curves, style.run_color(place), run, style.run_dashes(place))
     style.legend(axes)
     return _finish(figure, axes, curves)
 
 
-def _draw(axes: Axes, history: History, name: str, curves: CurveSet, color: str, label: str) -> None:
+def _draw(
+    axes: Axes, history: History, name: str, curves: CurveSet, color: str, label: str, dashes: Dashes = "-"
+) -> None:
     iteration, value = style.series(history, name)
     if len(value) == 0:
         return
     value = curves.scale * value
     if curves.axis == "log":
+        label = label if (value > 0).any() else f"{label}: 0 throughout"
         value = np.where(value > 0, value, np.nan)
     is_long = len(value) > 2 * style.SMOOTHING and curves.axis != "log"
-    look = {"lw": 0.8, "alpha": 0.35} if is_long else {"lw": 1.6, "label": label}
-    axes.plot(iteration, value, color=color, marker=style.marker(value), **look)
     if is_long:
-        axes.plot(iteration, style.trailing_mean(value), color=color, lw=1.8, label=label)
+        axes.plot(iteration, value, color=color, lw=0.8, alpha=0.35)
+        value = style.trailing_mean(value)
+    axes.plot(iteration, value, color=color, lw=1.7, ls=dashes, marker=style.marker(value), label=label)
 
 
 def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
@@ -205,8 +208,8 @@ def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
     elif curves.axis == "log":
         style.log_decades(axes)
     elif curves.axis != "free":
-        highest = max(np.nanmax(style.line_heights(axes), initial=0.0), 1e-9)
-        axes.set_ylim(0, 1.08 * highest)
+        highest = np.nanmax(style.line_heights(axes), initial=0.0)
+        axes.set_ylim(0, 1.08 * highest or (0.01 if curves.axis == "percent" else 1.0))
         if highest >= MANY:
             axes.yaxis.set_major_formatter("{x:,.0f}")
     if curves.axis == "percent":

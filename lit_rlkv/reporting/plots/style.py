@@ -26,13 +26,19 @@ ON_DARK, ON_LIGHT = "#fffffe", "#1f2431"
 """Text on a dark or a light colour that is the same in every scheme; unlike PAPER and INK, which change."""
 SMALL, NORMAL = 8, 9
 """Font sizes in points."""
-DASHED = (0, (5, 3))
+Dashes = str | tuple[int, tuple[int, int]]
+DASHED: Dashes = (0, (5, 3))
 PERCENT = "{x:.0%}"
 
 
 def run_color(place: int) -> str:
     """Return the colour of a run by its place among the compared runs."""
     return PALETTE[place % len(PALETTE)]
+
+
+def run_dashes(place: int) -> Dashes:
+    """Return the line style of a compared run: dashed for every other one, so that equal curves all show."""
+    return "-" if place % 2 == 0 else DASHED
 
 
 def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
