@@ -22,8 +22,9 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import ProgressBar
-from lit_rlkv.reporting.run_metrics import MetricsFile
+from lit_rlkv.run_files import SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
@@ -45,7 +46,7 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
         with run.timed("sft"):
             every = run.context.cfg.callbacks.checkpoint_every
             stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
-            metrics = MetricsFile(run.own_dir / "sft_metrics.csv", stage.resumed_at)
+            metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at)
             start = stage.run([ProgressBar("sft", run.console), metrics])
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next
