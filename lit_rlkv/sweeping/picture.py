@@ -5,7 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -36,10 +36,13 @@ WIDE = 16
 """Ratio of the largest number to the smallest from which their axis is logarithmic."""
 PANEL, CHARACTER, GAP = 4.4, 0.066, 0.1
 """Inches: width of a panel's axes, of a character at SMALL size, and between two labels."""
+TITLE_HEIGHT = 0.6
 SLANTED = 12
 """Most labels that have room side by side when they are slanted."""
 LONGEST_NAME, LONGEST_LABEL = 56, 24
 """Characters of an axis' or the sweep's name, and of a value."""
+KEPT = 4
+"""Characters that short forms keep of a beginning and an end that all labels share."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Scale:
 
     def apply(self, axes: Axes) -> None:
         """Put ticks at the values only, with labels that do not touch."""
-        labels = [shortened(label, LONGEST_LABEL) for label in self.places]
+        labels = list(short_labels(list(self.places)).values())
         if self.is_log:
             axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
@@ -115,7 +118,8 @@ def draw_sweep(sweep: Sweep, ended: Ended) -> Figure | None:
     n_columns = min(len(parameters), 2)
     n_lines = math.ceil(len(parameters) / n_columns)
     width = style.HALF_WIDTH if n_columns == 1 else style.FULL_WIDTH
-    figure = Figure(figsize=(width, (style.HEIGHT + 0.6) * n_lines), dpi=150, layout="constrained")
+    height = TITLE_HEIGHT + (style.HEIGHT + 0.6) * n_lines
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     figure.suptitle(_title(sweep, ended, points), x=0.01, ha="left", fontsize=style.NORMAL, color=style.INK)
     panels = list(figure.subplots(n_lines, n_columns, squeeze=False, sharey=True).flat)
     for number, (parameter, axes) in enumerate(zip(parameters, panels, strict=False)):
@@ -145,8 +149,27 @@ def distance(*n_characters: int) -> float:
 
 
 def shortened(text: str, n: int) -> str:
-    """Return the text, or its beginning and its longer end, which tells names apart, in `n` characters."""
+    """Return the text, or its beginning and its longer end in `n` characters."""
     return text if len(text) <= n else f"{text[: n // 3]}…{text[-(n - n // 3 - 1) :]}"
+
+
+def short_labels(labels: Sequence[str]) -> dict[str, str]:
+    """Return a short form of each label; no two are the same."""
+    if max(map(len, labels)) <= LONGEST_LABEL:
+        return {label: label for label in labels}
+    n_before = max(0, _n_shared(labels) - KEPT)
+    n_after = max(0, _n_shared([label[::-1] for label in labels]) - KEPT)
+    short = {}
+    for label in labels:
+        middle = label[n_before : max(n_before + 1, len(label) - n_after)]
+        text = f"{'…' if n_before else ''}{middle}{'…' if n_after else ''}"
+        short[label] = shortened(text, LONGEST_LABEL)
+    return short if len(set(short.values())) == len(labels) else {label: label for label in labels}
+
+
+def _n_shared(texts: Sequence[str]) -> int:
+    """Return the number of characters with which all texts begin."""
+    return len(list(takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))))
 
 
 def _title(sweep: Sweep, ended: Ended, points: Sequence[Point]) -> str:
@@ -204,10 +227,11 @@ def _draw_panel(axes: Axes, parameter: Parameter, other: Parameter | None, point
         return
     scale = Scale.of(labels)
     groups = [None] if other is None else _listed(other, points)
+    names = {} if other is None else short_labels(_listed(other, points))
     for index, group in enumerate(groups):
         mine = [p for p in points if other is None or p.values[other.name] == group]
         shift = 0.0 if scale.is_numeric else DODGE * (index - (len(groups) - 1) / 2)
-        _draw_group(axes, parameter.name, scale, mine, index, shift, group)
+        _draw_group(axes, parameter.name, scale, mine, index, shift, None if group is None else names[group])
     scale.apply(axes)
     if other is not None:
         _name_lines(axes, other.name)
@@ -234,7 +258,7 @@ def _draw_group(
         lw=1.6 if scale.is_numeric else 0,
         elinewidth=1.2,
         capsize=2.5,
-        label=None if label is None else shortened(label, LONGEST_LABEL),
+        label=label,
         zorder=3,
     )
 

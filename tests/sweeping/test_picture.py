@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lit_rlkv.sweeping.job import Outcome
-from lit_rlkv.sweeping.picture import draw_sweep, save_picture
+from lit_rlkv.sweeping.picture import draw_sweep, save_picture, short_labels
 from lit_rlkv.sweeping.plan import Run
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
 
@@ -187,6 +187,15 @@ def test_a_label_that_is_too_long_is_seen_to_touch(tmp_path):
     figure = draw_sweep(plan_of(tmp_path, content).sweep, outcomes(parameters, n, states))
     figure.axes[1].set_xticks(range(7), [f"an arm of a long name {n}" for n in range(7)])
     assert collisions(figure)
+
+
+def test_short_labels_of_long_values_still_tell_them_apart():
+    assert short_labels(["tis", "smd"]) == {"tis": "tis", "smd": "smd"}
+    short = list(short_labels(MODELS).values())
+    assert short[0] == "…del-1B-In…"
+    assert len(set(short)) == len(MODELS)
+    names = [f"{'a' * 30}{n}{'b' * 30}{n}" for n in range(3)]
+    assert len(set(short_labels(names).values())) == 3
 
 
 def test_only_what_ran_has_a_place_and_the_title_counts_the_rest(tmp_path):
