@@ -24,8 +24,8 @@ from lit_rlkv.types import NEVER
 class Replay:
     """Samples for TRL, and keeps the evictions of each sequence for the learner.
 
-    Sequences are found again by their tokens. The policy must evict the same in two equal sequences, as all but
-    `random` do.
+    Sequences are found again by their tokens. The policy must evict the same in two equal sequences, as all
+    but `random` do.
     """
 
     def __init__(self, model, tokenizer, cache):
@@ -104,8 +104,8 @@ def main():
             train_dataset=Dataset.from_dict({"prompt": PROMPTS * args.steps}),
             rollout_func=replay.rollout,
             args=GRPOConfig(
-                output_dir=folder, max_steps=args.steps, logging_steps=1, report_to="none", save_strategy="no",
-                per_device_train_batch_size=32, num_generations=8, max_completion_length=24,
+                output_dir=folder, max_steps=args.steps, logging_steps=1, report_to="none",
+                save_strategy="no", per_device_train_batch_size=32, num_generations=8, max_completion_length=24,
                 learning_rate=1e-5 if args.model else 1e-3,
                 lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
                 use_cpu=not torch.cuda.is_available(),
