@@ -105,8 +105,8 @@ def main():
             rollout_func=replay.rollout,
             args=GRPOConfig(
                 output_dir=folder, max_steps=args.steps, logging_steps=1, report_to="none",
-                save_strategy="no", per_device_train_batch_size=32, num_generations=8, max_completion_length=24,
-                learning_rate=1e-5 if args.model else 1e-3,
+                save_strategy="no", per_device_train_batch_size=32, num_generations=8,
+                max_completion_length=24, learning_rate=1e-5 if args.model else 1e-3,
                 lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
                 use_cpu=not torch.cuda.is_available(),
             ),
