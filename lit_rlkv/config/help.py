@@ -194,7 +194,9 @@ def _options(group: str) -> Iterator[str]:
         yield f"  {group}={option}"
         yield from _wrapped(described(group, option), 6)
         for key, value, comment in option_keys(group, option):
-            yield from aligned(f"{key}={value}", comment, 60, indent=6)
+            is_missing = value == "???"
+            text = f"{comment} (must be given)".lstrip() if is_missing else comment
+            yield from aligned(f"{key}={'...' if is_missing else value}", text, 60, indent=6)
 
 
 def schema_help(schema: type, prefix: str = "") -> list[str]:
