@@ -1,6 +1,5 @@
 """Functions of all command lines: compose the config, and print errors in one line."""
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_trust
 from lit_rlkv.config.help import asked_help
+from lit_rlkv.interrupts import is_first_process
 
 VIEWS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 """Options of Hydra that print and run nothing."""
@@ -46,8 +46,7 @@ def _refuse(cfg: DictConfig) -> None:
 
 def announce_imports() -> None:
     """Print a first line before the imports that take seconds; of several processes, the first one prints."""
-    ranks = [os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ]
-    if not ranks or ranks[0] == "0":
+    if is_first_process():
         sys.stderr.write("loading torch and transformers\n")
         sys.stderr.flush()
 

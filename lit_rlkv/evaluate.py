@@ -14,6 +14,7 @@ from lit_rlkv.config import ConfigError, as_config_errors, check_saved_code, par
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
 from lit_rlkv.files import write_atomically
+from lit_rlkv.interrupts import ends_on_ctrl_c, exits_on_ctrl_c
 
 if TYPE_CHECKING:
     from lit_rlkv.evaluation.estimates import CacheEstimates
@@ -136,6 +137,11 @@ def _check_writable(run_dir: Path) -> None:
 
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
+    with ends_on_ctrl_c("interrupted"):
+        _main()
+
+
+def _main() -> None:
     with exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("evaluate", sys.argv[1:])
         asked = parse(EvaluateConfig, composed)
@@ -144,7 +150,8 @@ def main() -> None:
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
 
-    with exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
+    line = "interrupted; results are written at the end, so there are none, and the run is as it was"
+    with exits_on_ctrl_c(line), exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
         found = evaluate(asked)
     console = Console()
     if not console.is_terminal:

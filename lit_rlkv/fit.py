@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,17 @@ from hydra.core.utils import configure_log
 from rich.console import Console
 
 from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
-from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, check_machine, parse_config
+from lit_rlkv.config import (
+    AUTO,
+    Config,
+    ConfigError,
+    check_folders,
+    check_keys,
+    check_machine,
+    label_logger,
+    parse_config,
+)
+from lit_rlkv.interrupts import ends_on_ctrl_c, exit_soon
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -22,12 +33,18 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
+    with ends_on_ctrl_c("interrupted before the run began; there is nothing to resume"):
+        _main()
+
+
+def _main() -> None:
     with exit_in_one_line(ConfigError):
         cfg, hydra_cfg = compose_arguments("config", sys.argv[1:])
         check_folders(cfg)
         groups, overrides = dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task)
         if cfg.resume in (None, AUTO):  # a resumed run has its own config
             check_keys(cfg, groups, overrides)
+            label_logger(cfg, groups, overrides)
             check_machine(parse_config(cfg))
     announce_imports()
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
@@ -38,7 +55,7 @@ def main() -> None:
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.runs.context import REPORT
     from lit_rlkv.runs.resume import discard_if_empty, open_session
-    from lit_rlkv.runs.signals import EXIT_CODE, InterruptedRunError, Interruption
+    from lit_rlkv.runs.signals import InterruptedRunError, Interruption, end_of_run
 
     configure_log(hydra_cfg.job_logging, hydra_cfg.verbose)
     console, interruption = stderr_console(), Interruption()
@@ -58,14 +75,16 @@ def main() -> None:
                 resumes=session.is_resumed,
                 fabric=session.fabric,
                 interruption=interruption,
+                choices=groups if cfg.resume is None else None,
             )
     except MemoryExhaustedError as error:
         log.error("the allocation that failed:", exc_info=error)
         sys.exit(f"error: {error}")
     except InterruptedRunError as error:
-        console.print(f"{error}: saved, exit code {EXIT_CODE}; resume=... resumes the run")
+        message, code = end_of_run(error, run_dir)
+        console.print(message, markup=False, highlight=False, soft_wrap=True)
         # A launcher takes another exit code of any rank for a failure, and may kill rank 0.
-        sys.exit(EXIT_CODE if not console.quiet else 0)
+        exit_soon(code if not console.quiet else 0)
     finally:
         discard_if_empty(run_dir)
     console.print(summary_table(results.before, results.after, results.stage_seconds, results.reward_model))
@@ -80,17 +99,20 @@ def fit(
     resumes: bool = False,
     fabric: "Fabric | None" = None,
     interruption: "Interruption | None" = None,
+    choices: Mapping[str, str | None] | None = None,
 ) -> "Results":
     """Run the stages of a checked config; all files of the run are in `run_dir`.
 
     Args:
         resumes: True if the folder holds an earlier part of this run.
         fabric: launched Fabric; None runs in this process.
+        choices: options of the config groups, for the header; None for a resumed run.
 
     Raises:
         ConfigError: the folder holds a run, and `resumes` is False.
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
+    from lit_rlkv.reporting.header import header
     from lit_rlkv.runs.checkpoint import load_trainable
     from lit_rlkv.runs.context import CONFIG, build_context
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
@@ -112,6 +134,9 @@ def fit(
     start = broadcast_from_rank_zero(context.fabric, lambda: find_starting_model(cfg, run_dir))
     check_shares(cfg, context.fabric.world_size)
     check_reward_functions(context)
+    world_size, device = context.fabric.world_size, context.fabric.device
+    for line in header(cfg, run_dir, world_size, device, choices or {}):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     run = TrainingRun(context, run_dir, console, interruption or Interruption())
     with run.open():
         # 2. stages: sft, evaluation, rl, evaluation
@@ -126,7 +151,7 @@ def fit(
         if "rl" in cfg.stages:
             run.interruption.raise_if_requested(context.fabric)  # before the first rollout
             console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
-            with run.timed("rl"):
+            with run.timed("rl", lambda: f"iteration {run.progress.iteration}"):
                 train_policy(
                     context,
                     module,
@@ -137,10 +162,14 @@ def fit(
                     backbone,
                 )
             run.keep_trained_seconds()
-        elif run.resume_from is not None:
-            load_trainable(module, run.resume_from.weights())
+        else:
+            console.print("[bold]rl[/] not in stages")
+            if run.resume_from is not None:
+                load_trainable(module, run.resume_from.weights())
         if "eval" in cfg.stages:
             evaluate_after_training(run, module)
+        else:
+            console.print("[bold]eval[/] not in stages")
         # 3. report
         run.write_report()
     return run.results

@@ -1,4 +1,5 @@
 import csv
+import io
 import json
 import subprocess
 import sys
@@ -7,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
-from lit_rlkv.fit import main
+from lit_rlkv.fit import fit, main
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import POLICIES
 from tests.tiers import short_tier, slow
-from tests.whole_runs import TINY, run, scoring
+from tests.whole_runs import TINY, config, run, scoring
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,6 +61,23 @@ def test_a_second_run_starts_at_rl_from_the_sft_model(sft_runs):
     assert (sft_runs / "first" / "sft_metrics.csv").exists()
     first, second = (rows_of(sft_runs / name / "metrics.csv") for name in ("first", "second"))
     assert [row["loss"] for row in first] == [row["loss"] for row in second]
+
+
+@pytest.mark.parametrize(
+    ("stages", "lines"),
+    [
+        ("[sft]", ["sft skipped: start from the SFT model of an earlier run, ", "rl not in stages"]),
+        ("[rl]", ["sft not in stages: start from the SFT model of an earlier run, ", "rl 1 iterations"]),
+    ],
+)
+def test_stages_that_are_left_out_or_skipped_are_named(sft_runs, stages, lines):
+    console = Console(file=io.StringIO(), width=200)
+    cfg = config(sft_runs, f"stages={stages}", "algorithm.n_iterations=1", "diagnostics=none")
+    fit(cfg, sft_runs / f"left-out-{stages}", console)
+    said = console.file.getvalue().splitlines()
+    assert said[0] == f"run        {sft_runs / f'left-out-{stages}'}"
+    for line in [*lines, "eval not in stages"]:
+        assert sum(one.startswith(line) for one in said) == 1, said
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(sft_runs):

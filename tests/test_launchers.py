@@ -68,6 +68,18 @@ def test_a_launcher_decides_the_number_of_processes(sft_runs, name):
 
 
 @pytest.mark.slow
+def test_the_console_script_starts_the_other_ranks(sft_runs):
+    # Lightning takes the command of the other ranks from __main__ and sys.argv.
+    folder = sft_runs / "console"
+    process = start(
+        [*PYTHON, "lit_rlkv", "fit"], "fabric.devices=2", f"hydra.run.dir={folder}", f"runs_dir={sft_runs}"
+    )
+    said = said_by(process)
+    assert process.returncode == 0, said
+    assert n_rows(folder / "ranks" / "1") == 2
+
+
+@pytest.mark.slow
 def test_one_signal_ends_all_ranks_started_by_one_slurm_task(sft_runs):
     slurm = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"}
     slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}

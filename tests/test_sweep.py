@@ -18,7 +18,9 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.runs.context import CHECKPOINTS
 from lit_rlkv.runs.lock import FolderLock
 from lit_rlkv.runs.resume import is_done
-from lit_rlkv.sweep import check_folder, folder_name, main, parse, run_sweep
+from lit_rlkv.sweep import main
+from lit_rlkv.sweeping.arguments import parse
+from lit_rlkv.sweeping.command import check_folder, folder_name, run_sweep
 from lit_rlkv.sweeping.job import LOCK, FitJob, is_locked
 from lit_rlkv.sweeping.plan import Plan, check_plan, first_config
 from lit_rlkv.sweeping.sweep_file import n_runs, read_sweep
@@ -158,7 +160,7 @@ def test_a_killed_sweep_goes_on_without_repeating_a_finished_run(tmp_path):
 def n_starts(run):
     """Return the number of starts of fit in this folder."""
     text = (run / "output.log").read_text()
-    return text.count("start from") + text.count("supervised fine-tuning")
+    return text.count("start from the SFT model of") + text.count("supervised fine-tuning")
 
 
 @pytest.mark.slow
@@ -176,7 +178,7 @@ def test_a_failure_is_reported_and_stops_nobody_and_an_interrupt_stops_all(tmp_p
     assert sweep.returncode == 130
     assert "run 0 failed: rollout.max_new_tokens=5000" in said
     assert "has positions for 1024" in said
-    assert "the same command resumes" in said
+    assert f"interrupted; resume with python -m lit_rlkv.sweep {tmp_path}" in said
     assert "Traceback" not in said
     assert not any(map(is_locked, runs_of(folder)))
 

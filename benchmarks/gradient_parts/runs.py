@@ -20,7 +20,7 @@ from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
 
 STANDS_STILL = (
-    "optimizer.lr=0",
+    "optimizer.lr=1e-30",  # too small to change a weight; 0 is refused
     "optimizer.weight_decay=0",
     "algorithm.n_epochs=1",
     "algorithm.n_minibatches=1",

@@ -15,7 +15,7 @@ from lit_rlkv.reporting.tables import markdown_table
 NAME = "study_exposure"
 SEED = 2
 """One is enough to see by how much tasks and budgets differ."""
-LEARNS_NOTHING = 1e-12
+LEARNS_NOTHING = 1e-30
 """The rollout that is measured comes before the first update."""
 METRICS = {
     "affected": "kv/affected",

@@ -1,10 +1,11 @@
 """From the command line to a checked `Config` and to objects; without torch or transformers."""
 
 from lit_rlkv.config.arguments import check_command_line
-from lit_rlkv.config.composing import CONF_DIR, composed, quoted
+from lit_rlkv.config.composing import CONF_DIR, SWEEPS_DIR, composed, quoted
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.machine import check_machine
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
+from lit_rlkv.config.run_labels import label_logger
 from lit_rlkv.config.schema import Config
 from lit_rlkv.config.targets import build, check_saved_code, check_targets, expanded, grant_trust, is_local
 from lit_rlkv.config.unknown_keys import PRESETS, check_keys
@@ -13,6 +14,7 @@ __all__ = [
     "AUTO",
     "CONF_DIR",
     "PRESETS",
+    "SWEEPS_DIR",
     "Config",
     "ConfigError",
     "as_config_errors",
@@ -27,6 +29,7 @@ __all__ = [
     "expanded",
     "grant_trust",
     "is_local",
+    "label_logger",
     "parse",
     "parse_config",
     "quoted",

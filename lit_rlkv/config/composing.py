@@ -24,9 +24,9 @@ from lit_rlkv.config.options import default_values
 from lit_rlkv.config.schema import Config
 
 PACKAGE_DIR = Path(__file__).parent.parent
-SHIPPED, CLONED = PACKAGE_DIR / "conf", PACKAGE_DIR.parent / "conf"
-CONF_DIR = SHIPPED if SHIPPED.is_dir() else CLONED
-"""The configs of the wheel, or those of the clone in an editable install."""
+SHIPPED_IN = PACKAGE_DIR if (PACKAGE_DIR / "conf").is_dir() else PACKAGE_DIR.parent
+"""The package itself in a wheel, or the clone in an editable install."""
+CONF_DIR, SWEEPS_DIR = SHIPPED_IN / "conf", SHIPPED_IN / "sweeps"
 
 SCHEMAS: dict[str, type] = {"config": Config, "evaluate": EvaluateConfig, "export": ExportConfig}
 """Schema of each program's config, by the config's name in conf/."""

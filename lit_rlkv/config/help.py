@@ -173,7 +173,7 @@ def _key_entries(schema: type, cfg: DictConfig, prefix: str) -> Iterator[tuple[s
         is_filled = not OmegaConf.is_missing(cfg, name) and isinstance(cfg[name], DictConfig) and cfg[name]
         shown = key if is_filled else f"{key}={_shown(cfg, name)}"
         text = f"{describe(kind, declared)}: {_meaning(cfg, name, declared)}"
-        values = [f"      {line}" for line in _flat(cfg[name], key)] if is_filled else []
+        values = [line for one in _flat(cfg[name], key) for line in _wrapped(one, 6)] if is_filled else []
         yield key, [f"  {shown}", *_wrapped(text, 6), *values]
 
 
@@ -194,7 +194,7 @@ def _options(group: str) -> Iterator[str]:
         yield f"  {group}={option}"
         yield from _wrapped(described(group, option), 6)
         for key, value, comment in option_keys(group, option):
-            yield from aligned(f"    {key}={value}" if value else f"    {key}", comment, 60)
+            yield from aligned(f"{key}={value}" if value else key, comment, 60, indent=6)
 
 
 def schema_help(schema: type, prefix: str = "") -> list[str]:
@@ -207,12 +207,12 @@ def _plain(value: Any) -> Any:
     return "???" if value is MISSING else value
 
 
-def aligned(head: str, text: str, column: int) -> list[str]:
+def aligned(head: str, text: str, column: int, indent: int = 2) -> list[str]:
     """Return lines with a text beside a head, or below it where the head is long."""
-    lines = _wrapped(text, column)
-    if len(head) + 4 > column or not lines:
-        return [f"  {head}", *lines]
-    return [f"  {head:<{column - 2}}{lines[0].lstrip()}", *lines[1:]]
+    lines, start = _wrapped(text, column), " " * indent + head
+    if len(start) + 2 > column or not lines:
+        return [*_wrapped(head, indent), *lines]
+    return [f"{start:<{column}}{lines[0].lstrip()}", *lines[1:]]
 
 
 def _wrapped(text: str, column: int) -> list[str]:

@@ -80,8 +80,8 @@ def open_session(
     cfg = checked_config(composed)
     fabric = make_fabric(cfg)
     # A rank that ended alone would leave the others waiting, also during their start.
-    deferred = interruption.deferred(fabric.world_size > 1)
-    with deferred, end_together(fabric), FolderLock() as lock:
+    together = interruption.together(fabric.world_size)
+    with together, end_together(fabric), FolderLock() as lock:
         launch(fabric)
         console.quiet = not fabric.is_global_zero
         # Each rank may have composed a folder name of its own; the run takes that of rank 0.

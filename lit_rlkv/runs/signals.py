@@ -1,7 +1,10 @@
-"""Signals that ask a run to stop: it saves its state first, on all ranks together."""
+"""Signals that ask a run to stop: Ctrl-C at once; of a scheduler after it has saved its state."""
 
+import os
+import re
+import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -11,6 +14,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from lit_rlkv import interrupts
+from lit_rlkv.config import quoted
 from lit_rlkv.runs.context import CONFIG
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
@@ -24,34 +29,64 @@ INTERRUPTED = ".interrupted"
 class InterruptedRunError(BaseException):
     """A signal asked the run to end. Not an `Exception`: code that survives failures must not catch it."""
 
+    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.is_ctrl_c = number == signal.SIGINT
+        """True if a person ended the run, False if a scheduler did, which starts it again."""
+
 
 class Interruption:
-    """A request by a signal to end the run, handled at once or, inside `deferred`, later."""
+    """A request by a signal to end the run, handled at once or, inside `deferred` or `together`, later.
+
+    Ctrl-C does not wait for the end of `deferred`: nobody wants to sit through an iteration, and what it
+    loses is at most the work since the newest checkpoint.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         """Signal that this process received; None if it received none."""
         self._agreed: int | None = None
         self._is_deferred = False
+        self._is_together = False
+        self._place: Callable[[], str] = lambda: "its start"
 
     @contextmanager
     def handle_signals(self) -> Iterator["Interruption"]:
         """Handle the signals inside the block; in the main thread only. Earlier handlers are restored."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
-            yield self
+            with interrupts.on_ctrl_c(lambda: self._on_signal(signal.SIGINT, None)):
+                yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     @contextmanager
     def deferred(self, is_deferred: bool = True) -> Iterator[None]:
-        """Run a block that no signal interrupts; ask afterwards if one arrived."""
+        """Run a block that no signal but Ctrl-C interrupts; ask afterwards if one arrived."""
         before, self._is_deferred = self._is_deferred, is_deferred or self._is_deferred
         try:
             yield
         finally:
             self._is_deferred = before
+
+    @contextmanager
+    def together(self, n_ranks: int) -> Iterator[None]:
+        """Run a block that no signal interrupts on one of several ranks, as the others would wait for it."""
+        before, self._is_together = self._is_together, n_ranks > 1 or self._is_together
+        try:
+            yield
+        finally:
+            self._is_together = before
+
+    @contextmanager
+    def at(self, place: Callable[[], str]) -> Iterator[None]:
+        """Name the place in which a signal inside the block finds the run, for the message of its end."""
+        before, self._place = self._place, place
+        try:
+            yield
+        finally:
+            self._place = before
 
     @contextmanager
     def immediate(self, is_immediate: bool) -> Iterator[None]:
@@ -79,8 +114,10 @@ class Interruption:
         Raises:
             InterruptedRunError: a signal was received.
         """
+        if self._agreed == signal.SIGINT:
+            raise InterruptedRunError(f"interrupted in {self._place()}", signal.SIGINT)
         if self._agreed is not None:
-            raise InterruptedRunError(f"asked to end by {signal.Signals(self._agreed).name}")
+            raise InterruptedRunError(f"asked to end by {signal.Signals(self._agreed).name}", self._agreed)
 
     def raise_if_requested(self, fabric: Fabric) -> None:
         """End the run if any rank received a signal; every rank must call it inside `deferred`.
@@ -93,14 +130,28 @@ class Interruption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        if not self._is_deferred:
+        if not self._is_together and (number == signal.SIGINT or not self._is_deferred):
             self._agreed = number
             self.raise_if_agreed()
+        elif number == signal.SIGINT:
+            interrupts.say("interrupted: all processes end with this step; Ctrl-C again ends them at once")
+
+
+def end_of_run(error: InterruptedRunError, run_dir: Path) -> tuple[str, int]:
+    """Return the line and the exit code with which an interrupted run ends."""
+    if not error.is_ctrl_c:
+        return f"{error}: saved, exit code {EXIT_CODE}; resume=... resumes the run", EXIT_CODE
+    if not (run_dir / CONFIG).is_file():
+        return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
+    path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
+    value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
+    command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}"])
+    return f"{error}; resume with {command}", interrupts.EXIT_CODE
 
 
 @contextmanager
 def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
-    """Leave the file INTERRUPTED if a signal ends the block.
+    """Leave the file INTERRUPTED if a signal of a scheduler ends the block.
 
     The exit code does not always say so: srun returns the highest code of all ranks, also of a rank that it
     killed.
@@ -109,8 +160,10 @@ def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
         (run_dir / INTERRUPTED).unlink(missing_ok=True)
     try:
         yield
-    except InterruptedRunError:
-        if is_rank_zero and (run_dir / CONFIG).is_file():  # otherwise there is nothing to resume
+    except InterruptedRunError as error:
+        if (
+            is_rank_zero and not error.is_ctrl_c and (run_dir / CONFIG).is_file()
+        ):  # otherwise there is nothing to resume
             with suppress(OSError):
                 (run_dir / INTERRUPTED).touch()
         raise

@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import partial
@@ -117,6 +117,7 @@ class TrainingRun:
         self.logger = start_logger(context, run_dir, self.resumed_at, console)
         self.own_dir = run_dir if self.is_rank_zero else run_dir / RANKS / str(fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
+        self.progress = ProgressBar("iteration", console, cfg.algorithm.n_iterations, self.resumed_at)
         self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir))
         self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at)
         self.samples = Samples(
@@ -126,16 +127,21 @@ class TrainingRun:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Open the logger and the reward workers; on several ranks, delay signals until all ranks agree."""
-        is_distributed = self.context.fabric.world_size > 1
-        with self.context.rewards, self.logger, self.interruption.deferred(is_distributed):
+        together = self.interruption.together(self.context.fabric.world_size)
+        with self.context.rewards, self.logger, together:
             yield
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds of the block to a stage and save the results, also if the block fails."""
+    def timed(self, stage: str, place: Callable[[], str]) -> Iterator[None]:
+        """Add the seconds of the block to a stage and save the results, also if the block fails.
+
+        Args:
+            place: names the place for the message of a run that is interrupted there.
+        """
         seconds, started_at = self.results.stage_seconds, time.perf_counter()
         try:
-            yield
+            with self.interruption.at(place):
+                yield
         finally:
             seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started_at
             self.save_results()
@@ -179,7 +185,7 @@ class TrainingRun:
             self.metrics,
             LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw),
             self.samples,
-            ProgressBar(console=self.console),
+            self.progress,
         ]
 
     def write_report(self) -> None:

@@ -36,7 +36,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
     """
     context, results = run.context, run.results
     if results.reward_model is None:
-        with run.timed("eval"):
+        with run.timed("eval", lambda: "the evaluation of the reward model"):
             results.reward_model = report_on_reward(context, module.roles, start)
     if "rl" not in context.cfg.stages and run.resume_from is None:
         return  # evaluate_after_training scores the same policy
@@ -45,7 +45,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
     if results.before and results.settings in ({}, settings):
         return
     run.console.print("[bold]eval[/] before training")
-    with run.timed("eval"):
+    with run.timed("eval", lambda: "the evaluation before training"):
         results.before, results.rollout = evaluate_policy(context, module.roles, run.interruption)
         results.settings = settings
 
@@ -54,7 +54,7 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     """Score the policy as it is now and save all results of the run."""
     context, results = run.context, run.results
     run.console.print("[bold]eval[/]" + (" after training" if "rl" in context.cfg.stages else ""))
-    with run.timed("eval"):
+    with run.timed("eval", lambda: "the evaluation after training"):
         results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
     budget = None if context.cache.is_dense else context.cache.budget
     results.final = final_metrics(results.before, results.after, budget)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning import Callback
 from omegaconf import OmegaConf
+from rich.markup import escape
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.reporting.progress import ProgressBar
+from lit_rlkv.reporting.progress import StepProgressBar
 from lit_rlkv.reporting.run_metrics import MetricsFile
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
 from lit_rlkv.runs.context import RunContext
@@ -31,7 +32,13 @@ from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
-from lit_rlkv.stages.sft_passes import check_data, on_policy_preference_pairs, pass_data, training_passes
+from lit_rlkv.stages.sft_passes import (
+    SFTPass,
+    check_data,
+    on_policy_preference_pairs,
+    pass_data,
+    training_passes,
+)
 from lit_rlkv.trainer import train
 
 SFT_WORK = "sft"
@@ -42,17 +49,27 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
     """Return the model that RL and evaluation start from; train it by SFT if there is none yet."""
     if start is None:
         run.console.print("[bold]sft[/] supervised fine-tuning (its model is kept for later runs)")
-        with run.timed("sft"):
-            every = run.context.cfg.callbacks.checkpoint_every
-            stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
+        every = run.context.cfg.callbacks.checkpoint_every
+        stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
+        bar = StepProgressBar(stage.steps_done(), stage.resumed_at, run.console)
+        with run.timed("sft", lambda: f"step {bar.step} of the SFT stage"):
             metrics = MetricsFile(run.own_dir / "sft_metrics.csv", stage.resumed_at)
-            start = stage.run([ProgressBar("sft", run.console), metrics])
+            start = stage.run([bar, metrics])
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next
     else:
-        run.console.print(f"start from {start}")
+        run.console.print(f"[bold]sft[/] {escape(why_skipped(run, Path(start)))}", soft_wrap=True)
     run.keep_backbone(Path(start))
     return start
+
+
+def why_skipped(run: TrainingRun, start: Path) -> str:
+    """Return why there is no SFT stage, and the model that the run starts from instead."""
+    reason = "skipped" if "sft" in run.context.cfg.stages else "not in stages"
+    if not (start / SFT_DONE).is_file():
+        return f"{reason}: start from {start}"
+    owner = "this run" if run.run_dir in start.parents else "an earlier run"
+    return f"{reason}: start from the SFT model of {owner}, {start}"
 
 
 def run_sft(context: RunContext, callbacks: Sequence[Callback]) -> Path:
@@ -92,6 +109,13 @@ class SFTStage:
         """Number of the pass to start or resume."""
         self.resumed_at = 0 if self.resumed is None else self.resumed.iteration
         """Completed iterations of all passes."""
+
+    def steps_done(self) -> list[int]:
+        """Return the optimizer steps done after each number of iterations of all passes, from 0 on."""
+        done, every = [0], self.context.cfg.sft.steps_per_iteration
+        for one in self.passes:
+            done += [done[-1] + min(every, one.n_steps) * (n + 1) for n in range(_n_iterations(one, every))]
+        return done
 
     def run(self, callbacks: Sequence[Callback]) -> Path:
         """Run the remaining passes, and return the folder of the SFT model.
@@ -149,7 +173,7 @@ class SFTStage:
             reward_head=head,
         )
         datamodule = pass_data(context, stage, task)
-        lengths = [one.n_steps // min(cfg.steps_per_iteration, one.n_steps) for one in self.passes]
+        lengths = [_n_iterations(one, cfg.steps_per_iteration) for one in self.passes]
         begin, end = sum(lengths[:number]), sum(lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
         if resumed is not None:
@@ -200,3 +224,8 @@ class SFTStage:
     def clear(self) -> None:
         """Remove the folder of the stage."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _n_iterations(one: SFTPass, steps_per_iteration: int) -> int:
+    """Return the iterations of a pass; steps that do not fill one are left out."""
+    return one.n_steps // min(steps_per_iteration, one.n_steps)

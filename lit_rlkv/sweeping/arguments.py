@@ -19,7 +19,7 @@ Examples
   python -m lit_rlkv.sweep sweeps/learning_rate.yaml --max-runs 8  at most 8 runs
   python -m lit_rlkv.sweep sweeps/arms.yaml --wandb                W&B chooses the runs"""
 ARGUMENTS = {
-    "FILE": "a sweep file, such as sweeps/arms.yaml",
+    "FILE": "a sweep file, or the name of a shipped one, such as arms",
     "KEY=VALUE": "overrides for all runs: the keys of python -m lit_rlkv.fit",
     "--jobs N": "runs at a time, one thread each (1)",
     "--max-runs N": "most runs; the file's run_cap if not given",

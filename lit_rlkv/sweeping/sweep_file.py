@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rlkv.config import ConfigError, require
+from lit_rlkv.config import SWEEPS_DIR, ConfigError, require
 from lit_rlkv.config.options import Node, convert, option
 from lit_rlkv.sweeping.hyperband import Hyperband
 from lit_rlkv.sweeping.metric import Metric
@@ -61,6 +61,13 @@ class Sweep:
         after = self.command[self.command.index(MODULE) + 1 :]
         own = [argument for argument in after if argument != ARGUMENTS]
         return own + [f"{name}={value}" for name, value in self.constants.items()]
+
+
+def find_sweep(path: Path) -> Path:
+    """Return the path, or that of the shipped sweep that it names, as `arms` does, if no such file exists."""
+    shipped = SWEEPS_DIR / f"{path.stem}.yaml"
+    is_shipped = path in (Path(path.stem), Path(shipped.name), Path("sweeps", shipped.name))
+    return shipped if is_shipped and shipped.is_file() and not path.is_file() else path
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -124,7 +131,8 @@ def n_runs(sweep: Sweep, max_runs: int | None = None) -> int:
 
 def _load(path: Path) -> dict[str, Any]:
     """Return the content of a file; unlike PyYAML, OmegaConf refuses a key that stands twice."""
-    require(path.is_file(), f"there is no sweep file at {str(path)!r}; give a path such as sweeps/arms.yaml")
+    names = ", ".join(sorted(shipped.stem for shipped in SWEEPS_DIR.glob("*.yaml")))
+    require(path.is_file(), f"there is no sweep file at {str(path)!r}; give a path, or one of {names}")
     try:
         node = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:

@@ -54,7 +54,7 @@ def test_the_full_help_has_every_key_with_its_meaning(program):
     words = " ".join(text.split())
     keys = [*all_keys(SCHEMAS[program])]
     assert [path for path, _, _ in keys if path not in heads] == []
-    assert [path for path, declared, _ in keys if declared.help not in words] == []
+    assert [path for path, declared, _ in keys if " ".join(declared.help.split()) not in words] == []
     assert program != "config" or "a whole number of at least 1: keys that survive a compaction" in words
 
 

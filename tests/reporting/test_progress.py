@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.reporting import progress
-from lit_rlkv.reporting.progress import ProgressBar, format_fields, stderr_console, track
+from lit_rlkv.reporting.progress import ProgressBar, StepProgressBar, format_fields, stderr_console, track
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -81,6 +81,53 @@ def test_an_exception_gives_the_terminal_back(monkeypatch):
     bar.on_exception(None, None, KeyboardInterrupt())
     assert SHOW_CURSOR in console.file.getvalue()
     bar.on_fit_end(None, None)
+
+
+def test_a_bar_has_its_total_before_the_first_iteration_ends_and_names_the_phase(monkeypatch):
+    console = terminal(monkeypatch)
+    bar = ProgressBar("iteration", console, n_iterations=40, first_iteration=8)
+    bar.on_fit_start(None, None)
+    bar.on_phase_start("rollout", 8)
+    bar.on_exception(None, None, KeyboardInterrupt())
+    assert "8/40" in console.file.getvalue()
+    assert "rollout" in console.file.getvalue()
+    assert bar.iteration == 9
+
+
+def sft(bar, n_done, n_more, ends=()):
+    """Steps after `n_done`; `ends` are those with which an iteration ends."""
+    bar.on_fit_start(None, None)
+    for step in range(n_done + 1, n_done + n_more + 1):
+        bar.on_before_optimizer_step(None, None, None)
+        if step in ends:
+            bar.on_iteration_end(1 + ends.index(step), len(ends), {"loss": 0.5})
+
+
+def test_the_sft_stage_counts_optimizer_steps():
+    console = plain()
+    bar = StepProgressBar([0, 20, 40], console=console)
+    sft(bar, 0, 40, ends=(20, 40))
+    assert [line.split("  ")[0] for line in lines(console)] == [f"sft step {n}/40" for n in range(4, 41, 4)]
+    assert ["loss" in line for line in lines(console)] == [False] * 4 + [True] * 6
+    assert bar.step == 40
+
+
+def test_a_resumed_sft_stage_counts_on_from_its_checkpoint():
+    console = plain()
+    bar = StepProgressBar([0, 20, 40], first_iteration=1, console=console)
+    sft(bar, 20, 4)
+    assert [line.split("  ")[0] for line in lines(console)] == ["sft step 24/40"]
+    assert bar.step == 25
+
+
+def test_a_slow_task_has_a_plain_line_every_minute(monkeypatch):
+    console, now = plain(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with track("rows", 1000, console) as advance:
+        for _ in range(10):
+            now[0] += 25.0
+            advance()
+    assert [line.split("  ")[0] for line in lines(console)] == ["rows 3/1000", "rows 6/1000", "rows 9/1000"]
 
 
 def test_other_work_is_tracked_with_the_same_lines():

@@ -1,13 +1,21 @@
 """Signals that ask a run to stop."""
 
 import os
+import shlex
 import signal
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lit_rlkv.runs.signals import InterruptedRunError, Interruption
+from lit_rlkv.config import composed
+from lit_rlkv.runs.signals import (
+    INTERRUPTED,
+    InterruptedRunError,
+    Interruption,
+    end_of_run,
+    mark_interrupted,
+)
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
@@ -40,6 +48,73 @@ def test_a_deferred_signal_waits_for_the_end_of_the_block():
         with pytest.raises(InterruptedRunError, match="SIGTERM"):
             interruption.raise_if_agreed()
     assert done == ["step"]
+
+
+@pytest.fixture
+def _restored():
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_ctrl_c_does_not_wait_for_the_end_of_an_iteration_and_says_where_it_was():
+    with (
+        pytest.raises(InterruptedRunError, match=r"^interrupted in iteration 7$") as error,
+        Interruption().handle_signals() as interruption,
+        interruption.deferred(),
+        interruption.at(lambda: "iteration 7"),
+    ):
+        send(signal.SIGINT)
+    assert error.value.is_ctrl_c
+
+
+@pytest.mark.usefixtures("_restored")
+def test_ctrl_c_on_one_of_several_ranks_waits_until_all_have_agreed(capfd):
+    done = []
+    with Interruption().handle_signals() as interruption, interruption.together(2):
+        with interruption.deferred():
+            send(signal.SIGINT)
+            done.append("step")
+        with pytest.raises(InterruptedRunError, match="interrupted in its start"):
+            interruption.raise_if_requested(FABRIC)
+    assert done == ["step"]
+    assert "Ctrl-C again ends them at once" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "has_config", "says", "code"),
+    [
+        (signal.SIGINT, True, "why; resume with python -m lit_rlkv.fit resume=runs/mine", 130),
+        (signal.SIGINT, False, "why; there is nothing to resume", 130),
+        (signal.SIGTERM, True, "why: saved, exit code 75; resume=... resumes the run", 75),
+    ],
+)
+def test_an_interrupted_run_says_how_to_resume_it(tmp_path, monkeypatch, number, has_config, says, code):
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    if has_config:
+        (run_dir / "config.yaml").touch()
+    assert end_of_run(InterruptedRunError("why", number), run_dir) == (says, code)
+
+
+def test_a_folder_with_odd_characters_is_quoted_for_the_shell_and_for_hydra(tmp_path):
+    run_dir = tmp_path / "a run=1"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").touch()
+    command = end_of_run(InterruptedRunError("why", signal.SIGINT), run_dir)[0].partition("resume with ")[2]
+    override = shlex.split(command)[-1]
+    assert composed("config", [override]).resume == str(run_dir)
+
+
+@pytest.mark.parametrize(("number", "is_marked"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_only_a_scheduler_leaves_the_mark_to_start_the_run_again(tmp_path, number, is_marked):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(InterruptedRunError), mark_interrupted(tmp_path, is_rank_zero=True):
+        raise InterruptedRunError("why", number)
+    assert (tmp_path / INTERRUPTED).exists() == is_marked
 
 
 def test_except_exception_does_not_catch_an_interruption():

@@ -1,13 +1,14 @@
 """Reading and checking a sweep file."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.metric import Metric
-from lit_rlkv.sweeping.sweep_file import COMMAND_HINT, read_sweep
+from lit_rlkv.sweeping.sweep_file import COMMAND_HINT, find_sweep, read_sweep
 from tests.sweeping.files import BAYES, COMMAND, GRID, with_parameters, write
 
 
@@ -22,6 +23,28 @@ def test_a_file_is_read_whole(tmp_path):
     assert sweep.metric == Metric(name="reward", goal="maximize")
     assert [parameter.name for parameter in sweep.parameters] == ["optimizer.lr", "experiment"]
     assert sweep.hyperband is not None
+
+
+@pytest.mark.parametrize("name", ["arms", "arms.yaml", "sweeps/arms.yaml"])
+def test_a_shipped_sweep_is_found_by_name_from_any_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert read_sweep(find_sweep(Path(name))).name == "arms"
+
+
+def test_a_file_of_that_name_in_the_folder_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweeps").mkdir()
+    write(tmp_path / "sweeps", GRID | {"name": "mine"}, "arms.yaml")
+    assert read_sweep(find_sweep(Path("sweeps/arms.yaml"))).name == "mine"
+
+
+@pytest.mark.parametrize("name", ["arm", "other/arms.yaml", "arms.yml"])
+def test_a_path_that_is_not_there_is_refused_with_the_names_of_the_shipped_sweeps(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"no sweep file at '{name}'; give a path, or one of arms, "):
+        read_sweep(find_sweep(Path(name)))
 
 
 def test_overrides_of_the_command_and_constants_are_in_every_run(tmp_path):

@@ -50,28 +50,62 @@ class LightningLogger(RunLogger):
 
 FOLDER = "tensorboard"
 """Folder of the event files, in the run's folder."""
+COMPARED = ("reward", "eval/accuracy", "eval/dense_accuracy", "eval/accuracy_gain")
+"""Metrics beside the settings of each run in TensorBoard's HPARAMS tab."""
+CHARTS = {
+    "Learning": {
+        "reward": ["reward$", r"rewards/\w+$", r"rewards/\w+/mean$"],
+        "KL to the reference": ["kl$", "objective/kl$"],
+        "entropy": ["entropy$"],
+        "tokens per response": ["completions/.+_length$"],
+    },
+    "Stability": {
+        "loss": ["loss$", r"\w+_loss$", "smd/.*loss$"],
+        "gradient norm": ["grad_norm$"],
+        "clipped tokens": ["clip_ratio/.+"],
+    },
+    "Cache": {
+        "keys kept": ["kv/retained", "kv/never_evicted$"],
+        "KL of sampler and learner": ["rollout_corr/k3_kl$", "kv/dense_k3_kl$"],
+        "replay gap": ["kv/replay_gap$"],
+    },
+    "Speed": {
+        "seconds": ["time/(rollout|score|reward|update)$"],
+        "tokens per second": ["tokens_per_second$", "perf/tokens_per_second/.+"],
+    },
+}
+"""Charts of TensorBoard's CUSTOM SCALARS tab: patterns of their metrics, matched from the name's start."""
 
 
 class TensorBoard(LightningLogger):
     """Event files in the run's folder; a resumed run hides events after its checkpoint.
 
+    Args:
+        name: folder of the event files in `tensorboard`, which TensorBoard shows; None is that folder itself.
+        figures_every: iterations between figures; None draws them at the end only.
+
     Raises:
-        ValueError: the package is not installed, or an interval is invalid.
+        ValueError: the package is not installed, or an argument is invalid.
     """
 
-    def __init__(self, figures_every: int | None = None) -> None:
+    def __init__(self, name: str | None = None, figures_every: int | None = None) -> None:
         if find_spec("tensorboard") is None:
             raise ValueError(
                 "logger=tensorboard needs the package tensorboard, which is not installed; "
                 'pip install -e ".[tensorboard]", or use logger=csv'
             )
+        if name is not None and (name in ("", ".", "..") or "/" in name):
+            raise ValueError(f"logger.name must be the name of a folder, got {name!r}; leave out slashes")
+        self.name = name
         self.figures_every = checked_interval(figures_every)
 
     def open(self, start: RunStart) -> str | None:
+        from torch.utils.tensorboard.summary import hparams  # imported here, because tensorboard is optional
+
         self.logger = TensorBoardLogger(
             save_dir=start.run_dir,
             name=FOLDER,
-            version="",
+            version=self.name or "",
             default_hp_metric=False,
             purge_step=start.resumed_at + 1,  # also after a kill before the first checkpoint
         )
@@ -79,7 +113,23 @@ class TensorBoard(LightningLogger):
         self.writer = self.logger.experiment
         described = json.dumps(dict(start.environment), indent=1, default=str)
         self.writer.add_text("environment", f"```\n{described}\n```", start.resumed_at)
+        self.writer.add_custom_scalars(
+            {
+                tab: {title: ["Multiline", tags] for title, tags in charts.items()}
+                for tab, charts in CHARTS.items()
+            }
+        )
+        experiment, started, self._ended = hparams(  # type: ignore[no-untyped-call]
+            flat(start.config), dict.fromkeys(COMPARED, 0.0)
+        )
+        for summary in (experiment, started):
+            self.writer.file_writer.add_summary(summary)
         return f"to watch: tensorboard --logdir {self.logger.log_dir}"
+
+    def close(self, is_complete: bool) -> str | None:
+        if is_complete:
+            self.writer.file_writer.add_summary(self._ended)
+        return super().close(is_complete)
 
     def table(
         self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
@@ -91,3 +141,14 @@ class TensorBoard(LightningLogger):
             self.writer.add_image(
                 picture.key, pixels(picture.figure), int(place[ITERATION]), dataformats="HWC"
             )
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Return the settings with dotted names; numbers stay numbers, other values become texts."""
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value if isinstance(value, bool | int | float) else str(value)
+    return found

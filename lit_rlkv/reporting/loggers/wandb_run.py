@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,13 @@ FILE_NAME = "wandb.json"
 FORBIDDEN = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
 INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
+HIDDEN = re.compile(
+    "gradient/(loss|policy)/layer_.+|kv/layer_kl/.+|"
+    "rollout_corr/(log_ppl_diff|rollout_is_seq)_.+|rollout_corr/(rollout|training)_log_ppl"
+)
+"""Metrics without a panel of their own: those of each layer, which figures show, and variants of others."""
+WITH_BEST = ("reward", "rewards/exact_match")
+"""Metrics whose summary has the highest value beside the last one."""
 Mode = Literal["online", "offline"]
 SYNCED = ".wandb.synced"
 """Suffix of the marker file that makes `wandb sync` skip a run file."""
@@ -93,6 +101,7 @@ class WandbRun(RunLogger):
     Args:
         entity: a team or user; None is the account's default.
         name: display name; None is the name of the run's folder.
+        group: name that runs of one setting share; None is no group.
         offline: keep the run in its folder, for `wandb sync`; None does so if wandb finds no account.
         log_model: upload the last checkpoint.
         figures_every: iterations between figures; None draws them at the end only.
@@ -108,7 +117,7 @@ class WandbRun(RunLogger):
         entity: str | None = None,
         name: str | None = None,
         group: str | None = None,
-        tags: Sequence[str] = (),
+        tags: Sequence[str] | None = None,
         offline: bool | None = None,
         log_model: bool = False,
         figures_every: int | None = None,
@@ -126,7 +135,7 @@ class WandbRun(RunLogger):
             "project": project,
             "entity": entity,
             "group": group,
-            "tags": list(tags),
+            "tags": list(tags or ()),
         }
         self.name = name
         self.offline = offline
@@ -134,6 +143,7 @@ class WandbRun(RunLogger):
         self.figures_every = checked_interval(figures_every)
         self.finish_timeout_s = float(finish_timeout_s)
         self._tables: dict[str, Any] = {}
+        self._seen: set[str] = set()
         self._sent: list[Path] = []
         """Earlier files of the run, all of whose contents are uploaded once this run ends."""
 
@@ -155,14 +165,14 @@ class WandbRun(RunLogger):
         # Online, the iterations on the server count, not those in the files.
         self.last_iteration = int(self.run.summary.get(ITERATION, 0)) if is_online else held
         self.keeps_tables = bool(self.run.resumed)
-        for axis in AXES:
-            self.run.define_metric(axis)
-        self.run.define_metric("*", step_metric=TOKENS)
-        config = {**start.config, "environment": dict(start.environment)}
+        self._define_metrics()
+        place = {"environment": dict(start.environment), "run_dir": start.run_dir.name}
+        config = {**start.config, **place}
         self.run.config.update(config, allow_val_change=True)
         return None if self.run.offline else f"W&B: {self.run.url}"
 
     def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
+        self._hide_panels(metrics)
         self.run.log({**metrics, **place})
 
     def table(
@@ -198,6 +208,22 @@ class WandbRun(RunLogger):
         for path in self._sent:  # already uploaded; a sync would upload it again
             path.with_suffix(SYNCED).touch()
         return f"to upload to W&B: wandb sync {self.run_dir / 'wandb'}" if is_offline else None
+
+    def _define_metrics(self) -> None:
+        """Define the x axis of all panels, and which metrics keep their best value."""
+        self.run.define_metric("*", step_metric=TOKENS)
+        for axis in AXES:
+            self.run.define_metric(axis, hidden=True)
+        if self.run.sweep_id is None:  # the metric of a W&B sweep must be one number
+            for name in WITH_BEST:
+                self.run.define_metric(name, step_metric=TOKENS, summary="last,max")
+
+    def _hide_panels(self, metrics: Mapping[str, float | int]) -> None:
+        # By exact names, as W&B does not say which of two patterns that match, this one or "*", it takes.
+        for name in metrics.keys() - self._seen:
+            if HIDDEN.fullmatch(name):
+                self.run.define_metric(name, step_metric=TOKENS, hidden=True)
+        self._seen |= metrics.keys()
 
     def _init(self, run_id: str) -> Any:
         try:

@@ -27,6 +27,12 @@ class OfflineRun:
     """Keys of nested values are joined by a slash."""
     step_metric: dict[str, str] = field(default_factory=dict)
     """The x-axis of each metric or glob that was defined."""
+    hidden: set[str] = field(default_factory=set)
+    """Metrics without a panel."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """The last value of each metric, or of several aggregates."""
+    group: str = ""
+    tags: list[str] = field(default_factory=list)
     artifacts: dict[str, list[str]] = field(default_factory=dict)
     """Type of artifact to the paths in it."""
     exit_code: int | None = None
@@ -60,6 +66,7 @@ def read(path: Path) -> OfflineRun:
                 run = record.run
                 found.id, found.project, found.name = run.run_id, run.project, run.display_name
                 found.resumes = run.resume
+                found.group, found.tags = run.run_group, list(run.tags)
             case "config":
                 found.config |= {item.key: json.loads(item.value_json) for item in record.config.update}
             case "history":
@@ -70,6 +77,12 @@ def read(path: Path) -> OfflineRun:
             case "metric":
                 name = record.metric.name or record.metric.glob_name
                 found.step_metric[name] = record.metric.step_metric
+                found.hidden |= {name} if record.metric.options.hidden else set()
+            case "summary":
+                found.summary |= {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.summary.update
+                }
             case "artifact":
                 paths = [entry.path for entry in record.artifact.manifest.contents]
                 found.artifacts.setdefault(record.artifact.type, []).extend(paths)

@@ -1,4 +1,7 @@
 import csv
+import re
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,6 +69,11 @@ def events(run_dir):
     return found
 
 
+def wait_for_the_next_second():
+    """Let the next file sort after this one; within a second a counter decides, and 10 sorts before 9."""
+    time.sleep(1 - time.time() % 1)
+
+
 def opened(run_dir, resumed_at=0):
     logger = TensorBoard()
     logger.open(start_in(run_dir, resumed_at, seed=3))
@@ -87,6 +95,50 @@ def test_config_and_environment_are_there(tmp_path):
     (text,) = events(tmp_path).Tensors("environment/text_summary")
     assert b'"python": "3.11"' in text.tensor_proto.string_val[0]
     assert "seed: 3" in (tmp_path / lightning_loggers.FOLDER / "hparams.yaml").read_text()
+
+
+def test_the_event_files_are_in_a_folder_of_the_given_name(tmp_path):
+    logger = TensorBoard(name="smd-seed0")
+    said = logger.open(start_in(tmp_path))
+    logger.close(is_complete=True)
+    (file,) = (tmp_path / lightning_loggers.FOLDER / "smd-seed0").glob("events.*")
+    assert said == f"to watch: tensorboard --logdir {file.parent}"
+
+
+def test_settings_stand_beside_the_outcome_in_the_hparams_tab(tmp_path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    logger = TensorBoard()
+    logger.open(start_in(tmp_path, seed=3, cache={"policy": "snapkv", "budget": 16}, stages=["sft", "rl"]))
+    logger.close(is_complete=True)
+    found = events(tmp_path).summary_metadata
+    parsed = {
+        name: HParamsPluginData.FromString(data.plugin_data.content)
+        for name, data in found.items()
+        if data.plugin_data.plugin_name == "hparams"
+    }
+    settings = parsed["_hparams_/session_start_info"].session_start_info.hparams
+    assert settings["cache.budget"].number_value == 16
+    assert settings["cache.policy"].string_value == "snapkv"
+    assert settings["stages"].string_value == "['sft', 'rl']"
+    compared = [info.name.tag for info in parsed["_hparams_/experiment"].experiment.metric_infos]
+    assert compared == [*lightning_loggers.COMPARED]
+    assert "_hparams_/session_end_info" in parsed
+
+
+def test_every_chart_has_metrics_of_the_dictionary_and_reaches_tensorboard(tmp_path):
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    names = re.findall(r"`([\w/{}]+)`", (Path(__file__).parents[3] / "METRICS.md").read_text())
+    charts = {title: tags for tab in lightning_loggers.CHARTS.values() for title, tags in tab.items()}
+    drawn = {tag for tags in charts.values() for tag in tags}
+    assert [
+        tag for tag in drawn if not any(re.match(tag.replace(r"\w+", r"[\w{}]+"), n) for n in names)
+    ] == []
+    opened(tmp_path).close(is_complete=True)
+    (event,) = events(tmp_path).Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    assert [chart.title for category in layout.category for chart in category.chart] == [*charts]
 
 
 def test_a_table_is_text_and_a_figure_an_image(tmp_path):
@@ -114,6 +166,7 @@ def test_a_resumed_run_hides_what_was_done_after_its_checkpoint(tmp_path):
     for iteration in (1, 2, 3):
         first.scalars({"reward": iteration / 10}, place(iteration))
     first.close(is_complete=False)
+    wait_for_the_next_second()
     again = opened(tmp_path, resumed_at=2)
     assert again.last_iteration == 2
     again.scalars({"reward": 0.9}, place(3))
@@ -127,6 +180,7 @@ def test_a_run_that_begins_again_hides_what_it_had_done(tmp_path):
         logger = opened(tmp_path)
         logger.scalars({"reward": value}, place(1))
         logger.close(is_complete=False)
+        wait_for_the_next_second()
     seen = [(event.step, event.value) for event in events(tmp_path).Scalars("reward")]
     assert seen == [(1, pytest.approx(0.9))]
 
@@ -135,6 +189,11 @@ def test_a_missing_package_is_named_before_work(monkeypatch):
     monkeypatch.setattr(lightning_loggers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'pip install -e "\.\[tensorboard\]"'):
         TensorBoard()
+
+
+def test_a_name_that_is_no_folder_is_refused():
+    with pytest.raises(ValueError, match="must be the name of a folder, got 'a/b'"):
+        TensorBoard(name="a/b")
 
 
 @pytest.mark.usefixtures("_as_users_run_it")

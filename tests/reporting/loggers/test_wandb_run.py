@@ -47,14 +47,42 @@ def test_metrics_are_drawn_over_sampled_tokens_and_the_other_axes_are_there(tmp_
         logger.scalars({"reward": iteration / 2}, place(iteration))
     logger.close(is_complete=True)
     (run,) = finished_runs(tmp_path / "run")
-    assert run.step_metric == {
-        "*": "rollout/tokens",
-        "rollout/tokens": "",
-        "time/wall_clock_s": "",
-        "iteration": "",
-    }
+    axes = ("rollout/tokens", "time/wall_clock_s", "iteration")
+    assert [run.step_metric[axis] for axis in axes] == ["", "", ""]
+    others = {run.step_metric[name] for name in run.step_metric.keys() - {*axes}}
+    assert (others, "*" in run.step_metric) == ({"rollout/tokens"}, True)
     rows = [{k: v for k, v in row.items() if k[0] != "_"} for row in run.history]
     assert rows == [{"reward": iteration / 2, **place(iteration)} for iteration in (1, 2)]
+
+
+def test_axes_layers_and_variants_have_no_panel_and_the_best_reward_is_kept(tmp_path):
+    hidden = {"gradient/policy/layer_3/snr", "kv/layer_kl/all", "rollout_corr/rollout_is_seq_std"}
+    shown = {"kl", "gradient/policy/snr", "kv/bytes", "rollout_corr/kl", "rollout_corr/rollout_is_mean"}
+    logger = opened(tmp_path / "run")
+    for iteration, reward in enumerate((0.25, 0.75, 0.5), start=1):
+        logger.scalars({"reward": reward, **dict.fromkeys(hidden | shown, 1.0)}, place(iteration))
+    logger.close(is_complete=True)
+    (run,) = finished_runs(tmp_path / "run")
+    assert run.hidden == {"iteration", "rollout/tokens", "time/wall_clock_s"} | hidden
+    assert run.summary["reward"] == {"last": 0.5, "max": 0.75}
+    assert run.summary["kl"] == 1.0
+
+
+def test_in_a_sweep_of_wandb_the_reward_stays_one_number(tmp_path, monkeypatch):
+    end_service(wandb.teardown)  # it reads its settings once a process
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    logger = opened(tmp_path / "run")
+    logger.scalars({"reward": 0.5}, place(1))
+    logger.close(is_complete=True)
+    end_service(wandb.teardown)
+    assert finished_runs(tmp_path / "run")[0].summary["reward"] == 0.5
+
+
+def test_name_group_and_tags_are_those_given_and_the_folder_is_in_the_config(tmp_path):
+    opened(tmp_path / "run", name="smd-seed0", group="smd", tags=["smd", "seed0"]).close(is_complete=True)
+    (run,) = finished_runs(tmp_path / "run")
+    assert (run.name, run.group, run.tags) == ("smd-seed0", "smd", ["smd", "seed0"])
+    assert run.config["run_dir"] == "run"
 
 
 def test_a_growing_table_keeps_all_its_rows_and_sends_each_once(tmp_path):

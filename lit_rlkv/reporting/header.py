@@ -1,0 +1,88 @@
+"""The first lines of a run on the terminal: what is trained, how, and where."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.config import CONF_DIR, Config
+from lit_rlkv.config.composing import options_of
+from lit_rlkv.config.options import named_items, show
+
+SMOKE_TEST = "debug=fast is a smoke test: every stage runs, and nothing is learned"
+
+
+def header(
+    cfg: Config, run_dir: Path, n_ranks: int, device: torch.device, choices: Mapping[str, str | None]
+) -> list[str]:
+    """Return the lines of the header.
+
+    Args:
+        choices: options of the config groups, as Hydra reports them; empty for a resumed run, whose folder
+            does not keep them.
+    """
+    rollout, algorithm, cache, fabric = cfg.rollout, cfg.algorithm, cfg.cache, cfg.fabric
+    pool = "dense" if cache.policy == "dense" else f"{cache.policy}, budget {cache.budget} + {cache.interval}"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    quantized = "" if fabric.quantization is None else f", {fabric.quantization} weights"
+    fields = {
+        "run": os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir),
+        "task": _with_arguments(cfg.task),
+        "model": cfg.model.path or f"{_name(cfg.model.preset)}, from random weights",
+        "algorithm": f"{_name(algorithm.loss)}, {algorithm.n_iterations} iterations of {rollout.n_prompts} "
+        f"prompts × {algorithm.group_size} responses",
+        "arm": arm(cfg, choices.get("experiment")),
+        "cache": pool,
+        "seed": str(cfg.seed),
+        "devices": f"{n_ranks} × {where}, precision {fabric.precision}{quantized}",
+        "stages": ", ".join(cfg.stages),
+    }
+    lines = [f"{name:<10} {value}" for name, value in fields.items()]
+    return lines + ([SMOKE_TEST] if choices.get("debug") == "fast" else [])
+
+
+def arm(cfg: Config, experiment: str | None) -> str:
+    """Return the names of correction and distillation, and of the preset that may have chosen them."""
+    correction = _option("correction", cfg.correction)
+    distillation = "none" if cfg.distillation is None else _option("distillation", cfg.distillation)
+    preset = f" (experiment={experiment})" if experiment not in (None, "none") else ""
+    return f"correction {correction}, distillation {distillation}{preset}"
+
+
+def _option(group: str, node: DictConfig) -> str:
+    """Return the option of a group that has the fewest other values, with these; else the node's class."""
+    own = _leaves(node)
+    closest: tuple[str, list[str]] | None = None
+    for option in options_of(group):
+        other = _leaves(OmegaConf.load(CONF_DIR / group / f"{option}.yaml"))
+        if other.keys() == own.keys():
+            changed = [f"{key}={show(value)}" for key, value in own.items() if value != other[key]]
+            if closest is None or len(changed) < len(closest[1]):
+                closest = option, changed
+    if closest is None:
+        return _name(node)
+    option, changed = closest
+    name, changed = closest
+    return f"{name} with {', '.join(changed)}" if changed else name
+
+
+def _leaves(node: Any, path: str = "") -> dict[str, Any]:
+    """Return the single values below a node by dotted key."""
+    if not isinstance(node, DictConfig):
+        return {path: node}
+    below = (_leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items())
+    return {key: value for leaves in below for key, value in leaves.items()}
+
+
+def _name(node: DictConfig | None) -> str:
+    """Return the name of the class or function that a node names."""
+    return "none" if node is None else str(node.get("_target_", "none")).rpartition(".")[2]
+
+
+def _with_arguments(node: DictConfig) -> str:
+    """Return the class that a node names, with those of its arguments that are single values."""
+    single = {name: value for name, value in named_items(node) if isinstance(value, bool | int | float | str)}
+    return f"{_name(node)}({', '.join(f'{name}={show(value)}' for name, value in single.items())})"

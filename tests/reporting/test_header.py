@@ -1,0 +1,41 @@
+"""The first lines of a run on the terminal."""
+
+from pathlib import Path
+
+import torch
+
+from lit_rlkv.reporting.header import SMOKE_TEST, header
+from tests.whole_runs import config
+
+CPU = torch.device("cpu")
+
+
+def fields(tmp_path, *overrides, choices=None):
+    lines = header(config(tmp_path, *overrides), Path("runs/mine").absolute(), 1, CPU, choices or {})
+    return {line.partition(" ")[0]: line.partition(" ")[2].strip() for line in lines}
+
+
+def test_a_header_says_what_is_trained_how_and_where(tmp_path):
+    found = fields(tmp_path, "seed=3", "algorithm=ppo", choices={"experiment": "smd", "debug": "none"})
+    assert found == {
+        "run": "runs/mine",
+        "task": "ChainSum(n_terms=3, max_operand=9)",
+        "model": "tiny_qwen3, from random weights",
+        "algorithm": "PPO, 2 iterations of 8 prompts × 2 responses",
+        "arm": "correction shadow, distillation sparse_student (experiment=smd)",
+        "cache": "random, budget 7 + 2",
+        "seed": "3",
+        "devices": "1 × cpu, precision 32-true",
+        "stages": "sft, rl, eval",
+    }
+
+
+def test_an_arm_is_named_by_its_config_without_the_choices_of_the_command_line(tmp_path):
+    assert fields(tmp_path, "experiment=tis")["arm"] == "correction tis, distillation none"
+    own = fields(tmp_path, "experiment=tis", "correction.weight_fn.cap=3")["arm"]
+    assert own == "correction tis with weight_fn.cap=3, distillation none"
+
+
+def test_a_smoke_test_says_that_nothing_is_learned(tmp_path):
+    assert SMOKE_TEST in header(config(tmp_path), tmp_path, 1, CPU, {"debug": "fast"})
+    assert SMOKE_TEST not in header(config(tmp_path), tmp_path, 1, CPU, {"debug": "none"})
