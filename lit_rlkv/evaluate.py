@@ -17,9 +17,8 @@ from lit_rlkv.files import write_atomically
 from lit_rlkv.interrupts import ends_on_ctrl_c, exits_on_ctrl_c
 
 if TYPE_CHECKING:
-    from lit_rlkv.evaluation.estimates import CacheEstimates
     from lit_rlkv.evaluation.evaluator import ScoredResponse
-    from lit_rlkv.types import EvalRow
+    from lit_rlkv.evaluation.results import CacheEstimates, EvalRow
 
 PLAIN_WIDTH = 160
 """Width without a terminal, so that a wide table is not cut."""

@@ -1,6 +1,7 @@
 """Atomic writes of files and folders, so that no reader and no resumed run sees a partial one."""
 
 import hashlib
+import json
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -37,6 +39,11 @@ def complete_lines(path: Path) -> list[str]:
     """
     written = path.read_bytes() if path.is_file() else b""
     return [line.decode() for line in written.split(b"\n")[:-1]]
+
+
+def json_lines(path: Path) -> list[Any]:
+    """Return the values of a JSON Lines file, one for each complete line; none if there is no file."""
+    return [json.loads(line) for line in complete_lines(path)]
 
 
 def append_if_possible(path: Path, text: str) -> None:

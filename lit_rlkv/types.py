@@ -159,29 +159,3 @@ class TrainBatch(TensorBatch):
     """Targets of the critic; None without a critic."""
     n_pairs: int = 0
     """Preference pairs of the whole optimizer step; rows 2i and 2i + 1 are then chosen and rejected."""
-
-
-@dataclass(frozen=True)
-class EvalRow:
-    """Scores of a policy on held-out prompts with one cache."""
-
-    cache: str
-    """Name of the cache: "dense", or policy and size."""
-    budget: int | None
-    """Keys kept per sequence, layer and KV head; None: all."""
-    accuracy: float
-    n_problems: int
-    mean_length: float
-    """Tokens per response."""
-    kv_bytes: int
-    """Allocated bytes of keys and values, of the whole batch.
-
-    The latest queries that SnapKV, R-KV and expected attention also keep are not counted:
-    window · group / (2 · slots) of these bytes, where `group` query heads share a KV head.
-    """
-    kl: float
-    """KL(μ ‖ dense learner) per token in nats, estimated on sampled tokens: the mismatch by eviction."""
-    replay_gap: float
-    """max |log π(shadow) − log μ| over all response tokens: rounding error if replay is exact."""
-    learned_reward: float | None = None
-    """Mean score of the reward role; None without one."""

@@ -219,7 +219,7 @@ def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(sf
         assert row[name] != "", name
     page = (sft_runs / "rlhf" / "report.html").read_text()
     assert "Proxy and gold" in page
-    assert "How sure the reward model should be" in page
+    assert "Calibration of the reward model" in page
     again = evaluate(scoring(sft_runs / "rlhf"))
     assert again.settings["iteration"] == 2
     assert again.rows == results.after

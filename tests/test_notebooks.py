@@ -16,10 +16,10 @@ from tests.tiers import short_tier
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 
-from execute import KERNEL, fingerprint, run  # noqa: E402  # a script beside what it runs, in no package
+from execute import KERNEL, add_alt_texts, fingerprint, run  # noqa: E402  # a script beside what it runs, in no package
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-MAX_IMAGE_BYTES, MAX_BYTES = 150_000, 1_000_000
+MAX_IMAGE_BYTES, MAX_BYTES = 200_000, 1_500_000
 MACHINE_PATH = re.compile(r"(?<![\w.:/~-])/(?:home|root|Users|tmp|usr|opt|work|mnt|var|private)/")
 OWN_PATHS = (str(ROOT), str(Path.home()), sys.prefix)
 
@@ -45,9 +45,22 @@ def shown(output: NotebookNode) -> str:
     return "\n".join(text for kind, text in output.data.items() if kind.startswith("text/"))
 
 
-def images(notebook: NotebookNode) -> list[bytes]:
-    data = [output.data for output in outputs(notebook) if "data" in output]
-    return [base64.b64decode(kinds["image/png"]) for kinds in data if "image/png" in kinds]
+def images(notebook: NotebookNode) -> list[NotebookNode]:
+    return [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+
+
+def image_defects(output: NotebookNode) -> list[str]:
+    png = base64.b64decode(output.data["image/png"])
+    shown_as = output.metadata.get("image/png", {})
+    width = int.from_bytes(png[16:20])  # pixels, by the header of the file
+    found = []
+    if len(png) > MAX_IMAGE_BYTES:
+        found.append(f"an image of {len(png)} bytes")
+    if not shown_as.get("alt"):
+        found.append("an image without alt text")
+    if width < 2 * shown_as.get("width", width):
+        found.append(f"an image of {width} pixels, shown as {shown_as.get('width', width)}")
+    return found
 
 
 def defects(notebook: NotebookNode) -> list[str]:
@@ -74,7 +87,7 @@ def defects(notebook: NotebookNode) -> list[str]:
             found.append(f"a path of the machine: {text[:200]}")
         if "\x1b" in text:
             found.append(f"control codes of a terminal: {text[:200]!r}")
-    found += [f"an image of {len(png)} bytes" for png in images(notebook) if len(png) > MAX_IMAGE_BYTES]
+    found += [defect for output in images(notebook) for defect in image_defects(output)]
     if not images(notebook):
         found.append("no figure")
     if len(nbformat.writes(notebook)) > MAX_BYTES:
@@ -125,11 +138,17 @@ def test_there_are_notebooks():
     assert {path.name[:2] for path in NOTEBOOKS} >= {"01", "02", "03", "04", "05", "06"}
 
 
+def image(*, n_bytes: int = 100, **shown_as: str | int) -> NotebookNode:
+    """Return an output with a PNG 400 pixels wide, by its header, and metadata of a good image."""
+    png = bytes(16) + (400).to_bytes(4) + bytes(n_bytes - 20)
+    metadata = {"image/png": {"alt": "A curve.", "width": 200} | shown_as}
+    data = {"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure>"}
+    return new_output("display_data", data=data, metadata=metadata)
+
+
 def finished(*more: NotebookNode, source: str = "draw()") -> NotebookNode:
-    """A notebook as execute.py leaves it, with these outputs beside a figure."""
-    png = base64.b64encode(b"a picture").decode()
-    figure = new_output("display_data", data={"image/png": png, "text/plain": "<Figure>"})
-    cell = new_code_cell(source, execution_count=1, outputs=[figure, *more])
+    """Return a notebook as execute.py leaves it, with these outputs beside a figure."""
+    cell = new_code_cell(source, execution_count=1, outputs=[image(), *more])
     notebook = new_notebook(cells=[new_markdown_cell("text"), cell])
     notebook.metadata = NotebookNode(
         kernelspec=NotebookNode(KERNEL),
@@ -156,17 +175,34 @@ def test_a_clean_notebook_has_no_defects():
         (stream("saved to /home/me/x"), "a path of the machine"),
         (stream(f"saved to {ROOT}/runs"), "a path of the machine"),
         (stream("\x1b[1mbold\x1b[0m"), "control codes"),
-        (
-            new_output("display_data", data={"image/png": base64.b64encode(bytes(150_001)).decode()}),
-            "an image of",
-        ),
-        (new_output("display_data", data={"text/html": "x" * 1_000_001}), "the notebook is too large"),
+        (image(n_bytes=200_001), "an image of 200001 bytes"),
+        (image(alt=""), "an image without alt text"),
+        (image(width=400), "an image of 400 pixels, shown as 400"),
+        (new_output("display_data", data={"text/html": "x" * 1_500_001}), "the notebook is too large"),
     ],
 )
 def test_faults_of_committed_notebooks_are_found(output, defect):
     found = defects(finished(output))
     assert len(found) == 1
     assert found[0].startswith(defect)
+
+
+def test_alt_texts_come_from_comments_in_the_order_of_the_images():
+    first, second = image(alt=""), image(alt="")
+    source = (
+        "# alt: A curve\n#   that rises.\ndraw()\nif True:\n    # alt: Bars.\n    # no alt text\n    draw()"
+    )
+    add_alt_texts(new_code_cell(source, outputs=[first, stream("between"), second]))
+    assert [output.metadata["image/png"] for output in (first, second)] == [
+        {"alt": "A curve that rises.", "width": 200},
+        {"alt": "Bars.", "width": 200},
+    ]
+
+
+@pytest.mark.parametrize("source", ["draw()", "# alt: One.\n# alt: Two.\ndraw()"])
+def test_a_cell_must_have_one_alt_text_per_image(source):
+    with pytest.raises(ValueError, match="must have one '# alt:"):
+        add_alt_texts(new_code_cell(source, outputs=[image()]))
 
 
 def test_outputs_of_other_code_are_found():

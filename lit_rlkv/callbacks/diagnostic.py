@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +13,9 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import is_count
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
-from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
+from lit_rlkv.files import append_if_possible, json_lines, write_atomically
 from lit_rlkv.modules.base import PolicyModule
-
-FILE_NAME = "diagnostics.jsonl"
+from lit_rlkv.run_files import DIAGNOSTICS
 
 
 class Diagnostic(RLCallback):
@@ -100,9 +99,9 @@ class DiagnosticsFile(RLCallback):
     """
 
     def __init__(self, run_dir: Path, diagnostics: Sequence[Diagnostic], resumed_at: int = 0) -> None:
-        self.path = run_dir / FILE_NAME
+        self.path = run_dir / DIAGNOSTICS
         self.diagnostics = diagnostics
-        kept = [row for row in read_rows(self.path) if row["iteration"] <= resumed_at]
+        kept = [row for row in json_lines(self.path) if row["iteration"] <= resumed_at]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
@@ -114,8 +113,3 @@ class DiagnosticsFile(RLCallback):
         append_if_possible(self.path, "".join(json.dumps(row) + "\n" for row in found))
         for diagnostic in self.diagnostics:
             diagnostic.arrays = {}
-
-
-def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """Return the measurements in a file; none if there is no file."""
-    return [json.loads(line) for line in complete_lines(path)]

@@ -1,7 +1,6 @@
 """Accuracy, length and pass@k of an evaluation, with bootstrap intervals."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import comb
 
@@ -10,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.evaluation.evaluator import ScoredResponse
+from lit_rlkv.evaluation.results import CacheEstimates, IntervalEstimate
 from lit_rlkv.rng import stream
 
 
@@ -27,15 +27,6 @@ def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
         raise ValueError(f"n_right={n_right} of n_samples={n_samples} must be between 0 and n_samples")
     n_sets = comb(n_samples, k)
     return (n_sets - comb(n_samples - n_right, k)) / n_sets
-
-
-@dataclass(frozen=True)
-class IntervalEstimate:
-    """A mean with its confidence interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def bootstrap_mean(
@@ -65,16 +56,6 @@ def bootstrap_mean(
 
 RIGHT = 1.0
 """Lowest score that counts as correct for pass@k; accuracy is the mean score."""
-
-
-@dataclass(frozen=True)
-class CacheEstimates:
-    """Means over the problems, with their intervals."""
-
-    accuracy: IntervalEstimate
-    mean_length: IntervalEstimate
-    """Tokens per response."""
-    pass_at_k: dict[int, IntervalEstimate]
 
 
 def estimate(

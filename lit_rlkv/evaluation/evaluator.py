@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.experience.sample import sample_responses
 from lit_rlkv.experience.score import score_rollout
@@ -23,7 +24,7 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager, score
 from lit_rlkv.rng import stream
 from lit_rlkv.tasks import Task
-from lit_rlkv.types import EvalRow, Problem, Rollout, prompt_text
+from lit_rlkv.types import Problem, Rollout, prompt_text
 
 Accuracy = Callable[[Sequence[Problem], Sequence[str]], Float[Tensor, " batch"]]
 """Maps completions to scores from 0 to 1 (1.0 is correct); NaN if scoring failed."""

@@ -1,7 +1,6 @@
 """Accuracy and calibration of a reward head on held-out pairs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -10,39 +9,12 @@ from torchmetrics.classification import BinaryCalibrationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.data.demonstrations import DemonstrationBatch, dense_hidden, encode_completions
+from lit_rlkv.evaluation.results import N_BINS, RewardReport
 from lit_rlkv.models.heads import ScalarHead, last_token
 from lit_rlkv.types import PreferencePair
 
-N_BINS = 10
-"""Number of equally wide bins of confidence for the calibration error."""
-
 ALMOST_ONE = 1 - torch.finfo(torch.float64).eps
 """Highest confidence; torchmetrics would give exactly 1 a bin of its own."""
-
-
-@dataclass(frozen=True)
-class RewardReport:
-    """Quality of a reward head on held-out pairs.
-
-    The confidence that the first of two completions is better is σ(r_first − r_second), the model of Bradley
-    and Terry. Every pair is scored in both orders, so confidence can be too high or too low.
-    """
-
-    n_pairs: int
-    pair_accuracy: float
-    """Share of pairs whose chosen side has the higher reward; a tie counts as wrong."""
-    margin_mean: float
-    """Mean of r_better − r_worse."""
-    margin_std: float
-    """Population standard deviation of r_better − r_worse; 0 for a single pair."""
-    calibration_error: float
-    """Expected calibration error: mean |accuracy − confidence| over bins, weighted by counts."""
-    bin_confidence: list[float]
-    """Mean confidence of each non-empty bin, ascending."""
-    bin_accuracy: list[float]
-    """Share of comparisons whose first side is better, in the same bins."""
-    bin_counts: list[int]
-    """Number of comparisons in the same bins, two for each pair."""
 
 
 def score_pairs(

@@ -64,7 +64,6 @@ def _option(group: str, node: DictConfig) -> str:
                 closest = option, changed
     if closest is None:
         return _name(node)
-    option, changed = closest
     name, changed = closest
     return f"{name} with {', '.join(changed)}" if changed else name
 
@@ -73,7 +72,7 @@ def _leaves(node: Any, path: str = "") -> dict[str, Any]:
     """Return the single values below a node by dotted key."""
     if not isinstance(node, DictConfig):
         return {path: node}
-    below = (_leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items())
+    below = (_leaves(value, f"{path}.{key!s}".lstrip(".")) for key, value in node.items())
     return {key: value for leaves in below for key, value in leaves.items()}
 
 

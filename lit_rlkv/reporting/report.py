@@ -1,70 +1,28 @@
 """report.html: one self-contained page with the results and figures of a run."""
 
-import base64
-import io
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jinja2 import Template
-from matplotlib.figure import Figure
+from jinja2 import Environment, FileSystemLoader
 
-from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.evaluation.results import EvalRow, wilson
 from lit_rlkv.files import write_atomically
+from lit_rlkv.reporting import pictures as sections
+from lit_rlkv.reporting.logged_samples import select_samples
+from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.samples import LoggedSample
-from lit_rlkv.reporting.tables import KL_MEANING, evaluation_cells, learned_cells
-from lit_rlkv.types import EvalRow, Rollout
+from lit_rlkv.reporting.run_folder import RunReport
+from lit_rlkv.reporting.svg import inline_svg, scheme_css
+from lit_rlkv.reporting.tables import evaluation_cells, learned_cells, percent, share_of_dense
 
-PAGE = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-TEMPLATE = Template(PAGE, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+log = logging.getLogger(__name__)
 
-PIXELS_PER_INCH = 200
-"""Resolution of the figures; the page shows them at half size for high-density screens."""
-
-
-class Picture(NamedTuple):
-    """A figure with its name and caption."""
-
-    figure: Figure
-    name: str
-    caption: str
-
-    @property
-    def key(self) -> str:
-        """Name for loggers, such as figures/cache_fill."""
-        return "figures/" + re.sub(r"\W+", "_", self.name.lower())
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """Data of the page; sections whose data is empty or None are left out."""
-
-    title: str
-    config_yaml: str
-    history: style.History
-    before: list[EvalRow]
-    after: list[EvalRow]
-    rollout: Rollout | None
-    """An evaluation rollout under the budget."""
-    budget: int | None
-    """Budget of the run's own cache; None if it is dense."""
-    interval: int | None
-    stage_seconds: dict[str, float]
-    samples: list[LoggedSample]
-    versions: dict[str, str]
-    reward_model: RewardReport | None = None
-    """Quality of the reward head on held-out pairs."""
-    token_labels: Mapping[int, str] | None = None
-    """Label of each token id for the figure of key lifetimes."""
-    diagnostics: Sequence[Mapping[str, Any]] = ()
-    """The lines of diagnostics.jsonl."""
-
-    def measured(self, name: str) -> list[Mapping[str, Any]]:
-        """Return the lines of one diagnostic in the order of iterations."""
-        return [row for row in self.diagnostics if row["name"] == name]
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+)
+TEMPLATES.globals["scheme_css"] = scheme_css
 
 
 def headline(report: RunReport) -> list[str]:
@@ -90,9 +48,31 @@ def _accuracy_sentence(report: RunReport) -> str:
 
 
 def _gain(report: RunReport, budget: int | None) -> str:
-    """Return the accuracies before and after, such as `0.46 → 0.81`; empty if there are none."""
-    found = [row.accuracy for rows in (report.before, report.after) for row in rows if row.budget == budget]
-    return " → ".join(f"{accuracy:.2f}" for accuracy in found)
+    """Return the accuracies before and after, such as `46.1% → 81.0%`; empty if there are none."""
+    return " → ".join(percent(row.accuracy) for row in _rows(report, budget))
+
+
+def _rows(report: RunReport, budget: int | None) -> list[EvalRow]:
+    """Return the rows of a cache before and after training, as far as it was evaluated."""
+    return [row for rows in (report.before, report.after) for row in rows if row.budget == budget]
+
+
+def tiles(report: RunReport) -> list[tuple[str, str, str]]:
+    """Return the main numbers as heading, value and note."""
+    found = []
+    for budget in dict.fromkeys((report.budget, None)):
+        rows = _rows(report, budget)
+        if rows:
+            interval = wilson(rows[-1].accuracy, rows[-1].n_problems)
+            was = f"was {percent(rows[0].accuracy)}; " if len(rows) > 1 else ""
+            note = f"{was}95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}"
+            found.append((f"Accuracy, {rows[-1].cache}", percent(rows[-1].accuracy), note))
+    own = _rows(report, report.budget)
+    if own and report.budget is not None:
+        share = share_of_dense(own[-1], [*report.after, *report.before])
+        found.append(("Cache memory", share, "of a dense cache"))
+        found.append(("KL from dense", f"{own[-1].kl:z.3f}", "nats per token, by eviction"))
+    return found
 
 
 def write_report(path: Path, report: RunReport, pictures: Sequence[Picture]) -> None:
@@ -103,28 +83,34 @@ def write_report(path: Path, report: RunReport, pictures: Sequence[Picture]) -> 
 def render(report: RunReport, pictures: Sequence[Picture]) -> str:
     """Return the page as HTML."""
     rows = [*report.before, *report.after]
-    return TEMPLATE.render(
+    temperature = report.config.get("evaluation", {}).get("temperature", 0)
+    last: dict[str, Any] = dict(report.environments[-1]) if report.environments else {}
+    versions = {"python": last["python"], **last["packages"]} if last else {}
+    return TEMPLATES.get_template("report.html.jinja").render(
         report=report,
         sentences=headline(report),
-        evaluation=evaluation_cells(report.before, report.after),
+        tiles=tiles(report),
+        evaluation=evaluation_cells(report.before, report.after, with_intervals=True),
         learned=learned_cells(report.before, report.after),
         n_problems=max((row.n_problems for row in rows), default=0),
-        kl_meaning=KL_MEANING,
-        pictures=[_image(picture) for picture in pictures],
+        samples=select_samples(report.samples),
+        drawn=page_figures(pictures),
+        decoding=f"sampled (temperature {temperature})" if temperature else "greedy",
+        sections=sections,
+        versions=versions,
     )
 
 
-def _image(picture: Picture) -> dict[str, Any]:
-    """Return a picture as a PNG for the page, with its size in CSS pixels."""
-    buffer = io.BytesIO()
-    # Transparent, so that the dark scheme of the page can invert the image.
-    picture.figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, transparent=True)
-    width, height = picture.figure.get_size_inches()
-    return {
-        "name": picture.name,
-        "caption": picture.caption,
-        "png": base64.b64encode(buffer.getvalue()).decode(),
-        "width": round(width * PIXELS_PER_INCH / 2),
-        "height": round(height * PIXELS_PER_INCH / 2),
-        "is_wide": width > (style.HALF_WIDTH + style.FULL_WIDTH) / 2,
-    }
+def page_figures(pictures: Sequence[Picture]) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures of each section as the page shows them; one that cannot be drawn costs a warning."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for picture in pictures:
+        try:
+            svg = inline_svg(picture.figure, picture.key, picture.name)
+        except Exception as error:
+            log.warning("the figure %r cannot be drawn: %s: %s", picture.name, type(error).__name__, error)
+            continue
+        is_wide = picture.figure.get_figwidth() > (style.HALF_WIDTH + style.FULL_WIDTH) / 2
+        one = {"name": picture.name, "caption": picture.caption, "svg": svg, "is_wide": is_wide}
+        found.setdefault(picture.section, []).append(one)
+    return found

@@ -1,18 +1,11 @@
-"""Metrics of a run: axes, metrics.csv, and final metrics."""
+"""Metrics of a run: axes, the rows of metrics.csv, and final metrics; without torch."""
 
 import csv
-import io
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.files import complete_lines, write_atomically
-from lit_rlkv.types import EvalRow
-
-log = logging.getLogger(__name__)
+from lit_rlkv.evaluation.results import EvalRow
+from lit_rlkv.files import complete_lines
 
 ITERATION, TOKENS, SECONDS = "iteration", "rollout/tokens", "time/wall_clock_s"
 AXES = (ITERATION, TOKENS, SECONDS)
@@ -23,71 +16,9 @@ AxisValues = dict[str, float]
 History = Sequence[Mapping[str, float | int]]
 
 
-class RunAxes(RLCallback):
-    """Adds `rollout/tokens` and `time/wall_clock_s`; must come after RolloutStatistics.
-
-    Both continue from the last row of `history`, the rows before a resume. Repeated iterations and the time
-    between a stop and a resume do not count.
-    """
-
-    def __init__(self, history: History = ()) -> None:
-        earlier = last_axis_values(history)
-        self.n_tokens = earlier[TOKENS]
-        self.earlier_s = earlier[SECONDS]
-        self._started_at = time.perf_counter()
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._started_at = time.perf_counter()
-
-    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        self.n_tokens += metrics["num_tokens"]
-        metrics[TOKENS] = self.n_tokens
-        metrics[SECONDS] = self.earlier_s + time.perf_counter() - self._started_at
-
-
 def last_axis_values(history: History) -> AxisValues:
     """Return the axis values of the last row; zeros if there is none."""
     return {axis: float(history[-1][axis]) if history else 0.0 for axis in AXES}
-
-
-class MetricsFile(RLCallback):
-    """Writes one row per iteration to a CSV file.
-
-    `history` holds the rows. After a resume the rows up to the checkpoint are read back.
-    """
-
-    def __init__(self, path: Path, resumed_at: int = 0) -> None:
-        self.path = path
-        earlier = read_metrics(path) if resumed_at else []
-        self.history = [row for row in earlier if row["iteration"] <= resumed_at]
-        self.columns = dict.fromkeys(name for row in self.history for name in row)
-        self._is_behind = False
-        """True if the file lacks rows or ends within one."""
-        self._rewrite()
-
-    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        row = {"iteration": float(iteration), **metrics}
-        self.history.append(row)
-        is_known = row.keys() <= self.columns.keys() and not self._is_behind
-        self.columns |= dict.fromkeys(row)
-        try:
-            if is_known:
-                with self.path.open("a", newline="") as file:
-                    csv.DictWriter(file, list(self.columns)).writerow(row)
-            else:
-                self._rewrite()
-            self._is_behind = False
-        except OSError as error:  # such as a full disk
-            if not self._is_behind:
-                log.warning("%s cannot be written; it is rewritten later: %s", self.path, error)
-            self._is_behind = True
-
-    def _rewrite(self) -> None:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, list(self.columns))
-        writer.writeheader()
-        writer.writerows(self.history)
-        write_atomically(self.path, text.getvalue())
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -1,7 +1,7 @@
-"""Sample responses of the policy on the console, in samples.jsonl and in the report."""
+"""Sample responses of the policy on the console and in samples.jsonl."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -12,32 +12,22 @@ from rich.text import Text
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
+from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.progress import stderr_console
+from lit_rlkv.run_files import SAMPLES
 from lit_rlkv.types import prompt_text
 
-FILE_NAME = "samples.jsonl"
 MAX_SHOWN_CHARACTERS = 400
 """Longest text on the console; samples.jsonl has the full text."""
-N_REPORTED = 24
-"""Most samples in the report."""
-
-
-@dataclass(frozen=True)
-class LoggedSample:
-    """One response with its score; `iteration` counts from 1."""
-
-    prompt: str
-    completion: str
-    reward: float
-    iteration: int
+RIGHT = 1.0
+"""Lowest score by the task's verifier that counts as correct."""
 
 
 class Samples(RLCallback):
     """Shows the first response to each of the first `n` prompts, every `every_n_iterations` iterations.
 
-    The choice does not depend on rewards, so samples are typical. `latest` are the latest samples, and
-    `samples` those for the report: `N_REPORTED`, from the first iteration and the latest ones. samples.jsonl
-    in `run_dir` has all samples, and a resumed run reads them back.
+    The choice does not depend on rewards, so samples are typical. `latest` are the latest samples;
+    samples.jsonl in `run_dir` has all of them, also those from before a resume.
     """
 
     def __init__(
@@ -47,14 +37,13 @@ class Samples(RLCallback):
         n: int = 3,
         console: Console | None = None,
     ) -> None:
-        self.path = run_dir / FILE_NAME
+        self.path = run_dir / SAMPLES
         self.every_n_iterations = every_n_iterations
         self.n = n
         self.console = console or stderr_console()
         if self.path.is_file():  # drops a line that a crash cut short
             write_atomically(self.path, "".join(f"{line}\n" for line in complete_lines(self.path)))
         self.latest: list[LoggedSample] = []
-        self.samples = select_samples(_read_back(self.path), N_REPORTED)
 
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every_n_iterations:
@@ -62,28 +51,13 @@ class Samples(RLCallback):
         self.latest = draw_samples(experience, self.n)
         lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.latest]
         append_if_possible(self.path, "".join(lines))
-        # A resumed run draws the samples after its checkpoint again.
-        earlier = [sample for sample in self.samples if sample.iteration <= experience.iteration]
-        self.samples = select_samples([*earlier, *self.latest], N_REPORTED)
         self.console.print(render(self.latest))
-
-
-def read_samples(path: Path) -> list[LoggedSample]:
-    """Return all samples of a file; samples drawn again after a resume replace the earlier ones."""
-    latest = {(sample.iteration, sample.prompt): sample for sample in _read_back(path)}
-    return sorted(latest.values(), key=lambda sample: sample.iteration)
-
-
-def select_samples(samples: list[LoggedSample], n_kept: int) -> list[LoggedSample]:
-    """Return at most `n_kept` samples: up to half from the first iteration, and the latest."""
-    first = [sample for sample in samples if sample.iteration == samples[0].iteration][: n_kept // 2]
-    n_latest = min(n_kept, len(samples)) - len(first)
-    return first + samples[len(samples) - n_latest :]
 
 
 def draw_samples(experience: Experience, n: int) -> list[LoggedSample]:
     """Return the first response to each of the first `n` prompts."""
     rewards = experience.rewards.scores.tolist()
+    verdicts = experience.rewards.components.get("exact_match")
     rows = range(0, len(rewards), experience.group_size)[:n]
     return [
         LoggedSample(
@@ -91,6 +65,8 @@ def draw_samples(experience: Experience, n: int) -> list[LoggedSample]:
             completion=experience.completions[row],
             reward=rewards[row],
             iteration=experience.iteration + 1,
+            answer=experience.problems[row].answer,
+            is_right=None if verdicts is None else bool(verdicts[row] >= RIGHT),
         )
         for row in rows
     ]
@@ -112,7 +88,3 @@ def _printable(text: str) -> str:
     """Return the text shortened, with control characters escaped so that they cannot change the terminal."""
     cut = text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "…"
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in cut)
-
-
-def _read_back(path: Path) -> list[LoggedSample]:
-    return [LoggedSample(**json.loads(line)) for line in complete_lines(path)]

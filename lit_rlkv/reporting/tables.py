@@ -6,9 +6,7 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lit_rlkv.evaluation.estimates import CacheEstimates, IntervalEstimate
-from lit_rlkv.evaluation.reward_model import RewardReport
-from lit_rlkv.types import EvalRow
+from lit_rlkv.evaluation.results import CacheEstimates, EvalRow, IntervalEstimate, RewardReport, wilson
 from lit_rlkv.units import human_bytes, human_seconds
 
 KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats"
@@ -38,8 +36,15 @@ def _names(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> list[str]:
     return [name for name, rows in (("before", before), ("after", after)) if rows]
 
 
-def evaluation_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Cells:
-    """Return the evaluation table; columns say before and after if there are both."""
+def evaluation_cells(
+    before: Sequence[EvalRow], after: Sequence[EvalRow], *, with_intervals: bool = False
+) -> Cells:
+    """Return the evaluation table; columns say before and after if there are both.
+
+    Args:
+        with_intervals: accuracies with their 95% Wilson intervals, which are too wide for a terminal.
+    """
+    accuracy_of = accuracy_cell if with_intervals else _accuracy
     names = _names(before, after)
     suffixes = [f" {name}" for name in names] if len(names) > 1 else [""]
     headings = ["Cache", *(f"Accuracy{suffix}" for suffix in suffixes), "KV bytes", "of dense"]
@@ -50,9 +55,9 @@ def evaluation_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Cel
         cells.append(
             [
                 cache,
-                *(ABSENT if row is None else f"{row.accuracy:.3f}" for row in rows),
+                *(ABSENT if row is None else accuracy_of(row) for row in rows),
                 human_bytes(measured[-1].kv_bytes),
-                _share_of_dense(measured[-1], [*after, *before]),
+                share_of_dense(measured[-1], [*after, *before]),
                 *(ABSENT if row is None else f"{row.kl:z.4f}" for row in rows),
                 f"{max(row.replay_gap for row in measured):.1e}",
             ]
@@ -71,7 +76,22 @@ def _learned(row: EvalRow | None) -> str:
     return ABSENT if row is None or row.learned_reward is None else f"{row.learned_reward:.2f}"
 
 
-def _share_of_dense(row: EvalRow, rows: Sequence[EvalRow]) -> str:
+def _accuracy(row: EvalRow) -> str:
+    return f"{row.accuracy:.3f}"
+
+
+def accuracy_cell(row: EvalRow) -> str:
+    """Return an accuracy with its 95% Wilson interval, such as 81.0% [77.4, 84.2]."""
+    interval = wilson(row.accuracy, row.n_problems)
+    return f"{percent(row.accuracy)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def percent(share: float | int) -> str:
+    """Return a share as a percentage, such as 81.0%."""
+    return f"{share:.1%}"
+
+
+def share_of_dense(row: EvalRow, rows: Sequence[EvalRow]) -> str:
     """Return the cache bytes as a share of those of the first dense cache among the rows."""
     dense = next((other.kv_bytes for other in rows if other.budget is None and other.kv_bytes > 0), None)
     return f"{row.kv_bytes / dense:.0%}" if dense else ABSENT
@@ -163,7 +183,7 @@ def cost_cells(rows: Sequence[EvalRow]) -> Cells:
         [
             row.cache,
             human_bytes(row.kv_bytes),
-            _share_of_dense(row, rows),
+            share_of_dense(row, rows),
             f"{row.kl:z.4f}",
             f"{row.replay_gap:.1e}",
             *([_learned(row)] if has_learned else []),

@@ -20,12 +20,14 @@ from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.rewards import RewardFunction, RewardManager
+from lit_rlkv.run_files import BACKBONE as BACKBONE
+from lit_rlkv.run_files import CHECKPOINTS as CHECKPOINTS
+from lit_rlkv.run_files import CONFIG as CONFIG
+from lit_rlkv.run_files import EVALUATION as EVALUATION
+from lit_rlkv.run_files import METRICS as METRICS
+from lit_rlkv.run_files import REPORT as REPORT
 from lit_rlkv.runs.launch import fabric_precision
 from lit_rlkv.tasks import Task
-
-CONFIG, BACKBONE, CHECKPOINTS = "config.yaml", "backbone", "checkpoints"
-EVALUATION, METRICS, REPORT = "evaluation.json", "metrics.csv", "report.html"
-"""Names in a run folder; the report is written last."""
 
 WEIGHT_DTYPES = {
     "32-true": torch.float32,

@@ -16,8 +16,9 @@ import torch
 
 from lit_rlkv.config import Config
 from lit_rlkv.files import write_atomically
+from lit_rlkv.run_files import ENVIRONMENT
 
-FILE_NAME = "environment.json"
+FILE_NAME = ENVIRONMENT
 """File in the run folder: a list with an entry for every start."""
 
 PACKAGES = (

@@ -9,11 +9,11 @@ from pathlib import Path
 from jinja2 import StrictUndefined, Template
 
 from lit_rlkv.config import is_local
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.reporting.tables import markdown_table
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import SavedRun
 from lit_rlkv.runs.training_run import Results
-from lit_rlkv.types import EvalRow
 
 ADAPTER, VALUE_ADAPTER, HEADS = "adapter", "value_adapter", "heads.safetensors"
 CARD = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,20 +14,23 @@ from lightning import Callback
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from lit_rlkv.callbacks.diagnostic import FILE_NAME as DIAGNOSTICS
-from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile, read_rows
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
-from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import atomic_dir, link_tree, write_atomically
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
 from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
-from lit_rlkv.reporting.pictures import figures
+from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
+from lit_rlkv.reporting.pictures import Picture, figures
 from lit_rlkv.reporting.progress import ProgressBar
-from lit_rlkv.reporting.report import Picture, RunReport, write_report
-from lit_rlkv.reporting.run_metrics import SECONDS, MetricsFile, RunAxes, last_axis_values
+from lit_rlkv.reporting.report import write_report
+from lit_rlkv.reporting.run_folder import RunReport, read_run
+from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
 from lit_rlkv.reporting.samples import Samples
+from lit_rlkv.run_files import EVICTIONS
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
@@ -37,7 +39,7 @@ from lit_rlkv.runs.preflight import build_user_callbacks
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE
-from lit_rlkv.types import EvalRow, Rollout
+from lit_rlkv.types import Rollout
 
 log = logging.getLogger(__name__)
 RANKS = "ranks"
@@ -191,7 +193,8 @@ class TrainingRun:
     def write_report(self) -> None:
         """Write report.html and send the outcome to the logger; only rank 0 does."""
         if self.is_rank_zero:
-            report = self._report(self.results)
+            self._save_evictions()
+            report = self._report()
             pictures = figures(report)
             write_report(self.run_dir / REPORT, report, pictures)
             self.logger.send("the outcome", lambda logger: self._log_outcome(logger, pictures))
@@ -214,30 +217,26 @@ class TrainingRun:
         if checkpoint is not None:
             logger.file(checkpoint.path, "model")
 
-    def _draw(self, rollout: Rollout) -> list[Picture]:
-        return figures(self._report(replace(self.results, rollout=rollout)))
+    def _save_evictions(self) -> None:
+        """Write what the report shows of the evaluation rollout; a failure costs two figures, not the run."""
+        if self.results.rollout is None:
+            return
+        try:
+            record = json.dumps(self._eviction_record(self.results.rollout))
+            write_atomically(self.run_dir / EVICTIONS, record)
+        except Exception as error:
+            log.warning("the report has no cache fill and no key lifetimes: %s", error)
 
-    def _report(self, results: Results) -> RunReport:
-        """Collect what the report shows of a run so far, finished or not."""
-        cfg, rollout = self.context.cfg, results.rollout
-        seen = [] if rollout is None else sorted(set(rollout.input_ids.flatten().tolist()))
-        packages = ("torch", "transformers", "peft", "lightning")
-        return RunReport(
-            title=self.run_dir.name,
-            config_yaml=OmegaConf.to_yaml(cfg.source),
-            history=self.metrics.history,
-            before=results.before,
-            after=results.after,
-            rollout=rollout,
-            token_labels={token: cast(str, self.context.tokenizer.decode([token])) for token in seen},
-            budget=None if cfg.cache.policy == "dense" else cfg.cache.budget,
-            interval=None if cfg.cache.policy == "dense" else cfg.cache.interval,
-            reward_model=results.reward_model,
-            stage_seconds=results.stage_seconds,
-            samples=self.samples.samples,
-            diagnostics=read_rows(self.run_dir / DIAGNOSTICS),
-            versions={"python": platform.python_version(), **environment.installed(packages)},
-        )
+    def _draw(self, rollout: Rollout) -> list[Picture]:
+        return figures(replace(self._report(), evictions=self._eviction_record(rollout)))
+
+    def _report(self) -> RunReport:
+        """Return what the report shows of the run so far; a full disk may have kept rows out of the file."""
+        return replace(read_run(self.run_dir), history=self.metrics.history)
+
+    def _eviction_record(self, rollout: Rollout) -> dict[str, Any]:
+        decode = self.context.tokenizer.decode
+        return eviction_record(rollout, lambda token: cast(str, decode([token])))
 
 
 def make_diagnostics(cfg: Config, module: PolicyModule) -> list[Diagnostic]:

@@ -12,7 +12,8 @@ from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator
-from lit_rlkv.evaluation.reward_model import RewardReport, score_pairs
+from lit_rlkv.evaluation.results import EvalRow, RewardReport
+from lit_rlkv.evaluation.reward_model import score_pairs
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.heads import ScalarHead
@@ -26,7 +27,7 @@ from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
-from lit_rlkv.types import EvalRow, PreferencePair, Rollout
+from lit_rlkv.types import PreferencePair, Rollout
 
 
 def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str | Path) -> None:

@@ -23,8 +23,9 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import StepProgressBar
-from lit_rlkv.reporting.run_metrics import MetricsFile
+from lit_rlkv.run_files import SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
@@ -53,7 +54,7 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
         stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
         bar = StepProgressBar(stage.steps_done(), stage.resumed_at, run.console)
         with run.timed("sft", lambda: f"step {bar.step} of the SFT stage"):
-            metrics = MetricsFile(run.own_dir / "sft_metrics.csv", stage.resumed_at)
+            metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at)
             start = stage.run([bar, metrics])
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next

@@ -2,7 +2,9 @@ import json
 
 import pytest
 
-from lit_rlkv.callbacks.diagnostic import FILE_NAME, Diagnostic, DiagnosticsFile, read_rows
+from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
+from lit_rlkv.files import json_lines
+from lit_rlkv.run_files import DIAGNOSTICS as FILE_NAME
 from tests.callbacks.measuring import assert_same_training, trained
 from tests.hand_built import make_datamodule, make_roles
 
@@ -42,7 +44,7 @@ def test_a_diagnostic_measures_at_its_interval_and_logs_its_time(tmp_path):
 def test_arrays_are_written_once_and_an_iteration_without_a_measurement_adds_no_row(tmp_path):
     diagnostic = Counting(every=2)
     iterate(diagnostic, DiagnosticsFile(tmp_path, [diagnostic]), 4)
-    assert read_rows(tmp_path / FILE_NAME) == [
+    assert json_lines(tmp_path / FILE_NAME) == [
         {"iteration": 1, "name": "counting", "found": [1]},
         {"iteration": 3, "name": "counting", "found": [2]},
     ]
@@ -54,16 +56,16 @@ def test_a_resumed_run_keeps_measurements_up_to_its_checkpoint(tmp_path, resumed
     iterate(diagnostic, DiagnosticsFile(tmp_path, [diagnostic]), 4)
     again = Counting()
     file = DiagnosticsFile(tmp_path, [again], resumed_at)
-    assert [row["iteration"] for row in read_rows(tmp_path / FILE_NAME)] == kept
+    assert [row["iteration"] for row in json_lines(tmp_path / FILE_NAME)] == kept
     iterate(again, file, resumed_at + 1, first=resumed_at)
-    assert [row["iteration"] for row in read_rows(tmp_path / FILE_NAME)] == [*kept, resumed_at + 1]
+    assert [row["iteration"] for row in json_lines(tmp_path / FILE_NAME)] == [*kept, resumed_at + 1]
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
     path = tmp_path / FILE_NAME
     path.write_text(json.dumps({"iteration": 1, "name": "counting"}) + "\n" + '{"iteration": 2, "na')
-    assert [row["iteration"] for row in read_rows(path)] == [1]
+    assert [row["iteration"] for row in json_lines(path)] == [1]
 
 
 @pytest.mark.usefixtures("_as_users_run_it")

@@ -11,7 +11,7 @@ from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import ConfigError, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.sweep import parse as parse_sweep
+from lit_rlkv.sweeping.arguments import parse as parse_sweep
 from lit_rlkv.sweeping.plan import Plan, first_config
 from lit_rlkv.sweeping.sweep_file import read_sweep
 from tests.docs.pages import PAGES, ROOT, TRUST, shell_commands
@@ -97,6 +97,8 @@ def check_program(program: str, arguments: list[str]) -> None:
     elif program == "sweep":
         args = parse_sweep(arguments)
         first_config(Plan(read_sweep(ROOT / args.file), tuple(args.overrides)))
+    elif program == "report":
+        assert all("/" in one or one.startswith("to=") for one in arguments)  # its runs would have to exist
     else:
         composed, _ = compose_arguments(program, arguments)
         parse(SAVED[program], composed)

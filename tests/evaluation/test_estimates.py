@@ -3,8 +3,9 @@ from itertools import combinations
 import pytest
 import torch
 
-from lit_rlkv.evaluation.estimates import IntervalEstimate, bootstrap_mean, estimate, pass_at_k
+from lit_rlkv.evaluation.estimates import bootstrap_mean, estimate, pass_at_k
 from lit_rlkv.evaluation.evaluator import ScoredResponse
+from lit_rlkv.evaluation.results import IntervalEstimate, wilson
 from lit_rlkv.rng import stream
 
 
@@ -169,3 +170,30 @@ def test_equal_generators_draw_the_same_prompts():
 def test_invalid_bootstrap_arguments_are_refused(values, level, n_resamples, says):
     with pytest.raises(ValueError, match=says):
         interval(values, level, n_resamples)
+
+
+def test_wilson_interval_matches_hand_arithmetic():
+    # z = 1.959964, z² = 3.841459; 8 of 10: centre (0.8 + 0.192073) / 1.384146 = 0.716740,
+    # half 1.959964 / 1.384146 · √(0.016 + 0.009604) = 0.226577
+    found = wilson(0.8, 10)
+    assert (found.low, found.value, found.high) == pytest.approx((0.490162, 0.8, 0.943318), abs=1e-6)
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.0, 0.277533), (1.0, 0.722467, 1.0)])
+def test_wilson_interval_of_none_or_all_right_is_no_point(share, low, high):
+    # 0 of 10: the upper bound is z² / (n + z²) = 3.841459 / 13.841459
+    found = wilson(share, 10)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-6)
+
+
+def test_wilson_interval_narrows_with_problems_and_widens_with_the_level():
+    def width(found):
+        return found.high - found.low
+
+    assert width(wilson(0.5, 1000)) < width(wilson(0.5, 100)) < width(wilson(0.5, 100, level=0.99))
+
+
+@pytest.mark.parametrize(("share", "n", "level"), [(0.5, 0, 0.95), (1.5, 10, 0.95), (0.5, 10, 1.0)])
+def test_wilson_interval_refuses_what_is_no_share(share, n, level):
+    with pytest.raises(ValueError, match="needs a share from 0 to 1"):
+        wilson(share, n, level)

@@ -12,7 +12,8 @@ from torchmetrics.classification import BinaryAccuracy, BinaryCalibrationError
 from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
-from lit_rlkv.evaluation.reward_model import N_BINS, RewardReport, report_margins, score_pairs
+from lit_rlkv.evaluation.results import N_BINS, RewardReport
+from lit_rlkv.evaluation.reward_model import report_margins, score_pairs
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.presets import tiny_qwen3

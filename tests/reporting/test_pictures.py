@@ -2,12 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import render
 from tests.reporting.plots.drawn import POSITIONS, arm_history, layers
 from tests.reporting.plots.test_kept_keys import CACHE
-from tests.reporting.reports import EMPTY, FULL
+from tests.reporting.reports import EMPTY, FULL, JUDGED, make_rollout
+
+LOSS_AND_ACCURACY = ["Loss", "Accuracy against budget"]
 
 
 def named(report, name):
@@ -18,34 +20,37 @@ def named(report, name):
     ("changes", "names"),
     [
         ({"history": []}, ["Accuracy against budget", "Cache fill", "Key lifetimes in one sequence"]),
-        ({"rollout": None, "before": [], "after": []}, ["Reward", "Mismatch of sampler and learner"]),
-        ({"rollout": None, "history": [{"iteration": 1, "loss": 0.5}]}, ["Accuracy against budget"]),
+        ({"evictions": None, "before": [], "after": []}, ["Reward", "Mismatch of sampler and learner"]),
+        (
+            {"evictions": None, "history": [{"iteration": 1, "loss": 0.5}]},
+            ["Loss", "Accuracy against budget"],
+        ),
         (
             {
-                "rollout": None,
+                "evictions": None,
                 "before": [],
                 "after": [],
                 "history": [{"iteration": 1, "rewards/learned": 0.5}],
-                "reward_model": RewardReport(10, 0.9, 1.5, 0.5, 0.05, [0.2, 0.8], [0.1, 0.9], [10, 10]),
+                "reward_model": JUDGED,
             },
-            ["Proxy and gold", "How sure the reward model should be"],
+            ["Proxy and gold", "Calibration of the reward model"],
         ),
     ],
 )
 def test_there_is_a_figure_for_what_has_data(changes, names):
-    assert [name for _, name, _ in figures(replace(FULL, stage_seconds={}, **changes))] == names
+    assert [picture.name for picture in figures(replace(FULL, stage_seconds={}, **changes))] == names
 
 
 def test_lifetimes_are_those_of_the_longest_sequence_with_its_tokens():
-    labels = {token: f"t{token}" for token in range(5)}
-    figure = named(replace(FULL, token_labels=labels), "Key lifetimes in one sequence")
+    record = eviction_record(make_rollout(), lambda token: f"t{token}")
+    figure = named(replace(FULL, evictions=record), "Key lifetimes in one sequence")
     texts = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     # the first row has six tokens, the second five; the last token has no key
     assert texts == ["t0", "t1", "t2", "t3", "t4"]
 
 
 def test_a_dense_run_has_no_budget_to_mark():
-    dense = replace(FULL, budget=None, interval=None)
+    dense = replace(FULL, config_yaml="cache: {policy: dense, budget: 16, interval: 4}")
     figure = named(dense, "Cache fill")
     assert not [line for line in figure.axes[0].lines if "budget" in str(line.get_label())]
 
@@ -61,9 +66,7 @@ def test_each_measurement_has_its_pictures():
     assert names(EMPTY) == []
     assert names(replace(EMPTY, diagnostics=[POSITIONS])) == BY_POSITION
     assert names(replace(EMPTY, diagnostics=[layers(1, 0.1)])) == ["Which layer's eviction matters"]
-    assert names(replace(EMPTY, history=arm_history(0.5))) == [
-        "What each correction would make of the rollouts"
-    ]
+    assert names(replace(EMPTY, history=arm_history(0.5))) == ["What is left after a correction"]
 
 
 def test_the_last_measurement_is_the_one_that_is_shown():
@@ -84,12 +87,14 @@ def test_the_last_measurement_has_its_pictures():
     earlier = {**CACHE, "iteration": 1, "attention_kept": [[0.0, 0.0]] * 3}
     shown = figures(replace(EMPTY, diagnostics=[earlier, CACHE]))
     assert [picture.name for picture in shown] == [
-        "Attention that eviction left",
         "Evicted and later needed",
+        "Attention that eviction left",
+        "Attention left for the worst queries",
         "Age of keys at their eviction",
+        "Median age by head",
     ]
     assert all(picture.caption.startswith("In iteration 11:") for picture in shown)
-    assert shown[0].figure.axes[0].images[0].get_array()[0, 0] == 0.9
+    assert shown[1].figure.axes[0].images[0].get_array()[0, 0] == 0.9
 
 
 def test_a_run_that_evicted_nothing_has_none():

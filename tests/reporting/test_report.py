@@ -1,19 +1,22 @@
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
-from jinja2 import Template
+from jinja2 import Environment, FileSystemLoader
 
 from lit_rlkv.reporting import report as report_module
+from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.pictures import figures
-from lit_rlkv.reporting.report import headline, render, write_report
-from tests.reporting.reports import EMPTY, FULL, eval_row
+from lit_rlkv.reporting.report import TEMPLATES, headline, render, tiles, write_report
+from lit_rlkv.reporting.svg import SCHEMES
+from tests.reporting.reports import EMPTY, FULL, JUDGED, Page, eval_row
+
+DENSE = FULL.config_yaml.replace("policy: random", "policy: dense")
 
 
 def test_the_headline_is_the_gain_under_the_budget():
     assert headline(FULL) == [
-        "Accuracy under a budget of 16 keys: 0.46 → 0.81; dense: 0.99 → 0.98.",
+        "Accuracy under a budget of 16 keys: 45.6% → 81.0%; dense: 99.0% → 98.0%.",
         "Mean reward of the rollouts over 2 iterations: 0.25 → 0.75.",
     ]
 
@@ -21,8 +24,8 @@ def test_the_headline_is_the_gain_under_the_budget():
 @pytest.mark.parametrize(
     ("changes", "sentences"),
     [
-        ({"before": [], "history": []}, ["Accuracy under a budget of 16 keys: 0.81; dense: 0.98."]),
-        ({"budget": None, "history": []}, ["Accuracy with a dense cache: 0.99 → 0.98."]),
+        ({"before": [], "history": []}, ["Accuracy under a budget of 16 keys: 81.0%; dense: 98.0%."]),
+        ({"config_yaml": DENSE, "history": []}, ["Accuracy with a dense cache: 99.0% → 98.0%."]),
         ({"before": [], "after": [], "history": []}, ["This run neither trained nor evaluated a policy."]),
         (
             {"before": [], "after": [], "history": [{"iteration": 1, "reward": 0.5}]},
@@ -38,31 +41,16 @@ def test_the_headline_tells_only_what_was_measured(changes, sentences):
     assert headline(replace(FULL, **changes)) == sentences
 
 
-VOID = {"meta", "img", "br"}
-
-
-class Balance(HTMLParser):
-    """Collects tags and links, and whether tags are closed in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.tags, self.links = [], [], []
-        self.is_balanced = True
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        self.is_balanced &= self.open.pop() == tag
-
-
-def parsed(page):
-    parser = Balance()
-    parser.feed(page)
-    return parser
+def test_the_tiles_are_the_accuracies_with_intervals_and_the_costs_of_the_own_cache():
+    # Wilson, 0.81 of 128: z² = 3.8415; centre 0.80097, half 0.06757
+    assert tiles(FULL) == [
+        ("Accuracy, random 16+4", "81.0%", "was 45.6%; 95% interval 73.3–86.9"),
+        ("Accuracy, dense", "98.0%", "was 99.0%; 95% interval 93.8–99.4"),
+        ("Cache memory", "100%", "of a dense cache"),
+        ("KL from dense", "0.100", "nats per token, by eviction"),
+    ]
+    assert tiles(EMPTY) == []
+    assert [heading for heading, *_ in tiles(replace(FULL, config_yaml=DENSE))] == ["Accuracy, dense"]
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +59,43 @@ def full_page():
 
 
 def test_the_page_needs_nothing_from_outside(full_page):
-    parser = parsed(full_page)
-    assert parser.is_balanced
-    assert parser.open == []
+    page = Page(full_page)
+    assert page.is_balanced
+    assert page.open == []
     assert not re.search(r"https?://", full_page)
-    assert not {"script", "link", "iframe", "object"} & set(parser.tags)
+    assert not {"script", "link", "iframe", "object", "img"} & set(page.tags)
     assert "@import" not in full_page
-    assert "url(" not in full_page
-    assert len(parser.links) == 6
-    assert all(link.startswith("data:image/png;base64,") for link in parser.links)
+    assert len(page.links) > 20
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
+    assert all(place.startswith("#") for place in re.findall(r"url\(([^)]*)", full_page))
+
+
+def test_every_link_leads_to_one_place_of_the_page(full_page):
+    page = Page(full_page)
+    places = [link[1:] for link in page.links if link.startswith("#")]
+    places += re.findall(r"url\(#([^)]*)", full_page)
+    assert set(places) <= set(page.ids)
+    assert len(set(page.ids)) == len(page.ids)
+
+
+def test_figures_have_the_colours_of_both_schemes(full_page):
+    bodies = re.findall(r"<svg.*?</svg>", full_page, flags=re.DOTALL)
+    assert len(bodies) == Page(full_page).count("figure") == 6
+    used = {name for body in bodies for name in re.findall(r"var\(--(\w+)\)", body)}
+    assert {"ink", "muted", "grid", "blue", "sans"} <= used <= SCHEMES["dark"].keys() | {"sans", "mono"}
+    # no colour is left that is the same on light and dark paper
+    assert not [color for body in bodies for color in re.findall(r"(?:fill|stroke): (#\w+)", body)]
+    style = full_page[: full_page.index("</style>")]
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    for name in SCHEMES["light"]:
+        assert f"--{name}: {SCHEMES['light'][name]}" in light
+        assert f"--{name}: {SCHEMES['dark'][name]}" in dark
+        assert name == "paper" or SCHEMES["light"][name] != SCHEMES["dark"][name]
+    assert "invert(" not in style
 
 
 def test_texts_of_a_run_are_no_html(full_page):
-    assert "script" not in parsed(full_page).tags
+    assert "script" not in Page(full_page).tags
     assert "<title>a &lt;run&gt; &amp; more</title>" in full_page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in full_page
     assert "1 &lt; 2 &amp; 3" in full_page
@@ -92,24 +104,51 @@ def test_texts_of_a_run_are_no_html(full_page):
 
 
 def test_the_check_for_html_would_notice_an_unescaped_text(monkeypatch):
-    monkeypatch.setattr(report_module, "TEMPLATE", Template(report_module.PAGE, autoescape=False))
-    assert "script" in parsed(render(replace(FULL, title="a run"), [])).tags
+    loader = FileSystemLoader(TEMPLATES.loader.searchpath)
+    careless = Environment(loader=loader, autoescape=False)
+    careless.globals.update(TEMPLATES.globals)
+    monkeypatch.setattr(report_module, "TEMPLATES", careless)
+    assert "script" in Page(render(replace(FULL, title="a run"), [])).tags
 
 
-def test_the_page_shows_every_part(full_page):
-    for part in (
-        "Evaluation",
-        "Pictures",
-        "Samples",
-        "Time per stage",
-        "Config",
-        "0.456",
-        "random 16+4",
-        "torch 2.13.0",
-    ):
-        assert part in full_page
-    assert "prefers-color-scheme: dark" in full_page
-    assert full_page.count("<figcaption>") == 6
+def test_sections_stand_in_order_and_in_the_table_of_contents(full_page):
+    page = Page(full_page)
+    sections = ["Training", "Evaluation", "Mismatch", "Cache", "Cost", "Samples", "Config"]
+    assert [name for name in page.ids if name in sections] == sections
+    assert [link for link in page.links if link[1:] in sections] == [f"#{name}" for name in sections]
+    training_only = Page(render(history_only := replace(EMPTY, history=FULL.history), figures(history_only)))
+    assert [name for name in training_only.ids if name in sections] == ["Training", "Mismatch"]
+
+
+def test_the_header_says_what_ran(full_page):
+    texts = [text for text in Page(full_page).texts if text.strip()]
+    texts = texts[texts.index("Task") :]
+    facts = dict(zip(texts[:22:2], texts[1:22:2], strict=True))
+    assert facts["Model"] == "tiny_qwen3, from scratch: 2 layers of 4 KV heads, width 32"
+    assert facts["Arm"] == "smd: exact replay and Shadow Mask Distillation"
+    assert facts["Algorithm"] == "grpo, 8 responses to a prompt"
+    assert facts["Cache"] == "random 16+4 (budget + interval slots)"
+    assert facts["Seed"] == "3"
+    assert facts["Device"] == "cpu, threads: 4 of 8"
+    assert facts["Commit"] == "0123456789 with local changes"
+    assert facts["Date"] == "2026-01-31 12:00 UTC"
+    assert facts["Duration"] == "1:35"
+    assert facts["Command"] == "python -m lit_rlkv.fit seed=3"
+
+
+def test_accuracies_stand_with_their_intervals(full_page):
+    assert "81.0% [73.3, 86.9]" in Page(full_page).texts
+    assert "16+5 means" in full_page
+
+
+def test_calibration_is_shown_only_where_a_learned_reward_is_used():
+    def names(report):
+        return [picture.name for picture in figures(replace(report, history=[], evictions=None))]
+
+    unused = replace(FULL, reward_model=JUDGED)
+    used = replace(unused, after=[replace(row, learned_reward=1.0) for row in FULL.after])
+    assert "Calibration of the reward model" not in names(unused)
+    assert "Calibration of the reward model" in names(used)
 
 
 def test_a_learned_reward_stands_beside_the_accuracy():
@@ -121,11 +160,43 @@ def test_a_learned_reward_stands_beside_the_accuracy():
     assert "Learned reward" not in render(FULL, [])
 
 
+def test_samples_stand_with_their_reference_and_wrong_ones_are_marked():
+    samples = [
+        LoggedSample("1+1=", "2", 1.0, 1, "2", is_right=True),
+        LoggedSample("1+2=", "4", 0.0, 1, "three", is_right=False),
+        LoggedSample("a poem", "roses", 0.7, 2),
+    ]
+    page = Page(render(replace(EMPTY, samples=samples), []))
+    assert [name for name in page.classes if name in ("sample", "right", "wrong")] == [
+        *("sample", "right"),
+        *("sample", "wrong"),
+        "sample",
+    ]
+    texts = [text.strip() for text in page.texts if text.strip()]
+    assert "✗ wrong" in texts
+    assert texts[texts.index("three") - 1] == "Reference"
+    assert texts.count("Reference") == 2  # the poem has none
+    assert [text for text in texts if text.startswith("Iteration")] == ["Iteration 1", "Iteration 2"]
+
+
 def test_a_run_that_did_nothing_has_a_page_without_empty_sections():
     page = render(EMPTY, [])
-    parser = parsed(page)
-    assert not {"h2", "table", "figure", "details", "footer"} & set(parser.tags)
+    assert not {"h2", "table", "figure", "details", "footer", "nav", "dl"} & set(Page(page).tags)
     assert "neither trained nor evaluated" in page
+
+
+def test_a_figure_that_fails_costs_a_warning_and_nothing_else(monkeypatch, caplog):
+    def fail(*_):
+        raise ZeroDivisionError("no pixels")
+
+    monkeypatch.setattr("lit_rlkv.reporting.plots.curves.reward_curve", fail)
+    pictures = figures(FULL)
+    assert [picture.name for picture in pictures][:1] == ["Accuracy against budget"]
+    assert "the figure 'Reward' cannot be drawn: ZeroDivisionError: no pixels" in caplog.text
+    monkeypatch.setattr(pictures[0].figure, "savefig", fail)
+    page = Page(render(FULL, pictures))
+    assert page.count("figure") == len(pictures) - 1
+    assert "the figure 'Accuracy against budget' cannot be drawn" in caplog.text
 
 
 def test_a_report_is_replaced_as_a_whole(tmp_path):

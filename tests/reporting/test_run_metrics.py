@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from lit_rlkv.evaluation.results import EvalRow
+from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
 from lit_rlkv.reporting.run_metrics import (
     FINAL_METRICS,
     SECONDS,
     TOKENS,
-    MetricsFile,
-    RunAxes,
     final_metrics,
     last_axis_values,
     read_metrics,
 )
-from lit_rlkv.types import EvalRow
 
 
 def rows_of(axes, *n_tokens):

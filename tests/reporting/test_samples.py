@@ -2,21 +2,20 @@
 
 import io
 import json
+from dataclasses import replace
 
-import pytest
 import torch
 from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
+from lit_rlkv.reporting.logged_samples import MAX_REPORTED, LoggedSample, read_samples, select_samples
 from lit_rlkv.reporting.samples import (
     MAX_SHOWN_CHARACTERS,
-    LoggedSample,
     Samples,
     draw_samples,
     render,
-    select_samples,
 )
 from lit_rlkv.types import Problem, Rewards, Rollout
 
@@ -26,7 +25,9 @@ def make_experience(iteration=0, n_prompts=3, group_size=2, completion="answer {
     zeros, false = torch.zeros(n, 2), torch.zeros(n, 2, dtype=torch.bool)
     return Experience(
         iteration=iteration,
-        problems=[Problem(f"question {row // group_size}", "", "") for row in range(n)],
+        problems=[
+            Problem(f"question {row // group_size}", "", f"solution {row // group_size}") for row in range(n)
+        ],
         completions=[completion.format(row=row, iteration=iteration) for row in range(n)],
         rollout=Rollout(zeros.long(), false, false, zeros, torch.zeros(n, 1, 1, 2).int(), 0),
         rewards=Rewards(torch.arange(n) / 4, {}),
@@ -62,8 +63,8 @@ def test_its_hooks_are_ones_that_are_called(tmp_path):
 
 def test_the_first_response_to_each_of_the_first_prompts_is_drawn():
     assert draw_samples(make_experience(iteration=4), n=2) == [
-        LoggedSample("question 0", "answer 0 of 4", 0.0, 5),
-        LoggedSample("question 1", "answer 2 of 4", 0.5, 5),
+        LoggedSample("question 0", "answer 0 of 4", 0.0, 5, "solution 0"),
+        LoggedSample("question 1", "answer 2 of 4", 0.5, 5, "solution 1"),
     ]
 
 
@@ -75,42 +76,39 @@ def test_samples_are_drawn_every_so_many_iterations_from_the_first_on(tmp_path):
     callback = make_samples(tmp_path, every_n_iterations=3, n=1)
     for iteration in range(8):
         callback.on_rollout_end(make_experience(iteration))
-    assert [sample.iteration for sample in callback.samples] == [1, 4, 7]
     assert [row["iteration"] for row in read(tmp_path)] == [1, 4, 7]
 
 
 def test_the_file_holds_whole_texts_on_one_line_each(tmp_path):
     text = "é\n\u2028\x85" + "x" * 2 * MAX_SHOWN_CHARACTERS
     make_samples(tmp_path, n=1).on_rollout_end(make_experience(completion=text))
-    assert read(tmp_path) == [{"prompt": "question 0", "completion": text, "reward": 0.0, "iteration": 1}]
-    assert make_samples(tmp_path).samples[0].completion == text
+    (row,) = read(tmp_path)
+    assert row["completion"] == text
+    assert read_samples(tmp_path / "samples.jsonl")[0].completion == text
 
 
-def test_the_first_draw_and_the_latest_are_kept(tmp_path):
-    callback = make_samples(tmp_path, every_n_iterations=1, n=2)
-    for iteration in range(20):
-        callback.on_rollout_end(make_experience(iteration))
-    latest = [iteration for iteration in range(10, 21) for _ in range(2)]
-    assert [sample.iteration for sample in callback.samples] == [1, 1, *latest]
-    assert len(read(tmp_path)) == 40
+def test_the_report_has_samples_of_the_first_the_middle_and_the_last_draw():
+    samples = [LoggedSample(f"question {row}", "", 0.0, n) for n in (1, 21, 41, 61, 81) for row in range(20)]
+    chosen = select_samples(samples)
+    assert list(chosen) == [1, 41, 81]
+    assert [sample.prompt for sample in chosen[41]] == [f"question {row}" for row in range(MAX_REPORTED)]
+    assert list(select_samples(samples[:20])) == [1]
+    assert select_samples([]) == {}
 
 
-@pytest.mark.parametrize("n", [16, 24, 30])
-def test_large_draws_are_written_whole_and_share_the_report(tmp_path, n):
-    callback = make_samples(tmp_path, every_n_iterations=1, n=n)
-    for iteration in range(3):
-        callback.on_rollout_end(make_experience(iteration, n_prompts=n))
-        assert callback.latest == draw_samples(make_experience(iteration, n_prompts=n), n)
-    assert [sample.iteration for sample in callback.samples] == [1] * 12 + [3] * 12
-    assert len(read(tmp_path)) == 3 * n
+def test_samples_know_the_answer_and_what_the_verifier_says():
+    experience = make_experience(n_prompts=3)
+    judged = replace(experience.rewards, components={"exact_match": torch.tensor([1.0, 0, 0.5, 0, 0, 0])})
+    samples = draw_samples(replace(experience, rewards=judged), n=3)
+    assert [sample.is_right for sample in samples] == [True, False, False]
+    assert [sample.answer for sample in samples] == ["solution 0", "solution 1", "solution 2"]
+    assert draw_samples(experience, n=1)[0].is_right is None  # no verifier
 
 
-def test_thinning_keeps_everything_that_fits():
-    samples = [LoggedSample("", "", 0.0, iteration) for iteration in (1, 1, 2)]
-    assert select_samples(samples, 3) == samples
-    assert select_samples(samples, 2) == [samples[0], samples[2]]
-    assert select_samples(samples[:2], 2) == samples[:2]
-    assert select_samples([], 2) == []
+def test_samples_of_earlier_versions_have_no_answer(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"prompt": "p", "completion": "c", "reward": 1.0, "iteration": 2}\n')
+    assert read_samples(path) == [LoggedSample("p", "c", 1.0, 2, answer="", is_right=None)]
 
 
 def test_a_resumed_run_keeps_its_samples_and_draws_the_lost_ones_again(tmp_path):
@@ -121,7 +119,7 @@ def test_a_resumed_run_keeps_its_samples_and_draws_the_lost_ones_again(tmp_path)
         file.write('{"prompt": "cut sh')
     again = make_samples(tmp_path, every_n_iterations=1, n=1)
     again.on_rollout_end(make_experience(2))
-    assert [sample.iteration for sample in again.samples] == [1, 2, 3]
+    assert [sample.iteration for sample in read_samples(again.path)] == [1, 2, 3, 4]
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4, 3]
 
 

@@ -6,8 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from lit_rlkv.evaluation.estimates import CacheEstimates, IntervalEstimate
-from lit_rlkv.evaluation.reward_model import RewardReport
+from lit_rlkv.evaluation.results import CacheEstimates, EvalRow, IntervalEstimate, RewardReport
 from lit_rlkv.reporting.tables import (
     compare_caches,
     cost_cells,
@@ -18,7 +17,6 @@ from lit_rlkv.reporting.tables import (
     stage_cells,
     summary_table,
 )
-from lit_rlkv.types import EvalRow
 
 
 def eval_row(cache, budget, accuracy, kv_bytes=1024, kl=0.0, replay_gap=1e-6):

@@ -13,7 +13,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, ConfigError, parse_config
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.models.heads import ScalarHead
-from lit_rlkv.reporting.run_metrics import MetricsFile
+from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config

@@ -12,9 +12,10 @@ from rich.console import Console
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import is_count
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
+from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, TOKENS, AxisValues, History, last_axis_values
-from lit_rlkv.reporting.samples import LoggedSample, Samples, read_samples
+from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.types import Rollout
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from lit_rlkv.reporting.loggers import Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots.style import pixels
-from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import ITERATION, AxisValues
 from lit_rlkv.reporting.tables import markdown_table
 

@@ -14,8 +14,8 @@ from uuid import uuid4
 
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots.style import pixels
-from lit_rlkv.reporting.report import Picture
 from lit_rlkv.reporting.run_metrics import AXES, ITERATION, TOKENS, AxisValues
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from lit_rlkv.evaluation.reward_model import N_BINS
+from lit_rlkv.evaluation.results import N_BINS, EvalRow, wilson
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import History
-from lit_rlkv.types import EvalRow
 
 MISMATCHES = {
     "rollout_corr/kl": ("KL(μ ‖ learner), k1", style.BLUE),
@@ -50,8 +49,18 @@ def reward_curve(history: History) -> Figure:
         axes.fill_between(
             iteration, smooth - band, smooth + band, color=style.BLUE, alpha=0.13, lw=0, label="± reward std"
         )
-    axes.plot(iteration, reward, color=style.BLUE, lw=0.8, alpha=0.5, label="each iteration")
+    axes.plot(
+        iteration,
+        reward,
+        color=style.BLUE,
+        lw=0.8,
+        alpha=0.5,
+        label="each iteration",
+        marker=style.marker(reward),
+    )
     axes.plot(iteration, smooth, color=style.BLUE, lw=2, label=f"mean of the last {style.SMOOTHING}")
+    if (reward >= 0).all():
+        axes.set_ylim(bottom=0)
     return style.finish(figure, axes)
 
 
@@ -74,22 +83,37 @@ def proxy_and_gold(history: History) -> Figure:
 
 def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Figure:
     """Draw the accuracy at each cache budget; a dashed line is the same model with a dense cache."""
-    figure, axes = style.single_axes("Budget (keys per sequence, layer and KV head)", "Accuracy")
-    budgets = sorted({row.budget for row in (*before, *after) if row.budget is not None})
     is_single = not before or not after
-    for rows, name, color, marker in (
-        (before, "before", style.MUTED, "s"),
-        (after, "after", style.BLUE, "o"),
-    ):
-        label, dense_label = ("under the budget", "dense") if is_single else (name, f"dense, {name}")
-        sparse = sorted((row.budget, row.accuracy) for row in rows if row.budget is not None)
+    evaluations = {"before": before, "after": after}
+    colors = {"before": style.MUTED, "after": style.BLUE}
+    shown = {"" if is_single else name: rows for name, rows in evaluations.items() if rows}
+    return accuracies(shown, [colors[name] for name, rows in evaluations.items() if rows])
+
+
+def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[str]) -> Figure:
+    """Draw the accuracy of several evaluations at each cache budget, with 95% Wilson intervals.
+
+    A dashed line, with a band for its interval, is a dense cache.
+
+    Args:
+        evaluations: rows by the name in the legend; an empty name is a single evaluation.
+    """
+    figure, axes = style.single_axes("Budget (keys per sequence, layer and KV head)", "Accuracy")
+    budgets = sorted({row.budget for rows in evaluations.values() for row in rows if row.budget is not None})
+    for (name, rows), color, marker in zip(evaluations.items(), colors, "soD^vPX" * 9, strict=False):
+        sparse = sorted((row.budget, row.accuracy, row.n_problems) for row in rows if row.budget is not None)
         if sparse:
-            axes.plot(*zip(*sparse, strict=True), color=color, marker=marker, ms=5, lw=1.8, label=label)
+            x, y, _ = zip(*sparse, strict=True)
+            found = [wilson(accuracy, n) for _, accuracy, n in sparse]
+            sizes = [[i.value - i.low for i in found], [i.high - i.value for i in found]]
+            axes.errorbar(x, y, sizes, fmt="none", color=color, elinewidth=1.2, capsize=3)
+            axes.plot(x, y, color=color, marker=marker, ms=4.5, lw=1.8, label=name or "under the budget")
         for row in rows:
             if row.budget is None:
-                axes.axhline(
-                    row.accuracy, color=color, lw=1.2, ls=style.DASHED, label=dense_label, zorder=1.5
-                )
+                label = f"dense, {name}" if name else "dense"
+                axes.axhline(row.accuracy, color=color, lw=1.2, ls=style.DASHED, label=label, zorder=1.5)
+                interval = wilson(row.accuracy, row.n_problems)
+                axes.axhspan(interval.low, interval.high, color=color, alpha=0.1, lw=0, zorder=1)
     style.share_axis(axes)
     if budgets:
         axes.set_xscale("log", base=2)
@@ -140,58 +164,53 @@ def mismatch(history: History) -> Figure:
         is_negative = value < 0
         if is_negative.any():
             at, negative = iteration[is_negative], size[is_negative]
-            axes.plot(at, negative, "o", mfc="white", mec=color, ms=4, label=f"{name}, negative")
-    shown = _heights(axes)
-    shown = shown[np.isfinite(shown)]
-    if len(shown):
-        lowest = np.floor(np.log10(0.9 * shown.min()))  # a value on a decade is not drawn on the frame
-        style.log_axis(axes, 10**lowest, 10 ** (np.floor(np.log10(shown.max())) + 1))
+            axes.plot(at, negative, "o", mfc=style.PAPER, mec=color, ms=4, label=f"{name}, negative")
+    style.log_decades(axes)
     return style.finish(figure, axes, n_columns=2)
 
 
 def effective_samples(history: History) -> Figure:
-    """Draw the effective sample size of each correction, and the share of rejected or clipped tokens."""
-    figure, left, right = style.two_axes()
-    for axes, label in ((left, "Effective sample size"), (right, "Rejected or clipped tokens")):
-        style.style_axes(axes)
-        style.label_axes(axes, "Iteration", label)
+    """Draw the effective sample size of each correction on a log axis."""
+    figure, axes = style.single_axes("Iteration", "Effective share of the tokens")
+    _draw_corrections(axes, history, {"ess": ""})
+    sizes = style.line_heights(axes)
+    lowest = sizes[sizes > 0].min(initial=1.0)  # 0 if a correction rejects all tokens
+    style.log_axis(axes, 10 ** np.floor(np.log10(lowest) - 0.01), 1.3, is_share=True)
+    return style.finish(figure, axes)
+
+
+def rejected_tokens(history: History) -> Figure:
+    """Draw the share of tokens that each correction rejects, or whose weight it clips."""
+    figure, axes = style.single_axes("Iteration", "Share of the response tokens")
+    _draw_corrections(axes, history, {"rejected": " rejects", "clipped": " clips"})
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(style.small_percent)
+    return style.finish(figure, axes)
+
+
+def _draw_corrections(axes: Axes, history: History, statistics: Mapping[str, str]) -> None:
     for correction, (name, color) in CORRECTION_STYLES.items():
-        for axes, statistic, verb in (
-            (left, "ess", ""),
-            (right, "rejected", " rejects"),
-            (right, "clipped", " clips"),
-        ):
+        for statistic, verb in statistics.items():
             iteration, value = style.series(history, f"kv/arms/{correction}/{statistic}")
             if len(value):
                 axes.plot(iteration, value, color=color, lw=1.6, marker=".", ms=5, label=f"{name}{verb}")
-    sizes = _heights(left)
-    lowest = sizes[sizes > 0].min(initial=1.0)  # 0 if a correction rejects all tokens
-    style.log_axis(left, 10 ** np.floor(np.log10(lowest) - 0.01), 1.3, is_share=True)
-    right.set_ylim(bottom=0)
-    right.yaxis.set_major_formatter(style.small_percent)
-    style.integer_ticks(right.xaxis)
-    if right.lines:
-        style.legend(right)
-    return style.finish(figure, left, n_columns=5)
-
-
-def _heights(axes: Axes) -> np.ndarray:
-    """Return the y values of all lines."""
-    return np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
 
 
 def time_per_phase(history: History) -> Figure:
-    """Draw stacked bars of the seconds of each phase and of the diagnostics."""
+    """Draw the seconds of each phase and of the diagnostics, one upon the other."""
     figure, axes = style.single_axes("Iteration", "Seconds")
-    iteration, _ = style.series(history, "time/rollout")
-    bottom = np.zeros(len(iteration))
-    layers = [(phase, color, _at(history, f"time/{phase}", iteration)) for phase, color in PHASES.items()]
+    measured, _ = style.series(history, "time/rollout")
+    iterations = np.arange(measured[0], measured[-1] + 1)
+    edges = np.append(iterations - 0.5, iterations[-1] + 0.5)
+    bottom = np.where(np.isin(iterations, measured), 0.0, np.nan)  # a gap where nothing was measured
+    layers = [(phase, color, _at(history, f"time/{phase}", iterations)) for phase, color in PHASES.items()]
     names = {name for row in history for name in row if name.startswith("time/diagnostics/")}
-    extra = np.sum([_at(history, name, iteration) for name in sorted(names)], axis=0)
-    for label, color, seconds in (*layers, ("diagnostics", style.SAND, extra)):
-        axes.bar(iteration, seconds, bottom=bottom, width=1.0, color=color, lw=0, label=label)
+    extra = np.sum([_at(history, name, iterations) for name in sorted(names)], axis=0)
+    for label, color, seconds in (*layers, ("diagnostics", style.SAND, extra + np.zeros(len(iterations)))):
+        axes.stairs(bottom + seconds, edges, baseline=bottom, fill=True, color=color, lw=0, label=label)
         bottom = bottom + seconds
-    axes.set_xlim(iteration[0] - 0.5, iteration[-1] + 0.5)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, 1.05 * np.nanmax(bottom))
     return style.finish(figure, axes, n_columns=5)
 
 
@@ -210,7 +229,7 @@ def memory_per_phase(history: History) -> Figure:
             if len(peak):
                 axes.plot(iteration, peak / MIB, color=color, lw=1.6, marker=".", ms=4, label=phase)
                 axes.set_ylabel(f"MiB {meaning}", fontsize=style.NORMAL, color=style.INK)
-    axes.set_ylim(0, 1.1 * _heights(axes).max())
+    axes.set_ylim(0, 1.1 * style.line_heights(axes).max())
     return style.finish(figure, axes, n_columns=4)
 
 

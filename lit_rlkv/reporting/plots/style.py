@@ -17,11 +17,28 @@ HALF_WIDTH, FULL_WIDTH, HEIGHT = 5.2, 10.4, 3.2
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e3e6eb"
 BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # the palette of Okabe and Ito
+ORANGE, SKY = "#e69f00", "#56b4e9"
 SAND = "#f0c890"
+PAPER = "#ffffff"
+PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, MUTED)
+"""Colours of curves, in order."""
+ON_DARK, ON_LIGHT = "#fffffe", "#1f2431"
+"""Text on a dark or a light colour that is the same in every scheme; unlike PAPER and INK, which change."""
 SMALL, NORMAL = 8, 9
 """Font sizes in points."""
-DASHED = (0, (5, 3))
+Dashes = str | tuple[int, tuple[int, int]]
+DASHED: Dashes = (0, (5, 3))
 PERCENT = "{x:.0%}"
+
+
+def run_color(place: int) -> str:
+    """Return the colour of a run by its place among the compared runs."""
+    return PALETTE[place % len(PALETTE)]
+
+
+def run_dashes(place: int) -> Dashes:
+    """Return the line style of a compared run: dashed for every other one, so that equal curves all show."""
+    return "-" if place % 2 == 0 else DASHED
 
 
 def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
@@ -31,12 +48,6 @@ def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tup
     style_axes(axes)
     label_axes(axes, x_label, y_label)
     return figure, axes
-
-
-def two_axes() -> tuple[Figure, Axes, Axes]:
-    """Return a figure with two pairs of axes side by side, as wide as a report."""
-    figure = Figure(figsize=(FULL_WIDTH, HEIGHT), dpi=100, layout="constrained")
-    return figure, *figure.subplots(1, 2)
 
 
 def style_axes(axes: Axes) -> None:
@@ -69,15 +80,23 @@ def legend(axes: Axes, n_columns: int = 3) -> None:
 
 def finish(figure: Figure, axes: Axes, n_columns: int = 3) -> Figure:
     """Add a legend and integer ticks on the x axis, and return the figure."""
-    integer_ticks(axes.xaxis)
+    integer_x_axis(axes)
     legend(axes, n_columns)
     return figure
+
+
+def integer_x_axis(axes: Axes) -> None:
+    """Put the ticks of the x axis at integers, also around a single point."""
+    low, high = axes.get_xlim()
+    if high - low < 1:
+        axes.set_xlim(low - 1, high + 1)
+    integer_ticks(axes.xaxis)
 
 
 def integer_ticks(*found: Axis) -> None:
     """Put the ticks of these x or y axes at integers."""
     for axis in found:
-        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def color_texts(texts: Sequence[Text]) -> None:
@@ -99,6 +118,20 @@ def log_axis(axes: Axes, low: float | int, high: float | int, *, is_share: bool 
     axes.yaxis.set_minor_locator(NullLocator())
     if is_share:
         axes.yaxis.set_major_formatter(small_percent)
+
+
+def log_decades(axes: Axes) -> None:
+    """Make the y axis logarithmic, with whole decades that keep the lines off the frame; nothing if empty."""
+    heights = line_heights(axes)
+    shown = heights[np.isfinite(heights) & (heights > 0)]
+    if len(shown):
+        lowest = np.floor(np.log10(0.9 * shown.min()))
+        log_axis(axes, 10**lowest, 10 ** (np.floor(np.log10(shown.max())) + 1))
+
+
+def line_heights(axes: Axes) -> np.ndarray:
+    """Return the y values of all lines."""
+    return np.concatenate([np.zeros(0), *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
 
 
 def small_percent(value: float, position: float | int | None = None) -> str:
@@ -127,6 +160,11 @@ def series(history: History, metric: str) -> tuple[np.ndarray, np.ndarray]:
     points = [(row["iteration"], row[metric]) for row in history if np.isfinite(row.get(metric, np.nan))]
     iteration, value = np.array(points, dtype=float).reshape(-1, 2).T
     return iteration, value
+
+
+def marker(values: np.ndarray) -> str:
+    """Return a marker for curves of so few points that a line alone may not show."""
+    return "." if len(values) < 2 * SMOOTHING else ""
 
 
 def trailing_mean(values: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from lit_rlkv.reporting.loggers import lightning_loggers
 from lit_rlkv.reporting.loggers.lightning_loggers import TensorBoard, as_run_logger
-from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.pictures import Picture
 from tests.reporting.loggers.recorded import KeepingLogger, place, start_in
 
 

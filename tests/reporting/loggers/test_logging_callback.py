@@ -5,8 +5,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback
-from lit_rlkv.reporting.samples import LoggedSample, Samples
+from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.types import NEVER, Rollout
 from tests.reporting.loggers.recorded import KeepingLogger, place, start_in
 from tests.reporting.test_samples import make_experience

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lit_rlkv.reporting.loggers import GuardedLogger, wandb_run
 from lit_rlkv.reporting.loggers.wandb_run import WandbRun, end_service
-from lit_rlkv.reporting.report import Picture
+from lit_rlkv.reporting.pictures import Picture
 from tests.reporting.loggers.offline_run import finished_runs, read_runs
 from tests.reporting.loggers.recorded import place, start_in
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from lit_rlkv.types import NEVER, EvalRow, Rollout
+from lit_rlkv.evaluation.results import EvalRow
+from lit_rlkv.types import NEVER, Rollout
 
 
 def make_rollout(evicted_at, n_pad=1, n_prompt=2):

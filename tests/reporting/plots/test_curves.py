@@ -51,9 +51,11 @@ def test_sample_sizes_stand_where_they_were_measured():
 
 def test_every_measured_correction_is_drawn():
     row = {"iteration": 1} | {f"kv/arms/{arm}/ess": 0.5 for arm in CORRECTION_WEIGHTS}
-    figure = curves.effective_samples([{**row, "kv/arms/mis/rejected": 0.2, "kv/arms/tis/clipped": 0.1}])
-    assert len(labels(figure)) == len(CORRECTION_WEIGHTS)
-    shares = {found.get_label(): found.get_ydata()[0] for found in figure.axes[1].lines}
+    history = [{**row, "kv/arms/mis/rejected": 0.2, "kv/arms/tis/clipped": 0.1}]
+    assert len(labels(curves.effective_samples(history))) == len(CORRECTION_WEIGHTS)
+    shares = {
+        found.get_label(): found.get_ydata()[0] for found in curves.rejected_tokens(history).axes[0].lines
+    }
     assert shares == {"tis clips": 0.1, "mis rejects": 0.2}
 
 
@@ -76,6 +78,16 @@ def test_accuracy_is_drawn_in_the_order_of_budgets_and_dense_as_a_level():
 def test_a_single_evaluation_has_no_before_and_after():
     figure = curves.accuracy_against_budget([], [eval_row("dense", None, 0.9), eval_row("h2o 8", 8, 0.5)])
     assert labels(figure) == ["under the budget", "dense"]
+
+
+def test_accuracies_have_their_wilson_intervals():
+    rows = [eval_row("dense", None, 1.0), eval_row("h2o 8", 8, 0.5)]  # of 100 problems
+    axes = curves.accuracy_against_budget([], rows).axes[0]
+    (whiskers,) = axes.collections[0].get_paths()
+    # 0.5 of 100: the Wilson interval is 0.5 ± 0.0962
+    assert whiskers.vertices[:, 1] == pytest.approx([0.4038, 0.5962], abs=1e-4)
+    (band,) = axes.patches
+    assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.9630, 1.0), abs=1e-4)
 
 
 def test_proxy_and_gold_share_their_iterations_on_axes_of_their_own():
@@ -122,19 +134,26 @@ def row(iteration, **others):
     return {"iteration": iteration, **times, **others}
 
 
+def phases(history):
+    """Return the values and the baseline of each phase."""
+    return {
+        patch.get_label(): (patch.get_data().values, patch.get_data().baseline)
+        for patch in curves.time_per_phase(history).axes[0].patches
+    }
+
+
 def test_phases_stand_on_one_another_and_diagnostics_on_top():
     history = [row(1, **{"time/diagnostics/cache": 0.25, "time/diagnostics/mismatch": 0.5}), row(2)]
-    axes = curves.time_per_phase(history).axes[0]
-    bars = {found.get_label(): list(found) for found in axes.containers}
-    assert list(bars) == ["rollout", "score", "reward", "update", "diagnostics"]
-    assert [(bar.get_y(), bar.get_height()) for bar in bars["update"]] == [(4.5, 2.0), (4.5, 2.0)]
-    assert [bar.get_height() for bar in bars["diagnostics"]] == [0.75, 0.0]
+    found = phases(history)
+    assert list(found) == ["rollout", "score", "reward", "update", "diagnostics"]
+    tops, bottoms = found["update"]
+    assert (list(bottoms), list(tops)) == ([4.5, 4.5], [6.5, 6.5])
+    assert list(found["diagnostics"][0]) == [7.25, 6.5]
 
 
-def test_an_iteration_without_the_measurement_has_no_bar():
-    history = [row(1), {"iteration": 2, "time/update": 2.0}, row(3)]
-    bars = curves.time_per_phase(history).axes[0].containers[0]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == [1, 3]
+def test_an_iteration_without_the_measurement_is_a_gap():
+    tops, _ = phases([row(1), {"iteration": 2, "time/update": 2.0}, row(3)])["rollout"]
+    np.testing.assert_array_equal(tops, [3.0, np.nan, 3.0])
 
 
 @pytest.mark.parametrize(

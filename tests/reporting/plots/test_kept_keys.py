@@ -1,15 +1,18 @@
+import json
+
 import numpy as np
 import pytest
 import torch
 from matplotlib.collections import PolyCollection
 
+from lit_rlkv.reporting.eviction_record import eviction_record, fill_record, lifetimes_record
 from lit_rlkv.reporting.plots import kept_keys, style
 from lit_rlkv.types import Rollout
 from tests.reporting.plots.drawn import NOTHING, TWO_HEADS, N, line, make_rollout
 
 
 def test_cache_fill_counts_births_less_evictions():
-    figure = kept_keys.cache_fill(TWO_HEADS, budget=2, interval=1)
+    figure = kept_keys.cache_fill(fill_record(TWO_HEADS), budget=2, interval=1)
     live, dense = line(figure, "cached, mean"), line(figure, "dense, mean")
     # queries are columns 1 to 4: the last token was never one; the response begins at column 3
     assert list(live.get_xdata()) == [-2, -1, 0, 1]
@@ -22,17 +25,19 @@ def test_cache_fill_counts_births_less_evictions():
 
 def test_cache_fill_notices_an_eviction_that_comes_one_query_late():
     late = make_rollout([[[0, N, 5, N, N, N], [0, 5, 5, N, N, N]]])
-    assert list(line(kept_keys.cache_fill(late), "cached, mean").get_ydata()) == [1, 2, 3, 4]
+    assert list(line(kept_keys.cache_fill(fill_record(late)), "cached, mean").get_ydata()) == [1, 2, 3, 4]
 
 
 def test_cache_fill_marks_budget_and_slots():
     levels = {
         found.get_label(): found.get_ydata()[0]
-        for found in kept_keys.cache_fill(TWO_HEADS, 2, 1).axes[0].lines
+        for found in kept_keys.cache_fill(fill_record(TWO_HEADS), 2, 1).axes[0].lines
     }
     assert levels["_budget 2"] == 2
     assert levels["_slots 3"] == 3
-    assert "_budget 2" not in {found.get_label() for found in kept_keys.cache_fill(TWO_HEADS).axes[0].lines}
+    assert "_budget 2" not in {
+        found.get_label() for found in kept_keys.cache_fill(fill_record(TWO_HEADS)).axes[0].lines
+    }
 
 
 def test_cache_fill_averages_only_over_rows_that_still_write():
@@ -47,7 +52,11 @@ def test_cache_fill_averages_only_over_rows_that_still_write():
         kv_bytes=0,
     )
     # queries of the long row are columns 0 to 3, of the short one 0 and 1: its idle columns do not count
-    assert list(line(kept_keys.cache_fill(both), "cached, mean").get_ydata()) == [1, 2, 3, 4]
+    assert list(line(kept_keys.cache_fill(fill_record(both)), "cached, mean").get_ydata()) == [1, 2, 3, 4]
+
+
+def drawn_lifetimes(rollout, row=0, token_labels=None):
+    return kept_keys.key_lifetimes(lifetimes_record(rollout, row, token_labels))
 
 
 CACHE = {
@@ -69,8 +78,8 @@ def tables(figure):
 
 def test_attention_is_a_cell_for_each_layer_and_head():
     figure = kept_keys.attention_kept(CACHE)
-    mean, low = tables(figure)[:2]
-    assert mean.tolist() == CACHE["attention_kept"]
+    (low,) = tables(kept_keys.attention_kept(CACHE, "attention_kept_p05"))
+    assert tables(figure)[0].tolist() == CACHE["attention_kept"]
     assert low.tolist() == CACHE["attention_kept_p05"]
     written = {text.get_position(): text.get_text() for text in figure.axes[0].texts}
     assert written[0, 1] == "50%"  # head 0 of layer 1
@@ -96,7 +105,7 @@ def test_ages_are_shares_on_their_own_tokens():
     bars = figure.axes[0].patches
     assert [bar.get_height() for bar in bars] == [0.75, 0.25]
     assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0.5, 2), (2.5, 2)]  # ages 1, 2 and 3, 4
-    (medians,) = tables(figure)[:1]
+    (medians,) = tables(kept_keys.median_ages(CACHE))[:1]
     assert np.isnan(medians[0, 1])
     assert medians[1].tolist() == [4.0, 1.0]
 
@@ -104,10 +113,11 @@ def test_ages_are_shares_on_their_own_tokens():
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: kept_keys.cache_fill(TWO_HEADS),
-        lambda: kept_keys.key_lifetimes(NOTHING, 0),
+        lambda: kept_keys.cache_fill(fill_record(TWO_HEADS)),
+        lambda: drawn_lifetimes(NOTHING, 0),
         lambda: kept_keys.attention_kept(CACHE),
         lambda: kept_keys.ages_at_eviction(CACHE),
+        lambda: kept_keys.median_ages(CACHE),
     ],
 )
 def test_figures_render(draw, tmp_path):
@@ -130,7 +140,7 @@ def blue():
 
 
 def test_lifetimes_run_from_birth_to_eviction_without_the_padding():
-    first, second = kept_keys.key_lifetimes(TWO_HEADS, row=0).axes
+    first, second = drawn_lifetimes(TWO_HEADS, row=0).axes
     # tokens 0 to 3 stand in columns 1 to 4; the query of column 4 is token 3; the fifth token has no key yet
     assert [bar[:3] for bar in bars(first)] == [(0, 0, 4), (1, 1, 3), (2, 2, 4), (3, 3, 4)]
     assert [bar[:3] for bar in bars(second)] == [(0, 0, 3), (1, 1, 3), (2, 2, 4), (3, 3, 4)]
@@ -139,37 +149,54 @@ def test_lifetimes_run_from_birth_to_eviction_without_the_padding():
 
 
 def test_lifetimes_mark_where_the_response_begins():
-    axes = kept_keys.key_lifetimes(TWO_HEADS, row=0).axes[0]
+    axes = drawn_lifetimes(TWO_HEADS, row=0).axes[0]
     (border,) = (found for found in axes.lines if found.get_label() == "response begins")
     assert list(border.get_xdata()) == [2, 2]
 
 
 def test_many_layers_and_heads_are_thinned_evenly():
     evicted_at = torch.full((10, 7, 6), N)
-    titles = [
-        axes.get_title(loc="left") for axes in kept_keys.key_lifetimes(make_rollout(evicted_at), 0).axes
-    ]
+    titles = [axes.get_title(loc="left") for axes in drawn_lifetimes(make_rollout(evicted_at), 0).axes]
     assert titles[:4] == [f"layer 0 · head {head}" for head in (0, 2, 4, 6)]
     assert titles[::4] == [f"layer {layer} · head 0" for layer in (0, 3, 6, 9)]
 
 
 def test_tokens_are_written_beside_short_sequences_only():
-    texts = kept_keys.key_lifetimes(TWO_HEADS, 0, list("1+2=3")).axes[0].get_yticklabels()
+    texts = drawn_lifetimes(TWO_HEADS, 0, list("1+2=3")).axes[0].get_yticklabels()
     assert [text.get_text() for text in texts] == ["1", "+", "2", "="]
     seq = kept_keys.MAX_LABELLED_TOKENS + 1
     long = make_rollout(torch.full((1, 1, seq), N), n_pad=0)
-    texts = kept_keys.key_lifetimes(long, 0, ["x"] * seq).axes[0].get_yticklabels()
+    texts = drawn_lifetimes(long, 0, ["x"] * seq).axes[0].get_yticklabels()
     assert "x" not in {text.get_text() for text in texts}
 
 
 def test_tokens_that_cannot_be_seen_are_written_as_signs():
-    figure = kept_keys.key_lifetimes(TWO_HEADS, 0, [" a", "\n", "\x1b$x$", "internationally", "<eos>"])
+    figure = drawn_lifetimes(TWO_HEADS, 0, [" a", "\n", "\x1b$x$", "internationally", "<eos>"])
     texts = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert texts == ["␣a", "⏎", "\\x1b$x$", "internati…"]
 
 
 def test_lifetimes_refuse_a_row_or_labels_that_do_not_fit():
     with pytest.raises(ValueError, match="row must be from 0 to 0, got 1"):
-        kept_keys.key_lifetimes(TWO_HEADS, row=1)
+        drawn_lifetimes(TWO_HEADS, row=1)
     with pytest.raises(ValueError, match="2 token_labels for 5 tokens"):
-        kept_keys.key_lifetimes(TWO_HEADS, row=0, token_labels=["a", "b"])
+        drawn_lifetimes(TWO_HEADS, row=0, token_labels=["a", "b"])
+
+
+def test_the_record_of_a_rollout_is_of_its_longest_sequence_and_survives_json():
+    short = torch.tensor([[False, False, True, True, True, True]])
+    both = Rollout(
+        input_ids=torch.arange(12).view(2, 6),
+        attention_mask=torch.cat([short, TWO_HEADS.attention_mask]),
+        response_mask=TWO_HEADS.response_mask.repeat(2, 1),
+        rollout_logps=torch.zeros(2, 6),
+        evicted_at=TWO_HEADS.evicted_at.repeat(2, 1, 1, 1),
+        kv_bytes=0,
+    )
+    record = eviction_record(both, str)
+    assert json.loads(json.dumps(record)) == record
+    lifetimes = record["lifetimes"]
+    assert (lifetimes["n_keys"], lifetimes["n_prompt"]) == (4, 2)
+    assert lifetimes["labels"] == ["7", "8", "9", "10"]  # tokens of the second row, without padding
+    # columns are numbered from the first token, which is column 1; NEVER is None
+    assert lifetimes["evicted_at"] == [[[None, 3, None, None], [3, 3, None, None]]]

@@ -1,0 +1,99 @@
+"""Results of an evaluation as plain numbers, without torch: rows, intervals, quality of a reward model."""
+
+from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
+
+N_BINS = 10
+"""Number of equally wide bins of confidence for the calibration error."""
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """Scores of a policy on held-out prompts with one cache."""
+
+    cache: str
+    """Name of the cache: "dense", or policy and size."""
+    budget: int | None
+    """Keys kept per sequence, layer and KV head; None: all."""
+    accuracy: float
+    n_problems: int
+    mean_length: float
+    """Tokens per response."""
+    kv_bytes: int
+    """Allocated bytes of keys and values, of the whole batch.
+
+    The latest queries that SnapKV, R-KV and expected attention also keep are not counted:
+    window · group / (2 · slots) of these bytes, where `group` query heads share a KV head.
+    """
+    kl: float
+    """KL(μ ‖ dense learner) per token in nats, estimated on sampled tokens: the mismatch by eviction."""
+    replay_gap: float
+    """max |log π(shadow) − log μ| over all response tokens: rounding error if replay is exact."""
+    learned_reward: float | None = None
+    """Mean score of the reward role; None without one."""
+
+
+@dataclass(frozen=True)
+class IntervalEstimate:
+    """A mean with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(share: float | int, n: int, level: float = 0.95) -> IntervalEstimate:
+    """Return a share of n independent trials with its Wilson score interval (Wilson 1927).
+
+    Unlike share ± z·√(share·(1 − share) / n) it stays within 0 and 1, and is no point at a share of 0 or 1.
+    For means of partial scores between 0 and 1, it is too wide rather than too narrow.
+
+    Raises:
+        ValueError: n is below 1, or the share or level is outside of 0 to 1.
+    """
+    if n < 1 or not 0 <= share <= 1 or not 0 < level < 1:
+        raise ValueError(
+            f"a Wilson interval needs a share from 0 to 1, n of at least 1 and a level between 0 and 1, "
+            f"got share={share}, n={n}, level={level}; give such numbers"
+        )
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    # Rounding may move a bound past the share itself at 0 and 1.
+    return IntervalEstimate(share, min(max(center - half, 0.0), share), max(min(center + half, 1.0), share))
+
+
+@dataclass(frozen=True)
+class CacheEstimates:
+    """Means over the problems, with their intervals."""
+
+    accuracy: IntervalEstimate
+    mean_length: IntervalEstimate
+    """Tokens per response."""
+    pass_at_k: dict[int, IntervalEstimate]
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """Quality of a reward head on held-out pairs.
+
+    The confidence that the first of two completions is better is σ(r_first − r_second), the model of Bradley
+    and Terry. Every pair is scored in both orders, so confidence can be too high or too low.
+    """
+
+    n_pairs: int
+    pair_accuracy: float
+    """Share of pairs whose chosen side has the higher reward; a tie counts as wrong."""
+    margin_mean: float
+    """Mean of r_better − r_worse."""
+    margin_std: float
+    """Population standard deviation of r_better − r_worse; 0 for a single pair."""
+    calibration_error: float
+    """Expected calibration error: mean |accuracy − confidence| over bins, weighted by counts."""
+    bin_confidence: list[float]
+    """Mean confidence of each non-empty bin, ascending."""
+    bin_accuracy: list[float]
+    """Share of comparisons whose first side is better, in the same bins."""
+    bin_counts: list[int]
+    """Number of comparisons in the same bins, two for each pair."""

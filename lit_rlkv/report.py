@@ -1,0 +1,102 @@
+"""python -m lit_rlkv.report RUN [RUN ...] [to=FILE]: draw a run's report again, or compare runs."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_rlkv.cli import exit_in_one_line
+from lit_rlkv.config import ConfigError
+from lit_rlkv.interrupts import exits_on_ctrl_c
+from lit_rlkv.run_files import CONFIG, REPORT
+
+USAGE = """usage: python -m lit_rlkv.report RUN [RUN ...] [to=FILE]
+
+One run: draw its report again, from the files in its folder.
+Several runs: draw the same curves of all over each other, their evaluations and configs side by side.
+
+  RUN      the folder of a run, such as runs/2026-01-31_12-00-00-000000; it may still be training
+  to=FILE  the page to write; by default RUN/report.html, or RUN/report_so_far.html of a run that has not
+           ended, or comparison.html here
+"""
+SO_FAR, COMPARISON = "report_so_far.html", "comparison.html"
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """The runs to draw, and the page to write."""
+
+    run_dirs: tuple[Path, ...]
+    to: Path
+
+
+def main() -> None:
+    """Run the command line. A mistake of the user ends it in one line."""
+    if not sys.argv[1:] or {"--help", "-h"} & set(sys.argv[1:]):
+        sys.stdout.write(USAGE)
+        sys.exit(0 if sys.argv[1:] else 2)
+    with exits_on_ctrl_c("interrupted; no page was written"), exit_in_one_line(ConfigError):
+        arguments = parse(sys.argv[1:])
+        write(arguments)
+    sys.stdout.write(f"{'report' if len(arguments.run_dirs) == 1 else 'comparison'}: {arguments.to}\n")
+
+
+def parse(arguments: Sequence[str]) -> ReportArguments:
+    """Return what the arguments ask for.
+
+    Raises:
+        ConfigError: there is no run, a folder is no run, or an option is unknown or given twice.
+    """
+    targets = [argument for argument in arguments if argument.startswith("to=")]
+    runs = [Path(argument).expanduser() for argument in arguments if argument not in targets]
+    if not runs:
+        raise ConfigError("a report needs a run folder, got none; give runs/NAME")
+    if len(targets) > 1:
+        raise ConfigError(f"to= must be given once, got {' '.join(targets)}; leave one")
+    for run_dir in runs:
+        if not (run_dir / CONFIG).is_file():
+            raise ConfigError(
+                f"{run_dir} must be the folder of a run, and it has no {CONFIG}; give runs/NAME, and to=FILE "
+                "for another place of the page"
+            )
+    if targets:
+        to = Path(targets[0].removeprefix("to=")).expanduser()
+        if to.is_dir() or not to.name:
+            raise ConfigError(f"{targets[0]} must name a file, and is a folder; give to=FOLDER/page.html")
+    elif len(runs) > 1:
+        to = Path(COMPARISON)
+    else:
+        # report.html marks a run as complete, so an unfinished one must not get it.
+        to = runs[0] / (REPORT if (runs[0] / REPORT).is_file() else SO_FAR)
+    return ReportArguments(tuple(runs), to)
+
+
+def write(arguments: ReportArguments) -> None:
+    """Write the page.
+
+    Raises:
+        ConfigError: a run is given twice or cannot be read, or the page cannot be written.
+    """
+    # Imported here, so that mistakes on the command line are reported before matplotlib is loaded.
+    from lit_rlkv.reporting.comparison import run_names, write_comparison
+    from lit_rlkv.reporting.pictures import figures
+    from lit_rlkv.reporting.report import write_report
+    from lit_rlkv.reporting.run_folder import read_run
+
+    try:
+        names = run_names(arguments.run_dirs)
+        runs = [read_run(run_dir) for run_dir in arguments.run_dirs]
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    try:
+        arguments.to.parent.mkdir(parents=True, exist_ok=True)
+        if len(runs) == 1:
+            write_report(arguments.to, runs[0], figures(runs[0]))
+        else:
+            write_comparison(arguments.to, dict(zip(names, runs, strict=True)))
+    except OSError as error:
+        raise ConfigError(f"{arguments.to} cannot be written: {error}; give another to=FILE") from error
+
+
+if __name__ == "__main__":
+    main()

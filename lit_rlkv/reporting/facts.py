@@ -1,0 +1,145 @@
+"""The header of a report: what a run is, from its config and its environment."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_rlkv.units import human_bytes, human_seconds
+
+Tree = Mapping[str, Any]
+"""A config or an environment in plain types."""
+
+CORRECTIONS = {"unweighted": "naive", "truncated": "tis", "masked": "mis"}
+"""Name of the experiment for weight functions that are called otherwise."""
+
+NOTHING: tuple[Any, ...] = (None, {}, [])
+"""Values of options that are not set."""
+
+METHODS = {
+    "dense": "dense rollouts, no eviction",
+    "smd": "exact replay and Shadow Mask Distillation",
+    "shadow": "exact replay of the evictions",
+    "naive": "dense learner, no correction",
+    "tis": "dense learner, truncated importance sampling",
+    "mis": "dense learner, masked importance sampling",
+    "sparse_rl": "dense learner, rejection and reweighting of Sparse-RL",
+}
+"""What each arm (way to train on compressed rollouts) does."""
+
+
+def run_facts(
+    config: Tree, environments: Sequence[Tree], stage_seconds: Mapping[str, float | int]
+) -> dict[str, str]:
+    """Return the facts of a run by heading; those that its files do not tell are left out.
+
+    Args:
+        environments: environment.json, one entry for each start.
+    """
+    first: Tree = environments[0] if environments else {}
+    last: Tree = environments[-1] if environments else {}
+    facts = {
+        "Task": target(config.get("task")),
+        "Model": model(config.get("model", {})),
+        "Arm": arm(config),
+        "Algorithm": algorithm_name(config.get("algorithm", {})),
+        "Cache": cache(config.get("cache", {})),
+        "Seed": str(config.get("seed", "")),
+        "Device": device(last.get("device") or {}),
+        "Commit": commit(last.get("git")),
+        "Date": date(first, last, len(environments)),
+        "Duration": human_seconds(sum(stage_seconds.values())) if stage_seconds else "",
+        "Command": re.sub(r"^\S*/", "", str(first.get("command", ""))),
+    }
+    return {heading: text for heading, text in facts.items() if text}
+
+
+def target(node: Any) -> str:
+    """Return a config node as a call of its class, such as ChainSum(n_terms=5)."""
+    if not isinstance(node, Mapping):
+        return ""
+    given = {name: value for name, value in node.items() if not name.startswith("_") and value not in NOTHING}
+    options = ", ".join(f"{name}={value}" for name, value in given.items())
+    return f"{_last(node.get('_target_'))}({options})"
+
+
+def _last(dotted: Any) -> str:
+    return str(dotted).rpartition(".")[2]
+
+
+def model(node: Tree) -> str:
+    """Return the path of a model, or the name and size of a preset."""
+    if node.get("path"):
+        return str(node["path"])
+    preset = node.get("preset") or {}
+    if "num_hidden_layers" not in preset:
+        return target(preset) if preset else ""
+    return (
+        f"{_last(preset.get('_target_'))}, from scratch: {preset['num_hidden_layers']} layers of "
+        f"{preset.get('num_key_value_heads')} KV heads, width {preset.get('hidden_size')}"
+    )
+
+
+def arm(config: Tree) -> str:
+    """Return the experiment's name and meaning; other corrections are named by their function."""
+    correction = config.get("correction") or {}
+    name = CORRECTIONS.get(weights := _last((correction.get("weight_fn") or {}).get("_target_")), weights)
+    if correction.get("samples_dense") or config.get("cache", {}).get("policy") == "dense":
+        name = "dense"
+    elif correction.get("replays"):
+        name = "smd" if config.get("distillation") else "shadow"
+    return f"{name}: {METHODS[name]}" if name in METHODS else name if correction else ""
+
+
+def algorithm_name(node: Tree) -> str:
+    """Return the advantage estimator of a group algorithm, or the class of the loss; and the group size."""
+    if not node:
+        return ""
+    estimator = (node.get("advantage") or {}).get("estimator")
+    name = str(estimator) if estimator else _last((node.get("loss") or {}).get("_target_"))
+    return f"{name}, {node.get('group_size')} responses to a prompt"
+
+
+def cache(node: Tree) -> str:
+    """Return the policy and size of a cache, such as random 16+5."""
+    if node.get("policy") == "dense":
+        return "dense"
+    if not {"policy", "budget", "interval"} <= node.keys():
+        return ""
+    return f"{node['policy']} {node['budget']}+{node['interval']} (budget + interval slots)"
+
+
+def device(node: Tree) -> str:
+    """Return the device's name and memory, or the CPU threads."""
+    if "name" in node:
+        return f"{node['name']}, {human_bytes(node['memory_bytes'])}"
+    return f"{node['type']}, threads: {node.get('n_threads')} of {node.get('n_cpus')}" if node else ""
+
+
+def commit(git: Tree | None) -> str:
+    """Return the first letters of the commit, and if files differed from it."""
+    return f"{git['commit'][:10]}{' with local changes' if git.get('is_dirty') else ''}" if git else ""
+
+
+def date(first: Tree, last: Tree, n_starts: int) -> str:
+    """Return when a run started, and when it resumed last."""
+    started, resumed = (str(entry.get("started_at", ""))[:16].replace("T", " ") for entry in (first, last))
+    if not started:
+        return ""
+    return f"{started} UTC" if n_starts == 1 else f"{started} UTC, resumed {n_starts - 1}×, last {resumed}"
+
+
+def differing(configs: Mapping[str, Tree]) -> list[list[str]]:
+    """Return a row for each key whose value is not the same in all runs: the key, and each run's value."""
+    flat = {run: dict(_leaves(config)) for run, config in configs.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    rows = [[key, *(str(values.get(key, "–")) for values in flat.values())] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _leaves(node: Any, key: str = "") -> list[tuple[str, Any]]:
+    """Return the dotted keys of a config and their values; empty mappings and lists are values."""
+    if not isinstance(node, Mapping) or not node:
+        return [(key, node)]
+    return [
+        leaf for name, value in node.items() for leaf in _leaves(value, f"{key}.{name}" if key else str(name))
+    ]

@@ -1,0 +1,40 @@
+"""Sample responses as they stand in samples.jsonl, and the choice of those for the report; without torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_rlkv.files import json_lines
+
+MAX_REPORTED = 8
+"""Most samples of an iteration in the report."""
+
+
+@dataclass(frozen=True)
+class LoggedSample:
+    """One response with its score; `iteration` counts from 1."""
+
+    prompt: str
+    completion: str
+    reward: float
+    iteration: int
+    answer: str = ""
+    """The task's reference answer; empty if it has none."""
+    is_right: bool | None = None
+    """True if the task's verifier gives full score; None without a verifier."""
+
+
+def read_samples(path: Path) -> list[LoggedSample]:
+    """Return all samples of a file; samples drawn again after a resume replace the earlier ones."""
+    latest = {(row["iteration"], row["prompt"]): LoggedSample(**row) for row in json_lines(path)}
+    return sorted(latest.values(), key=lambda sample: sample.iteration)
+
+
+def select_samples(samples: Sequence[LoggedSample]) -> dict[int, list[LoggedSample]]:
+    """Return samples by iteration: of the first, the middle and the last iteration that has any."""
+    iterations = sorted({sample.iteration for sample in samples})
+    chosen = {iterations[place] for place in (0, len(iterations) // 2, -1)} if iterations else set()
+    return {
+        iteration: [sample for sample in samples if sample.iteration == iteration][:MAX_REPORTED]
+        for iteration in sorted(chosen)
+    }

@@ -1,0 +1,139 @@
+"""What a report shows of a run, read from its folder; without torch."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_rlkv.evaluation.results import EvalRow, RewardReport
+from lit_rlkv.files import json_lines
+from lit_rlkv.reporting.facts import run_facts
+from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
+from lit_rlkv.reporting.plots import style
+from lit_rlkv.reporting.run_metrics import read_metrics
+from lit_rlkv.run_files import (
+    CONFIG,
+    DIAGNOSTICS,
+    ENVIRONMENT,
+    EVALUATION,
+    EVICTIONS,
+    METRICS,
+    SAMPLES,
+    SFT_METRICS,
+)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a report shows of a run, finished or not; what is empty or None is left out."""
+
+    title: str
+    config_yaml: str = ""
+    environments: Sequence[Mapping[str, Any]] = ()
+    """The entries of environment.json, one for each start."""
+    history: style.History = ()
+    sft_history: style.History = ()
+    before: Sequence[EvalRow] = ()
+    after: Sequence[EvalRow] = ()
+    evictions: Mapping[str, Any] | None = None
+    """The `eviction_record` of an evaluation rollout under the budget."""
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[LoggedSample] = ()
+    reward_model: RewardReport | None = None
+    """Quality of the reward head on held-out pairs."""
+    diagnostics: Sequence[Mapping[str, Any]] = ()
+    """The lines of diagnostics.jsonl."""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config in plain types."""
+        return yaml.safe_load(self.config_yaml) or {}
+
+    @property
+    def budget(self) -> int | None:
+        """Budget of the run's own cache; None if it is dense."""
+        return self._cache_size("budget")
+
+    @property
+    def interval(self) -> int | None:
+        """Interval of the run's own cache; None if it is dense."""
+        return self._cache_size("interval")
+
+    def _cache_size(self, name: str) -> int | None:
+        cache = self.config.get("cache", {})
+        return None if cache.get("policy") == "dense" else cache.get(name)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Facts of the run by heading."""
+        return run_facts(self.config, self.environments, self.stage_seconds)
+
+    @property
+    def uses_learned_reward(self) -> bool:
+        """True if a learned reward scored the responses of this run."""
+        rows = (*self.before, *self.after)
+        return self.is_logged("rewards/learned") or any(row.learned_reward is not None for row in rows)
+
+    def measured(self, name: str) -> list[Mapping[str, Any]]:
+        """Return the lines of one diagnostic in the order of iterations."""
+        return [row for row in self.diagnostics if row["name"] == name]
+
+    def is_logged(self, *metrics: str) -> bool:
+        """Return True if the run logged any of these metrics."""
+        return any(len(style.series(self.history, metric)[0]) for metric in metrics)
+
+
+def read_run(run_dir: Path) -> RunReport:
+    """Read a run folder; files that the run has not written yet count as empty.
+
+    Raises:
+        ValueError: a file does not hold what a run writes.
+    """
+    run_dir = run_dir.absolute()
+    return RunReport(
+        title=run_dir.name,
+        config_yaml=_read(run_dir / CONFIG, _yaml, ""),
+        environments=_read(run_dir / ENVIRONMENT, _json, []),
+        history=_read(run_dir / METRICS, read_metrics, []),
+        sft_history=_read(run_dir / SFT_METRICS, read_metrics, []),
+        evictions=_read(run_dir / EVICTIONS, _json, None),
+        samples=_read(run_dir / SAMPLES, read_samples, []),
+        diagnostics=_read(run_dir / DIAGNOSTICS, json_lines, []),
+        **_read(run_dir / EVALUATION, _results, {}),
+    )
+
+
+def _read(path: Path, read: Callable[[Path], Any], absent: Any) -> Any:
+    """Return what `read` finds in a file, or `absent` if there is no file; its errors name the file."""
+    try:
+        return read(path) if path.is_file() else absent
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())  # one line, as YAML's errors are several
+        raise ValueError(f"{path} does not hold what lit_rlkv writes: {reason}") from error
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _yaml(path: Path) -> str:
+    """Return the text of a YAML file that can be parsed."""
+    text = path.read_text(encoding="utf-8")
+    yaml.safe_load(text)
+    return text
+
+
+def _results(path: Path) -> dict[str, Any]:
+    """Return the fields of a report that evaluation.json holds."""
+    saved = _json(path)
+    judged = saved["reward_model"]
+    return {
+        "before": [EvalRow(**row) for row in saved["before"]],
+        "after": [EvalRow(**row) for row in saved["after"]],
+        "stage_seconds": saved["stage_seconds"],
+        "reward_model": None if judged is None else RewardReport(**judged),
+    }

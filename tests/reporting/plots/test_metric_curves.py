@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+
+from lit_rlkv.reporting.plots import style
+from lit_rlkv.reporting.plots.metric_curves import COST, TRAINING, WARM_UP, CurveSet, draw_metrics, draw_runs
+
+
+def history(**metrics):
+    """Return a history in which each metric has these values, one for each iteration."""
+    length = max(map(len, metrics.values()))
+    return [
+        {"iteration": n + 1, **{name: values[n] for name, values in metrics.items() if n < len(values)}}
+        for n in range(length)
+    ]
+
+
+def curves_on(axis, **metrics):
+    return CurveSet("Title", "Caption.", "Unit", metrics or {"x": "x"}, axis)
+
+
+def drawn(axis, values):
+    return draw_metrics(curves_on(axis), history(x=values)).axes[0]
+
+
+def test_the_logged_metrics_are_drawn_in_order_with_their_labels():
+    curves = curves_on("free", x="first", y="never logged", z="third")
+    axes = draw_metrics(curves, history(x=[1.0, 2.0], z=[3.0])).axes[0]
+    found = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert found == {"first": ([1, 2], [1.0, 2.0]), "third": ([1], [3.0])}
+    assert axes.get_ylabel() == "Unit"
+    assert axes.get_legend() is not None
+
+
+def test_a_single_curve_needs_no_legend_but_a_run_always_has_its_name():
+    assert drawn("free", [1.0, 2.0]).get_legend() is None
+    figure = draw_runs(curves_on("free"), "x", {"a": history(x=[1.0]), "b": history(y=[1.0])})
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a"]
+
+
+def test_long_curves_have_a_thick_line_of_their_means():
+    thin, thick = drawn("free", [0.0] * 20 + [1.0] * 10).lines
+    assert list(thin.get_ydata()) == [0.0] * 20 + [1.0] * 10
+    assert thick.get_ydata()[24] == pytest.approx(0.5)  # the mean of iterations 16 to 25
+    assert thick.get_linewidth() > thin.get_linewidth()
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "limits"),
+    [
+        ("share", [0.2, 0.3], (0, 1.03)),
+        ("from zero", [50.0, 100.0], (0, 108.0)),
+        ("from zero", [0.0, 0.0], (0, 1.0)),
+        ("percent", [0.01, 0.05], (0, 0.054)),
+        ("percent", [0.0, 0.0], (0, 0.01)),
+        ("log", [0.02, 0.3], (0.01, 1.0)),
+    ],
+)
+def test_axes_begin_where_their_unit_does(axis, values, limits):
+    assert drawn(axis, values).get_ylim() == pytest.approx(limits)
+
+
+def test_on_a_log_axis_zeros_are_gaps_and_only_zeros_a_remark():
+    axes = draw_metrics(curves_on("log", x="x", y="y"), history(x=[0.1, 0.0], y=[0.0, 0.0])).axes[0]
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), [0.1, np.nan])
+    assert [line.get_label() for line in axes.lines] == ["x", "y: 0 throughout"]
+
+
+@pytest.mark.parametrize("n_iterations", [1, 2, 100])
+def test_iterations_have_integer_ticks(n_iterations):
+    axes = drawn("free", [0.5] * n_iterations)
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_values_are_drawn_in_the_unit_of_the_axis():
+    curves = CurveSet("Cache", "", "MiB", {"kv/bytes": "cache"}, "from zero", scale=2**-20)
+    figure = draw_runs(curves, "kv/bytes", {"a": history(**{"kv/bytes": [2.0**21]})})
+    assert list(figure.axes[0].lines[0].get_ydata()) == [2.0]
+
+
+def test_equal_curves_of_two_runs_both_show():
+    same = history(x=[1.0, 2.0])
+    first, second = draw_runs(curves_on("free"), "x", {"a": same, "b": same}).axes[0].lines
+    assert (first.get_color(), second.get_color()) == (style.BLUE, style.VERMILLION)
+    assert first.get_linestyle() == "-"
+    assert second.get_linestyle() == "--"
+
+
+def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
+    sets = (*TRAINING, *WARM_UP, *COST)
+    assert all(one.caption.endswith(".") and one.y_label for one in sets)
+    names = [name for one in sets for name in one.metrics]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,63 @@
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import CONF_DIR
+from lit_rlkv.reporting.facts import differing, run_facts
+
+
+def facts_of(*overrides, environments=(), seconds=()):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=list(overrides))
+    return run_facts(OmegaConf.to_container(cfg, resolve=True), environments, dict(seconds))
+
+
+@pytest.mark.parametrize("arm", ["dense", "smd", "shadow", "naive", "tis", "mis", "sparse_rl"])
+def test_an_arm_is_named_after_its_experiment(arm):
+    assert facts_of(f"experiment={arm}")["Arm"].partition(":")[0] == arm
+
+
+def test_a_run_with_a_dense_cache_is_dense_whatever_its_correction():
+    facts = facts_of("cache.policy=dense")
+    assert facts["Arm"].startswith("dense:")
+    assert facts["Cache"] == "dense"
+
+
+def test_the_default_run_is_described_by_its_config():
+    facts = facts_of("seed=7")
+    assert facts == {
+        "Task": "ChainSum(n_terms=5, max_operand=9)",
+        "Model": "tiny_qwen3, from scratch: 3 layers of 4 KV heads, width 128",
+        "Arm": "smd: exact replay and Shadow Mask Distillation",
+        "Algorithm": "grpo, 8 responses to a prompt",
+        "Cache": "random 16+5 (budget + interval slots)",
+        "Seed": "7",
+    }
+
+
+def test_algorithms_without_an_estimator_have_the_name_of_their_loss():
+    assert facts_of("experiment=online_dpo_smd")["Algorithm"].startswith("OnlineDPO, ")
+    assert facts_of("model.path=some/model")["Model"] == "some/model"
+
+
+def test_a_resumed_run_tells_both_dates_and_a_gpu_its_memory():
+    gpu = {"type": "cuda", "name": "H200", "memory_bytes": 139 * 2**30}
+    starts = [
+        {"started_at": "2026-01-31T12:00:00+00:00", "command": "/x/python -m lit_rlkv.fit a=/b/c"},
+        {"started_at": "2026-02-01T08:30:00+00:00", "command": "python resume", "device": gpu},
+    ]
+    facts = facts_of(environments=starts, seconds=[("sft", 60.0), ("rl", 35.0)])
+    assert facts["Date"] == "2026-01-31 12:00 UTC, resumed 1×, last 2026-02-01 08:30"
+    assert facts["Device"] == "H200, 139 GiB"
+    assert facts["Command"] == "python -m lit_rlkv.fit a=/b/c"
+    assert facts["Duration"] == "1:35"
+
+
+def test_only_keys_whose_values_differ_are_listed():
+    one = {"seed": 0, "cache": {"budget": 16, "interval": 5}, "logger": None}
+    other = {"seed": 0, "cache": {"budget": 12, "interval": 5}, "logger": {"name": "x"}}
+    assert differing({"a": one, "b": other}) == [
+        ["cache.budget", "16", "12"],
+        ["logger", "None", "–"],
+        ["logger.name", "–", "x"],
+    ]
