@@ -77,13 +77,13 @@ def option_keys(group: str, option: str) -> Iterator[tuple[str, str, str]]:
         return
     above: list[str] = []
     for line in text.splitlines():
-        read = re.match(r"( *)(\w+):(.*?)(?: +# (.*))?$", line)
+        read = re.match(r"( *)(\w+):(?: +(?!#)(.*?))?(?: +# (.*))?$", line)
         if read is None or read[2] in ("defaults", "_partial_"):
             continue
         indent, name, value, comment = read.groups()
         above = [*above[: len(indent) // 2], name]
-        if value.strip() or comment:
-            yield ".".join([group, *above]), value.strip(), comment or ""
+        if value or comment:
+            yield ".".join([group, *above]), value or "", comment or ""
 
 
 def _option_lines(group: str, option: str) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """The site leads from a page to files outside of docs/, which it does not hold, and includes such files."""
 
+import tomllib
+
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -41,6 +43,13 @@ def site(tmp_path_factory):
         )
     )
     return root / "site"
+
+
+def test_the_addresses_of_the_site_are_those_of_the_package():
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert config.repo_url == urls["Repository"]
+    assert config.site_url == f"{urls['Documentation']}/"
 
 
 def html(site, page):

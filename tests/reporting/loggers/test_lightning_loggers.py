@@ -129,7 +129,7 @@ def test_settings_stand_beside_the_outcome_in_the_hparams_tab(tmp_path):
 def test_every_chart_has_metrics_of_the_dictionary_and_reaches_tensorboard(tmp_path):
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-    names = re.findall(r"`([\w/{}]+)`", (Path(__file__).parents[3] / "METRICS.md").read_text())
+    names = re.findall(r"`([\w/{}]+)`", (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text())
     charts = {title: tags for tab in lightning_loggers.CHARTS.values() for title, tags in tab.items()}
     drawn = {tag for tags in charts.values() for tag in tags}
     assert [
