@@ -71,7 +71,7 @@ def _leaves(node: Any, path: str = "") -> dict[str, Any]:
     """Return the single values below a node by dotted key."""
     if not isinstance(node, DictConfig):
         return {path: node}
-    below = (_leaves(value, f"{path}.{key}".lstrip(".")) for key, value in node.items())
+    below = (_leaves(value, f"{path}.{key!s}".lstrip(".")) for key, value in node.items())
     return {key: value for leaves in below for key, value in leaves.items()}
 
 
