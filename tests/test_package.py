@@ -125,7 +125,7 @@ def test_a_wheel_in_a_fresh_environment_trains_from_any_folder(python, tmp_path)
     where = "import lit_rlkv.config as config; print(config.__file__, config.CONF_DIR, config.SWEEPS_DIR)"
     found = run(python, ["-c", where], tmp_path).stdout.split()
     assert [path.startswith(str(python.parents[1])) for path in found] == [True, True, True]
-    ended = run(python, ["-m", "lit_rlkv.fit", "debug=fast"], tmp_path)
+    ended = run(python.with_name("lit-rlkv"), ["fit", "debug=fast"], tmp_path)
     assert ended.returncode == 0, ended.stderr
     (report,) = tmp_path.glob("runs/debug/*/report.html")
     assert report.stat().st_size > 10_000
