@@ -134,13 +134,9 @@ def _check_writable(run_dir: Path) -> None:
         ) from error
 
 
+@ends_on_ctrl_c("interrupted")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
-    with ends_on_ctrl_c("interrupted"):
-        _main()
-
-
-def _main() -> None:
     with exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("evaluate", sys.argv[1:])
         asked = parse(EvaluateConfig, composed)

@@ -31,13 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@ends_on_ctrl_c("interrupted before the run began; there is nothing to resume")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
-    with ends_on_ctrl_c("interrupted before the run began; there is nothing to resume"):
-        _main()
-
-
-def _main() -> None:
     with exit_in_one_line(ConfigError):
         cfg, hydra_cfg = compose_arguments("config", sys.argv[1:])
         check_folders(cfg)

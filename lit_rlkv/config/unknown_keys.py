@@ -26,6 +26,7 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     Raises:
         ConfigError: naming the key and the closest one that exists.
     """
+    _check_given(cfg, choices)
     groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
     plain = [choice for choice in groups if choice.split("=")[0] not in PRESETS]
     _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
@@ -38,6 +39,15 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     for path in _paths(OmegaConf.to_container(cfg)):
         if path not in known and not (_is_set_by(path, added) and _is_judged(cfg, path)):
             raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
+
+
+def _check_given(cfg: DictConfig, choices: Mapping[str, str | None]) -> None:
+    """Refuse null where the chosen preset says `???`, which Hydra does not merge over a default."""
+    for name in PRESETS:
+        preset = CONF_DIR / name / f"{choices.get(name)}.yaml"
+        for key in OmegaConf.missing_keys(OmegaConf.load(preset)) if preset.is_file() else ():
+            if OmegaConf.select(cfg, key) is None:
+                raise ConfigError(f"{name}={choices.get(name)} needs {key}, which is not given; add {key}=...")
 
 
 def _check_deleted(cfg: DictConfig, keys: Sequence[str]) -> None:

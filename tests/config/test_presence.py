@@ -20,6 +20,10 @@ def test_a_key_without_default_is_asked_for_by_name(overrides, key):
     assert refusal(*overrides) == f"{key} is not given; add {key}=..."
 
 
+def test_a_key_that_the_preset_leaves_open_is_asked_for_by_name():
+    assert refusal("recipe=llm") == "recipe=llm needs model.path, which is not given; add model.path=..."
+
+
 def test_all_that_is_not_given_is_named_at_once():
     says = refusal("task=jsonl", "reward=python")
     assert says.startswith("reward.functions.custom.path, task.path are not given; add")
