@@ -15,6 +15,9 @@ from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit, main
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kvcache import POLICIES
+from lit_rlkv.reporting.pictures import figures
+from lit_rlkv.reporting.report import render
+from lit_rlkv.reporting.run_folder import read_run
 from tests.tiers import short_tier, slow
 from tests.whole_runs import TINY, config, run, scoring
 
@@ -220,6 +223,8 @@ def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(sf
     page = (sft_runs / "rlhf" / "report.html").read_text()
     assert "Proxy and gold" in page
     assert "Calibration of the reward model" in page
+    drawn_again = read_run(sft_runs / "rlhf")
+    assert render(drawn_again, figures(drawn_again)) == page
     again = evaluate(scoring(sft_runs / "rlhf"))
     assert again.settings["iteration"] == 2
     assert again.rows == results.after
@@ -286,7 +291,7 @@ def test_adapters_on_missing_modules_are_refused_before_sft(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--help"], "algorithm: custom, dapo, dr_grpo, grpo, online_dpo, "),
+        (["--help"], "Options: custom, dapo, dr_grpo, grpo, online_dpo,"),
         slow(["--cfg", "job"], "policy: random"),
     ],
 )

@@ -17,8 +17,6 @@ from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).parents[1]
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-FIT = ["-m", "lit_rlkv.fit", "debug=fast"]
-"""The program that a fresh install runs."""
 USER_FILE = """\
 import lit_rlkv
 from lit_rlkv import CacheSpec, Rollout, generate, prepare_backbone, replay_logps
@@ -114,11 +112,11 @@ def python(wheel, tmp_path_factory):
     return folder / "bin" / "python"
 
 
-def run(python, arguments, folder):
-    """Run a command of the fresh environment in a folder that has nothing of the clone."""
+def run(program, arguments, folder):
+    """Run a program of the fresh environment in a folder that has nothing of the clone."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        [python, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
+        [program, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
     )
 
 
@@ -127,7 +125,7 @@ def test_a_wheel_in_a_fresh_environment_trains_from_any_folder(python, tmp_path)
     where = "import lit_rlkv.config as config; print(config.__file__, config.CONF_DIR, config.SWEEPS_DIR)"
     found = run(python, ["-c", where], tmp_path).stdout.split()
     assert [path.startswith(str(python.parents[1])) for path in found] == [True, True, True]
-    ended = run(python, FIT, tmp_path)
+    ended = run(python.with_name("lit-rlkv"), ["fit", "debug=fast"], tmp_path)
     assert ended.returncode == 0, ended.stderr
     (report,) = tmp_path.glob("runs/debug/*/report.html")
     assert report.stat().st_size > 10_000

@@ -194,7 +194,10 @@ def _options(group: str) -> Iterator[str]:
         yield f"  {group}={option}"
         yield from _wrapped(described(group, option), 6)
         for key, value, comment in option_keys(group, option):
-            yield from aligned(f"{key}={value}" if value else key, comment, 60, indent=6)
+            is_missing = value == "???"
+            text = f"{comment} (must be given)".lstrip() if is_missing else comment
+            given = "..." if is_missing else value
+            yield from aligned(f"{key}={given}" if given else key, text, 60, indent=6)
 
 
 def schema_help(schema: type, prefix: str = "") -> list[str]:

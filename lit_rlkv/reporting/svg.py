@@ -4,7 +4,11 @@ import io
 import re
 
 import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import StepPatch
 
 from lit_rlkv.reporting.plots import style
 
@@ -42,6 +46,10 @@ RASTER_DPI = 200
 """Resolution of the parts that are pixels, such as the cells of a heat map."""
 
 
+MAX_VECTOR_POINTS = 1000
+"""Most points of a curve that is drawn as a shape; longer ones are pixels, in the light colours."""
+
+
 def inline_svg(figure: Figure, key: str, label: str) -> str:
     """Return a figure as an `<svg>` element without ids that another figure of the page may have.
 
@@ -50,6 +58,8 @@ def inline_svg(figure: Figure, key: str, label: str) -> str:
         label: text for screen readers.
     """
     buffer = io.StringIO()
+    for artist in figure.findobj(_is_long):
+        artist.set_rasterized(True)
     # Texts stay texts: smaller, searchable, and in the font of the page.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key}):
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -65,6 +75,14 @@ def inline_svg(figure: Figure, key: str, label: str) -> str:
     width, height = (72 * size for size in figure.get_size_inches())
     described = label.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{described}">{body}'
+
+
+def _is_long(artist: Artist) -> bool:
+    """Return True if a curve, a band or a bar chart has so many points that its SVG would be megabytes."""
+    paths = [artist.get_path()] if isinstance(artist, Line2D | StepPatch) else []
+    if isinstance(artist, PolyCollection):
+        paths = list(artist.get_paths())
+    return sum(len(path) for path in paths) > MAX_VECTOR_POINTS
 
 
 def scheme_css(name: str) -> str:

@@ -151,6 +151,19 @@ def test_a_logger_that_fails_anywhere_stops_no_run(sft_runs, monkeypatch, caplog
 
 
 @pytest.mark.slow
+def test_a_rollout_that_cannot_be_recorded_costs_two_figures_and_not_the_run(sft_runs, monkeypatch, caplog):
+    def fail(*_):
+        raise ZeroDivisionError("no keys")
+
+    monkeypatch.setattr(training_run, "eviction_record", fail)
+    run(sft_runs, "unrecorded", *QUICK)
+    page = (sft_runs / "unrecorded" / "report.html").read_text()
+    assert "Accuracy against budget" in page
+    assert "Cache fill" not in page
+    assert "the report has no cache fill and no key lifetimes: no keys" in caplog.text
+
+
+@pytest.mark.slow
 def test_figures_during_training_show_the_rollout_of_the_iteration(sft_runs, monkeypatch):
     logger = keeping(monkeypatch, figures_every=2)
     run(sft_runs, "figures", "logger=wandb", *QUICK)

@@ -1,0 +1,85 @@
+"""The examples run as their files say, without a network, and show what they promise."""
+
+import csv
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+NUMBER = r"([\d.]+(?:e-\d+)?)"
+
+
+def run(*arguments, folder=ROOT):
+    """Run a command of Python; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_index_names_every_example():
+    named = re.findall(r"^- \[\w+\.py\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.slow
+def test_the_plain_loop_learns_and_its_ratios_are_one():
+    lines = run("examples/plain_pytorch.py").splitlines()
+    numbers = [
+        re.search(rf"reward {NUMBER}  largest \|ratio - 1\| {NUMBER}", line).groups() for line in lines
+    ]
+    rewards = [float(reward) for reward, _ in numbers]
+    assert rewards[-1] > rewards[0] + 0.1
+    assert max(float(gap) for _, gap in numbers) < 1e-4
+
+
+@pytest.mark.slow
+def test_trl_learns_from_replayed_rollouts():
+    pytest.importorskip("trl")
+    last = run("examples/trl_grpo.py").splitlines()[-1]
+    first, final, gap = map(float, re.findall(NUMBER, last))
+    assert final > first + 0.05
+    assert gap < 1e-4
+
+
+@pytest.mark.slow
+def test_without_the_hook_the_learner_of_trl_is_off_policy(tmp_path):
+    pytest.importorskip("trl")
+    text = (EXAMPLES / "trl_grpo.py").read_text()
+    hook = "model.base_model.register_forward_pre_hook(self.add_evictions, with_kwargs=True)"
+    (tmp_path / "trl_grpo.py").write_text(text.replace(hook, "pass"))
+    (tmp_path / "plain_pytorch.py").write_text((EXAMPLES / "plain_pytorch.py").read_text())
+    last = run(str(tmp_path / "trl_grpo.py"), "--steps", "1").splitlines()[-1]
+    assert float(re.findall(NUMBER, last)[-1]) > 1e-3
+
+
+def test_the_reward_prefers_right_answers_and_short_ones():
+    spec = importlib.util.spec_from_file_location("own_reward", EXAMPLES / "own_reward.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    right, near, wrong = (module.score(text, "12") for text in ("3,7,12", "12,70", "3,7"))
+    assert right > near > wrong
+    assert module.score("12", "12") > right
+
+
+@pytest.mark.slow
+def test_the_command_of_the_own_reward_logs_it(tmp_path):
+    (command,) = re.findall(
+        r"^python (-m lit_rlkv\.fit .*)$", (EXAMPLES / "own_reward.py").read_text(), re.MULTILINE
+    )
+    run(*shlex.split(command), f"runs_dir={tmp_path}")
+    (path,) = tmp_path.glob("*/metrics.csv")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert all(float(row["rewards/custom/std"]) > 0 for row in rows)
