@@ -2,10 +2,10 @@
 
 import io
 import re
-import runpy
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from importlib import import_module
 from pathlib import Path
 
 from lit_rlkv import interrupts
@@ -58,7 +58,7 @@ def _shown(name: str, *arguments: str) -> list[str]:
     """Return the section of a program: what it prints with these arguments; empty if that is nothing."""
     command, sys.argv = sys.argv, [name, *arguments]
     try:
-        text = _printed(lambda: runpy.run_module(f"lit_rlkv.{name}", run_name="__main__"))
+        text = _printed(import_module(f"lit_rlkv.{name}").main)
     finally:
         sys.argv = command
     return [f"## {name}\n", "```text", text.strip(), "```\n"] if text else []

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.cli import compose_arguments
-from lit_rlkv.config import ConfigError, check_keys, parse
+from lit_rlkv.config import CONF_DIR, ConfigError, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
+from lit_rlkv.report import parse as parse_report
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.sweeping.arguments import parse as parse_sweep
 from lit_rlkv.sweeping.plan import Plan, first_config
@@ -98,7 +99,8 @@ def check_program(program: str, arguments: list[str]) -> None:
         args = parse_sweep(arguments)
         first_config(Plan(read_sweep(ROOT / args.file), tuple(args.overrides)))
     elif program == "report":
-        assert all("/" in one or one.startswith("to=") for one in arguments)  # its runs would have to exist
+        # conf/ stands in for a run: it has a file config.yaml, too.
+        parse_report([str(CONF_DIR) if one.startswith("runs/") else one for one in arguments])
     else:
         composed, _ = compose_arguments(program, arguments)
         parse(SAVED[program], composed)
@@ -143,7 +145,7 @@ def test_there_are_commands_of_every_kind():
     programs = {Path(words[0]).name for commands in COMMANDS.values() for words in commands}
     assert programs >= {"python", "torchrun", "fabric", "sbatch", "srun", "make", "pip"}
     modules = {words[2] for commands in COMMANDS.values() for words in commands if words[1:2] == ("-m",)}
-    assert modules >= {f"lit_rlkv.{name}" for name in ("fit", "evaluate", "export", "sweep")}
+    assert modules >= {f"lit_rlkv.{name}" for name in ("fit", "evaluate", "export", "sweep", "report")}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,7 @@ def test_there_are_commands_of_every_kind():
         ("torchrun --nproc-per-node=8 -m lit_rlkv.fit experiment=no", ConfigError),
         ("python -m lit_rlkv.evaluate ckpt=runs/... n_samples=0", ConfigError),
         ("python -m lit_rlkv.sweep sweeps/arms.yaml cache.buget=3", ConfigError),
+        ("python -m lit_rlkv.report to=page.html", ConfigError),
         ("python -m lit_rlkv.no_such_module", AssertionError),
         ("python benchmarks/study.py --no-such-option", AssertionError),
         ("make nothing", AssertionError),
