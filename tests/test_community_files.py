@@ -47,6 +47,7 @@ CFF = {
                         },
                     },
                     "url": URL,
+                    "year": {"type": "string", "pattern": r"^\d{4}$"},
                     **dict.fromkeys(("title", "notes"), TEXT),
                 },
             },

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lit_rlkv import report
+from lit_rlkv.interrupts import EXIT_CODE
 from lit_rlkv.reporting.run_folder import read_run
 from tests.reporting.reports import FULL, JUDGED, Page, write_run
 
@@ -114,7 +115,7 @@ def test_ctrl_c_ends_it_without_a_traceback(tmp_path, run_report, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "write", interrupt)
-    assert run_report(write_run(tmp_path / "a")) == (report.INTERRUPTED, "")
+    assert run_report(write_run(tmp_path / "a")) == (EXIT_CODE, "")
 
 
 def test_a_report_is_drawn_without_torch(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -60,15 +59,6 @@ def test_shipped_files_name_their_claim_and_start_fit_by_overrides():
         assert source["parameters"]["logger"] == {"value": "wandb"}, (
             path
         )  # else W&B's agents would see nothing
-
-
-def test_the_sweeps_that_readme_shows_can_be_started(tmp_path):
-    lines = re.findall(r"^python -m lit_rlkv\.sweep ([^#\n]+)", (ROOT / "README.md").read_text(), re.M)
-    assert len(lines) >= 3
-    for line in lines:
-        args = parse(line.split())
-        plan = Plan(read_sweep(ROOT / args.file), tuple(args.overrides))
-        plan.compose(plan.combinations()[0], tmp_path)
 
 
 @pytest.mark.parametrize(

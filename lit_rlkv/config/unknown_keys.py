@@ -44,10 +44,11 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
 def _check_given(cfg: DictConfig, choices: Mapping[str, str | None]) -> None:
     """Refuse null where the chosen preset says `???`, which Hydra does not merge over a default."""
     for name in PRESETS:
-        preset = CONF_DIR / name / f"{choices.get(name)}.yaml"
+        option = choices.get(name)
+        preset = CONF_DIR / name / f"{option}.yaml"
         for key in OmegaConf.missing_keys(OmegaConf.load(preset)) if preset.is_file() else ():
             if OmegaConf.select(cfg, key) is None:
-                raise ConfigError(f"{name}={choices.get(name)} needs {key}, which is not given; add {key}=...")
+                raise ConfigError(f"{name}={option} needs {key}, which is not given; add {key}=...")
 
 
 def _check_deleted(cfg: DictConfig, keys: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import PAGES, ROOT
 
 PAGE = """\
 # Page
@@ -74,3 +74,9 @@ def test_an_included_file_keeps_its_headings_and_the_targets_of_its_links(site):
     assert '<h2 id="a-finding">' in text
     assert 'href="../page/#page"' in text
     assert 'href="https://github.com/lit-rlkv/lit_rlkv/blob/main/notes/rows.csv"' in text
+
+
+def test_readme_stays_short_enough_to_be_read():
+    text = PAGES["README.md"]
+    assert len(text.splitlines()) <= 150
+    assert len(text) <= 10_000
