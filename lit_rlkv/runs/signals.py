@@ -161,9 +161,8 @@ def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
     try:
         yield
     except InterruptedRunError as error:
-        if (
-            is_rank_zero and not error.is_ctrl_c and (run_dir / CONFIG).is_file()
-        ):  # otherwise there is nothing to resume
+        has_state = (run_dir / CONFIG).is_file()
+        if is_rank_zero and has_state and not error.is_ctrl_c:
             with suppress(OSError):
                 (run_dir / INTERRUPTED).touch()
         raise
