@@ -77,6 +77,8 @@ def main() -> None:
         sys.stdout.write("".join(f"{word}\t{meaning}\n" for word, meaning in found))
     elif shell in SCRIPTS:
         sys.stdout.write(SCRIPTS[shell])
+    elif shell in ("--help", "-h"):
+        sys.stdout.write(f"{__doc__}\n\n  lit-rlkv completion {'|'.join(SCRIPTS)}\n")
     else:
         sys.exit(
             f"error: completion needs one of {', '.join(SCRIPTS)}, got {shell or 'nothing'}; "

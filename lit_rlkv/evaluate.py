@@ -148,15 +148,15 @@ def main() -> None:
     line = "interrupted; results are written at the end, so there are none, and the run is as it was"
     with exits_on_ctrl_c(line), exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
         found = evaluate(asked)
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    try:
-        result = found.save(asked.name)
-    except OSError as error:
-        sys.exit(f"error: the results cannot be written: {error}")
-    finally:
-        _show(found, asked.level, console)
+        console = Console()
+        if not console.is_terminal:
+            console.width = PLAIN_WIDTH
+        try:
+            result = found.save(asked.name)
+        except OSError as error:
+            sys.exit(f"error: the results cannot be written: {error}")
+        finally:
+            _show(found, asked.level, console)
     console.print(f"written to {result} and {result.stem}_samples.jsonl")
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@ends_on_ctrl_c("interrupted before the run began; there is nothing to resume")
+@ends_on_ctrl_c("interrupted before any work; nothing has changed")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     with exit_in_one_line(ConfigError):
@@ -71,13 +71,14 @@ def main() -> None:
                 resumes=session.is_resumed,
                 fabric=session.fabric,
                 interruption=interruption,
-                choices=groups if cfg.resume is None else None,
+                choices=None if session.is_resumed else groups,
             )
     except MemoryExhaustedError as error:
         log.error("the allocation that failed:", exc_info=error)
         sys.exit(f"error: {error}")
     except InterruptedRunError as error:
-        message, code = end_of_run(error, run_dir)
+        stopped = run_dir if cfg.resume in (None, AUTO) else Path(cfg.resume).absolute()
+        message, code = end_of_run(error, stopped, overrides)
         console.print(message, markup=False, highlight=False, soft_wrap=True)
         # A launcher takes another exit code of any rank for a failure, and may kill rank 0.
         exit_soon(code if not console.quiet else 0)

@@ -17,8 +17,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def is_first_process() -> bool:
     """True in the process that speaks for all: rank 0, or the only process."""
-    ranks = [os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ]
-    return not ranks or ranks[0] == "0"
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
 
 
 def say(line: str) -> None:

@@ -63,6 +63,8 @@ def parse(arguments: Sequence[str]) -> ReportArguments:
         to = Path(targets[0].removeprefix("to=")).expanduser()
         if to.is_dir() or not to.name:
             raise ConfigError(f"{targets[0]} must name a file, and is a folder; give to=FOLDER/page.html")
+        if to.name == REPORT and (to.parent / CONFIG).is_file() and not to.is_file():
+            raise ConfigError(f"{targets[0]} would mark an unfinished run as complete; give another to=FILE")
     elif len(runs) > 1:
         to = Path(COMPARISON)
     else:
@@ -96,6 +98,11 @@ def write(arguments: ReportArguments) -> None:
             write_comparison(arguments.to, dict(zip(names, runs, strict=True)))
     except OSError as error:
         raise ConfigError(f"{arguments.to} cannot be written: {error}; give another to=FILE") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be drawn, as a file does not hold what lit_rlkv writes: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 if __name__ == "__main__":

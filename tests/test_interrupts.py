@@ -202,7 +202,7 @@ def test_an_interrupt_during_the_imports_leaves_nothing(tmp_path, delay_s):
     process = start("fit", *TINY, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}")
     said = interrupt(process, "loading torch", delay_s)
     assert said.splitlines() in (
-        ["interrupted before the run began; there is nothing to resume"],
+        ["interrupted before any work; nothing has changed"],
         ["interrupted in its start; there is nothing to resume"],
     )
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from ssl import SSLError
 from threading import Thread
@@ -18,6 +19,8 @@ from lit_rlkv.config.targets import is_local
 HUB = "https://huggingface.co"
 PATIENCE_S = 5.0
 """Longest wait for an answer of the hub, name lookup included."""
+PROXIES = ("ALL_PROXY", "all_proxy")
+"""Proxies that the hub's client uses and urllib does not know."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 LOADERS = ("lit_rlkv.tasks.load_problems", "lit_rlkv.tasks.load_preferences")
 OWNER_AND_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -38,8 +41,9 @@ def check_machine(cfg: Config) -> None:
         f"fabric.accelerator={accelerator} needs a GPU, and this machine shows none; use "
         "fabric.accelerator=cpu or auto",
     )
+    is_offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in OFFLINE)
     for name, kind in names_on_hub(cfg).items():
-        check_hub(name, kind)
+        check_hub(name, kind, is_offline=is_offline)
 
 
 def names_on_hub(cfg: Config) -> dict[str, str]:
@@ -47,7 +51,7 @@ def names_on_hub(cfg: Config) -> dict[str, str]:
     names = {}
     if cfg.model.path is not None and not is_local(cfg.model.path):
         names[cfg.model.path] = "model"
-    dataset = str(cfg.task.get("dataset"))
+    dataset = str(cfg.task.get("dataset") or "")
     is_name = OWNER_AND_NAME.fullmatch(dataset) is not None and not is_local(dataset)
     if cfg.task.get("_target_") in LOADERS and is_name and Path(dataset).suffix not in FILES:
         names[dataset] = "dataset"
@@ -71,7 +75,7 @@ def _is_library(name: str) -> bool:
     return True
 
 
-def check_hub(name: str, kind: str) -> None:
+def check_hub(name: str, kind: str, *, is_offline: bool) -> None:
     """Check that a model or dataset of the hub can be loaded; from the cache if the hub does not answer.
 
     The clients of the hub would ask again and again for a minute before they look into the cache.
@@ -79,7 +83,6 @@ def check_hub(name: str, kind: str) -> None:
     Raises:
         ConfigError: the hub does not answer, and the cache does not have it.
     """
-    is_offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in OFFLINE)
     if not is_offline and answers(os.environ.get("HF_ENDPOINT", HUB)):
         return
     key, option = ("model.path", "") if kind == "model" else ("task.dataset", " --repo-type dataset")
@@ -94,26 +97,30 @@ def check_hub(name: str, kind: str) -> None:
 
 @cache
 def answers(url: str, patience_s: float = PATIENCE_S) -> bool:
-    """True if a server answers at all, be it with an error, which the hub's own client explains better."""
-    is_answered = False
+    """False if a server certainly cannot be reached; the hub's own client judges all other cases better."""
+    if any(os.environ.get(key) for key in PROXIES):
+        return True
+    is_away = False
 
     def ask() -> None:
-        nonlocal is_answered
+        nonlocal is_away
         try:
             with urlopen(Request(url, method="HEAD"), timeout=patience_s):
-                is_answered = True
+                pass
         except HTTPError:
-            is_answered = True
+            pass  # an answer, too
         except URLError as error:
-            is_answered = isinstance(error.reason, SSLError)  # the client may know other certificates
-        except (OSError, ValueError):
+            is_away = not isinstance(error.reason, SSLError | TimeoutError)  # it may have other certificates
+        except (TimeoutError, ValueError, HTTPException):
             pass
+        except OSError:
+            is_away = True
 
     # Name lookup has no time-out of its own, so the wait is bounded from outside.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(patience_s)
-    return is_answered
+    return not is_away
 
 
 def is_cached(name: str, kind: str) -> bool:
@@ -122,7 +129,9 @@ def is_cached(name: str, kind: str) -> bool:
     hub = _folder("HF_HUB_CACHE", _folder("HUGGINGFACE_HUB_CACHE", home / "hub"))
     is_downloaded = any(hub.glob(f"{kind}s--{name.replace('/', '--')}/snapshots/*/*"))
     prepared = _folder("HF_DATASETS_CACHE", home / "datasets")
-    return is_downloaded or (kind == "dataset" and (prepared / name.replace("/", "___").lower()).is_dir())
+    # datasets writes parts of the name in snake case
+    names = {folder.name.replace("_", "").lower() for folder in prepared.glob("*/")}
+    return is_downloaded or (kind == "dataset" and name.replace("/", "").replace("_", "").lower() in names)
 
 
 def _folder(variable: str, default: Path) -> Path:

@@ -82,12 +82,13 @@ def model(node: Tree) -> str:
 def arm(config: Tree) -> str:
     """Return the experiment's name and meaning; other corrections are named by their function."""
     correction = config.get("correction") or {}
-    name = CORRECTIONS.get(weights := _last((correction.get("weight_fn") or {}).get("_target_")), weights)
+    weights = _last((correction.get("weight_fn") or {}).get("_target_") or "")
+    name = CORRECTIONS.get(weights, weights)
     if correction.get("samples_dense") or config.get("cache", {}).get("policy") == "dense":
         name = "dense"
     elif correction.get("replays"):
         name = "smd" if config.get("distillation") else "shadow"
-    return f"{name}: {METHODS[name]}" if name in METHODS else name if correction else ""
+    return f"{name}: {METHODS[name]}" if name in METHODS else name
 
 
 def algorithm_name(node: Tree) -> str:

@@ -59,11 +59,18 @@ def figures(report: RunReport) -> list[Picture]:
 
 def draw_all(section: str, plans: Iterable[Plan]) -> Iterator[Picture]:
     """Draw the pictures of a section; a figure that fails is left out, as no report may end a run."""
-    for plan in plans:
-        try:
-            yield Picture(plan.draw(), plan.name, plan.caption, section)
-        except Exception as error:
-            log.warning("the figure %r cannot be drawn: %s: %s", plan.name, type(error).__name__, error)
+    name = "first"
+    try:
+        for plan in plans:
+            name = plan.name
+            try:
+                picture = Picture(plan.draw(), plan.name, plan.caption, section)
+            except Exception as error:
+                log.warning("the figure %r cannot be drawn: %s: %s", name, type(error).__name__, error)
+            else:
+                yield picture
+    except Exception as error:
+        log.warning("no figures of %s after %r: %s: %s", section, name, type(error).__name__, error)
 
 
 def _curves(sets: Iterable[CurveSet], history: History) -> Iterator[Plan]:

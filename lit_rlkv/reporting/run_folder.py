@@ -1,9 +1,10 @@
 """What a report shows of a run, read from its folder; without torch."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from lit_rlkv.run_files import (
     SAMPLES,
     SFT_METRICS,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,16 @@ class RunReport:
         return any(len(style.series(self.history, metric)[0]) for metric in metrics)
 
 
-def read_run(run_dir: Path) -> RunReport:
+def read_run(run_dir: Path, *, is_strict: bool = True) -> RunReport:
     """Read a run folder; files that the run has not written yet count as empty.
+
+    Args:
+        is_strict: False: a damaged file costs a warning and counts as empty, too, as no report may end a run.
 
     Raises:
         ValueError: a file does not hold what a run writes.
     """
-    run_dir = run_dir.absolute()
+    run_dir, _read = run_dir.absolute(), partial(_read_file, is_strict=is_strict)
     return RunReport(
         title=run_dir.name,
         config_yaml=_read(run_dir / CONFIG, _yaml, ""),
@@ -107,13 +113,17 @@ def read_run(run_dir: Path) -> RunReport:
     )
 
 
-def _read(path: Path, read: Callable[[Path], Any], absent: Any) -> Any:
+def _read_file(path: Path, read: Callable[[Path], Any], absent: Any, *, is_strict: bool) -> Any:
     """Return what `read` finds in a file, or `absent` if there is no file; its errors name the file."""
     try:
         return read(path) if path.is_file() else absent
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())  # one line, as YAML's errors are several
-        raise ValueError(f"{path} does not hold what lit_rlkv writes: {reason}") from error
+        message = f"{path} does not hold what lit_rlkv writes: {reason}"
+        if is_strict:
+            raise ValueError(message) from error
+        log.warning("the report does without it: %s", message)
+        return absent
 
 
 def _json(path: Path) -> Any:

@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,7 @@ class Interruption:
         self.signal: int | None = None
         """Signal that this process received; None if it received none."""
         self._agreed: int | None = None
+        self._is_ending = False
         self._is_deferred = False
         self._is_together = False
         self._place: Callable[[], str] = lambda: "its start"
@@ -114,6 +115,7 @@ class Interruption:
         Raises:
             InterruptedRunError: a signal was received.
         """
+        self._is_ending = self._agreed is not None
         if self._agreed == signal.SIGINT:
             raise InterruptedRunError(f"interrupted in {self._place()}", signal.SIGINT)
         if self._agreed is not None:
@@ -129,6 +131,8 @@ class Interruption:
         self.raise_if_agreed()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_ending:  # launchers often send SIGTERM after a Ctrl-C; the first one says how it ends
+            return
         self.signal = number
         if not self._is_together and (number == signal.SIGINT or not self._is_deferred):
             self._agreed = number
@@ -137,15 +141,23 @@ class Interruption:
             interrupts.say("interrupted: all processes end with this step; Ctrl-C again ends them at once")
 
 
-def end_of_run(error: InterruptedRunError, run_dir: Path) -> tuple[str, int]:
-    """Return the line and the exit code with which an interrupted run ends."""
+def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[str] = ()) -> tuple[str, int]:
+    """Return the line and the exit code with which an interrupted run ends.
+
+    Args:
+        overrides: of the command line; trust in modules is not saved, so resuming needs it again.
+    """
+    is_saved = (run_dir / CONFIG).is_file()
     if not error.is_ctrl_c:
-        return f"{error}: saved, exit code {EXIT_CODE}; resume=... resumes the run", EXIT_CODE
-    if not (run_dir / CONFIG).is_file():
+        kept = "saved" if is_saved else "nothing was saved yet"
+        again = "resume=... resumes the run" if is_saved else "the same command starts the run"
+        return f"{error}: {kept}, exit code {EXIT_CODE}; {again}", EXIT_CODE
+    if not is_saved:
         return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
-    command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}"])
+    trust = [override for override in overrides if override.startswith("trusted_modules=")]
+    command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *trust])
     return f"{error}; resume with {command}", interrupts.EXIT_CODE
 
 

@@ -116,7 +116,11 @@ def show(sweep: Sweep, folder: Path, ended: Ended, console: Console) -> None:
     if not ended:
         return
     write_results(folder, sweep, ended)
-    picture = save_picture(folder, sweep, ended)
+    try:
+        picture = save_picture(folder, sweep, ended)
+    except Exception as error:  # the table and the failed runs matter more
+        console.print(f"the picture cannot be drawn: {error}", markup=False)
+        picture = None
     console.print(results_table(sweep, ended))
     where = f"results: {folder / TABLE}" + (f"\npicture: {picture}" if picture else "")
     console.print(Text(where))

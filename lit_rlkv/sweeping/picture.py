@@ -60,6 +60,8 @@ class Scale:
             places = {label: float(label) for label in labels}
         except ValueError:
             return cls.side_by_side(labels)
+        if len({*places.values()}) < len(places) or not all(map(math.isfinite, places.values())):
+            return cls.side_by_side(labels)
         low, high = min(places.values()), max(places.values())
         is_log = low > 0 and high / low >= WIDE
         ticks = [(math.log(place) if is_log else place, len(label)) for label, place in places.items()]

@@ -89,6 +89,12 @@ def test_ctrl_c_on_one_of_several_ranks_waits_until_all_have_agreed(capfd):
         (signal.SIGINT, True, "why; resume with python -m lit_rlkv.fit resume=runs/mine", 130),
         (signal.SIGINT, False, "why; there is nothing to resume", 130),
         (signal.SIGTERM, True, "why: saved, exit code 75; resume=... resumes the run", 75),
+        (
+            signal.SIGTERM,
+            False,
+            "why: nothing was saved yet, exit code 75; the same command starts the run",
+            75,
+        ),
     ],
 )
 def test_an_interrupted_run_says_how_to_resume_it(tmp_path, monkeypatch, number, has_config, says, code):
@@ -98,6 +104,24 @@ def test_an_interrupted_run_says_how_to_resume_it(tmp_path, monkeypatch, number,
     if has_config:
         (run_dir / "config.yaml").touch()
     assert end_of_run(InterruptedRunError("why", number), run_dir) == (says, code)
+
+
+def test_the_command_that_resumes_a_run_trusts_its_modules_again(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    error = InterruptedRunError("why", signal.SIGINT)
+    message, _ = end_of_run(error, tmp_path, ["seed=1", "trusted_modules=[mine]"])
+    assert shlex.split(message)[-1] == "trusted_modules=[mine]"
+    assert "seed" not in message
+
+
+def test_a_sigterm_that_follows_ctrl_c_changes_nothing():
+    interruption = Interruption()
+    with interruption.handle_signals():
+        with pytest.raises(InterruptedRunError) as first:
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert first.value.is_ctrl_c
+    assert interruption.signal == signal.SIGINT
 
 
 def test_a_folder_with_odd_characters_is_quoted_for_the_shell_and_for_hydra(tmp_path):

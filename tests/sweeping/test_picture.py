@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lit_rlkv.sweeping.job import Outcome
-from lit_rlkv.sweeping.picture import draw_sweep, save_picture, short_labels
+from lit_rlkv.sweeping.picture import Scale, draw_sweep, save_picture, short_labels
 from lit_rlkv.sweeping.plan import Run
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
 
@@ -247,3 +247,8 @@ def test_runs_without_the_metric_or_with_none_that_is_finite_are_left_out(tmp_pa
         save_picture(tmp_path, sweep, [*nothing, finished(values, "eval/accuracy", 0.5)]).stat().st_size
         > 1000
     )
+
+
+def test_values_that_are_equal_as_numbers_stand_side_by_side():
+    assert Scale.of(["1", "1.0"]) == Scale.side_by_side(["1", "1.0"])
+    assert Scale.of(["1", "2"]).is_numeric
