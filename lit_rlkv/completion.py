@@ -77,7 +77,7 @@ def main() -> None:
         sys.stdout.write("".join(f"{word}\t{meaning}\n" for word, meaning in found))
     elif shell in SCRIPTS:
         sys.stdout.write(SCRIPTS[shell])
-    elif shell in ("--help", "-h"):
+    elif shell in ("--help", "--help-all", "-h"):
         sys.stdout.write(f"{__doc__}\n\n  lit-rlkv completion {'|'.join(SCRIPTS)}\n")
     else:
         sys.exit(

@@ -56,7 +56,10 @@ def main() -> None:
     configure_log(hydra_cfg.job_logging, hydra_cfg.verbose)
     console, interruption = stderr_console(), Interruption()
     run_dir = Path(hydra_cfg.run.dir).absolute()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"error: the folder of the run cannot be made: {error}; give another runs_dir")
     try:
         with (
             exit_in_one_line(ConfigError, NonFiniteError, RewardsFailedError),

@@ -10,11 +10,13 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.interrupts import exits_on_ctrl_c
 from lit_rlkv.run_files import CONFIG, REPORT
 
-USAGE = """usage: python -m lit_rlkv.report RUN [RUN ...] [to=FILE]
+USAGE = """Draw the report of a run again, or compare runs: curves, evaluations and configs side by side.
 
-One run: draw its report again, from the files in its folder.
-Several runs: draw the same curves of all over each other, their evaluations and configs side by side.
+Examples
+  python -m lit_rlkv.report runs/NAME
+  python -m lit_rlkv.report runs/NAME runs/OTHER to=comparison.html
 
+Arguments
   RUN      the folder of a run, such as runs/2026-01-31_12-00-00-000000; it may still be training
   to=FILE  the page to write; by default RUN/report.html, or RUN/report_so_far.html of a run that has not
            ended, or comparison.html here
@@ -32,7 +34,7 @@ class ReportArguments:
 
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line."""
-    if not sys.argv[1:] or {"--help", "-h"} & set(sys.argv[1:]):
+    if not sys.argv[1:] or {"--help", "--help-all", "-h"} & set(sys.argv[1:]):
         sys.stdout.write(USAGE)
         sys.exit(0 if sys.argv[1:] else 2)
     with exits_on_ctrl_c("interrupted; no page was written"), exit_in_one_line(ConfigError):

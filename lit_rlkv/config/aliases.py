@@ -276,5 +276,16 @@ DIFFERENT = {
     "run_name": RUN_NAME,
     "experiment_name": RUN_NAME,
     "fast_dev_run": "write 'debug=fast'",
+    "enable_checkpointing": "every run saves checkpoints, at an interval of 'callbacks.checkpoint_every'",
+    "attn_implementation": "attention is the one that replays evictions, run by 'kernels'; leave it out",
+    "max_prompt_length": "prompts are never cut; 'rollout.max_new_tokens' bounds the response",
+    "max_length": "prompts are never cut; 'rollout.max_new_tokens' bounds the response",
+    "disable_dropout": "dropout is always 0; leave it out",
+    "push_to_hub": "python -m lit_rlkv.export writes a folder that huggingface_hub uploads; leave it out",
+    "sync_ref_model": "the reference is the start model and stays so; leave it out",
+    "ref_model_mixup_alpha": "the reference is the start model and stays so; leave it out",
+    "top_entropy_quantile": "all response tokens are learned from; leave it out",
+    "delta": CLIPPED,
+    "tensor_model_parallel_size": SHARDED,
 }
 """What to write where no key means the same. What stands in single quotes is a key, or key=value."""

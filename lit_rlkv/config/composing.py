@@ -87,9 +87,12 @@ def friendly_error(error: Exception, overrides: Sequence[str], name: str = "conf
 
 def _option_meant(group: str, option: str) -> str:
     """Return how to write what has no option of its own, such as a path; empty if that cannot be told."""
-    close = get_close_matches(option, options_of(group), n=1)
+    close = get_close_matches(option.lower(), options_of(group), n=1)
     if close:
         return f"; did you mean {group}={close[0]}?"
+    others = [other for other in groups() if option in options_of(other) and option != "none"]
+    if others:
+        return f"; did you mean {others[0]}={option}?"
     if option in ("null", "none", "true", "false") or group not in INSTEAD_OF_OPTIONS:
         return ""
     return "; " + INSTEAD_OF_OPTIONS[group].format(option)

@@ -266,7 +266,7 @@ class FabricConfig:
         devices = self.devices
         require(
             devices == "auto" or devices == -1 or devices >= 1,
-            f"fabric.devices must be auto, -1 or at least 1, got {devices}; -1 takes every device",
+            f"fabric.devices must be auto, -1 or at least 1, got {devices}; -1 takes every GPU",
         )
         require(
             not self.unshard_rollout or self.strategy == "fsdp2",
