@@ -114,12 +114,13 @@ def test_the_command_that_resumes_a_run_trusts_its_modules_again(tmp_path):
     assert "seed" not in message
 
 
+@pytest.mark.usefixtures("_restored")
 def test_a_sigterm_that_follows_ctrl_c_changes_nothing():
     interruption = Interruption()
     with interruption.handle_signals():
         with pytest.raises(InterruptedRunError) as first:
-            os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+            send(signal.SIGINT)
+        send(signal.SIGTERM)
     assert first.value.is_ctrl_c
     assert interruption.signal == signal.SIGINT
 
