@@ -39,7 +39,7 @@ JUDGED = [
         (["task.n_terms=1"], "n_terms must be at least 2, got 1"),
         (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
         (["stages=rl"], "stages must be a list"),
-        (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every device"),
+        (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every GPU"),
         (["fabric.num_nodes=two"], "fabric.num_nodes must be a whole number of at least 1, got two"),
         (["fabric.strategy=dp"], "fabric.strategy must be one of auto, ddp, fsdp2, got dp"),
         (["rollout.n_shards=0"], "rollout.n_shards must be a whole number of at least 1 or null, got 0"),
