@@ -288,4 +288,4 @@ DIFFERENT = {
     "delta": CLIPPED,
     "tensor_model_parallel_size": SHARDED,
 }
-"""What to write where no key means the same. What stands in single quotes is a key, or key=value."""
+"""Advice for names that no key means the same as. Single quotes hold a key, or key=value."""

@@ -1,4 +1,4 @@
-"""What a run needs of the machine, checked before torch is imported: an accelerator, model and data."""
+"""Check the machine before torch is imported: is there the accelerator, the model and the data of a run?"""
 
 import ctypes
 import os

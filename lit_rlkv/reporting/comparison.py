@@ -61,7 +61,7 @@ SECTIONS = {
         ),
     ),
 }
-"""What is compared over the iterations."""
+"""Figures that draw the curves of all runs over the iterations."""
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:

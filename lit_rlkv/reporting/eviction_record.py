@@ -1,4 +1,4 @@
-"""What the figures show of a rollout's evictions, as plain numbers that a run folder keeps as JSON."""
+"""Record of a rollout's evictions for the figures: plain numbers that a run folder keeps as JSON."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -24,7 +24,7 @@ METHODS = {
     "mis": "dense learner, masked importance sampling",
     "sparse_rl": "dense learner, rejection and reweighting of Sparse-RL",
 }
-"""What each arm (way to train on compressed rollouts) does."""
+"""Meaning of each arm (way to train on compressed rollouts)."""
 
 
 def run_facts(

@@ -1,4 +1,4 @@
-"""What a report shows of a run, read from its folder; without torch."""
+"""Read the contents of a report from a run folder; without torch."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a report shows of a run, finished or not; what is empty or None is left out."""
+    """Contents of the report of a run, finished or not; fields that are empty or None are left out."""
 
     title: str
     config_yaml: str = ""

@@ -1,4 +1,4 @@
-"""What `python -m lit_rlkv.sweep` does, once its arguments are read."""
+"""Run a sweep from its parsed arguments: check, schedule the runs, write and draw the results."""
 
 import argparse
 import hashlib

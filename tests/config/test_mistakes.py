@@ -1,4 +1,4 @@
-"""What people write who know TRL, transformers, verl or Lightning, and the key that the error names."""
+"""Mistakes of people who know TRL, transformers, verl or Lightning, and the key that each error names."""
 
 import os
 import re

@@ -133,7 +133,7 @@ TRAINING = (
         "share",
     ),
 )
-"""What a run may log in RL, beside its reward."""
+"""Figures of the RL stage, beside the reward; one whose metrics were not logged is left out."""
 
 WARM_UP = (
     CurveSet(
@@ -152,7 +152,7 @@ WARM_UP = (
         "share",
     ),
 )
-"""What sft_metrics.csv holds."""
+"""Figures of the SFT stage, from sft_metrics.csv."""
 
 COST = (
     CurveSet(
