@@ -11,7 +11,7 @@ from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_tru
 from lit_rlkv.config.help import asked_help
 from lit_rlkv.interrupts import is_first_process
 
-VIEWS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
+PRINTING_OPTIONS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 """Options of Hydra that print and run nothing."""
 
 
@@ -30,7 +30,7 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
         sys.stdout.write(f"{text}\n")
         sys.exit()
     composed = check_command_line(name, arguments)
-    if composed is None or {argument.partition("=")[0] for argument in arguments} & VIEWS:
+    if composed is None or {argument.partition("=")[0] for argument in arguments} & PRINTING_OPTIONS:
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(_refuse)()
         sys.exit()
     hydra_cfg = composed.hydra

@@ -5,16 +5,15 @@ The scripts ask `lit-rlkv completion words WORD ...` for what the last word may 
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from lit_rlkv.__main__ import COMMANDS
 from lit_rlkv.config import AUTO, CONF_DIR
-from lit_rlkv.config.composing import PROGRAMS, SCHEMAS, options_of
-from lit_rlkv.config.options import Option, keys_of, show
+from lit_rlkv.config.composing import PROGRAMS, SCHEMAS, groups, options_of
+from lit_rlkv.config.options import Option, leaf_keys, leaves, show
 
 BASH = r"""_lit_rlkv() {
     local line="${COMP_LINE:0:COMP_POINT}" IFS=$' \t\n'
@@ -109,30 +108,20 @@ def _arguments(command: str, before: Sequence[str], word: str) -> Words:
         yield from _paths(word) if command in COMMANDS else ()
         return
     key, sign, value = word.partition("=")
-    keys = {key: (kind, declared) for key, kind, declared in _schema_keys(SCHEMAS[program], "")}
-    groups = _groups() if program == "config" else []
+    keys = {key: (kind, declared) for key, kind, declared in leaf_keys(SCHEMAS[program])}
+    group_names = groups() if program == "config" else []
     if sign:
-        values = _values(key, value, keys, groups)
+        values = _values(key, value, keys, group_names)
         yield from ((f"{key}={one}", meaning) for one, meaning in values)
         return
     yield from (("--help", "every key with its meaning"), ("--cfg", "print the composed config"))
-    yield from ((f"{group}=", f"option of the group {group}") for group in groups)
-    yield from ((f"{name}=", declared.help) for name, (_, declared) in keys.items() if name not in groups)
+    yield from ((f"{group}=", f"option of the group {group}") for group in group_names)
+    yield from (
+        (f"{name}=", declared.help) for name, (_, declared) in keys.items() if name not in group_names
+    )
     group = key.partition(".")[0]
-    if group in groups:
+    if group in group_names:
         yield from ((f"{name}=", "") for name in _keys_of_options(group, before))
-
-
-def _groups() -> list[str]:
-    return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
-
-
-def _schema_keys(schema: type, prefix: str) -> Iterator[tuple[str, Any, Option]]:
-    for name, _, declared, kind in keys_of(schema):
-        if is_dataclass(kind):
-            yield from _schema_keys(cast(type, kind), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", kind, declared
 
 
 def _values(key: str, value: str, keys: Mapping[str, tuple[Any, Option]], groups: Sequence[str]) -> Words:
@@ -170,16 +159,8 @@ def _keys_of_options(group: str, before: Sequence[str]) -> Iterator[str]:
         path = CONF_DIR / group / f"{option}.yaml"
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if not text.startswith("# @package _global_"):
-            yield from _leaves(yaml.safe_load(text), group)
-
-
-def _leaves(node: Any, path: str) -> Iterator[str]:
-    if not isinstance(node, Mapping):
-        yield path
-        return
-    for key, below in node.items():
-        if not key.startswith("_") and key != "defaults":
-            yield from _leaves(below, f"{path}.{key}")
+            keys = (key for key, _ in leaves(yaml.safe_load(text), group))
+            yield from (key for key in keys if "._" not in key and not key.startswith(f"{group}.defaults"))
 
 
 def _paths(start: str, ending: str = "") -> Words:

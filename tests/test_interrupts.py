@@ -20,15 +20,6 @@ ROOT = Path(__file__).parent.parent
 LONG = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=4000", "callbacks.samples_every=9999"]
 
 
-@pytest.fixture
-def _restored():
-    """Give the test run its own Ctrl-C back."""
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope="module")
 def sft_runs(tmp_path_factory):
     """A folder in which a first run has left its SFT model."""
@@ -69,7 +60,7 @@ def resume_argument(said):
     return re.search(r"resume with python -m lit_rlkv\.fit (resume=\S+)\n$", said)[1]
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_the_first_ctrl_c_calls_the_handler_and_the_handler_before_comes_back():
     calls = []
     with on_ctrl_c(lambda: calls.append("never")):
@@ -88,7 +79,7 @@ def test_the_first_ctrl_c_calls_the_handler_and_the_handler_before_comes_back():
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_a_block_is_left_with_its_clean_up_and_one_line(capfd):
     cleaned = []
 

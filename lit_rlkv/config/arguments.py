@@ -28,9 +28,9 @@ OWN_FOLDERS = {"evaluate": ("ckpt",), "export": ("ckpt", "to")}
 
 
 def check_command_line(name: str, arguments: Sequence[str]) -> DictConfig | None:
-    """The config of a program, composed before Hydra does that.
+    """Return the config of a program, composed before Hydra does that; None if Hydra alone is to answer.
 
-    Options such as --info mean something to Hydra alone, and all is left to it: None.
+    Options such as --info print and compose no config.
 
     Raises:
         ConfigError: it does not compose, is written otherwise than key=value, or asks for several runs.
@@ -48,7 +48,7 @@ def check_command_line(name: str, arguments: Sequence[str]) -> DictConfig | None
 
 
 def _without_views(arguments: Sequence[str]) -> list[str]:
-    """The same without options that ask to see the config, `--cfg job` and `--resolve`."""
+    """Return the arguments without options that ask to see the config, `--cfg job` and `--resolve`."""
     rest = list(arguments)
     for place, argument in reversed([*enumerate(arguments)]):
         if argument in VIEWS:

@@ -52,7 +52,7 @@ def initialized() -> AbstractContextManager[Any]:
 
 
 def composed(name: str, overrides: Sequence[str]) -> DictConfig:
-    """A config with Hydra's own node in it, as a program with these overrides composes it.
+    """Return the config that a program with these overrides composes, with Hydra's own node in it.
 
     Raises:
         ConfigError: it does not compose.
@@ -112,7 +112,7 @@ def _unreadable(override: str) -> str | None:
 
 
 def quoted(value: str) -> str:
-    """A value as Hydra's grammar takes it for a text, whatever is in it."""
+    """Return a text quoted for Hydra's grammar."""
     escaped = value.replace("'", "\\'")
     return f"'{escaped}'"
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config.composing import PROGRAMS, SCHEMAS, composed, groups, hint_at, initialized, options_of
 from lit_rlkv.config.errors import ConfigError
-from lit_rlkv.config.options import Option, default_values, describe, keys_of, show
+from lit_rlkv.config.options import Option, default_values, describe, keys_of, leaf_keys, show
 from lit_rlkv.config.reference import described, option_keys
 from lit_rlkv.config.unknown_keys import PRESETS
 
@@ -147,20 +147,12 @@ def _groups(schema: type, cfg: DictConfig) -> dict[str, tuple[str, list[str]]]:
     found: dict[str, tuple[str, list[str]]] = {name: (PRESET_HELP[name], []) for name in PRESETS}
     for name, _, declared, kind in keys_of(schema):
         if is_dataclass(kind):
-            found[name] = ((kind.__doc__ or "").strip(), [*_names(cast(type, kind))])
+            found[name] = ((kind.__doc__ or "").strip(), [key for key, _, _ in leaf_keys(cast(type, kind))])
         elif declared.is_chosen:
             node = cfg[name] or {}
             keys = [str(key) for key in node if not str(key).startswith("_")]
             found[name] = (f"{declared.help[0].upper()}{declared.help[1:]}.", keys)
     return found
-
-
-def _names(schema: type, prefix: str = "") -> Iterator[str]:
-    for name, _, _, kind in keys_of(schema):
-        if is_dataclass(kind):
-            yield from _names(cast(type, kind), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _key_entries(schema: type, cfg: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]:

@@ -17,7 +17,7 @@ from lit_rlkv.config.schema import Config
 from lit_rlkv.config.targets import is_local
 
 HUB = "https://huggingface.co"
-PATIENCE_S = 5.0
+HUB_TIMEOUT_S = 5.0
 """Longest wait for an answer of the hub, name lookup included."""
 PROXIES = ("ALL_PROXY", "all_proxy")
 """Proxies that the hub's client uses and urllib does not know."""
@@ -96,7 +96,7 @@ def check_hub(name: str, kind: str, *, is_offline: bool) -> None:
 
 
 @cache
-def answers(url: str, patience_s: float = PATIENCE_S) -> bool:
+def answers(url: str, timeout_s: float = HUB_TIMEOUT_S) -> bool:
     """False if a server certainly cannot be reached; the hub's own client judges all other cases better."""
     if any(os.environ.get(key) for key in PROXIES):
         return True
@@ -105,7 +105,7 @@ def answers(url: str, patience_s: float = PATIENCE_S) -> bool:
     def ask() -> None:
         nonlocal is_away
         try:
-            with urlopen(Request(url, method="HEAD"), timeout=patience_s):
+            with urlopen(Request(url, method="HEAD"), timeout=timeout_s):
                 pass
         except HTTPError:
             pass  # an answer, too
@@ -119,7 +119,7 @@ def answers(url: str, patience_s: float = PATIENCE_S) -> bool:
     # Name lookup has no time-out of its own, so the wait is bounded from outside.
     asking = Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(patience_s)
+    asking.join(timeout_s)
     return not is_away
 
 

@@ -236,3 +236,21 @@ def show(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(show(one) for one in value)}]"
     return str(value)
+
+
+def leaf_keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Option]]:
+    """Yield the dotted key, the type and the declaration of each key of a schema and of those below it."""
+    for name, _, declared, kind in keys_of(schema):
+        if is_dataclass(kind):
+            yield from leaf_keys(cast(type, kind), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind, declared
+
+
+def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of a container; lists and empty mappings are leaves."""
+    if not isinstance(node, Mapping) or not node:
+        yield key, node
+        return
+    for name, value in node.items():
+        yield from leaves(value, f"{key}.{name}" if key else str(name))

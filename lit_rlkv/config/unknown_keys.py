@@ -1,7 +1,6 @@
 """Refuse keys that do not exist, which Hydra would merge from a preset without a word."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
@@ -9,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.config.composing import CONF_DIR, initialized
 from lit_rlkv.config.errors import ConfigError
 from lit_rlkv.config.hints import hint, translated
+from lit_rlkv.config.options import leaves
 
 PRESETS = ("experiment", "recipe", "debug")
 """Groups that set keys of others and have none of their own."""
@@ -32,11 +32,11 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
     with initialized():
         declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
-    known = set(_paths(OmegaConf.to_container(declared)))
+    known = {key for key, _ in leaves(OmegaConf.to_container(declared))}
     # A diagnostic that is left out has no keys.
     known |= {f"diagnostics.{name}" for name in declared.diagnostics if cfg.diagnostics.get(name, 0) is None}
     added = [override for override in overrides if override.startswith("+")]
-    for path in _paths(OmegaConf.to_container(cfg)):
+    for path, _ in leaves(OmegaConf.to_container(cfg)):
         if path not in known and not (_is_set_by(path, added) and _is_judged(cfg, path)):
             raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
 
@@ -89,11 +89,3 @@ def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str
     said = hint(path, places) or "--help-all lists all keys"
     where = "on the command line" if is_typed else "in the preset of experiment, recipe or debug"
     return f"unknown key {path!r} {where}: {said}"
-
-
-def _paths(node: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _paths(value, f"{prefix}{key}.")
-    else:
-        yield prefix.rstrip(".")

@@ -14,6 +14,7 @@ from lit_rlkv.reporting.plots import curves, metric_curves, style
 from lit_rlkv.reporting.plots.metric_curves import CurveSet
 from lit_rlkv.reporting.report import TEMPLATES, page_figures
 from lit_rlkv.reporting.run_folder import RunReport
+from lit_rlkv.reporting.run_metrics import History
 from lit_rlkv.reporting.svg import SCHEMES
 from lit_rlkv.reporting.tables import ABSENT, Cells, accuracy_cell
 from lit_rlkv.units import human_bytes
@@ -90,7 +91,7 @@ def comparison_figures(runs: Runs) -> list[Picture]:
     return [picture for section, plans in sections.items() for picture in draw_all(section, plans)]
 
 
-def _score_differs(history: style.History) -> bool:
+def _score_differs(history: History) -> bool:
     """Return True if the reward is not the verifier's score alone."""
     return any(row.get("rewards/exact_match", row.get("reward")) != row.get("reward") for row in history)
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_rlkv.config.options import leaves
 from lit_rlkv.units import human_bytes, human_seconds
 
 Tree = Mapping[str, Any]
@@ -131,16 +132,7 @@ def date(first: Tree, last: Tree, n_starts: int) -> str:
 
 def differing(configs: Mapping[str, Tree]) -> list[list[str]]:
     """Return a row for each key whose value is not the same in all runs: the key, and each run's value."""
-    flat = {run: dict(_leaves(config)) for run, config in configs.items()}
+    flat = {run: dict(leaves(config)) for run, config in configs.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
     rows = [[key, *(str(values.get(key, "–")) for values in flat.values())] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def _leaves(node: Any, key: str = "") -> list[tuple[str, Any]]:
-    """Return the dotted keys of a config and their values; empty mappings and lists are values."""
-    if not isinstance(node, Mapping) or not node:
-        return [(key, node)]
-    return [
-        leaf for name, value in node.items() for leaf in _leaves(value, f"{key}.{name}" if key else str(name))
-    ]

@@ -3,14 +3,13 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config import CONF_DIR, Config
 from lit_rlkv.config.composing import options_of
-from lit_rlkv.config.options import named_items, show
+from lit_rlkv.config.options import leaves, named_items, show
 
 SMOKE_TEST = "debug=fast is a smoke test: every stage runs, and nothing is learned"
 
@@ -54,10 +53,10 @@ def arm(cfg: Config, experiment: str | None) -> str:
 
 def _option(group: str, node: DictConfig) -> str:
     """Return the option of a group that has the fewest other values, with these; else the node's class."""
-    own = _leaves(node)
+    own = dict(leaves(OmegaConf.to_container(node)))
     closest: tuple[str, list[str]] | None = None
     for option in options_of(group):
-        other = _leaves(OmegaConf.load(CONF_DIR / group / f"{option}.yaml"))
+        other = dict(leaves(OmegaConf.to_container(OmegaConf.load(CONF_DIR / group / f"{option}.yaml"))))
         if other.keys() == own.keys():
             changed = [f"{key}={show(value)}" for key, value in own.items() if value != other[key]]
             if closest is None or len(changed) < len(closest[1]):
@@ -66,14 +65,6 @@ def _option(group: str, node: DictConfig) -> str:
         return _name(node)
     name, changed = closest
     return f"{name} with {', '.join(changed)}" if changed else name
-
-
-def _leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """Return the single values below a node by dotted key."""
-    if not isinstance(node, DictConfig):
-        return {path: node}
-    below = (_leaves(value, f"{path}.{key!s}".lstrip(".")) for key, value in node.items())
-    return {key: value for leaves in below for key, value in leaves.items()}
 
 
 def _name(node: DictConfig | None) -> str:

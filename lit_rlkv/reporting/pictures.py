@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from lit_rlkv.reporting.plots import curves, divergence, kept_keys, metric_curves
 from lit_rlkv.reporting.plots.metric_curves import CurveSet
-from lit_rlkv.reporting.plots.style import History
 from lit_rlkv.reporting.run_folder import RunReport
+from lit_rlkv.reporting.run_metrics import History
 from lit_rlkv.reporting.tables import reward_sentence
 from lit_rlkv.units import human_seconds
 

@@ -15,7 +15,7 @@ from lit_rlkv.files import json_lines
 from lit_rlkv.reporting.facts import run_facts
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.run_metrics import read_metrics
+from lit_rlkv.reporting.run_metrics import History, read_metrics
 from lit_rlkv.run_files import (
     CONFIG,
     DIAGNOSTICS,
@@ -38,8 +38,8 @@ class RunReport:
     config_yaml: str = ""
     environments: Sequence[Mapping[str, Any]] = ()
     """The entries of environment.json, one for each start."""
-    history: style.History = ()
-    sft_history: style.History = ()
+    history: History = ()
+    sft_history: History = ()
     before: Sequence[EvalRow] = ()
     after: Sequence[EvalRow] = ()
     evictions: Mapping[str, Any] | None = None

@@ -14,6 +14,7 @@ AxisValues = dict[str, float]
 """A value for each of AXES."""
 
 History = Sequence[Mapping[str, float | int]]
+"""Logged metrics, one mapping per iteration with "iteration"; other metrics may be missing."""
 
 
 def last_axis_values(history: History) -> AxisValues:

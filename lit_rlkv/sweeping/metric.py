@@ -11,6 +11,7 @@ from hydra.utils import get_object
 
 from lit_rlkv.config import Config, ConfigError
 from lit_rlkv.config.options import Number, option
+from lit_rlkv.reporting.run_metrics import FINAL_METRICS
 
 DICTIONARY = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 """Names of all metrics; the file stands beside the package in a clone, and is not part of a wheel."""
@@ -36,8 +37,6 @@ class Metric:
     @property
     def is_final(self) -> bool:
         """True if only the final evaluation logs the metric."""
-        from lit_rlkv.reporting.run_metrics import FINAL_METRICS  # imports torch
-
         return self.name in FINAL_METRICS
 
     def cost(self, value: Number) -> Number:
@@ -82,8 +81,6 @@ def check_metric(metric: Metric, cfg: Config, *, is_watched: bool) -> None:
 
 
 def _check_name(name: str) -> None:
-    from lit_rlkv.reporting.run_metrics import FINAL_METRICS
-
     known = logged_names()
     if known and not any(pattern.fullmatch(name) for pattern in known.values()):
         close = get_close_matches(name, [*FINAL_METRICS, *known], n=1)

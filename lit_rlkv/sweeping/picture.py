@@ -18,16 +18,7 @@ from lit_rlkv.sweeping.results import Ended, without_seed
 from lit_rlkv.sweeping.sweep_file import Sweep
 
 PICTURE = "sweep.png"
-COLORS = (
-    style.BLUE,
-    style.VERMILLION,
-    style.GREEN,
-    style.PURPLE,
-    "#e69f00",
-    "#56b4e9",
-    style.MUTED,
-    style.INK,
-)
+COLORS = (*style.PALETTE, style.INK)
 """Colours of Okabe and Ito, and two greys; a parameter with more values gets one colour."""
 MARKERS = "osD^vPXd"
 DODGE = 0.08

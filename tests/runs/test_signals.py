@@ -50,15 +50,7 @@ def test_a_deferred_signal_waits_for_the_end_of_the_block():
     assert done == ["step"]
 
 
-@pytest.fixture
-def _restored():
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_ctrl_c_does_not_wait_for_the_end_of_an_iteration_and_says_where_it_was():
     with (
         pytest.raises(InterruptedRunError, match=r"^interrupted in iteration 7$") as error,
@@ -70,7 +62,7 @@ def test_ctrl_c_does_not_wait_for_the_end_of_an_iteration_and_says_where_it_was(
     assert error.value.is_ctrl_c
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_ctrl_c_on_one_of_several_ranks_waits_until_all_have_agreed(capfd):
     done = []
     with Interruption().handle_signals() as interruption, interruption.together(2):
@@ -114,7 +106,7 @@ def test_the_command_that_resumes_a_run_trusts_its_modules_again(tmp_path):
     assert "seed" not in message
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_a_sigterm_that_follows_ctrl_c_changes_nothing():
     interruption = Interruption()
     with interruption.handle_signals():

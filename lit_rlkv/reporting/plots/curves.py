@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from lit_rlkv.evaluation.results import N_BINS, EvalRow, wilson
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.plots.style import History
+from lit_rlkv.reporting.run_metrics import History
 
 MISMATCHES = {
     "rollout_corr/kl": ("KL(μ ‖ learner), k1", style.BLUE),

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.plots.style import Dashes, History
+from lit_rlkv.reporting.plots.style import Dashes
+from lit_rlkv.reporting.run_metrics import History
 
 MANY = 1000
 """Values from which ticks have a separator of thousands."""

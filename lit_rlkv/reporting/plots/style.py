@@ -1,7 +1,7 @@
 """Shared parts of all figures: sizes, colours, axes, legends, curves of logged metrics, pixels."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import UInt8
@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, NullLocator
+
+from lit_rlkv.reporting.run_metrics import History
 
 HALF_WIDTH, FULL_WIDTH, HEIGHT = 5.2, 10.4, 3.2
 """Inches; a report shows two figures of HALF_WIDTH side by side, or one of FULL_WIDTH."""
@@ -147,9 +149,6 @@ def right_axis(axes: Axes, label: str) -> Axes:
     right.spines[:].set_visible(False)
     return right
 
-
-History = Sequence[Mapping[str, float | int]]
-"""Logged metrics, one mapping per iteration with "iteration"; other metrics may be missing."""
 
 SMOOTHING = 10
 """Window of moving averages in iterations."""
