@@ -7,7 +7,15 @@ from lit_rlkv.config.machine import check_machine
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
 from lit_rlkv.config.run_labels import label_logger
 from lit_rlkv.config.schema import Config
-from lit_rlkv.config.targets import build, check_saved_code, check_targets, expanded, grant_trust, is_local
+from lit_rlkv.config.targets import (
+    build,
+    check_saved_code,
+    check_targets,
+    expanded,
+    find_gguf,
+    grant_trust,
+    is_local,
+)
 from lit_rlkv.config.unknown_keys import PRESETS, check_keys
 
 __all__ = [
@@ -27,6 +35,7 @@ __all__ = [
     "check_targets",
     "composed",
     "expanded",
+    "find_gguf",
     "grant_trust",
     "is_local",
     "label_logger",

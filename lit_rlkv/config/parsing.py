@@ -13,7 +13,7 @@ from lit_rlkv.checks import is_finite
 from lit_rlkv.config.errors import require
 from lit_rlkv.config.options import convert, named_items, show
 from lit_rlkv.config.schema import Config, SFTConfig, Stage
-from lit_rlkv.config.targets import is_local
+from lit_rlkv.config.targets import find_gguf, is_local
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -141,9 +141,9 @@ def _check_model(cfg: Config) -> None:
     )
     if path is not None and is_local(path):
         require(
-            (Path(path).expanduser() / "config.json").is_file(),
-            f"model.path={path} is not a checkpoint folder (no config.json there); give a folder written by "
-            "save_pretrained, or a hub name",
+            (Path(path).expanduser() / "config.json").is_file() or find_gguf(path) is not None,
+            f"model.path={path} is not a checkpoint folder (no config.json there) and no GGUF file; give a "
+            "folder written by save_pretrained, a file .gguf, or a hub name",
         )
     require(
         cfg.fabric.quantization is None or path is not None,

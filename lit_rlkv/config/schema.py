@@ -21,7 +21,9 @@ Precision = Literal["32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"]
 class ModelConfig:
     """The language model: a checkpoint, or a preset that starts from random weights."""
 
-    path: str | None = option(None, "checkpoint folder or hub name, with its own tokenizer; null: the preset")
+    path: str | None = option(
+        None, "checkpoint folder, GGUF file or hub name, with its own tokenizer; null: the preset"
+    )
     preset: Node | None = chosen(
         "function that builds a model from scratch, such as lit_rlkv.models.presets.*"
     )

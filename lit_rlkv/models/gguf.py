@@ -1,5 +1,6 @@
 """GGUF checkpoints: a file is converted once into a folder that transformers loads like any other."""
 
+import logging
 from glob import escape
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from lit_rlkv.files import atomic_dir, fingerprint
 
+log = logging.getLogger(__name__)
 END_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Fields of a file with the tokens that end a response, a turn and a message."""
 FORMAT = 1
@@ -25,6 +27,7 @@ def converted_gguf(file: Path, root: Path) -> Path:
     """
     folder = root / f"{file.stem}-{fingerprint(file.parent, escape(file.name))[:12]}-{FORMAT}"
     if not folder.is_dir():
+        log.info("converting %s into %s, once", file, folder)
         ends = _end_tokens(file)
         with atomic_dir(folder, replaces=False) as partial:
             _convert(file, partial, ends)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors, build, expanded, require
+from lit_rlkv.config import Config, ConfigError, as_config_errors, build, expanded, find_gguf, require
 from lit_rlkv.config.options import named_items, show
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.data.tokenizers import load_tokenizer
@@ -19,6 +19,7 @@ from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.rewards import RewardFunction, RewardManager
 from lit_rlkv.run_files import BACKBONE as BACKBONE
 from lit_rlkv.run_files import CHECKPOINTS as CHECKPOINTS
@@ -26,9 +27,11 @@ from lit_rlkv.run_files import CONFIG as CONFIG
 from lit_rlkv.run_files import EVALUATION as EVALUATION
 from lit_rlkv.run_files import METRICS as METRICS
 from lit_rlkv.run_files import REPORT as REPORT
-from lit_rlkv.runs.launch import fabric_precision
+from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
 from lit_rlkv.tasks import Task
 
+CONVERTED_MODELS = "converted_models"
+"""Folder in `runs_dir` of GGUF files converted to safetensors, which runs share."""
 WEIGHT_DTYPES = {
     "32-true": torch.float32,
     "64-true": torch.float64,
@@ -71,6 +74,19 @@ class RunContext:
 def cache_of(cfg: Config) -> CacheSpec:
     """Return the cache of a config."""
     return CacheSpec(**vars(cfg.cache))
+
+
+def pretrained_path(path: str | None, runs_dir: str) -> str | None:
+    """Return what transformers loads for a `model.path`: for a GGUF file, the folder it is converted to.
+
+    Raises:
+        ConfigError: the file cannot be converted.
+    """
+    file = None if path is None else find_gguf(path)
+    if file is None:
+        return expanded(path)
+    with as_config_errors("model"):
+        return str(converted_gguf(file, Path(runs_dir) / CONVERTED_MODELS))
 
 
 def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
@@ -118,7 +134,8 @@ def build_context(cfg: Config, fabric: Fabric | None = None) -> RunContext:
     fabric = fabric or Fabric(accelerator=cfg.fabric.accelerator, devices=1, precision=precision)
     _check_device(cfg, fabric.device)
     with as_config_errors("model"):
-        tokenizer = load_tokenizer(expanded(cfg.model.path))
+        path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
+        tokenizer = load_tokenizer(path)
     task = build(cfg.task)
     rewards = RewardManager(build_reward_functions(cfg.reward))
     return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards)

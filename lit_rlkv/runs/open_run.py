@@ -7,10 +7,18 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lit_rlkv.config import ConfigError, as_config_errors, check_targets, expanded
+from lit_rlkv.config import ConfigError, as_config_errors, check_targets
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
-from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, RunContext, build_context, read_config
+from lit_rlkv.runs.context import (
+    BACKBONE,
+    CHECKPOINTS,
+    CONFIG,
+    RunContext,
+    build_context,
+    pretrained_path,
+    read_config,
+)
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import backbone_id, check_backbone
@@ -43,7 +51,7 @@ class SavedRun:
             ConfigError: the run ended before it had a model.
         """
         own = self.run_dir / BACKBONE
-        start = own if own.is_dir() else expanded(self.cfg.model.path)
+        start = own if own.is_dir() else pretrained_path(self.cfg.model.path, self.cfg.runs_dir)
         if start is None:
             raise ConfigError(
                 f"{self.run_dir} has no {BACKBONE} folder, so it ended before it had a model; resume it "

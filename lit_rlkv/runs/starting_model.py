@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from lit_rlkv.config import Config, ConfigError, expanded
+from lit_rlkv.config import Config, ConfigError
 from lit_rlkv.config.options import show
 from lit_rlkv.files import fingerprint, stamps
 from lit_rlkv.runs.checkpoint import Checkpoint
-from lit_rlkv.runs.context import BACKBONE
+from lit_rlkv.runs.context import BACKBONE, pretrained_path
 
 REWARD_MODEL = "reward_model"
 """Folder in a SFT model for a reward model with weights of its own."""
@@ -68,7 +68,7 @@ def find_starting_model(cfg: Config, run_dir: Path) -> str | Path | None:
     if (run_dir / BACKBONE / SFT_DONE).is_file():
         return run_dir / BACKBONE
     if "sft" not in cfg.stages and cfg.model.path is not None:
-        return expanded(cfg.model.path)
+        return pretrained_path(cfg.model.path, cfg.runs_dir)
     if (shared / SFT_DONE).is_file():
         return shared
     if "sft" in cfg.stages:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.config import as_config_errors, build, expanded
+from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
@@ -27,7 +27,7 @@ from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import StepProgressBar
 from lit_rlkv.run_files import SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
-from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.context import RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.signals import Interruption
@@ -132,9 +132,8 @@ class SFTStage:
         check_hooks(callbacks)
         context, first = self.context, self.first
         is_begun = first > 0
-        backbone = load_backbone(
-            context, self._output(first - 1) if is_begun else expanded(context.cfg.model.path)
-        )
+        given = pretrained_path(context.cfg.model.path, context.cfg.runs_dir)
+        backbone = load_backbone(context, self._output(first - 1) if is_begun else given)
         check_data(context, backbone, self.passes)
         shard(context, backbone)
         weights = load_reward_head(self._output(first - 1)) if is_begun else None
