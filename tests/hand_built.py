@@ -18,6 +18,7 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.grpo import GRPO
@@ -164,6 +165,7 @@ def make_datamodule(
     roles_config=None,
     learner_parts=(("policy",),),
     warmup_part=("value",),
+    tokens_per_pass=TOKENS_PER_PASS,
     **algorithm,
 ) -> RolloutDataModule:
     task = task or DigitsAreGood(n_terms=3)
@@ -185,4 +187,5 @@ def make_datamodule(
         rewards=RewardManager(functions or {}),
         learner_parts=learner_parts,
         warmup_part=warmup_part,
+        tokens_per_pass=tokens_per_pass,
     )

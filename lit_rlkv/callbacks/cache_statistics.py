@@ -4,7 +4,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
-from lit_rlkv.diagnostics.distributions import evenly_spaced_rows, rows_in_pass
+from lit_rlkv.diagnostics.distributions import evenly_spaced_rows
 from lit_rlkv.diagnostics.evictions import (
     EvictedAttention,
     affected_fraction,
@@ -18,6 +18,7 @@ from lit_rlkv.diagnostics.position_bins import bin_starts
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.types import Rollout
 
@@ -67,7 +68,7 @@ class CacheStatistics(RowsDiagnostic):
         }
         if n_evicted > 0:
             self._add_lifetimes(evicted)
-            n_rows = min(self.n_rows, rows_in_pass(rollout, None))
+            n_rows = min(self.n_rows, max(TOKENS_PER_PASS // rollout.input_ids.shape[1], 1))
             self._add_attention(rollout.rows(evenly_spaced_rows(rollout, n_rows)))
         else:
             self.scalars |= WITHOUT_EVICTIONS

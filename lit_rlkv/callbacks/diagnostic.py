@@ -14,6 +14,7 @@ from lit_rlkv.checks import is_count
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, json_lines, write_atomically
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.run_files import DIAGNOSTICS
 
@@ -77,18 +78,18 @@ class RowsDiagnostic(Diagnostic):
 
     Args:
         n_rows: number of measured responses.
-        rows_per_pass: most responses per forward; None limits a forward to 65,536 tokens.
+        tokens_per_pass: most tokens of a forward, padding included.
     """
 
-    def __init__(self, every: int = 1, n_rows: int = 32, rows_per_pass: int | None = None) -> None:
+    def __init__(self, every: int = 1, n_rows: int = 32, tokens_per_pass: int = TOKENS_PER_PASS) -> None:
         super().__init__(every)
-        for option, value in {"n_rows": n_rows, "rows_per_pass": rows_per_pass}.items():
-            if not is_count(value) and not (value is None and option == "rows_per_pass"):
+        for option, value in {"n_rows": n_rows, "tokens_per_pass": tokens_per_pass}.items():
+            if not is_count(value):
                 raise ValueError(
                     f"diagnostics.{self.name}.{option} must be a whole number of at least 1, got {value}"
                 )
         self.n_rows = n_rows
-        self.rows_per_pass = rows_per_pass
+        self.tokens_per_pass = tokens_per_pass
 
 
 class DiagnosticsFile(RLCallback):

@@ -17,7 +17,6 @@ from lit_rlkv.callbacks.gradient_variance import (
     algorithm_loss,
     policy_outputs,
 )
-from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.experience.batch import Experience
@@ -111,7 +110,8 @@ class GradientSources(GradientDiagnostic):
             module.roles,
             rollout,
             {"policy": False} | ({} if ref_logps is None else {"reference": False}),
-            RolloutConfig(temperature=module.temperature, rows_per_pass=len(first.batches[0].advantages)),
+            temperature=module.temperature,
+            tokens_per_pass=first.batches[0].advantages.numel(),
         )
         dense = replace(
             experience,

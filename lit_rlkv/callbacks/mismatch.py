@@ -5,14 +5,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
-from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.diagnostics import as_floats
 from lit_rlkv.diagnostics.distributions import (
     evenly_spaced_rows,
     has_no_evictions,
     layer_kls,
-    rows_in_pass,
-    split_into_passes,
     view_overlap,
 )
 from lit_rlkv.diagnostics.importance_ratios import correction_statistics, dense_mismatch
@@ -25,6 +22,7 @@ from lit_rlkv.diagnostics.position_bins import (
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.packing import passes, unpacked
 
 
 class DenseMismatch(RowsDiagnostic):
@@ -69,9 +67,8 @@ class DenseMismatch(RowsDiagnostic):
             self.policy.roles,
             rollout,
             {"policy": False},
-            RolloutConfig(
-                temperature=self.policy.temperature, rows_per_pass=rows_in_pass(rollout, self.rows_per_pass)
-            ),
+            temperature=self.policy.temperature,
+            tokens_per_pass=self.tokens_per_pass,
         )
         return found["policy"]
 
@@ -85,11 +82,9 @@ class DenseMismatch(RowsDiagnostic):
             overlap[rows] = sample.response_mask.to(overlap.dtype)
             return overlap
         with acting_as(self.policy.roles, "policy") as backbone:
-            parts = [
-                view_overlap(backbone, part, self.policy.temperature)
-                for part in split_into_passes(sample, self.rows_per_pass)
-            ]
-        overlap[rows] = torch.cat(parts).to(overlap.dtype)
+            for places, part in passes(sample, self.tokens_per_pass):
+                found = view_overlap(backbone, part, self.policy.temperature)
+                overlap[rows[places]] = unpacked(found, sample.attention_mask, places).to(overlap.dtype)
         return overlap
 
 
@@ -109,7 +104,7 @@ class LayerMismatch(RowsDiagnostic):
         kls = torch.zeros(n_layers + 1, dtype=torch.float64, device=device)
         if not has_no_evictions(sample):
             with acting_as(self.policy.roles, "policy") as backbone:
-                for part in split_into_passes(sample, self.rows_per_pass):
+                for _, part in passes(sample, self.tokens_per_pass):
                     kls += layer_kls(backbone, part, self.policy.temperature).double().sum(dim=1)
         n_tokens = ranks.all_reduce_sum(sample.response_mask.sum())
         *by_layer, all_layers = (ranks.all_reduce_sum(kls) / n_tokens).tolist()

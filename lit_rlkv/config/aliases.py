@@ -13,7 +13,9 @@ SAME = {
     "max_tokens": "rollout.max_new_tokens",
     "temperature": "rollout.temperature",
     "train_batch_size": "rollout.n_prompts",
-    "log_prob_micro_batch_size_per_gpu": "rollout.rows_per_pass",
+    "ppo_max_token_len_per_gpu": "fabric.tokens_per_pass",
+    "log_prob_max_token_len_per_gpu": "fabric.tokens_per_pass",
+    "max_token_len_per_gpu": "fabric.tokens_per_pass",
     # the algorithm
     "num_iterations": "algorithm.n_epochs",
     "ppo_epochs": "algorithm.n_epochs",
@@ -115,8 +117,8 @@ ONE_BATCH = (
     "'algorithm.group_size' responses each, and 'algorithm.n_minibatches' cuts them into optimizer steps"
 )
 PASSES_OF_A_STEP = (
-    "'algorithm.n_micro_batches' cuts an optimizer step into passes, with less memory and the same gradient; "
-    "it does not make the step larger"
+    "'fabric.tokens_per_pass' is the most tokens in a pass; an optimizer step is cut into as many passes as "
+    "it needs, with the same gradient"
 )
 EPOCHS = (
     "passes over the data are not counted here: 'algorithm.n_iterations' times 'rollout.n_prompts' prompts "
@@ -157,6 +159,7 @@ DIFFERENT = {
     "steps_per_generation": "'algorithm.n_minibatches' counts the optimizer steps of a pass over the rollout",
     "ppo_micro_batch_size": PASSES_OF_A_STEP,
     "ppo_micro_batch_size_per_gpu": PASSES_OF_A_STEP,
+    "log_prob_micro_batch_size_per_gpu": PASSES_OF_A_STEP,
     "gradient_accumulation_steps": PASSES_OF_A_STEP,
     "accumulate_grad_batches": PASSES_OF_A_STEP,
     "max_steps": (

@@ -63,9 +63,6 @@ class RolloutConfig:
         least=1,
     )
     cuda_graph: bool | None = option(None, "capture the decode step as a CUDA graph; null: on CUDA")
-    rows_per_pass: int | None = option(
-        None, "most responses in one forward when the roles score them; null: all", least=1
-    )
 
     def __post_init__(self) -> None:
         for name, off in {"top_p": 1.0, "top_k": None}.items():
@@ -112,9 +109,6 @@ class AlgorithmConfig:
     n_iterations: int = option(130, "iterations: a rollout and the updates on it", least=1)
     n_epochs: int = option(1, "passes over each rollout", least=1)
     n_minibatches: int = option(2, "optimizer steps per pass", least=1)
-    n_micro_batches: int = option(
-        1, "forward and backward passes per step: less memory, the same gradient", least=1
-    )
     critic_warmup: int = option(0, "first iterations, in which the critic alone learns", least=0)
     mask_truncated: bool = option(False, "leave responses cut at max_new_tokens out of the policy's loss")
     max_grad_norm: Number | None = option(
@@ -242,7 +236,9 @@ class EvaluationConfig:
     budgets: tuple[int, ...] = option(
         (10, 12, 14), "budgets to evaluate beside dense and cache.budget, in keys", least=1
     )
-    batch_size: int = option(512, "most responses sampled at a time", least=1)
+    batch_size: Literal["auto"] | int = option(
+        "auto", "most responses sampled at a time; auto: up to 512, as many as memory holds", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +259,12 @@ class FabricConfig:
         None, "4bit: the backbone's weights in NF4 under adapters; needs CUDA and the extra `quant`"
     )
     n_threads: int | None = option(None, "CPU threads of each process; null: as torch chooses", least=1)
+    tokens_per_pass: Literal["auto"] | int = option(
+        "auto",
+        "most tokens in a pass of SFT, scoring and update, padding included: less memory, the same gradient; "
+        "auto: up to 16384, as many as memory holds",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         devices = self.devices

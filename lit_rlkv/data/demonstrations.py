@@ -1,7 +1,8 @@
 """Demonstrations: worked solutions to imitate, and preference pairs, as batches for the SFT stage."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import encode, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
+from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.tasks import Task
@@ -43,12 +45,12 @@ class SFTBatch(TensorBatch):
     chosen: DemonstrationBatch
     rejected: DemonstrationBatch | None
     """Row i pairs with row i of `chosen`; there may be fewer rows. None without pairs."""
-    n_targets: int | None = None
-    """Target tokens in the batches of all ranks; None if this batch is the only one."""
-    n_ranks: int = 1
-    """Ranks that share the step, each with as many rows."""
+    n_targets: int
+    """Target tokens of the whole optimizer step, all ranks."""
+    n_pairs: int = 0
+    """Pairs of the whole optimizer step, all ranks."""
     ends_step: bool = True
-    """Each batch is an optimizer step by itself."""
+    """True for the last micro-batch of an optimizer step."""
     learners: tuple[str, ...] = ()
     """Empty, because the backbone and its heads learn as one and there are no roles yet."""
 
@@ -59,6 +61,7 @@ class PreferenceDataModule(L.LightningDataModule):
     Args:
         batch_size: rows of a step, shared by the ranks.
         n_pairs: rows of a step, from the first, that also have a rejected completion; 0 for none.
+        tokens_per_pass: most tokens of a micro-batch, padding included.
         ranks: those among which `source` divides the problems.
     """
 
@@ -73,6 +76,7 @@ class PreferenceDataModule(L.LightningDataModule):
         steps_per_loader: int,
         seed: int,
         ranks: Ranks = SINGLE_PROCESS,
+        tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
         super().__init__()
         self.task = task
@@ -83,20 +87,48 @@ class PreferenceDataModule(L.LightningDataModule):
         self.n_pairs = n_pairs
         self.steps_per_loader = steps_per_loader
         self.seed = seed
+        self.tokens_per_pass = tokens_per_pass
         self.n_batches = 0
 
     def train_dataloader(self) -> DataLoader[SFTBatch]:
         return DataLoader(_Batches(self), batch_size=None)
 
     def next_batch(self) -> SFTBatch:
-        """Return the next problems of the source; the batch's number names the stream that corrupts them."""
+        """Return the next optimizer step; the batch's number names the stream that corrupts its problems."""
         rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
         problems = self.source.take(self.batch_size)
         prompts, solutions = [p.prompt for p in problems], [p.solution for p in problems]
         chosen = encode_completions(self.tokenizer, prompts, solutions)
         n_targets = sum(self.ranks.all_gather_object([int(chosen.is_target.sum())]))
-        return SFTBatch(chosen, rejected, n_targets, self.ranks.size)
+        return SFTBatch(chosen, rejected, n_targets, self.n_pairs)
+
+    def micro_batches(self, step: SFTBatch) -> Iterator[SFTBatch]:
+        """Yield an optimizer step in micro-batches, as many on every rank; first the rows with pairs."""
+        sides = [step.chosen, *([] if step.rejected is None else [step.rejected])]
+        n_tokens = sum(side.input_ids.numel() for side in sides)
+        if self.ranks.all_reduce_max(n_tokens) <= self.tokens_per_pass:
+            yield step
+            return
+        lengths = step.chosen.attention_mask.sum(dim=1)
+        n_paired = 0 if step.rejected is None else len(step.rejected.input_ids)
+        paired = lengths[:n_paired]
+        if step.rejected is not None:
+            paired = torch.maximum(paired, step.rejected.attention_mask.sum(dim=1))
+        parts = self._cut(paired, rows_per_unit=2)
+        parts += [part + n_paired for part in self._cut(lengths[n_paired:], rows_per_unit=1)]
+        for number, rows in enumerate(parts):
+            has_pairs = step.rejected is not None and int(rows[0]) < n_paired
+            yield replace(
+                step,
+                chosen=_packed(step.chosen, rows),
+                rejected=_packed(step.rejected, rows) if step.rejected is not None and has_pairs else None,
+                ends_step=number == len(parts) - 1,
+            )
+
+    def _cut(self, n_tokens: Int[Tensor, " unit"], rows_per_unit: int) -> list[Tensor]:
+        cut = partial(cut_into_passes, n_tokens, self.tokens_per_pass, rows_per_unit=rows_per_unit)
+        return cut(n_passes=self.ranks.all_reduce_max(len(cut()))) if len(n_tokens) else []
 
     def _rejected(self) -> DemonstrationBatch:
         """Return this rank's rejected sides; one stream corrupts the pairs of all ranks, however many."""
@@ -119,7 +151,12 @@ class _Batches(IterableDataset[SFTBatch]):
 
     def __iter__(self) -> Iterator[SFTBatch]:
         for _ in range(self.module.steps_per_loader):
-            yield self.module.next_batch()
+            yield from self.module.micro_batches(self.module.next_batch())
+
+
+def _packed(batch: DemonstrationBatch, rows: Tensor) -> DemonstrationBatch:
+    part = packed(batch, batch.attention_mask, rows)
+    return replace(part, n_tokens=part.input_ids.shape[1])
 
 
 def preference_pair(task: Task, problem: Problem, rng: Random) -> PreferencePair:

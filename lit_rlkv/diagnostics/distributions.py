@@ -1,6 +1,5 @@
 """Full-vocabulary distributions of the policy under two views of a rollout: sparse and dense."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +14,6 @@ from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
 from lit_rlkv.types import NEVER, Rollout
-
-MAX_TOKENS = 2**16
-"""Default tokens per forward of a diagnostic, which must fit beside the memory of the run."""
 
 
 @torch.no_grad()
@@ -88,15 +84,3 @@ def evenly_spaced_rows(rollout: Rollout, n_rows: int, ranks: Ranks = SINGLE_PROC
     rows = torch.linspace(0, n - 1, min(n_rows, n), dtype=torch.float64).round().long()
     rows = rows[(mine.start <= rows) & (rows < mine.stop)] - mine.start
     return rows.to(rollout.input_ids.device)
-
-
-def rows_in_pass(rollout: Rollout, rows_per_pass: int | None) -> int:
-    """Return the responses per forward: `rows_per_pass`, or as many as hold MAX_TOKENS tokens."""
-    return rows_per_pass or max(MAX_TOKENS // rollout.input_ids.shape[1], 1)
-
-
-def split_into_passes(rollout: Rollout, rows_per_pass: int | None) -> Iterator[Rollout]:
-    """Yield the rollout in pieces of one forward each."""
-    size = rows_in_pass(rollout, rows_per_pass)
-    for start in range(0, len(rollout.input_ids), size):
-        yield rollout.rows(slice(start, start + size))

@@ -17,8 +17,8 @@ from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.experience.sample import sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager, score
@@ -103,12 +103,14 @@ class Evaluator:
     Args:
         task: task whose score is the accuracy, unless `accuracy` is given.
         problems: problems, the same on every rank.
-        config: prompts, batch size and temperature; greedy decoding has no log-probs, so mismatch and replay
+        config: prompts and temperature; greedy decoding has no log-probs, so mismatch and replay
             gap are measured at the temperature of `rollout`.
         accuracy: function that scores completions; None: the task's score.
         n_samples: responses to each prompt.
         max_failed: largest share of completions of a cache without a score.
         ranks: the ranks that share the work.
+        batch_size: most responses sampled at a time.
+        tokens_per_pass: most tokens of a forward, padding included.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class Evaluator:
         n_samples: int = 1,
         max_failed: float | int = 0.5,
         ranks: Ranks = SINGLE_PROCESS,
+        batch_size: int = 512,
+        tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
         self.roles = roles
         self.tokenizer = tokenizer
@@ -135,6 +139,8 @@ class Evaluator:
         self.n_samples = n_samples
         self.max_failed = max_failed
         self.ranks = ranks
+        self.batch_size = batch_size
+        self.tokens_per_pass = tokens_per_pass
 
     @torch.no_grad()
     def score_cache(self, cache: CacheSpec) -> CacheScore:
@@ -144,7 +150,7 @@ class Evaluator:
             MemoryExhaustedError: too little memory; the message names settings to lower.
             RewardsFailedError: more completions than `max_failed` allows have no score.
         """
-        at_once = self.config.batch_size
+        at_once = self.batch_size
         with explain_out_of_memory(
             lambda: (
                 f"out of memory in the evaluation of cache {cache.label}, {at_once} responses at a time; "
@@ -243,7 +249,7 @@ class Evaluator:
 
         Many samples of one problem are drawn in several batches, so that no batch exceeds `batch_size`.
         """
-        n_samples, batch_size = self.n_samples, self.config.batch_size
+        n_samples, batch_size = self.n_samples, self.batch_size
         n_together = max(batch_size // n_samples, 1)
         for start in range(0, len(self.problems), n_together):
             stop = min(start + n_together, len(self.problems))
@@ -251,19 +257,27 @@ class Evaluator:
                 yield start, stop, first, min(first + batch_size, n_samples)
 
     def _replayed(self, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "batch seq"]:
-        """Return log-probs of the rollout under the policy, `batch_size` rows at a time."""
-        n, temperature = self.config.batch_size, self.rollout.temperature
-        parts = [rollout.rows(slice(start, start + n)) for start in range(0, len(rollout.input_ids), n)]
-        with acting_as(self.roles, "policy") as backbone:
-            return torch.cat(
-                [replay_logps(backbone, part, shadow=shadow, temperature=temperature) for part in parts]
-            )
+        """Return log-probs of the rollout under the policy."""
+        scores = score_rollout(
+            self.roles,
+            rollout,
+            {"policy": shadow},
+            temperature=self.rollout.temperature,
+            tokens_per_pass=self.tokens_per_pass,
+        )
+        return scores["policy"]
 
     def _learned_reward(self, rollout: Rollout) -> float:
         """Return the reward role's sum over the responses; 0 without a reward role."""
         if "reward" not in self.roles.needed:
             return 0.0
-        scores = score_rollout(self.roles, rollout, {"reward": False}, self.rollout)
+        scores = score_rollout(
+            self.roles,
+            rollout,
+            {"reward": False},
+            temperature=self.rollout.temperature,
+            tokens_per_pass=self.tokens_per_pass,
+        )
         return float(scores["reward"].sum())
 
     def _generate(
@@ -282,9 +296,7 @@ class Evaluator:
                 backbone,
                 self.tokenizer,
                 encode_prompts(self.tokenizer, [p.prompt for p in problems]),
-                replace(
-                    self.rollout, temperature=temperature, max_rows=max(self.config.batch_size, n_samples)
-                ),
+                replace(self.rollout, temperature=temperature, max_rows=max(self.batch_size, n_samples)),
                 cache=cache,
                 generator=stream(self.seed, *names, device=backbone.device),
                 num_return_sequences=n_samples,

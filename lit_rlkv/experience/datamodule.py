@@ -25,6 +25,7 @@ from lit_rlkv.experience.sample import generate_options, joined
 from lit_rlkv.experience.score import critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.corrections import Correction, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager
@@ -59,6 +60,7 @@ class RolloutDataModule(L.LightningDataModule):
         on_update_start: called next, with the function that splits it into parts.
         on_phase_start, on_phase_end: called around rollout, score and reward.
         ranks: the processes that share the responses of an iteration.
+        tokens_per_pass: most tokens in one forward of scoring and update, padding included.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class RolloutDataModule(L.LightningDataModule):
         on_phase_start: Sequence[PhaseListener] = (),
         on_phase_end: Sequence[PhaseListener] = (),
         ranks: Ranks = SINGLE_PROCESS,
+        tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
         super().__init__()
         self.roles = roles
@@ -97,6 +100,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.roles_config = roles_config or RolesConfig()
         self.seed = seed
         self.ranks = ranks
+        self.tokens_per_pass = tokens_per_pass
         self.n_shards = rollout.n_shards or ranks.size
         self.kl = KLController(algorithm.kl)
         self.rewards = rewards or RewardManager({})
@@ -109,6 +113,7 @@ class RolloutDataModule(L.LightningDataModule):
             max_new_tokens=rollout.max_new_tokens,
             seed=seed,
             n_shards=self.n_shards,
+            tokens_per_pass=tokens_per_pass,
         )
         self.iteration = 0
         self._shape = (0, 0)
@@ -187,7 +192,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def explain_update(self) -> str:
         """Return the text of an out-of-memory error in the updates on the latest rollout."""
-        return explain_update(self.roles, self._shape, self.settings, self.algorithm)
+        return explain_update(self.roles, self._shape, self.settings, self.tokens_per_pass)
 
     def _next_prompts(self) -> dict[int, list[Problem]]:
         """Return this rank's next problems by shard; every rank gets equally many."""
@@ -242,13 +247,16 @@ class RolloutDataModule(L.LightningDataModule):
             wanted.remove("policy")  # π_old is the sampler
         stacks_passes = self.roles_config.stack_passes
         with explain_out_of_memory(
-            lambda: explain_scoring(self._shape, self.settings, stacks_passes=stacks_passes)
+            lambda: explain_scoring(
+                self._shape, self.settings, self.tokens_per_pass, stacks_passes=stacks_passes
+            )
         ):
             return score_rollout(
                 self.roles,
                 rollout,
                 {role: shadow for role, shadow in views.items() if role in wanted},
-                self.settings,
+                temperature=self.settings.temperature,
+                tokens_per_pass=self.tokens_per_pass,
                 stacks_passes=stacks_passes,
             )
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
 import torch
 from transformers import PreTrainedModel
 
-from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
@@ -120,32 +120,40 @@ def explain_rollout(
     )
 
 
-def explain_scoring(shape: tuple[int, int], settings: RolloutConfig, *, stacks_passes: bool) -> str:
+def explain_scoring(
+    shape: tuple[int, int], settings: RolloutConfig, tokens_per_pass: int, *, stacks_passes: bool
+) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
-    n_rows, n_columns = shape
-    limit = n_rows if settings.rows_per_pass is None else min(settings.rows_per_pass, n_rows)
     stacked = ", set roles.stack_passes=false" if stacks_passes else ""
     return (
-        f"out of memory in scoring, {limit} of {n_rows} sequences of up to {n_columns} tokens at a time; set "
-        f"rollout.rows_per_pass below {limit}{stacked}, or lower rollout.max_new_tokens="
+        f"out of memory in scoring, {_pass_size(shape, tokens_per_pass)}; "
+        f"{_smaller_passes(shape, tokens_per_pass)}{stacked}, or lower rollout.max_new_tokens="
         f"{settings.max_new_tokens}"
     )
 
 
 def explain_update(
-    roles: Roles, shape: tuple[int, int], settings: RolloutConfig, algorithm: AlgorithmConfig
+    roles: Roles, shape: tuple[int, int], settings: RolloutConfig, tokens_per_pass: int
 ) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
-    n_rows, n_columns = shape
-    n_own = ceil(ceil(n_rows / algorithm.n_minibatches) / algorithm.n_micro_batches)
     recompute = "" if roles.checkpoints_layers else ", set roles.gradient_checkpointing=true"
     n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
     return (
-        f"out of memory in the update, {n_own} sequences of up to {n_columns} tokens in a micro-batch and "
-        f"{n_trained:,} parameters that train; raise algorithm.n_micro_batches={algorithm.n_micro_batches}"
-        f"{recompute}, lower rollout.max_new_tokens={settings.max_new_tokens}, or train fewer parameters "
-        "(roles=hydra, roles.rank)"
+        f"out of memory in the update, {_pass_size(shape, tokens_per_pass)}, and {n_trained:,} parameters "
+        f"that train; {_smaller_passes(shape, tokens_per_pass)}{recompute}, lower rollout.max_new_tokens="
+        f"{settings.max_new_tokens}, or train fewer parameters (roles=hydra, roles.rank)"
     )
+
+
+def _pass_size(shape: tuple[int, int], tokens_per_pass: int) -> str:
+    n_rows, n_columns = shape
+    n_at_once = min(n_rows, max(tokens_per_pass // n_columns, 1))
+    return f"{n_at_once} of {n_rows} sequences of up to {n_columns} tokens at a time"
+
+
+def _smaller_passes(shape: tuple[int, int], tokens_per_pass: int) -> str:
+    n_rows, n_columns = shape
+    return f"set fabric.tokens_per_pass below {max(min(tokens_per_pass, n_rows * n_columns), n_columns)}"
 
 
 def _computes_in(model: PreTrainedModel) -> torch.dtype:

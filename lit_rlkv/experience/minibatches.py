@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rlkv.config.schema import AlgorithmConfig
+from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages
 from lit_rlkv.experience.batch import Experience
+from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
 from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.rng import stream
 from lit_rlkv.types import TrainBatch
@@ -49,6 +51,7 @@ class MinibatchSplitter:
         warmup_part: roles that learn in the first `algorithm.critic_warmup` iterations.
         seed: seed of the shuffling.
         n_shards: equal parts of all rows; each part is shuffled separately.
+        tokens_per_pass: most tokens of a micro-batch, padding included.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class MinibatchSplitter:
         max_new_tokens: int,
         seed: int,
         n_shards: int,
+        tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
         self.advantage = advantage
         self.algorithm = algorithm
@@ -69,6 +73,7 @@ class MinibatchSplitter:
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.n_shards = n_shards
+        self.tokens_per_pass = tokens_per_pass
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of all optimizer steps of an iteration, equally many on each rank."""
@@ -85,11 +90,8 @@ class MinibatchSplitter:
                 units = by_shard[:, chosen]
                 step = self._step(whole, units.flatten(0, 1), advantages.is_counted)
                 step = replace(step, is_first_update=epoch == 0 and number == 0)
-                yield from self._micro_batches(
-                    *_own(step, units[own].flatten(0, 1), experience),
-                    learner_parts,
-                    self.algorithm.n_micro_batches,
-                )
+                step, units = _own(step, units[own].flatten(0, 1), experience)
+                yield from self._micro_batches(step, units, learner_parts, experience.ranks)
 
     def parts(self, experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
         """Split this rank's rollout into parts of whole groups, of nearly equal size.
@@ -111,14 +113,11 @@ class MinibatchSplitter:
             *_sizes(step.loss_weight, of_group, by_token=by_token),
             n_response_tokens.double() / step.n_response_tokens,
         )
-        n_units = len(advantages.units) // experience.ranks.size
-        n_at_once = ceil(ceil(n_units / self.algorithm.n_minibatches) / self.algorithm.n_micro_batches)
         mine = experience.ranks.local_rows(n_groups)
         step, of_group = _own(step, of_group[mine], experience)
         pieces = [one.tensor_split(n_parts) for one in (of_group, *(size[mine] for size in sizes))]
         for groups, is_counted, share, actions in zip(*pieces, strict=True):
-            units = groups.flatten(0, 1)
-            batches = self._micro_batches(step, units, (("policy",),), ceil(len(units) / n_at_once))
+            batches = self._micro_batches(step, groups.flatten(0, 1), (("policy",),), experience.ranks)
             yield RolloutPart(
                 batches=list(batches),
                 n_groups=int(is_counted.sum()),
@@ -170,14 +169,18 @@ class MinibatchSplitter:
         )
 
     def _micro_batches(
-        self, step: TrainBatch, units: Tensor, learner_parts: tuple[tuple[str, ...], ...], n: int
+        self, step: TrainBatch, units: Tensor, learner_parts: tuple[tuple[str, ...], ...], ranks: Ranks
     ) -> Iterator[TrainBatch]:
-        parts = [part.flatten() for part in units.tensor_split(n) if len(part)]
+        """Yield the units in micro-batches of at most `tokens_per_pass` tokens, as many on every rank."""
+        attention_mask = step.rollout.attention_mask
+        n_tokens = attention_mask.sum(dim=1)[units].amax(dim=1)
+        cut = partial(cut_into_passes, n_tokens, self.tokens_per_pass, rows_per_unit=units.shape[1])
+        parts = cut(n_passes=ranks.all_reduce_max(len(cut())))
         for number, part in enumerate(parts):
-            rows = step.rows(part)
+            batch = packed(step, attention_mask, units[part].flatten())
             for learners in learner_parts:
                 is_last = number == len(parts) - 1 and learners == learner_parts[-1]
-                yield replace(rows, ends_step=is_last, learners=learners)
+                yield replace(batch, ends_step=is_last, learners=learners)
 
 
 def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[TrainBatch, Tensor]:

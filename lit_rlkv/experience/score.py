@@ -1,6 +1,6 @@
 """Score a rollout with every role, in as few forwards as possible."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,12 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.config.schema import RolesConfig, RolloutConfig
+from lit_rlkv.config.schema import RolesConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter, use_adapters_by_row
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.packing import TOKENS_PER_PASS, passes, unpacked
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, response_logps, scatter_to_response
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import Rollout
@@ -46,8 +47,9 @@ def score_rollout(
     roles: Roles,
     rollout: Rollout,
     views: Mapping[str, bool],
-    settings: RolloutConfig,
     *,
+    temperature: float | int,
+    tokens_per_pass: int = TOKENS_PER_PASS,
     stacks_passes: bool = False,
 ) -> dict[str, Tensor]:
     """Return by role log-probs [batch, seq] of policy and reference, values [batch, seq], rewards [batch].
@@ -56,25 +58,32 @@ def score_rollout(
 
     Args:
         views: True for roles with the shadow view (the keys that the sampler saw), False for the dense view.
-        settings: temperature and `rows_per_pass`.
+        temperature: the temperature of the rollout.
+        tokens_per_pass: most tokens in one forward, padding included.
         stacks_passes: run the passes of one backbone as one batch, with an adapter per row.
 
     Raises:
         ValueError: the rollout exceeds the model's positions.
     """
     check_length(roles.backbone("policy"), rollout.input_ids.shape[1])
-    n_rows = len(rollout.input_ids)
-    n_at_once = settings.rows_per_pass or n_rows
+    wanted = {forward_pass_of(roles, *view) for view in views.items()}
+    n_stacked = _most_stacked(wanted) if stacks_passes else 1
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    for start in range(0, n_rows, n_at_once):
-        rows = rollout.rows(slice(start, start + n_at_once))
-        hidden = _hidden(
-            roles, rows, {forward_pass_of(roles, *view) for view in views.items()}, stacks_passes
-        )
+    order: list[Tensor] = []
+    for rows, part in passes(rollout, tokens_per_pass // n_stacked):
+        hidden = _hidden(roles, part, wanted, stacks_passes)
+        order.append(rows)
         for role, shadow in views.items():
             states = hidden[forward_pass_of(roles, role, shadow)]
-            parts[role].append(_read(roles, role, rows, states, settings.temperature))
-    return {role: torch.cat(values) for role, values in parts.items()}
+            values = _read(roles, role, part, states, temperature)
+            parts[role].append(values if role == "reward" else unpacked(values, rollout.attention_mask, rows))
+    back = torch.cat(order).argsort()
+    return {role: torch.cat(values)[back] for role, values in parts.items()}
+
+
+def _most_stacked(passes_wanted: set[ForwardPass]) -> int:
+    """Return the most passes that share a backbone, and so a batch."""
+    return max(Counter(one.backbone for one in passes_wanted).values())
 
 
 def _read(

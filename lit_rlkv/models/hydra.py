@@ -67,7 +67,7 @@ class Roles(nn.Module):
         self.checkpoints_layers = checkpoints_layers
         if checkpoints_layers:
             for name in self.backbones:
-                self._checkpoint_layers(name)
+                checkpoint_layers(self.named_backbone(name))
 
     def backbone(self, role: str) -> PreTrainedModel:
         """Return the backbone of a role; its adapters are not changed.
@@ -111,30 +111,6 @@ class Roles(nn.Module):
             for adapter in adapters:
                 add_adapter(backbone, adapter, lora)
 
-    def _checkpoint_layers(self, name: str) -> None:
-        """Enable activation checkpointing; each layer is recomputed with the adapter of its forward.
-
-        peft's layers read the active adapter when they run. Without this, a layer that is recomputed after a
-        change of role would silently use the wrong adapter. The replay mask is an argument of the layer.
-        """
-        backbone = self.named_backbone(name)
-        layers = checkpointed_layers(backbone)
-        if not layers:
-            raise ValueError(
-                f"{type(backbone).__name__} has no layers that can be checkpointed; "
-                "use roles.gradient_checkpointing=false"
-            )
-
-        adapted = lora_layers(backbone)  # found once, because it walks through the whole model
-
-        def with_same_adapter() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), use_adapter(adapted, active_adapter(adapted))
-
-        function = partial(checkpoint, use_reentrant=False, context_fn=with_same_adapter)
-        for layer in layers:
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = function  # type: ignore[assignment]
-
 
 def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> ScalarHead:
     """Return a scalar head for this backbone, with the given weights or at zero.
@@ -154,6 +130,33 @@ def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> 
     return head.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
 
 
+def checkpoint_layers(backbone: PreTrainedModel) -> None:
+    """Prepare activation checkpointing; each layer is recomputed with the adapter of its forward.
+
+    peft's layers read the active adapter when they run. Without this, a layer that is recomputed after a
+    change of role would silently use the wrong adapter. The replay mask is an argument of the layer.
+
+    Raises:
+        ValueError: the model has no layers that can be checkpointed.
+    """
+    layers = checkpointed_layers(backbone)
+    if not layers:
+        raise ValueError(
+            f"{type(backbone).__name__} has no layers that can be checkpointed; "
+            "use roles.gradient_checkpointing=false"
+        )
+
+    adapted = lora_layers(backbone)  # found once, because it walks through the whole model
+
+    def with_same_adapter() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), use_adapter(adapted, active_adapter(adapted))
+
+    function = partial(checkpoint, use_reentrant=False, context_fn=with_same_adapter)
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
 def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     """Return the layers that transformers can checkpoint, whether or not they are now."""
     return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -171,12 +174,12 @@ def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
     """
     backbone = roles.backbone(role)
     adapter = use_adapter(lora_layers(backbone), roles.layout.adapter[role])
-    with adapter, _checkpointing(backbone, roles.checkpoints_layers):
+    with adapter, checkpointing(backbone, roles.checkpoints_layers):
         yield backbone
 
 
 @contextmanager
-def _checkpointing(backbone: PreTrainedModel, is_on: bool) -> Iterator[None]:
+def checkpointing(backbone: PreTrainedModel, is_on: bool) -> Iterator[None]:
     """Checkpoint the layers if gradients are enabled, in training and evaluation mode alike."""
     layers = checkpointed_layers(backbone)
     if not is_on and any(layer.gradient_checkpointing for layer in layers):

@@ -208,6 +208,6 @@ def _check_trainer(trainer: L.Trainer, batch: TrainBatch) -> None:
         )
     if not batch.ends_step:
         raise ValueError(
-            "lightning.Trainer steps the optimizer after every micro-batch; use n_micro_batches=1 and, "
-            "for PPO, loss.separate_passes=false with it"
+            "lightning.Trainer steps the optimizer after every micro-batch; raise tokens_per_pass until "
+            "each step has one and, for PPO, use loss.separate_passes=false with it"
         )

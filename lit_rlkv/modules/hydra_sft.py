@@ -17,6 +17,7 @@ from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch, dense_hid
 from lit_rlkv.kernels.token_logps import token_logps
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token
+from lit_rlkv.models.hydra import checkpoint_layers, checkpointing
 from lit_rlkv.modules.base import add_zero_grads_for_unused
 from lit_rlkv.objectives.preference import ranking_loss
 
@@ -33,10 +34,11 @@ class HydraSFT(L.LightningModule):
         backbone: a prepared backbone; all its parameters train.
         make_optimizer: makes an optimizer from parameters.
         reward_head: a head to continue training; None starts at zero.
+        checkpoints_layers: store only layer inputs for the backward pass and recompute the rest.
         n_steps: total optimizer steps, including `n_warmup_steps`.
 
     Raises:
-        ValueError: both weights are 0.
+        ValueError: both weights are 0, or the backbone has no layers that can be checkpointed.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class HydraSFT(L.LightningModule):
         n_steps: int,
         n_warmup_steps: int,
         reward_head: ScalarHead | None = None,
+        checkpoints_layers: bool = False,
     ) -> None:
         super().__init__()
         if lm_weight == 0 and reward_weight == 0:
@@ -66,11 +69,21 @@ class HydraSFT(L.LightningModule):
         self.reward_weight = reward_weight
         self.n_steps = n_steps
         self.n_warmup_steps = n_warmup_steps
+        self.checkpoints_layers = checkpoints_layers
+        if checkpoints_layers:
+            checkpoint_layers(backbone)
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> dict[str, Tensor]:
-        """Return `loss`, and metrics of the heads that train."""
+        """Return `loss`, and metrics of the heads that train; they add up over the parts of a step."""
+        with checkpointing(self.backbone, self.checkpoints_layers):
+            return self._losses(batch)
+
+    def _losses(self, batch: SFTBatch) -> dict[str, Tensor]:
+        is_unpaired = batch.rejected is None and batch.n_pairs > 0  # the pairs are in other micro-batches
         chosen = batch.chosen
         if self.lm_weight == 0:
+            if is_unpaired:
+                return {"loss": torch.zeros((), device=chosen.input_ids.device, requires_grad=True)}
             chosen = chosen.rows(slice(len(self._rejected(batch).input_ids)))
         hidden = dense_hidden(self.backbone, chosen)
         losses: list[Tensor] = []
@@ -79,19 +92,19 @@ class HydraSFT(L.LightningModule):
             lm_loss = self._lm_loss(chosen, hidden, batch.n_targets)
             losses.append(self.lm_weight * lm_loss)
             metrics["lm_loss"] = lm_loss.detach()
-        if self.reward_head is not None:
+        if self.reward_head is not None and not is_unpaired:
             rejected = self._rejected(batch)
             n_pairs = len(rejected.input_ids)
             better = self.reward_head(last_token(hidden[:n_pairs], chosen.attention_mask[:n_pairs]))
             worse = self.reward_head(
                 last_token(dense_hidden(self.backbone, rejected), rejected.attention_mask)
             )
-            reward_loss = ranking_loss(better, worse) / batch.n_ranks
+            reward_loss = ranking_loss(better, worse) / batch.n_pairs
             losses.append(self.reward_weight * reward_loss)
             metrics["reward_loss"] = reward_loss.detach()
             # Ties and NaN count as wrong.
-            metrics["pair_accuracy"] = (better > worse).float().mean() / batch.n_ranks
-            metrics["margin"] = (better - worse).detach().mean() / batch.n_ranks
+            metrics["pair_accuracy"] = (better > worse).float().sum() / batch.n_pairs
+            metrics["margin"] = (better - worse).detach().sum() / batch.n_pairs
         return {"loss": add_zero_grads_for_unused(self, torch.stack(losses).sum()), **metrics}
 
     def _rejected(self, batch: SFTBatch) -> DemonstrationBatch:
@@ -103,13 +116,13 @@ class HydraSFT(L.LightningModule):
         return batch.rejected
 
     def _lm_loss(
-        self, batch: DemonstrationBatch, hidden: Float[Tensor, "batch seq dim"], n_targets: int | None
+        self, batch: DemonstrationBatch, hidden: Float[Tensor, "batch seq dim"], n_targets: int
     ) -> Float[Tensor, ""]:
         predicts = hidden[:, :-1][batch.is_target[:, 1:]]
         head = partial(head_logits, self.backbone)
         targets = batch.input_ids[batch.is_target]
         logps = token_logps(predicts, head, targets, 1.0, text_config(self.backbone).vocab_size)
-        return -logps.sum() / (len(logps) if n_targets is None else n_targets)
+        return -logps.sum() / n_targets
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
         """Return the LM head's parameters if only the reward head has a loss and the head is not tied."""

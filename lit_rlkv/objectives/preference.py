@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 
 def ranking_loss(chosen: Float[Tensor, " pair"], rejected: Float[Tensor, " pair"]) -> Float[Tensor, ""]:
-    """Return the mean over pairs of −log σ(r_chosen − r_rejected) (Bradley-Terry)."""
-    return -F.logsigmoid(chosen - rejected).mean()
+    """Return the sum over pairs of −log σ(r_chosen − r_rejected) (Bradley-Terry)."""
+    return -F.logsigmoid(chosen - rejected).sum()
 
 
 def sigmoid(

@@ -112,12 +112,12 @@ def _check_loss(algorithm: AlgorithmConfig, advantage: AdvantageEstimator) -> No
 
 def _check_parts(algorithm: AlgorithmConfig, n_prompts: int, *, is_pairwise: bool, of: str = "") -> None:
     """Check that the responses or pairs to `n_prompts` prompts fill the parts of an iteration."""
-    n_parts = algorithm.n_minibatches * algorithm.n_micro_batches
+    n_parts = algorithm.n_minibatches
     n_units = n_prompts * (1 if is_pairwise else algorithm.group_size)
     require(
         1 <= n_parts <= n_units,
-        f"n_minibatches × n_micro_batches = {n_parts} parts cannot be cut from {n_units} "
-        f"{'pairs' if is_pairwise else 'responses'}{of}; lower them, or raise rollout.n_prompts",
+        f"algorithm.n_minibatches={n_parts} cannot be cut from {n_units} "
+        f"{'pairs' if is_pairwise else 'responses'}{of}; lower it, or raise rollout.n_prompts",
     )
 
 

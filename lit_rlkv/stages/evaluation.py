@@ -23,6 +23,7 @@ from lit_rlkv.reporting.progress import track
 from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import RunContext, cache_of
+from lit_rlkv.runs.pass_size import evaluation_rows, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
@@ -111,6 +112,10 @@ def score_caches(
         n_samples,
         cfg.reward.max_failed,
         ranks_of(context.fabric),
+        batch_size=evaluation_rows(context, roles, roles.backbone("policy"), caches),
+        tokens_per_pass=tokens_per_pass(
+            context, roles, roles.backbone("policy"), roles.layout.adapter["policy"]
+        ),
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
@@ -173,6 +178,7 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
 def evaluate_reward(context: RunContext, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:
     """Score held-out pairs with a head on the backbone in its current role."""
     pairs = held_out_pairs(context)
-    batch_size = context.cfg.evaluation.batch_size
+    longest = max(context.sizes.prompts) + max(*context.sizes.solutions, *context.sizes.rejected)
+    batch_size = max(tokens_per_pass(context, backbone, backbone, adapter=None) // longest, 1)
     with track("reward", len(pairs)) as advance, context.fabric.autocast():
         return score_pairs(backbone, head, context.tokenizer, pairs, batch_size, on_scored=advance)

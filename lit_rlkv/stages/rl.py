@@ -14,6 +14,7 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, Saver, load_trainable
 from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.pass_size import tokens_per_pass
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.trainer import train
 
@@ -67,6 +68,9 @@ def train_policy(
         on_phase_start=bound_hooks(callbacks, "on_phase_start"),
         on_phase_end=bound_hooks(callbacks, "on_phase_end"),
         ranks=ranks,
+        tokens_per_pass=tokens_per_pass(
+            context, module, module.roles.backbone("policy"), module.roles.layout.adapter["policy"]
+        ),
     )
     module.loss_terms = loss_terms_of(callbacks)
     if resume_from is not None:

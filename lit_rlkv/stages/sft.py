@@ -29,6 +29,7 @@ from lit_rlkv.run_files import SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
 from lit_rlkv.runs.context import RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
+from lit_rlkv.runs.pass_size import tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
@@ -171,8 +172,9 @@ class SFTStage:
             n_steps=stage.n_steps,
             n_warmup_steps=cfg.n_warmup_steps,
             reward_head=head,
+            checkpoints_layers=context.cfg.roles.gradient_checkpointing,
         )
-        datamodule = pass_data(context, stage, task)
+        datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone, adapter=None))
         lengths = [_n_iterations(one, cfg.steps_per_iteration) for one in self.passes]
         begin, end = sum(lengths[:number]), sum(lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
@@ -198,8 +200,8 @@ class SFTStage:
             save=save,
             update_context=lambda: explain_out_of_memory(
                 lambda: (
-                    f"out of memory in the SFT stage; lower sft.batch_size={cfg.batch_size} or "
-                    f"sft.n_pairs={cfg.n_pairs}, which make up its batches"
+                    f"out of memory in the SFT stage; set fabric.tokens_per_pass below "
+                    f"{datamodule.tokens_per_pass}, or roles.gradient_checkpointing=true"
                 )
             ),
             interruption=self.interruption,

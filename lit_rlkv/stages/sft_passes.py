@@ -15,10 +15,12 @@ from lit_rlkv.data.validation import check_completions_fit
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.sample import sample_responses
 from lit_rlkv.models.backbone import check_length
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.rng import derive_seed, stream
 from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.pass_size import evaluation_rows
 from lit_rlkv.runs.starting_model import REWARD_MODEL
 from lit_rlkv.tasks import Task
 from lit_rlkv.tasks.preferences import Preferences
@@ -74,7 +76,9 @@ def training_passes(cfg: SFTConfig) -> list[SFTPass]:
     return passes
 
 
-def pass_data(context: RunContext, stage: SFTPass, task: Task) -> PreferenceDataModule:
+def pass_data(
+    context: RunContext, stage: SFTPass, task: Task, tokens_per_pass: int = TOKENS_PER_PASS
+) -> PreferenceDataModule:
     """Return the batches of a pass, whose worked solutions and pairs come from `task`."""
     ranks = ranks_of(context.fabric)
     return PreferenceDataModule(
@@ -86,6 +90,7 @@ def pass_data(context: RunContext, stage: SFTPass, task: Task) -> PreferenceData
         steps_per_loader=min(context.cfg.sft.steps_per_iteration, stage.n_steps),
         seed=stage.seed,
         ranks=ranks,
+        tokens_per_pass=tokens_per_pass,
     )
 
 
@@ -114,7 +119,7 @@ def on_policy_preference_pairs(
     """
     source = PromptSource(context.task, split="train", seed=derive_seed(seed, "answered"))
     problems = source.take(n_prompts)
-    batch_size = context.cfg.evaluation.batch_size
+    batch_size = evaluation_rows(context, backbone, backbone, [context.cache])
     pairs: list[PreferencePair] = []
     with track("mistakes", n_prompts) as advance:
         for start in range(0, n_prompts, batch_size):
@@ -136,11 +141,11 @@ def on_policy_preference_pairs(
 def _wrong_answers(
     context: RunContext, backbone: PreTrainedModel, problems: list[Problem], generator: torch.Generator
 ) -> list[PreferencePair]:
-    settings, batch_size = context.cfg.rollout, context.cfg.evaluation.batch_size
+    settings = context.cfg.rollout
     explained = explain_out_of_memory(
         lambda: (
             f"out of memory while the SFT model answers {len(problems)} prompts at a time; lower "
-            f"evaluation.batch_size={batch_size} or rollout.max_new_tokens={settings.max_new_tokens}"
+            f"evaluation.batch_size={len(problems)} or rollout.max_new_tokens={settings.max_new_tokens}"
         )
     )
     with explained, context.fabric.autocast():

@@ -1,0 +1,137 @@
+"""Sizes chosen from memory: tokens in a pass of the learner, and rows in an evaluation."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.config import AUTO
+from lit_rlkv.experience.memory_needs import rollout_needs
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.adapters import lora_layers, use_adapter
+from lit_rlkv.models.backbone import hidden_states, text_config, token_positions
+from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.runs.context import RunContext
+
+log = logging.getLogger(__name__)
+FOR_PASSES, FOR_CACHE = 0.5, 0.3
+"""Shares of the memory beside weights and optimizer for a pass of the learner, and for the cache of an
+evaluation. The rest is for temporary tensors, logits and fragmentation."""
+MAX_ROWS = 512
+"""Most rows that an evaluation samples at a time."""
+PROBES = (32, 64)
+"""Columns of the rows whose memory is measured; longer rows follow, as a·n + b·n²."""
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def tokens_per_pass(
+    context: RunContext, module: nn.Module, backbone: PreTrainedModel, adapter: str | None
+) -> int:
+    """Return `fabric.tokens_per_pass`, or what fits into the memory for the longest prompt and response.
+
+    It follows from the memory that the device has, not from what is free now, so a resumed run has the same
+    passes on the same machine.
+
+    Args:
+        module: everything that is in memory and that trains.
+        backbone: the backbone that learns.
+        adapter: its adapter that learns; None: it has none.
+    """
+    given = context.cfg.fabric.tokens_per_pass
+    if given != AUTO:
+        return int(given)
+    n_columns = max(context.sizes.prompts) + max(context.cfg.rollout.max_new_tokens, *context.sizes.solutions)
+    with context.fabric.autocast(), use_adapter(lora_layers(backbone), adapter):
+        needed = bytes_per_row(
+            backbone, n_columns, checkpoints_layers=context.cfg.roles.gradient_checkpointing
+        )
+    n_rows = max(int(FOR_PASSES * free_memory(context, module)) // needed, 1)
+    found = min(TOKENS_PER_PASS, n_rows * n_columns)
+    log.info("fabric.tokens_per_pass=auto: %d", found)
+    return found
+
+
+def evaluation_rows(
+    context: RunContext, module: nn.Module, backbone: PreTrainedModel, caches: Sequence[CacheSpec]
+) -> int:
+    """Return `evaluation.batch_size`, or the rows whose caches fit into the memory; at most `MAX_ROWS`.
+
+    Args:
+        module: everything that is in memory and that trains.
+        backbone: the backbone that samples.
+        caches: the caches to sample with, one at a time.
+    """
+    given = context.cfg.evaluation.batch_size
+    if given != AUTO:
+        return int(given)
+    shape = (1, max(context.sizes.prompts))
+    needed = max(
+        sum(need.n_bytes for need in rollout_needs(backbone, cache, shape, context.cfg.rollout, group=1))
+        for cache in caches
+    )
+    return max(min(MAX_ROWS, int(FOR_CACHE * free_memory(context, module)) // needed), 1)
+
+
+def free_memory(context: RunContext, module: nn.Module) -> int:
+    """Return the bytes of this process's share of the device, less weights, gradients and two moments."""
+    device = context.fabric.device
+    if device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        total = machine_memory() * context.cfg.fabric.num_nodes // context.fabric.world_size
+    sizes = [
+        (_local_bytes(parameter, context.fabric.world_size), parameter) for parameter in module.parameters()
+    ]
+    learned = sum(3 * n_bytes for n_bytes, parameter in sizes if parameter.requires_grad)
+    return max(total - sum(n_bytes for n_bytes, _ in sizes) - learned, 0)
+
+
+def _local_bytes(parameter: nn.Parameter, world_size: int) -> int:
+    shares = world_size if isinstance(parameter, DTensor) else 1
+    return parameter.numel() * parameter.element_size() // shares
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine, or of the container's limit."""
+    limits = [Path(name).read_text().strip() for name in CGROUP_LIMITS if Path(name).is_file()]
+    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def bytes_per_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layers: bool) -> int:
+    """Return the bytes that one row of `n_columns` tokens keeps for the backward pass."""
+    short, long = PROBES
+    small, large = (saved_bytes(backbone, n) for n in PROBES)
+    square = max((large - small * long / short) / (long**2 - long * short), 0.0)
+    saved = (small / short - square * short) * n_columns + square * n_columns**2
+    if checkpoints_layers:  # the inputs of all layers, and one layer that is computed again
+        n_layers, dim = text_config(backbone).num_hidden_layers, text_config(backbone).hidden_size
+        saved = saved / n_layers + n_layers * n_columns * dim * backbone.dtype.itemsize
+    return max(int(saved), 1)
+
+
+def saved_bytes(backbone: PreTrainedModel, n_columns: int) -> int:
+    """Return the bytes of the tensors that the forward of one row saves for its backward pass."""
+    known = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
+    found: dict[int, int] = {}
+    kept: list[Tensor] = []  # or memory could be reused within the forward
+
+    def count(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in known:
+            found[place] = tensor.untyped_storage().nbytes()
+            kept.append(tensor)
+        return tensor
+
+    input_ids = torch.zeros(1, n_columns, dtype=torch.long, device=backbone.device)
+    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden_states(
+            backbone, input_ids, token_positions(attention_mask), evicted_at=dense_evicted_at(attention_mask)
+        )
+    return sum(found.values())
