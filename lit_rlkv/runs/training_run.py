@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
+from lit_rlkv.callbacks.reward_watch import RewardWatch
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import Config, as_config_errors, build
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
@@ -179,6 +180,7 @@ class TrainingRun:
         distillation = self.context.cfg.distillation
         return [
             RolloutStatistics(),
+            *([RewardWatch()] if self.resumed_at == 0 else []),
             RunAxes(self.metrics.history),
             *diagnostics,
             DiagnosticsFile(self.own_dir, diagnostics, self.resumed_at),

@@ -1,0 +1,47 @@
+"""Warn if the rewards of the first iterations are all equal, because then nothing is learned from them."""
+
+import logging
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.experience.batch import Experience
+
+log = logging.getLogger(__name__)
+N_ITERATIONS = 3
+"""First iterations that are watched."""
+
+
+class RewardWatch(RLCallback):
+    """Warns once, after the first `N_ITERATIONS` iterations, if all their responses had the same reward."""
+
+    def __init__(self) -> None:
+        self.n_equal = 0
+        """Iterations with equal rewards; -1 once any reward has differed."""
+
+    def on_rollout_end(self, experience: Experience) -> None:
+        if self.n_equal in (-1, N_ITERATIONS):
+            return
+        whole = experience.all_gather()
+        scores = whole.rewards.scores
+        if scores.min() < scores.max():
+            self.n_equal = -1
+            return
+        self.n_equal += 1
+        if self.n_equal == N_ITERATIONS and experience.ranks.rank == 0:
+            n_cut = 1 - float(whole.has_eos.float().mean())
+            log.warning(advice(float(scores[0]), n_cut))
+
+
+def advice(reward: float, share_cut: float) -> str:
+    """Return the warning for a reward that every response had, and the share of responses without an end."""
+    equal = (
+        f"all responses of the first {N_ITERATIONS} iterations have the reward {reward:g}, so the policy "
+        "learns nothing from it"
+    )
+    if reward > 0:
+        return f"{equal}; if that is the highest one, choose a harder task or another reward"
+    cut = f"; {share_cut:.0%} of them were cut at rollout.max_new_tokens" if share_cut else ""
+    return (
+        f"{equal}{cut}. Read samples.jsonl in the run's folder, and try: a prompt that names the form of the "
+        "answer that the reward reads (task.system_prompt); a reward that reads other forms (reward=math); "
+        "SFT on worked solutions first (stages=[sft,rl,eval]); an easier task; a larger algorithm.group_size"
+    )
