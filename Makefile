@@ -11,12 +11,16 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Two workers with one thread each: more threads than cores make small tensors slower.
 test test-slow lint notebooks: export OMP_NUM_THREADS = 1
 
-.PHONY: fit test test-slow test-all lint docs notebooks audit clean help
+.PHONY: fit smollm2 test test-slow test-all lint docs notebooks audit clean help
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
 	$(BIN)/python -m lit_rlkv.fit $(ARGS)
+
+smollm2: $(STAMP) ## fetch a pretrained model of 135M parameters and train it, up to 45 minutes (ARGS as for fit)
+	$(BIN)/python scripts/smollm2.py
+	$(BIN)/python -m lit_rlkv.fit recipe=smollm2 $(ARGS)
 
 test: lint docs ## lint, the site and the short tier of the tests, about ten minutes (PYTEST_ARGS=... for pytest)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
