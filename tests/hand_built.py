@@ -28,7 +28,7 @@ from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, trunc
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.trainer import train
-from lit_rlkv.types import TrainBatch
+from lit_rlkv.types import Rollout, TrainBatch
 
 SPEC = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
 REPLAY = Correction(samples_dense=False, replays=True, weight_fn=unweighted)
@@ -108,6 +108,22 @@ def gradients_of(module: PolicyModule, batches: Iterable[TrainBatch]) -> dict[st
     for batch in batches:
         module.training_step(batch, 0)["loss"].backward()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def steps_of(batches: Iterable[TrainBatch]) -> list[list[TrainBatch]]:
+    """Return the micro-batches of each optimizer step."""
+    steps: list[list[TrainBatch]] = [[]]
+    for batch in batches:
+        steps[-1].append(batch)
+        if batch.ends_step:
+            steps.append([])
+    return steps[:-1]
+
+
+def tokens_of(rollout: Rollout) -> list[tuple[int, ...]]:
+    """Return the tokens of each row without its padding, which tell rows that have moved."""
+    rows = zip(rollout.input_ids, rollout.attention_mask, strict=True)
+    return [tuple(input_ids[attention_mask].tolist()) for input_ids, attention_mask in rows]
 
 
 @contextmanager

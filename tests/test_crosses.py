@@ -216,12 +216,11 @@ def test_without_a_learned_reward_no_reward_role_is_built(train: Train):
 @pytest.mark.parametrize(
     "option",
     [
-        "algorithm.n_micro_batches=2",
         "algorithm.loss.separate_passes=false",
         "algorithm.loss.target_kl=1000.0",
         "roles.stack_passes=true",
         "roles.gradient_checkpointing=true",
-        "rollout.rows_per_pass=3",
+        "fabric.tokens_per_pass=48",
     ],
 )
 def test_settings_that_save_memory_or_time_do_not_change_the_training(train: Train, option: str):

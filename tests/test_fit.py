@@ -132,7 +132,6 @@ def test_every_experiment_arm_runs_and_gives_different_losses(sft_runs, arm):
     "options",
     [
         slow(["algorithm.n_minibatches=2", "algorithm.n_epochs=2"]),
-        slow(["algorithm.n_micro_batches=2"]),
         ["algorithm.kl.weight=0.1"],
         slow(["algorithm.lr_schedule=constant"]),
         ["distillation=dense_student"],

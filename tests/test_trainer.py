@@ -10,7 +10,7 @@ from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.trainer import Learner, MetricSums, train
-from tests.hand_built import make_datamodule, make_module, make_roles
+from tests.hand_built import make_datamodule, make_module, make_roles, steps_of
 
 
 class LossLog(L.Callback):
@@ -91,7 +91,9 @@ def test_several_processes_of_lightning_trainer_are_refused():
 
 def test_micro_batches_do_not_change_the_update():
     whole, data = make_run(n_minibatches=2)
-    split, split_data = make_run(n_minibatches=2, n_micro_batches=3)
+    cut = {"n_minibatches": 2, "tokens_per_pass": 48}  # three responses of up to 16 tokens
+    assert [len(step) >= 2 for step in steps_of(make_run(**cut)[1].train_dataloader())] == [True, True]
+    split, split_data = make_run(**cut)
     rows, split_rows = train_here(whole, data, 2), train_here(split, split_data, 2)
     for name in ("loss", "policy_loss", "kl", "entropy", "smd/kl"):
         assert split_rows[-1][name] == pytest.approx(rows[-1][name], abs=1e-5), name

@@ -116,7 +116,9 @@ class Demonstrations(L.LightningDataModule):
         demonstrations = DemonstrationBatch(
             input_ids, torch.ones_like(is_target), is_target, n_tokens=input_ids.shape[1]
         )
-        return DataLoader([SFTBatch(demonstrations, None)], batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(
+            [SFTBatch(demonstrations, None, n_targets=int(demonstrations.is_target.sum()))], batch_size=None
+        )  # type: ignore[arg-type]
 
 
 def sft_run(setting: Setting) -> Run:

@@ -10,7 +10,6 @@ from hydra_parts.runs import Run
 from hydra_parts.setting import Setting
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.types import Rollout
@@ -76,6 +75,6 @@ def measure_passes(run: Run, roles: Roles, batch: int, n_rounds: int) -> dict[bo
 
 def _score(setting: Setting, roles: Roles, rollout: Rollout, stacks: bool) -> None:
     views = {"reference": True, "reward": setting.cache.is_dense, "value": True}
-    score_rollout(roles, rollout, views, RolloutConfig(), stacks_passes=stacks)
+    score_rollout(roles, rollout, views, temperature=1.0, stacks_passes=stacks)
     if setting.device == "cuda":
         torch.cuda.synchronize()

@@ -57,8 +57,8 @@ def test_a_dense_learner_sees_more():
 def test_micro_batches_cost_what_the_whole_costs():
     roles = shift(make_roles())
     whole, _ = counted(make_module(roles), make_datamodule(roles))
-    parts, batches = counted(make_module(roles), make_datamodule(roles, n_micro_batches=4))
-    assert len(batches) == 4
+    parts, batches = counted(make_module(roles), make_datamodule(roles, tokens_per_pass=64))
+    assert len(batches) >= 4  # responses of up to 16 tokens
     assert parts.flops == whole.flops
     assert parts.n_learned == whole.n_learned
 

@@ -5,7 +5,6 @@ import torch
 
 from lit_rlkv.callbacks.mismatch import DenseMismatch, LayerMismatch
 from lit_rlkv.callbacks.rollout_statistics import rollout_statistics
-from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.diagnostics.distributions import layer_kls, view_overlap
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
@@ -77,10 +76,27 @@ def test_overlap_is_of_the_rows_that_are_looked_at():
 def test_rows_may_come_in_several_passes():
     roles, experience = roll_out()
     whole, _ = measured(DenseMismatch(), roles, experience)
-    parts, _ = measured(DenseMismatch(rows_per_pass=3), roles, experience)
-    assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
     layers, _ = measured(LayerMismatch(), roles, experience)
-    assert measured(LayerMismatch(rows_per_pass=3), roles, experience)[0] == pytest.approx(layers, rel=1e-3)
+    for diagnostic, expected in ((DenseMismatch, whole), (LayerMismatch, layers)):
+        with counted_forwards(roles) as at_once:
+            measured(diagnostic(), roles, experience)
+        with counted_forwards(roles) as forwards:  # three responses of up to 16 tokens at a time
+            parts, _ = measured(diagnostic(tokens_per_pass=48), roles, experience)
+        assert len(forwards) >= 2 * len(at_once)
+        assert parts == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_overlaps_come_back_to_the_rows_they_are_of():
+    roles, experience = roll_out()
+    _, whole = measured(DenseMismatch(n_rows=5), roles, experience)
+    _, parts = measured(DenseMismatch(n_rows=5, tokens_per_pass=1), roles, experience)
+    expected, found = (
+        torch.tensor([float("nan") if value is None else value for value in arrays["overlap_mean"]])
+        for arrays in (whole, parts)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, equal_nan=True)
+    measured_rows = expected[expected.isfinite()]
+    assert (measured_rows - measured_rows.flip(0)).abs().max() > 1e-3  # another order would be seen
 
 
 def test_layers_have_a_number_each_and_one_together():
@@ -134,9 +150,7 @@ def test_log_probs_and_overlaps_are_those_of_the_temperature_that_sampled():
     found, roles, rollout = found_at(DenseMismatch(), 0.7)
     response_mask = rollout.response_mask
     for temperature, is_right in ((0.7, True), (1.0, False)):
-        dense = score_rollout(roles, rollout, {"policy": False}, RolloutConfig(temperature=temperature))[
-            "policy"
-        ]
+        dense = score_rollout(roles, rollout, {"policy": False}, temperature=temperature)["policy"]
         kl = float((rollout.rollout_logps - dense)[response_mask].mean())
         with acting_as(roles, "policy") as backbone:
             overlap = float(view_overlap(backbone, rollout, temperature)[response_mask].mean())
@@ -176,7 +190,7 @@ def test_a_number_of_rows_is_a_whole_one(make, n_rows):
         make(n_rows=n_rows)
 
 
-@pytest.mark.parametrize("options", [{"n_rows": 0}, {"rows_per_pass": 0}, {"every": 0}])
+@pytest.mark.parametrize("options", [{"n_rows": 0}, {"tokens_per_pass": 0}, {"every": 0}])
 @pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
 def test_options_that_measure_nothing_are_refused(make, options):
     (option,) = options

@@ -1,6 +1,7 @@
 """Demonstrations and preference pairs as batches."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -8,16 +9,20 @@ import torch
 
 from lit_rlkv.data.demonstrations import (
     PreferenceDataModule,
+    SFTBatch,
     dense_hidden,
     encode_completions,
     preference_pair,
 )
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.presets import tiny_qwen3
+from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.types import Message, Problem
+from tests.evaluation.test_evaluator import Together
 
 TOKENIZER = build_task_tokenizer()
 PROMPTS = ["1+2=", "9="]
@@ -195,3 +200,116 @@ def test_demonstrations_are_the_same_with_and_without_pairs():
         assert without.rejected is None
         assert torch.equal(without.chosen.input_ids, with_pairs.chosen.input_ids)
         assert without.to("cpu").rejected is None
+
+
+RAGGED = ChainSum(n_terms=4, max_operand=99)
+
+
+def ragged_data(**options) -> PreferenceDataModule:
+    options = {"batch_size": 16, "n_pairs": 8, "steps_per_loader": 1, "seed": 0} | options
+    source = PromptSource(RAGGED, split="train", seed=0)
+    return PreferenceDataModule(RAGGED, source, TOKENIZER, **options)
+
+
+def sizes_of(batch: SFTBatch) -> tuple[int, int]:
+    """Return the tokens of a micro-batch, padding included, and its units: rows or pairs."""
+    sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
+    return sum(side.input_ids.numel() for side in sides), len(batch.chosen.input_ids)
+
+
+def make_module(lm_weight: float, reward_weight: float) -> HydraSFT:
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 32}
+    module = HydraSFT(
+        prepare_backbone(tiny_qwen3(51, 0, 1, **size)),
+        lambda parameters: torch.optim.AdamW(parameters),
+        lm_weight=lm_weight,
+        reward_weight=reward_weight,
+        n_steps=1,
+        n_warmup_steps=0,
+    )
+    if module.reward_head is not None:
+        module.reward_head.linear.weight.data.normal_()
+    return module
+
+
+def learned(module: HydraSFT, batches: list[SFTBatch]) -> tuple[dict[str, float], torch.Tensor]:
+    """Return the sums of loss and metrics over micro-batches, and the gradients of all parameters."""
+    module.zero_grad()
+    sums: dict[str, float] = {}
+    for batch in batches:
+        outputs = module.training_step(batch, 0)
+        outputs["loss"].backward()
+        for name, value in outputs.items():
+            sums[name] = sums.get(name, 0.0) + float(value.detach())
+    return sums, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("lm_weight", "reward_weight", "n_pairs"),
+    # one head, both heads on rows of which half have pairs, and the reward head alone
+    [(1.0, 0.0, 0), (1.0, 0.0, 8), (1.0, 0.5, 8), (1.0, 0.5, 16), (0.0, 1.0, 16), (0.0, 1.0, 8)],
+)
+@pytest.mark.parametrize("tokens_per_pass", [1, 160])
+def test_micro_batches_change_neither_loss_nor_metrics_nor_gradients(
+    lm_weight, reward_weight, n_pairs, tokens_per_pass
+):
+    (whole,) = ragged_data(n_pairs=n_pairs).train_dataloader()
+    parts = list(ragged_data(n_pairs=n_pairs, tokens_per_pass=tokens_per_pass).train_dataloader())
+    assert len(parts) >= 4
+    assert [part.ends_step for part in parts] == [False] * (len(parts) - 1) + [True]
+    for part in parts:
+        n_tokens, n_units = sizes_of(part)
+        assert n_tokens <= tokens_per_pass or n_units == 1
+    assert sorted(text for part in parts for text in texts(part.chosen)) == sorted(texts(whole.chosen))
+
+    module = make_module(lm_weight, reward_weight)
+    expected, gradient = learned(module, [whole])
+    found, in_parts = learned(module, parts)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert (in_parts - gradient).abs().max() < 1e-5 * gradient.abs().max()
+    # the control: each micro-batch divides by its own counts
+    alone = [
+        replace(
+            part,
+            n_targets=int(part.chosen.is_target.sum()),
+            n_pairs=0 if part.n_pairs == 0 else 1 if part.rejected is None else len(part.rejected.input_ids),
+        )
+        for part in parts
+    ]
+    wrong, wrong_gradient = learned(module, alone)
+    assert wrong["loss"] != pytest.approx(expected["loss"], rel=1e-2)
+    assert (wrong_gradient - gradient).abs().max() > 1e-2 * gradient.abs().max()
+
+
+def test_a_step_that_fits_is_not_cut():
+    data = ragged_data(tokens_per_pass=10_000)
+    step = data.next_batch()
+    assert [part is step for part in data.micro_batches(step)] == [True]
+    data.tokens_per_pass = sizes_of(step)[0] - 1
+    assert len(list(data.micro_batches(step))) > 1
+
+
+def test_ranks_have_as_many_micro_batches_with_pairs_in_the_same_ones():
+    def step_with(completion: str) -> SFTBatch:
+        completions = [completion[: 1 + row % len(completion)] for row in range(8)]
+        chosen = encode_completions(TOKENIZER, ["1+2="] * 8, completions)
+        rejected = encode_completions(TOKENIZER, ["1+2="] * 4, completions[4:])
+        return SFTBatch(chosen, rejected, n_targets=1, n_pairs=8)
+
+    steps = [step_with("123456789" * 2), step_with("12")]
+    brought = [[], []]
+    data = [ragged_data(ranks=Together(rank, brought), tokens_per_pass=40) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda one, step: list(one.micro_batches(step)), data, steps)
+    assert [part.rejected is None for part in first] == [part.rejected is None for part in second]
+    assert [part.ends_step for part in second] == [False] * (len(second) - 1) + [True]
+    for parts, step in zip((first, second), steps, strict=True):
+        assert sum(len(part.chosen.input_ids) for part in parts) == 8
+        assert sorted(text for part in parts for text in texts(part.chosen)) == sorted(texts(step.chosen))
+        assert all(sizes_of(part)[0] <= 40 or sizes_of(part)[1] == 1 for part in parts)
+    # alone, the rank with short rows has fewer
+    for one in data:
+        one.ranks = SINGLE_PROCESS
+    alone = [len(list(one.micro_batches(step))) for one, step in zip(data, steps, strict=True)]
+    assert alone[1] < alone[0] == len(first)

@@ -3,12 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rlkv.diagnostics import distributions
 from lit_rlkv.diagnostics.distributions import (
     evenly_spaced_rows,
     layer_kls,
-    rows_in_pass,
-    split_into_passes,
     view_overlap,
 )
 from lit_rlkv.distributed.ranks import Ranks
@@ -141,16 +138,3 @@ def test_ranks_choose_the_same_rows_as_one_process(sampled):
         assert [*chosen[0].tolist(), *(chosen[1] + 8).tolist()] == evenly_spaced_rows(
             rollout, n_rows
         ).tolist()
-
-
-def test_passes_take_so_many_rows_or_so_many_tokens(sampled, monkeypatch):
-    _, rollout = sampled
-    assert [len(part.input_ids) for part in split_into_passes(rollout, 6)] == [6, 6, 4]
-    assert torch.equal(
-        torch.cat([part.input_ids for part in split_into_passes(rollout, 6)]), rollout.input_ids
-    )
-    assert len(list(split_into_passes(rollout, None))) == 1
-    monkeypatch.setattr(distributions, "MAX_TOKENS", 3 * rollout.input_ids.shape[1] + 1)
-    assert rows_in_pass(rollout, None) == 3
-    monkeypatch.setattr(distributions, "MAX_TOKENS", 1)
-    assert rows_in_pass(rollout, None) == 1

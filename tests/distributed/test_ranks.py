@@ -28,11 +28,12 @@ LOOKED_AT = [
     ("name", "options"),
     [
         ("grpo", ["algorithm.kl.weight=0.1"]),
-        # More micro-batches than a rank has prompts.
+        # A response at a time, and so more micro-batches than a rank has prompts.
         slow(
-            "minibatches",
-            ["algorithm.n_minibatches=2", "algorithm.n_epochs=2", "algorithm.n_micro_batches=3"],
+            "minibatches", ["algorithm.n_minibatches=2", "algorithm.n_epochs=2", "fabric.tokens_per_pass=1"]
         ),
+        # Ranks with fewer long responses must have as many passes.
+        ("passes", ["algorithm.n_minibatches=2", "fabric.tokens_per_pass=48"]),
         slow(
             "normalised", ["algorithm=reinforce++", "reward.normalize=batch", "algorithm.aggregation=token"]
         ),
@@ -114,8 +115,8 @@ def test_an_evaluation_on_two_ranks_equals_that_of_one(folder):
     [
         ("rollout.n_prompts=7", "rollout.n_prompts=7 cannot be divided evenly over 2"),
         ("rollout.n_shards=1", "rollout.n_shards=1 cannot be divided evenly over 2 processes"),
-        ("algorithm.n_minibatches=9", "9 parts cannot be cut from 8 responses of each of 2 shards"),
-        ("pairs", "5 parts cannot be cut from 4 pairs of each of 2 shards"),
+        ("algorithm.n_minibatches=9", "n_minibatches=9 cannot be cut from 8 responses of each of 2 shards"),
+        ("pairs", "n_minibatches=5 cannot be cut from 4 pairs of each of 2 shards"),
         ("sft.batch_size=33", "sft.batch_size=33 cannot be divided evenly over 2"),
     ],
 )

@@ -42,7 +42,7 @@ def assert_same(folder, one, two):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("smd", ["experiment=smd", "roles.gradient_checkpointing=true", "algorithm.n_micro_batches=2"]),
+        ("smd", ["experiment=smd", "roles.gradient_checkpointing=true", "fabric.tokens_per_pass=48"]),
         slow(
             "full",
             [

@@ -37,8 +37,9 @@ TASK = Parity(n_terms=3)
 def make_evaluator(sampling_temperature=1.0, seed=0, **options):
     roles, tokenizer, task = make_roles(), build_task_tokenizer(), TASK
     problems = PromptSource(task, split="eval", seed=0).take(24)
-    settings = {"temperature": 0.0, "n_mismatch": 16, "batch_size": 10}
+    settings = {"temperature": 0.0, "n_mismatch": 16}
     settings |= {name: options.pop(name) for name in [*options] if name in settings}
+    options = {"batch_size": 10} | options
     rollout = {"max_new_tokens": 10, "temperature": sampling_temperature}
     config = EvaluationConfig(**settings), RolloutConfig(**rollout)
     return Evaluator(roles, tokenizer, task, problems, *config, seed, **options)

@@ -7,7 +7,9 @@ import torch
 
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
-from tests.hand_built import make_datamodule, make_roles
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.models.packing import TOKENS_PER_PASS
+from tests.hand_built import make_datamodule, make_roles, tokens_of
 from tests.rewards.helpers import InThreads
 
 
@@ -51,17 +53,23 @@ def test_state_brings_back_the_same_iteration():
     assert torch.equal(found.rollout.evicted_at, expected.rollout.evicted_at)
 
 
-@pytest.mark.parametrize(("n_minibatches", "n_micro_batches", "n_epochs"), [(1, 1, 1), (2, 3, 2), (3, 2, 1)])
+@pytest.mark.parametrize(
+    ("n_minibatches", "tokens_per_pass", "n_epochs"),
+    [(1, TOKENS_PER_PASS, 1), (2, 48, 2), (3, 64, 1), (2, 1, 1)],
+)
 def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
-    n_minibatches, n_micro_batches, n_epochs
+    n_minibatches, tokens_per_pass, n_epochs
 ):
     data = make_datamodule(
-        make_roles(), n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=n_epochs
+        make_roles(), n_minibatches=n_minibatches, tokens_per_pass=tokens_per_pass, n_epochs=n_epochs
     )
     experience = data.collect()
     batches = list(data.splitter.minibatches(experience))
     assert sum(batch.ends_step for batch in batches) == n_minibatches * n_epochs
-    assert sum(len(batch.advantages) for batch in batches) == 16 * n_epochs
+    assert (len(batches) > n_minibatches * n_epochs) == (tokens_per_pass < TOKENS_PER_PASS)
+    assert all(batch.advantages.numel() <= tokens_per_pass or len(batch.advantages) == 1 for batch in batches)
+    learned = [row for batch in batches for row in tokens_of(batch.rollout)]
+    assert sorted(learned) == sorted(tokens_of(experience.rollout) * n_epochs)
     weight, n_response_tokens, n_fresh = 0.0, 0, 0
     for batch in batches:
         weight += float(batch.loss_weight.sum())
@@ -72,6 +80,41 @@ def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
             assert n_response_tokens == batch.n_response_tokens
             weight, n_response_tokens = 0.0, 0
     assert n_fresh == 1
+
+
+@pytest.mark.parametrize("tokens_per_pass", [64, 100])
+def test_a_step_with_one_long_response_is_cut_without_the_padding_of_a_rectangle(tokens_per_pass):
+    data = make_datamodule(make_roles(), rollout={"max_new_tokens": 40}, tokens_per_pass=tokens_per_pass)
+    experience = with_short_responses(data.collect(), [40] + [3] * 15)
+    n_tokens = int(experience.rollout.attention_mask.sum())
+    rectangle = 16 * int(experience.rollout.attention_mask.sum(dim=1).max())
+    parts = list(data.splitter.minibatches(experience))
+    sizes = [part.advantages.numel() for part in parts]
+    assert len(parts) > 1
+    assert max(sizes) <= tokens_per_pass
+    assert sorted(row for part in parts for row in tokens_of(part.rollout)) == sorted(
+        tokens_of(experience.rollout)
+    )
+    # 15 short rows beside one of 46 would be padding for the most part
+    assert rectangle - n_tokens > 2 * n_tokens
+    assert sum(sizes) - n_tokens < 0.1 * (rectangle - n_tokens)
+    # the control: of one pass that is large enough it is the rectangle
+    data.splitter.tokens_per_pass = rectangle
+    assert [part.advantages.numel() for part in data.splitter.minibatches(experience)] == [rectangle]
+
+
+def with_short_responses(experience: Experience, n_tokens: list[int]) -> Experience:
+    """Return an experience whose responses end after so many tokens."""
+    rollout = experience.rollout
+    is_kept = rollout.response_mask.cumsum(dim=1) <= torch.tensor(n_tokens)[:, None]
+    rollout = replace(
+        rollout,
+        attention_mask=rollout.attention_mask & is_kept,
+        response_mask=rollout.response_mask & is_kept,
+        evicted_at=rollout.evicted_at * is_kept[:, None, None],
+    )
+    weights = replace(experience.weights, is_counted=experience.weights.is_counted & is_kept)
+    return replace(experience, rollout=rollout, weights=weights)
 
 
 def test_advantages_of_a_group_sum_to_zero_and_stand_on_actions_only():
@@ -97,16 +140,17 @@ def test_rows_and_devices_keep_every_field():
 
 @pytest.mark.parametrize(("n_parts", "sizes"), [(1, [4]), (3, [2, 1, 1]), (4, [1, 1, 1, 1])])
 def test_parts_are_whole_groups_under_the_denominators_of_one_step(n_parts, sizes):
-    data = make_datamodule(make_roles(), n_minibatches=2, n_micro_batches=3)
+    data = make_datamodule(make_roles(), n_minibatches=2, tokens_per_pass=48)
     experience = data.collect()
     parts = list(data.splitter.parts(experience, n_parts))
     assert [part.n_groups for part in parts] == sizes
-    rows = [torch.cat([batch.rollout.input_ids for batch in part.batches]) for part in parts]
-    assert [len(one) for one in rows] == [4 * size for size in sizes]
-    assert torch.equal(torch.cat(rows), experience.rollout.input_ids)  # in order, nothing twice
-    for part in parts:
-        # training learns from 16 / 2 / 3 responses at a time, of which the largest share is 3
-        assert max(len(batch.advantages) for batch in part.batches) <= 3
+    rows = tokens_of(experience.rollout)
+    for part, size in zip(parts, sizes, strict=True):  # groups in order, nothing twice
+        mine, rows = rows[: 4 * size], rows[4 * size :]
+        assert sorted(row for batch in part.batches for row in tokens_of(batch.rollout)) == sorted(mine)
+        # training learns from at most 48 tokens at a time: three responses of up to 16
+        assert len(part.batches) >= 2
+        assert max(batch.advantages.numel() for batch in part.batches) <= 48
         assert [batch.ends_step for batch in part.batches] == [False] * (len(part.batches) - 1) + [True]
         assert {batch.learners for batch in part.batches} == {("policy",)}
         weight = sum(float(batch.loss_weight.sum()) for batch in part.batches)
@@ -134,7 +178,7 @@ def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str)
 
 
 def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():
-    data = make_datamodule(make_roles(), advantage=PairAdvantage(), n_micro_batches=4)
+    data = make_datamodule(make_roles(), advantage=PairAdvantage(), tokens_per_pass=1)
     experience = data.collect()
     total = torch.tensor([1.0, 0, 0, 0] * 3 + [1.0] * 4)
     experience = replace(experience, rewards=replace(experience.rewards, total=total))
@@ -174,10 +218,11 @@ def test_a_judge_is_asked_once_about_a_rollout_however_often_it_is_cut():
     again = list(data.splitter.parts(changed, 2))
     (batch,) = data.splitter.minibatches(experience)
     assert len(asked) == 4 * 6
-    rows = [torch.cat([b.rollout.input_ids for one in cut for b in one.batches]) for cut in (parts, again)]
-    assert torch.equal(*rows)
-    ways = [sorted(map(tuple, ids.tolist())) for ids in (rows[0], batch.rollout.input_ids)]
-    assert ways[0] == ways[1]
+    rows = [
+        [row for one in cut for b in one.batches for row in tokens_of(b.rollout)] for cut in (parts, again)
+    ]
+    assert rows[0] == rows[1]
+    assert sorted(rows[0]) == sorted(tokens_of(batch.rollout))
     data.iteration += 1
     list(data.splitter.minibatches(data.collect()))
     assert len(asked) == 2 * 4 * 6

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update, rollout_needs
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.out_of_memory import MemoryExhaustedError
@@ -87,17 +87,25 @@ def test_advice_starts_with_the_largest_need():
 
 
 def test_scoring_and_update_are_told_by_what_they_read_at_a_time():
-    scoring = explain_scoring((16, 20), replace(SAMPLING, rows_per_pass=2), stacks_passes=True)
-    assert "2 of 16 sequences of up to 20 tokens at a time; set rollout.rows_per_pass below 2, set" in scoring
+    # 59 // 20 = 2 rows; what is more than all 16 · 20 tokens, or less than a row of 20, would change nothing
+    scoring = explain_scoring((16, 20), SAMPLING, 59, stacks_passes=True)
+    assert (
+        "2 of 16 sequences of up to 20 tokens at a time; set fabric.tokens_per_pass below 59, set" in scoring
+    )
     assert "roles.stack_passes=false" in scoring
-    assert "roles.stack_passes" not in explain_scoring((16, 20), SAMPLING, stacks_passes=False)
-    update = AlgorithmConfig(n_minibatches=2, n_micro_batches=2)
+    scoring = explain_scoring((16, 20), SAMPLING, 9999, stacks_passes=False)
+    assert (
+        "16 of 16 sequences of up to 20 tokens at a time; set fabric.tokens_per_pass below 320, or" in scoring
+    )
+    assert "roles.stack_passes" not in scoring
+    scoring = explain_scoring((16, 20), SAMPLING, 5, stacks_passes=False)
+    assert "1 of 16 sequences of up to 20 tokens at a time; set fabric.tokens_per_pass below 20," in scoring
     roles = make_roles()
-    said = explain_update(roles, (16, 20), SAMPLING, update)
+    said = explain_update(roles, (16, 20), SAMPLING, 80)
     n = sum(p.numel() for p in roles.parameters() if p.requires_grad)
-    assert f"4 sequences of up to 20 tokens in a micro-batch and {n:,} parameters that train" in said
-    assert "raise algorithm.n_micro_batches=2, set roles.gradient_checkpointing=true" in said
-    said = explain_update(make_roles(checkpoints_layers=True), (16, 20), SAMPLING, update)
+    assert f"4 of 16 sequences of up to 20 tokens at a time, and {n:,} parameters that train" in said
+    assert "set fabric.tokens_per_pass below 80, set roles.gradient_checkpointing=true" in said
+    said = explain_update(make_roles(checkpoints_layers=True), (16, 20), SAMPLING, 80)
     assert "gradient_checkpointing" not in said
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, replay_logps, response_hidden
 from lit_rlkv.types import Rollout
-from tests.hand_built import counted_forwards, make_datamodule, make_roles, shift
+from tests.hand_built import make_datamodule, make_roles, shift
 
 TEMPERATURE = 0.7
 VIEWS = {
@@ -61,11 +61,8 @@ def alone(roles: Roles, role: str, shadow: bool) -> Tensor:
     return torch.stack(rewards)
 
 
-def scores(
-    layout: str, views: dict[str, bool], rows_per_pass: int | None = None, **options
-) -> dict[str, Tensor]:
-    settings = RolloutConfig(temperature=TEMPERATURE, rows_per_pass=rows_per_pass)
-    return score_rollout(roles_of(layout), rollout(), views, settings, **options)
+def scores(layout: str, views: dict[str, bool], **options) -> dict[str, Tensor]:
+    return score_rollout(roles_of(layout), rollout(), views, temperature=TEMPERATURE, **options)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -74,11 +71,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("stacks_passes", [False, True])
-@pytest.mark.parametrize("rows_per_pass", [1, 3, None])
+@pytest.mark.parametrize("tokens_per_pass", [1, 3 * 16, TOKENS_PER_PASS])
 @pytest.mark.parametrize("views", VIEWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_are_those_of_one_role_at_a_time(layout, views, rows_per_pass, stacks_passes):
-    found = scores(layout, VIEWS[views], rows_per_pass=rows_per_pass, stacks_passes=stacks_passes)
+def test_scores_are_those_of_one_role_at_a_time(layout, views, tokens_per_pass, stacks_passes):
+    found = scores(layout, VIEWS[views], tokens_per_pass=tokens_per_pass, stacks_passes=stacks_passes)
     assert found.keys() == VIEWS[views].keys()
     for role, shadow in VIEWS[views].items():
         assert difference(found[role], alone(roles_of(layout), role, shadow)) < 1e-5, role
@@ -91,7 +88,7 @@ def test_the_comparison_catches_a_wrong_view_a_wrong_role_and_a_wrong_temperatur
         assert difference(found[role], alone(roles_of(layout), role, False)) > 1e-2
         assert difference(dense[role], alone(roles_of(layout), role, True)) > 1e-2
     assert difference(found["policy"], found["reference"]) > 1e-2
-    hot = score_rollout(roles_of(layout), rollout(), VIEWS["shadow"], RolloutConfig())
+    hot = score_rollout(roles_of(layout), rollout(), VIEWS["shadow"], temperature=1.0)
     assert difference(hot["policy"], found["policy"]) > 1e-2
     assert torch.equal(hot["value"], found["value"])
 
@@ -118,13 +115,29 @@ def test_the_comparison_catches_a_wrong_view_a_wrong_role_and_a_wrong_temperatur
 )
 def test_forwards_are_as_few_as_give_the_same_numbers(layout, views, n_forwards, n_stacked):
     for stacks_passes, expected in ((False, n_forwards), (True, n_stacked)):
-        with counted_forwards(roles_of(layout)) as forwards:
-            scores(layout, views, stacks_passes=stacks_passes)
-        assert len(forwards) == expected
-        # five responses, three at a time
-        with counted_forwards(roles_of(layout)) as forwards:
-            scores(layout, views, rows_per_pass=3, stacks_passes=stacks_passes)
-        assert len(forwards) == 2 * expected
+        whole = shapes_of_forwards(layout, views, stacks_passes=stacks_passes)
+        assert len(whole) == expected
+        # five responses, the three longest ones first
+        longest = int(rollout().attention_mask.sum(dim=1).max())
+        limit = 3 * longest * max((n_rows // 5 for n_rows, _ in whole), default=1)
+        parts = shapes_of_forwards(layout, views, tokens_per_pass=limit, stacks_passes=stacks_passes)
+        assert len(parts) == 2 * expected
+        assert all(n_rows * n_columns <= limit for n_rows, n_columns in parts)
+
+
+def shapes_of_forwards(layout: str, views: dict[str, bool], **options) -> list[tuple[int, int]]:
+    """Return (rows, columns) of the forwards that score the rollout."""
+    roles, shapes = roles_of(layout), []
+    handles = [
+        roles.named_backbone(name).base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        for name in roles.backbones
+    ]
+    scores(layout, views, **options)
+    for handle in handles:
+        handle.remove()
+    return shapes
 
 
 def test_nothing_is_said_of_what_was_not_sampled_and_nothing_carries_a_gradient():

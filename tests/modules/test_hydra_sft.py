@@ -7,6 +7,7 @@ from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.hydra import checkpointed_layers
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.tasks import ChainSum
@@ -21,7 +22,7 @@ class Rows(RLCallback):
         self.rows.append(dict(metrics))
 
 
-def make_run(n_steps=40, lm_weight=1.0, reward_weight=0.5, **data):
+def make_run(n_steps=40, lm_weight=1.0, reward_weight=0.5, checkpoints_layers=False, **data):
     torch.manual_seed(0)
     size = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 64}
     backbone = prepare_backbone(tiny_qwen3(51, 0, 1, **size))
@@ -30,7 +31,14 @@ def make_run(n_steps=40, lm_weight=1.0, reward_weight=0.5, **data):
         return torch.optim.AdamW(parameters, lr=5e-3)
 
     weights = {"lm_weight": lm_weight, "reward_weight": reward_weight}
-    module = HydraSFT(backbone, make_optimizer, **weights, n_steps=n_steps, n_warmup_steps=5)
+    module = HydraSFT(
+        backbone,
+        make_optimizer,
+        **weights,
+        n_steps=n_steps,
+        n_warmup_steps=5,
+        checkpoints_layers=checkpoints_layers,
+    )
     task = ChainSum(n_terms=2, max_operand=3)
     options = {"batch_size": 16, "n_pairs": 8, "steps_per_loader": 10, "seed": 0} | data
     source = PromptSource(task, split="train", seed=0)
@@ -196,3 +204,50 @@ def test_a_given_head_is_trained_further():
     assert again.reward_head is head
     again.training_step(datamodule.next_batch(), 0)["loss"].backward()
     assert head.linear.weight.grad.abs().max() > 0
+
+
+def saved_bytes_and_gradients(module, batch):
+    """Return the bytes that a step saves for its backward pass, the forwards of layers, and the gradients."""
+    saved, n_forwards = {}, []
+
+    def save(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
+        return tensor
+
+    for parameter in module.parameters():
+        parameter.grad = None
+    handles = [
+        layer.self_attn.register_forward_hook(lambda *call: n_forwards.append(1))
+        for layer in module.backbone.model.layers
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = module.training_step(batch, 0)["loss"]
+    n_bytes = sum(size for _, size in saved.values())
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return n_bytes, len(n_forwards), {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.5), (1.0, 0.0), (0.0, 1.0)])
+def test_checkpointing_saves_memory_recomputes_and_changes_no_gradient(weights):
+    options = {"lm_weight": weights[0], "reward_weight": weights[1], "n_pairs": 16 if weights[1] else 0}
+    plain, checkpointed = make_run(**options)[0], make_run(**options, checkpoints_layers=True)[0]
+    data = make_run(**options)[1]
+    batch, other = data.next_batch(), data.next_batch()
+    for module in (plain, checkpointed):
+        if module.reward_head is not None:
+            module.reward_head.linear.weight.data.fill_(0.1)
+    n_bytes, n_forwards, gradients = saved_bytes_and_gradients(plain, batch)
+    fewer, recomputed, found = saved_bytes_and_gradients(checkpointed, batch)
+    assert fewer < 0.7 * n_bytes
+    assert recomputed == 2 * n_forwards  # each layer once more in the backward pass
+    assert found.keys() == gradients.keys()
+    assert all((found[name] - gradients[name]).abs().max() < 1e-6 for name in gradients)
+    _, _, of_other = saved_bytes_and_gradients(checkpointed, other)
+    assert max(float((of_other[name] - gradients[name]).abs().max()) for name in gradients) > 1e-3
+    # outside of its own steps the backbone is as it was
+    assert not any(layer.gradient_checkpointing for layer in checkpointed_layers(plain.backbone))
+    with torch.no_grad():
+        expected = plain.training_step(batch, 0)["loss"]
+        assert torch.equal(checkpointed.training_step(batch, 0)["loss"], expected)

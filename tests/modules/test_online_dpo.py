@@ -12,11 +12,21 @@ from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.online_dpo import OnlineDPO
 from lit_rlkv.rewards.judges import right_then_short
 from lit_rlkv.types import Rewards, TrainBatch
-from tests.hand_built import ARMS, gradients_of, make_datamodule, make_dpo, make_roles, shift
+from tests.hand_built import (
+    ARMS,
+    gradients_of,
+    make_datamodule,
+    make_dpo,
+    make_roles,
+    shift,
+    steps_of,
+    tokens_of,
+)
 from tests.modules.test_grpo import weights_by_definition
 
 KINDS = [
@@ -161,8 +171,8 @@ def test_the_logged_rewards_are_those_of_the_pairs_whatever_the_loss_averages(av
 
 def rows_of(experience: Experience, batch: TrainBatch) -> list[int]:
     """Return the rows of the rollout that are in a batch."""
-    texts = [tuple(row) for row in experience.rollout.input_ids.tolist()]
-    return [texts.index(tuple(row)) for row in batch.rollout.input_ids.tolist()]
+    rows = tokens_of(experience.rollout)
+    return [rows.index(row) for row in tokens_of(batch.rollout)]
 
 
 def test_a_group_of_four_sends_its_first_best_and_last_worst():
@@ -190,11 +200,15 @@ def test_pairs_whose_sides_are_tied_count_nothing():
     assert max(float(g.abs().max()) for g in gradients_of(module, [batch]).values()) > 1e-2
 
 
-@pytest.mark.parametrize(("n_minibatches", "n_micro_batches"), [(1, 4), (2, 2), (3, 1), (1, 3)])
-def test_no_split_parts_a_pair(n_minibatches: int, n_micro_batches: int):
-    _, data, experience = roll_out(n_minibatches=n_minibatches, n_micro_batches=n_micro_batches, n_epochs=2)
+@pytest.mark.parametrize(
+    ("n_minibatches", "tokens_per_pass", "n_batches"),
+    # a pair alone, however long; pairs of up to 16 tokens a side, two of which fit into 64
+    [(1, 1, 4), (2, 1, 4), (3, TOKENS_PER_PASS, 3), (1, 64, 2)],
+)
+def test_no_split_parts_a_pair(n_minibatches: int, tokens_per_pass: int, n_batches: int):
+    _, data, experience = roll_out(n_minibatches=n_minibatches, n_epochs=2, tokens_per_pass=tokens_per_pass)
     batches = list(data.splitter.minibatches(experience))
-    assert len(batches) >= 2 * 3
+    assert len(batches) == 2 * n_batches
     seen = []
     for batch in batches:
         rows = rows_of(experience, batch)
@@ -202,21 +216,12 @@ def test_no_split_parts_a_pair(n_minibatches: int, n_micro_batches: int):
     assert sorted(seen) == sorted(2 * [*PAIRS, (4, 7)])
 
 
-def steps_of(batches: list[TrainBatch]) -> list[list[TrainBatch]]:
-    steps: list[list[TrainBatch]] = [[]]
-    for batch in batches:
-        steps[-1].append(batch)
-        if batch.ends_step:
-            steps.append([])
-    return steps[:-1]
-
-
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_micro_batches_do_not_change_the_gradient(kind: str):
     roles, data, experience = roll_out(n_minibatches=2)
     module = make_dpo(roles, kind=kind)
     whole = steps_of(list(data.splitter.minibatches(experience)))
-    data.splitter.algorithm = replace(data.splitter.algorithm, n_micro_batches=2)
+    data.splitter.tokens_per_pass = 1  # a pair at a time
     split = steps_of(list(data.splitter.minibatches(experience)))
     for one, parts in zip(whole, split, strict=True):
         assert (len(one), len(parts)) == (1, 2)

@@ -18,6 +18,7 @@ from tests.hand_built import (
     make_ppo,
     make_roles,
     shift,
+    tokens_of,
     train_here,
 )
 from tests.modules.ppo_by_definition import (
@@ -114,10 +115,12 @@ def test_micro_batches_and_separate_passes_do_not_change_the_gradient(layout: st
     module = make_ppo(roles, replays=ARMS[arm].replays, value_shadow=True)
     expected = gradients_of(module, whole)
     for parts in (BOTH, (("policy",), ("value",))):
-        data.splitter.algorithm = replace(data.splitter.algorithm, n_micro_batches=3)
+        data.splitter.tokens_per_pass = 80  # five responses of up to 16 tokens
         data.splitter.learner_parts = parts
         batches = list(data.splitter.minibatches(experience))
-        assert [batch.ends_step for batch in batches] == [False] * (3 * len(parts) - 1) + [True]
+        n_passes = len({tokens_of(batch.rollout)[0] for batch in batches})
+        assert n_passes >= 3
+        assert [batch.ends_step for batch in batches] == [False] * (n_passes * len(parts) - 1) + [True]
         assert worst_difference(gradients_of(module, batches), expected) < 1e-5
         losses = [step(module, batch)["loss"] for batch in batches]
         assert sum(losses) == pytest.approx(step(module, whole[0])["loss"], rel=1e-6)
@@ -191,7 +194,7 @@ def n_steps(target_kl: float | None, n_epochs: int = 3) -> int:
     """Return the optimizer steps of two iterations with two minibatches per epoch."""
     roles = make_roles("hydra", ROLES)
     module = make_ppo(roles, target_kl=target_kl)
-    options = {"n_epochs": n_epochs, "n_minibatches": 2, "n_micro_batches": 2}
+    options = {"n_epochs": n_epochs, "n_minibatches": 2, "tokens_per_pass": 64}
     return train_here(module, make_data(roles, learner_parts=module.learner_parts, **options), 2).n_steps
 
 

@@ -134,8 +134,16 @@ JUDGED = [
             "reward.missing_eos_penalty must be a number of at least 0, got -1",
         ),
         (
-            ["rollout.rows_per_pass=0"],
-            "rollout.rows_per_pass must be a whole number of at least 1 or null, got 0",
+            ["fabric.tokens_per_pass=0"],
+            "fabric.tokens_per_pass must be auto or a whole number of at least 1, got 0",
+        ),
+        (
+            ["fabric.tokens_per_pass=many"],
+            "fabric.tokens_per_pass must be auto or a whole number of at least 1, got many",
+        ),
+        (
+            ["evaluation.batch_size=0"],
+            "evaluation.batch_size must be auto or a whole number of at least 1, got 0",
         ),
         (
             ["rollout.max_rows=7"],
@@ -209,7 +217,10 @@ JUDGED = [
         ),
         (["roles.value_view=sparse"], "roles.value_view must be one of shadow, dense, got sparse"),
         (["algorithm=ppo", "sft.joint=false"], "roles.layout=hydra has one backbone for policy and critics"),
-        (["algorithm.n_minibatches=9999"], "cannot be cut from"),
+        (
+            ["algorithm.n_minibatches=999"],
+            "algorithm.n_minibatches=999 cannot be cut from 256 responses; lower it, or raise rollout.n_pr",
+        ),
         (["correction=dense"], "distillation needs an evicting cache"),
         (["cache.policy=dense"], "distillation needs an evicting cache"),
         (["model.path=./no-such-folder"], "model.path=./no-such-folder is not a checkpoint folder"),

@@ -158,10 +158,10 @@ def test_a_group_that_is_chosen_takes_the_place_of_the_runs_own(tmp_path):
 
 @pytest.mark.parametrize("without", ["diagnostics.gradient=null", "diagnostics=none"])
 def test_a_setting_of_what_the_run_left_out_brings_it_whole(tmp_path, without):
-    run = leave_run(tmp_path, "mine", without, "rollout.rows_per_pass=3")
+    run = leave_run(tmp_path, "mine", without)
     cfg = gone_on(tmp_path, run, "diagnostics.gradient.every=5", "diagnostics.layers.every=7")
     assert cfg.diagnostics.gradient == asked(tmp_path, "diagnostics.gradient.every=5").diagnostics.gradient
-    assert (cfg.diagnostics.layers.every, cfg.diagnostics.layers.rows_per_pass) == (7, 3)
+    assert (cfg.diagnostics.layers.every, cfg.diagnostics.layers.n_rows) == (7, 8)
     checked_config(cfg)
 
 
