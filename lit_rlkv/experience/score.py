@@ -83,7 +83,7 @@ def score_rollout(
 
 def _most_stacked(passes_wanted: set[ForwardPass]) -> int:
     """Return the most passes that share a backbone, and so a batch."""
-    return max(Counter(one.backbone for one in passes_wanted).values())
+    return max(Counter(one.backbone for one in passes_wanted).values(), default=1)
 
 
 def _read(

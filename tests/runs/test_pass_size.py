@@ -152,18 +152,21 @@ def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
 
 
 def test_the_rows_of_an_evaluation_follow_the_size_of_the_cache(tmp_path, has_memory):
-    context, roles = make_context(tmp_path, "rollout.max_new_tokens=200"), make_roles()
+    context, roles = (
+        make_context(tmp_path, "rollout.max_new_tokens=200", "evaluation.batch_size=auto"),
+        make_roles(),
+    )
     backbone = roles.backbone("policy")
 
     def found(*caches: CacheSpec) -> int:
         return evaluation_rows(context, roles, backbone, list(caches))
 
-    has_memory(16 * 2**20)
+    has_memory(8 * 2**20)
     large = CacheSpec(policy="random", budget=70, interval=2, sink=1, window=2)
     assert 1 < found(CacheSpec.dense()) < found(large) < found(SPARSE) < MAX_ROWS
     assert found(SPARSE, CacheSpec.dense()) == found(CacheSpec.dense())  # one after the other, the same rows
     few = found(large)
-    has_memory(8 * 2**20)
+    has_memory(4 * 2**20)
     assert 0 < found(large) < few
     has_memory(0)
     assert found(SPARSE) == 1
