@@ -157,6 +157,8 @@ DIFFERENT = {
     "ppo_mini_batch_size": "it counts rows; 'algorithm.n_minibatches' counts the optimizer steps of a pass",
     "num_mini_batches": "'algorithm.n_minibatches' counts the optimizer steps of a pass over the rollout",
     "steps_per_generation": "'algorithm.n_minibatches' counts the optimizer steps of a pass over the rollout",
+    "n_micro_batches": PASSES_OF_A_STEP,
+    "rows_per_pass": PASSES_OF_A_STEP,
     "ppo_micro_batch_size": PASSES_OF_A_STEP,
     "ppo_micro_batch_size_per_gpu": PASSES_OF_A_STEP,
     "log_prob_micro_batch_size_per_gpu": PASSES_OF_A_STEP,

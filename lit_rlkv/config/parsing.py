@@ -19,6 +19,8 @@ Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
 AUTO = "auto"
 """Value of `resume` that finds the run by its config."""
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""File name of the model of `recipe=smollm2`."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
 
 
@@ -143,7 +145,8 @@ def _check_model(cfg: Config) -> None:
         require(
             (Path(path).expanduser() / "config.json").is_file() or find_gguf(path) is not None,
             f"model.path={path} is not a checkpoint folder (no config.json there) and no GGUF file; give a "
-            "folder written by save_pretrained, a file .gguf, or a hub name",
+            "folder written by save_pretrained, a file .gguf, or a hub name"
+            + ("; `make smollm2` fetches this one" if Path(path).name == SMOLLM2 else ""),
         )
     require(
         cfg.fabric.quantization is None or path is not None,

@@ -124,6 +124,8 @@ OF_VERL = {
     "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "algorithm.n_warmup_steps",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.n_minibatches",
+    "algorithm.n_micro_batches": "fabric.tokens_per_pass",
+    "rollout.rows_per_pass": "fabric.tokens_per_pass",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "fabric.tokens_per_pass",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.n_epochs",
     "actor_rollout_ref.actor.clip_ratio": "algorithm.loss.clip_low",

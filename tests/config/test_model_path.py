@@ -44,3 +44,9 @@ def test_of_several_files_one_must_be_chosen(tmp_path):
 def test_other_files_are_refused_by_the_command_line(tmp_path, name, content, says):
     path = tmp_path / "nowhere.gguf" if name is None else write(tmp_path / name, content)
     assert says in refusal("recipe=llm", f"model.path={path}")
+
+
+def test_the_recipe_of_smollm2_says_how_to_get_its_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal("recipe=smollm2").endswith("; `make smollm2` fetches this one")
+    assert "make smollm2" not in refusal("recipe=smollm2", "model.path=models/mine.gguf")

@@ -28,6 +28,7 @@ EXTRAS = {
     "task=reasoning_gym": ["task.dataset=spell_backward"],
     "correction=dense": ["distillation=none"],
     "recipe=llm": ["model.path=someone/something"],
+    "recipe=smollm2": ["model.path=someone/something"],
     "task=custom": ["task._target_=lit_rlkv.tasks.ChainSum"],
     "model=custom": ["model.preset._target_=lit_rlkv.models.presets.tiny_qwen3"],
     "logger=custom": ["logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.save_dir=logs"],
