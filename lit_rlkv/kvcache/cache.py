@@ -116,6 +116,11 @@ class SlotCache(Cache):
         self.n_live += step
         self.column += step
 
+    @property
+    def n_filled(self) -> int:
+        """Leading slots that hold all keys of every running row after `advance`, as the host knows it."""
+        return min(self.levels.highest + 1, self.n_slots)
+
     def evict(self) -> None:
         """Compact every full row to the budget, in all layers."""
         is_full = self.n_live == self.n_slots
@@ -162,6 +167,11 @@ class FillLevels:
     def stop(self, rows: Sequence[int]) -> None:
         """Mark rows as finished."""
         self.level[list(rows)] = IDLE
+
+    @property
+    def highest(self) -> int:
+        """Keys of the fullest row; 0 if all are idle."""
+        return max(int(self.level.max()), 0)
 
     def step(self) -> bool:
         """Count one more key in each row; return True if some row may be full."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import can_be_captured, check_length, n_embeddings
 from lit_rlkv.models.cast_linear import cache_cast_weights
+from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
 from lit_rlkv.types import NEVER, Rollout
 
@@ -72,7 +73,11 @@ def generate(
         cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
     )
     # A CUDA graph is captured on the current device.
-    with torch.cuda.device_of(input_ids), cache_cast_weights(model):  # type: ignore[no-untyped-call]
+    with (
+        torch.cuda.device_of(input_ids),  # type: ignore[no-untyped-call]
+        cache_cast_weights(model),
+        packed_weights(model, decoder.n_rows),
+    ):
         rows = _decode_all(decoder, input_ids, is_prompt, num_return_sequences)
     kv_bytes = decoder.kv.kv_bytes
     del decoder  # frees its cache

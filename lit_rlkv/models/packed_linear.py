@@ -1,0 +1,54 @@
+"""Linear layers that decode faster on a CPU: their weights in oneDNN's blocked layout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.backends import mkldnn
+
+from lit_rlkv.models.backbone import is_sharded
+
+LEAST_ELEMENTS = 100_000
+"""Smaller matrices stay in the cache of the processor and gain nothing."""
+
+
+@contextmanager
+def packed_weights(model: nn.Module, n_rows: int) -> Iterator[None]:
+    """Pack the large float32 matrices of a model on a CPU for a `with` block without gradients or updates.
+
+    With few rows, PyTorch's matrix product rearranges a weight at every call, which takes as long as the
+    product itself. The packed copy takes the memory of the weights once more; results differ by rounding.
+
+    Args:
+        n_rows: rows that the layers will see most often.
+    """
+    linears = [] if is_sharded(model) else [m for m in model.modules() if _can_be_packed(m)]
+    for linear in linears:
+        weight = linear.weight.detach()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, n_rows)
+        linear.forward = partial(_forward, packed, linear.bias)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward  # the method of the class again
+
+
+def _forward(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def _can_be_packed(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype == torch.float32
+        and module.weight.numel() >= LEAST_ELEMENTS
+        and mkldnn.is_available()
+        and mkldnn.enabled  # type: ignore[attr-defined]
+        and not torch.is_autocast_enabled("cpu")
+    )
