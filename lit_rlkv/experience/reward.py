@@ -1,6 +1,6 @@
 """The reward of each response: weighted components, normalised, clipped, with a penalty for truncation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,19 +63,21 @@ class RewardRule:
         has_eos: Bool[Tensor, " batch"],
         group_size: int,
         ranks: Ranks,
+        on_progress: Callable[[int], object] = lambda n_answers: None,
     ) -> Rewards:
         """Return the rewards of this rank's responses, normalised over those of all ranks.
 
         Args:
             pending: results of the reward functions, which this call waits for.
             learned: scores of the reward role; None without one.
+            on_progress: called with the number of further answers of reward functions.
         """
         components: dict[str, Tensor] = {}
         if task.is_verifiable:
             components |= score(task.score, problems, completions).components
         if learned is not None:
             components["learned"] = learned
-        answers = pending.collect()
+        answers = pending.collect(on_progress=on_progress)
         components |= answers.scores
         errors = dict(ranks.all_gather_object([*answers.errors.items()]))
         gathered = {name: ranks.all_gather(value.to(has_eos.device)) for name, value in components.items()}
