@@ -20,7 +20,7 @@ from lit_rlkv.config import (
     label_logger,
     parse_config,
 )
-from lit_rlkv.interrupts import ends_on_ctrl_c, exit_soon
+from lit_rlkv.interrupts import abort_on_ctrl_c, exit_soon
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@ends_on_ctrl_c("interrupted before any work; nothing has changed")
+@abort_on_ctrl_c("interrupted before any work; nothing has changed")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     with exit_in_one_line(ConfigError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lit_rlkv.cli import exit_in_one_line
 from lit_rlkv.config import ConfigError
-from lit_rlkv.interrupts import exits_on_ctrl_c
+from lit_rlkv.interrupts import unwind_on_ctrl_c
 from lit_rlkv.run_files import CONFIG, REPORT
 
 USAGE = """Draw the report of a run again, or compare runs: curves, evaluations and configs side by side.
@@ -37,7 +37,7 @@ def main() -> None:
     if not sys.argv[1:] or {"--help", "--help-all", "-h"} & set(sys.argv[1:]):
         sys.stdout.write(USAGE)
         sys.exit(0 if sys.argv[1:] else 2)
-    with exits_on_ctrl_c("interrupted; no page was written"), exit_in_one_line(ConfigError):
+    with unwind_on_ctrl_c("interrupted; no page was written"), exit_in_one_line(ConfigError):
         arguments = parse(sys.argv[1:])
         write(arguments)
     sys.stdout.write(f"{'report' if len(arguments.run_dirs) == 1 else 'comparison'}: {arguments.to}\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.interrupts import EXIT_CODE, ends_on_ctrl_c, exits_on_ctrl_c, on_ctrl_c
+from lit_rlkv.interrupts import EXIT_CODE, abort_on_ctrl_c, call_at_first_ctrl_c, unwind_on_ctrl_c
 from tests.test_resume import OPTIONS, assert_same_run
 from tests.whole_runs import TINY, run
 
@@ -63,17 +63,17 @@ def resume_argument(said):
 @pytest.mark.usefixtures("own_ctrl_c")
 def test_the_first_ctrl_c_calls_the_handler_and_the_handler_before_comes_back():
     calls = []
-    with on_ctrl_c(lambda: calls.append("never")):
+    with call_at_first_ctrl_c(lambda: calls.append("never")):
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with on_ctrl_c(lambda: calls.append("outer")):
-        with on_ctrl_c(lambda: calls.append("first")):
+    with call_at_first_ctrl_c(lambda: calls.append("outer")):
+        with call_at_first_ctrl_c(lambda: calls.append("first")):
             press_ctrl_c()
         ends_at_once = signal.getsignal(signal.SIGINT)
     assert calls == ["first"]
     assert signal.getsignal(signal.SIGINT) is ends_at_once
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with on_ctrl_c(lambda: calls.append("third")):
+    with call_at_first_ctrl_c(lambda: calls.append("third")):
         press_ctrl_c()
     assert calls == ["first"]
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -83,7 +83,7 @@ def test_the_first_ctrl_c_calls_the_handler_and_the_handler_before_comes_back():
 def test_a_block_is_left_with_its_clean_up_and_one_line(capfd):
     cleaned = []
 
-    @exits_on_ctrl_c("interrupted; nothing was written")
+    @unwind_on_ctrl_c("interrupted; nothing was written")
     def work():
         try:
             press_ctrl_c()
@@ -116,7 +116,7 @@ def in_a_fork(body):
 
 def test_code_that_catches_everything_cannot_hold_up_the_end():
     def stubborn():
-        with ends_on_ctrl_c("interrupted before the run began"):
+        with abort_on_ctrl_c("interrupted before the run began"):
             while True:
                 with suppress(BaseException):  # as in the middle of an import
                     press_ctrl_c()
@@ -126,7 +126,7 @@ def test_code_that_catches_everything_cannot_hold_up_the_end():
 
 def test_a_second_ctrl_c_ends_the_process_at_once():
     def slow_to_end():
-        with exits_on_ctrl_c("never said"):
+        with unwind_on_ctrl_c("never said"):
             try:
                 press_ctrl_c()
             finally:
