@@ -3,13 +3,12 @@
 import json
 import sys
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, load_slowly
 from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir
@@ -81,9 +80,7 @@ def main() -> None:
     with abort_on_ctrl_c("interrupted; nothing was written"), exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("export", sys.argv[1:])
         asked = parse(ExportConfig, composed)
-        announce_imports()
-        # Imported here, because an exception in the middle of an import may be caught there.
-        import_module("lit_rlkv.stages.export")
+        load_slowly("lit_rlkv.stages.export", "lit_rlkv.runs.open_run")
     with unwind_on_ctrl_c(f"interrupted; {asked.to} was not written"), exit_in_one_line(ConfigError):
         folder, exported = export(asked)
     console = Console()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import configure_log
 from rich.console import Console
 
-from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, load_slowly
 from lit_rlkv.config import (
     AUTO,
     Config,
@@ -42,7 +42,7 @@ def main() -> None:
             check_keys(cfg, groups, overrides)
             label_logger(cfg, groups, overrides)
             check_machine(parse_config(cfg))
-    announce_imports()
+    load_slowly("lit_rlkv.stages.evaluation", "lit_rlkv.stages.rl", "lit_rlkv.stages.sft")
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.non_finite import NonFiniteError

@@ -14,6 +14,7 @@ import pytest
 
 from lit_rlkv.interrupts import EXIT_CODE, abort_on_ctrl_c, call_at_first_ctrl_c, unwind_on_ctrl_c
 from tests.test_resume import OPTIONS, assert_same_run
+from tests.tiers import slow
 from tests.whole_runs import TINY, run
 
 ROOT = Path(__file__).parent.parent
@@ -197,6 +198,47 @@ def test_an_interrupt_during_the_imports_leaves_nothing(tmp_path, delay_s):
         ["interrupted in its start; there is nothing to resume"],
     )
     assert not (tmp_path / "run").exists()
+
+
+SWALLOWS = """
+import os, signal, time
+
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except BaseException:
+    pass
+raise ImportError("the interrupt was caught in the middle of this import")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "slow_module", "arguments"),
+    [
+        ("fit", "torch", []),
+        ("evaluate", "torch", ["ckpt=runs/x"]),
+        ("export", "torch", ["ckpt=runs/x", "to=x"]),
+        ("sweep", "torch", ["sweeps/arms.yaml"]),
+        ("report", "matplotlib", ["{run}"]),
+        slow("fit", "torchmetrics", []),  # of the last module that it imports
+        slow("evaluate", "torchmetrics", ["ckpt=runs/x"]),
+    ],
+)
+def test_an_interrupt_in_the_middle_of_an_import_that_catches_everything_is_one_line(
+    tmp_path, monkeypatch, module, slow_module, arguments
+):
+    run_dir, packages = tmp_path / "run", tmp_path / "packages"
+    (packages / slow_module).mkdir(parents=True)
+    (packages / slow_module / "__init__.py").write_text(SWALLOWS)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
+    process = start(module, *(argument.format(run=run_dir) for argument in arguments))
+    said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == EXIT_CODE, said
+    assert [line.partition(" ")[0].rstrip(";") for line in said if "loading torch" not in line] == [
+        "interrupted"
+    ]
 
 
 @pytest.mark.slow
