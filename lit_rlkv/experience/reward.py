@@ -12,11 +12,11 @@ from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.experience.group_baselines import STD_FLOOR
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
-from lit_rlkv.rewards.verifier import score
+from lit_rlkv.rewards.verifier import EXACT_MATCH, score
 from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import Problem, Rewards
 
-OWN = ("exact_match", "learned")
+OWN = (EXACT_MATCH, "learned")
 """Components that are not reward functions: scores of the task's verifier and of the reward role."""
 
 
