@@ -45,7 +45,7 @@ def _refuse(cfg: DictConfig) -> None:
     raise ConfigError(f"{' '.join(sys.argv[1:])}: only --help, --info and --cfg are options; see --help")
 
 
-def load_slowly(*modules: str) -> None:
+def import_slow_modules(*modules: str) -> None:
     """Import modules that take seconds, after a line that says so; of several processes, the first prints it.
 
     Call it inside `abort_on_ctrl_c`, and before any other handler of Ctrl-C: an exception in the middle of an

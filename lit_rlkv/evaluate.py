@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line, load_slowly
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
 from lit_rlkv.config import ConfigError, as_config_errors, check_saved_code, parse, parse_config, require
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
@@ -140,7 +140,7 @@ def main() -> None:
     with exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("evaluate", sys.argv[1:])
         asked = parse(EvaluateConfig, composed)
-    load_slowly("lit_rlkv.stages.evaluation", "lit_rlkv.runs.open_run")
+    import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.runs.open_run")
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.out_of_memory import MemoryExhaustedError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line, load_slowly
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
 from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir
@@ -80,7 +80,7 @@ def main() -> None:
     with abort_on_ctrl_c("interrupted; nothing was written"), exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("export", sys.argv[1:])
         asked = parse(ExportConfig, composed)
-        load_slowly("lit_rlkv.stages.export", "lit_rlkv.runs.open_run")
+        import_slow_modules("lit_rlkv.stages.export", "lit_rlkv.runs.open_run")
     with unwind_on_ctrl_c(f"interrupted; {asked.to} was not written"), exit_in_one_line(ConfigError):
         folder, exported = export(asked)
     console = Console()

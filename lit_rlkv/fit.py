@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import configure_log
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line, load_slowly
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
 from lit_rlkv.config import (
     AUTO,
     Config,
@@ -50,7 +50,7 @@ def main() -> None:
             check_keys(cfg, choices.options, choices.overrides)
             label_logger(cfg, choices.options, choices.overrides)
         check_machine(parse_config(cfg))
-    load_slowly("lit_rlkv.stages.evaluation", "lit_rlkv.stages.rl", "lit_rlkv.stages.sft")
+    import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.stages.rl", "lit_rlkv.stages.sft")
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.non_finite import NonFiniteError

@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from lit_rlkv.cli import exit_in_one_line, load_slowly
+from lit_rlkv.cli import exit_in_one_line, import_slow_modules
 from lit_rlkv.config import ConfigError
 from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 from lit_rlkv.sweeping.arguments import parse
@@ -14,7 +14,7 @@ def main() -> None:
     command = shlex.join(["python", "-m", "lit_rlkv.sweep", *sys.argv[1:]])
     with abort_on_ctrl_c(f"interrupted before the sweep began; start it with {command}"):
         args = parse(sys.argv[1:])
-        load_slowly("lit_rlkv.sweeping.command")
+        import_slow_modules("lit_rlkv.sweeping.command")
         from lit_rlkv.sweeping.command import sweep
 
         with unwind_on_ctrl_c(f"interrupted; resume with {command}"), exit_in_one_line(ConfigError):

@@ -57,6 +57,8 @@ class ProgressMeter:
         self._said: tuple[float | int, float] = (0, 0.0)
         """Units done and time of the last plain line."""
         self._has_lines = False
+        self._is_first_unit = True
+        """True until a unit is done here; only then each slow phase has a plain line of its own."""
         self._phase: tuple[str, float] = ("", 0.0)
         """Name and start of the current phase."""
         self._said_phase = ""
@@ -90,6 +92,7 @@ class ProgressMeter:
         self.start()
         if self._first_n_done is None:
             self._first_n_done = n_done - 1
+        self._is_first_unit = n_done - self._first_n_done < 1
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=n_done, total=n_total, fields=format_fields(fields))
@@ -124,7 +127,7 @@ class ProgressMeter:
             self._bar.update(task, completed=n_done, total=n_total, description=f"  {phase}", fields=unit)
             return
         elapsed_s = now - self._phase[1]
-        is_new = self._said_phase != phase and not self._n_lines
+        is_new = self._said_phase != phase and self._is_first_unit
         is_due = (is_new and elapsed_s >= FIRST_LINE_S) or now - self._said[1] >= MAX_SILENCE_S
         if is_due and n_done > 0:
             self._said, self._said_phase = (self._said[0], now), phase

@@ -100,7 +100,7 @@ def test_a_bar_has_its_total_before_the_first_iteration_ends_and_names_the_phase
 def test_a_slow_first_iteration_has_plain_lines_of_each_phase(monkeypatch):
     console, now = plain(), [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    bar = ProgressBar("iteration", console, n_iterations=40, first_iteration=0)
+    bar = ProgressBar("iteration", console, n_iterations=40, first_iteration=20)  # of a resumed run
     bar.on_fit_start(None, None)
     for phase, seconds, n_total in (("rollout", 10, 640), ("score", 1, 64), ("update", 8, 2)):
         bar.on_phase_progress(phase, 0, n_total)
@@ -108,15 +108,15 @@ def test_a_slow_first_iteration_has_plain_lines_of_each_phase(monkeypatch):
             now[0] += seconds
             bar.on_phase_progress(phase, part * n_total / 4, n_total)
     assert lines(console) == [
-        "in iteration 1/40  rollout 160/640 tokens  10.0 s elapsed, 30.0 s left",
-        "in iteration 1/40  update 0.5/2 steps  8.0 s elapsed, 24.0 s left",
+        "in iteration 21/40  rollout 160/640 tokens  10.0 s elapsed, 30.0 s left",
+        "in iteration 21/40  update 0.5/2 steps  8.0 s elapsed, 24.0 s left",
     ]
-    bar.on_iteration_end(4, 40, {})  # the first tenth; from then on, a phase has a line a minute
+    bar.on_iteration_end(21, 40, {})  # from then on, a phase has a line a minute
     bar.on_phase_progress("rollout", 0, 640)
     for n_done in (100, 200, 300, 400):
         now[0] += 25.0
         bar.on_phase_progress("rollout", n_done, 640)
-    assert lines(console)[3:] == ["in iteration 5/40  rollout 300/640 tokens  1:15 elapsed, 1:25 left"]
+    assert lines(console)[2:] == ["in iteration 22/40  rollout 200/640 tokens  50.0 s elapsed, 1:50 left"]
 
 
 def sft(bar, n_done, n_more, ends=()):
