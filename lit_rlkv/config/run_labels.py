@@ -30,8 +30,13 @@ class Choices:
     overrides: Sequence[str]
 
     def with_more(self, later: "Choices") -> "Choices":
-        """Return these choices, changed by those that a later command line gives itself."""
-        given = {override.lstrip("+").partition("=")[0] for override in later.overrides}
+        """Return these choices, changed by those that a later command line gives itself.
+
+        A key below a group that was left out, such as `diagnostics.gradient.every`, brings the later option.
+        """
+        given = {override.lstrip("+~").partition("=")[0] for override in later.overrides}
+        off = {group for group, option in self.options.items() if option == "none"}
+        given |= {key.partition(".")[0] for key in given} & off
         changed = {group: option for group, option in later.options.items() if group in given}
         return Choices({**self.options, **changed}, [*self.overrides, *later.overrides])
 

@@ -105,6 +105,22 @@ def test_keys_of_the_options_that_the_run_chose_are_still_known(tmp_path):
         check_keys(read_config(folder), given.options, given.overrides)
 
 
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("diagnostics=none", "diagnostics.gradient.every=5"),
+        ("diagnostics.gradient=null", "diagnostics.gradient.every=5"),
+        ("diagnostics.gradient=null", "diagnostics=none"),
+        ("logger=wandb", "+logger.project=mine"),
+        ("logger=csv", "logger=tensorboard"),
+        ("seed=1", "~diagnostics.gradient"),
+        ("cache.policy_options={}", "callbacks.keep_best=2"),
+    ],
+)
+def test_settings_that_may_change_are_known_whatever_the_run_left_out(tmp_path, first, later):
+    resumed(leave_run(tmp_path / "run", first), later)
+
+
 def test_a_run_of_an_earlier_version_has_no_choices_and_is_resumed(tmp_path):
     folder = leave_run(tmp_path / "run", "logger=wandb", "seed=3")
     (folder / "choices.json").unlink()
