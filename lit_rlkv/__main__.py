@@ -5,7 +5,7 @@ import sys
 from difflib import get_close_matches
 
 from lit_rlkv import __version__
-from lit_rlkv.interrupts import ends_on_ctrl_c
+from lit_rlkv.interrupts import abort_on_ctrl_c
 
 COMMANDS = {
     "fit": "train a policy: SFT, RL, evaluation, report",
@@ -28,7 +28,7 @@ def main() -> None:
     elif name in COMMANDS:
         del sys.argv[1]
         # As `python -m` does it: processes that the run starts take module and arguments from __main__.
-        with ends_on_ctrl_c("interrupted"):  # until the module's own line takes over
+        with abort_on_ctrl_c("interrupted"):  # until the module's own line takes over
             runpy.run_module(f"lit_rlkv.{name}", run_name="__main__", alter_sys=True)
     else:
         sys.exit(f"error: {unknown(name, sys.argv[1:])}")

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 
 import hydra
 from omegaconf import DictConfig, open_dict, read_write
@@ -44,11 +45,17 @@ def _refuse(cfg: DictConfig) -> None:
     raise ConfigError(f"{' '.join(sys.argv[1:])}: only --help, --info and --cfg are options; see --help")
 
 
-def announce_imports() -> None:
-    """Print a first line before the imports that take seconds; of several processes, the first one prints."""
+def import_slow_modules(*modules: str) -> None:
+    """Import modules that take seconds, after a line that says so; of several processes, the first prints it.
+
+    Call it inside `abort_on_ctrl_c`, and before any other handler of Ctrl-C: an exception in the middle of an
+    import may be caught there, or show a traceback.
+    """
     if is_first_process():
         sys.stderr.write("loading torch and transformers\n")
         sys.stderr.flush()
+    for module in modules:
+        import_module(module)
 
 
 @contextmanager

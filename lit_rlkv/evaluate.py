@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
 from lit_rlkv.config import ConfigError, as_config_errors, check_saved_code, parse, parse_config, require
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
 from lit_rlkv.files import write_atomically
-from lit_rlkv.interrupts import ends_on_ctrl_c, exits_on_ctrl_c
+from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 
 if TYPE_CHECKING:
     from lit_rlkv.evaluation.evaluator import ScoredResponse
@@ -134,19 +134,19 @@ def _check_writable(run_dir: Path) -> None:
         ) from error
 
 
-@ends_on_ctrl_c("interrupted")
+@abort_on_ctrl_c("interrupted")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     with exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("evaluate", sys.argv[1:])
         asked = parse(EvaluateConfig, composed)
-    announce_imports()
+    import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.runs.open_run")
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
 
     line = "interrupted; results are written at the end, so there are none, and the run is as it was"
-    with exits_on_ctrl_c(line), exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
+    with unwind_on_ctrl_c(line), exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
         found = evaluate(asked)
         console = Console()
         if not console.is_terminal:

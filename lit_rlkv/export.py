@@ -3,17 +3,16 @@
 import json
 import sys
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
 from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir
-from lit_rlkv.interrupts import ends_on_ctrl_c, exits_on_ctrl_c
+from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 
 if TYPE_CHECKING:
     from lit_rlkv.runs.model_card import Exported
@@ -78,13 +77,11 @@ def _manifest(run: "SavedRun") -> dict[str, str | int]:
 
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
-    with ends_on_ctrl_c("interrupted; nothing was written"), exit_in_one_line(ConfigError):
+    with abort_on_ctrl_c("interrupted; nothing was written"), exit_in_one_line(ConfigError):
         composed, _ = compose_arguments("export", sys.argv[1:])
         asked = parse(ExportConfig, composed)
-        announce_imports()
-        # Imported here, because an exception in the middle of an import may be caught there.
-        import_module("lit_rlkv.stages.export")
-    with exits_on_ctrl_c(f"interrupted; {asked.to} was not written"), exit_in_one_line(ConfigError):
+        import_slow_modules("lit_rlkv.stages.export", "lit_rlkv.runs.open_run")
+    with unwind_on_ctrl_c(f"interrupted; {asked.to} was not written"), exit_in_one_line(ConfigError):
         folder, exported = export(asked)
     console = Console()
     console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")

@@ -2,14 +2,13 @@
 
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.utils import configure_log
 from rich.console import Console
 
-from lit_rlkv.cli import announce_imports, compose_arguments, exit_in_one_line
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
 from lit_rlkv.config import (
     AUTO,
     Config,
@@ -20,7 +19,10 @@ from lit_rlkv.config import (
     label_logger,
     parse_config,
 )
-from lit_rlkv.interrupts import ends_on_ctrl_c, exit_soon
+from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
+from lit_rlkv.config.run_labels import Choices
+from lit_rlkv.interrupts import abort_on_ctrl_c, exit_soon
+from lit_rlkv.run_files import CHOICES
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -31,18 +33,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@ends_on_ctrl_c("interrupted before any work; nothing has changed")
+@abort_on_ctrl_c("interrupted before any work; nothing has changed")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     with exit_in_one_line(ConfigError):
         cfg, hydra_cfg = compose_arguments("config", sys.argv[1:])
         check_folders(cfg)
-        groups, overrides = dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task)
-        if cfg.resume in (None, AUTO):  # a resumed run has its own config
-            check_keys(cfg, groups, overrides)
-            label_logger(cfg, groups, overrides)
-            check_machine(parse_config(cfg))
-    announce_imports()
+        overrides = list(hydra_cfg.overrides.task)
+        given = Choices(dict(hydra_cfg.runtime.choices), overrides)
+        old_dir: Path | None = None
+        choices: Choices | None = given
+        if cfg.resume not in (None, AUTO):
+            old_dir, cfg = load_resumed_config(cfg, overrides)
+            choices = resumed_choices(old_dir, given)
+        if choices is not None:
+            check_keys(cfg, choices.options, choices.overrides)
+            label_logger(cfg, choices.options, choices.overrides)
+        check_machine(parse_config(cfg))
+    import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.stages.rl", "lit_rlkv.stages.sft")
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.non_finite import NonFiniteError
@@ -64,7 +72,7 @@ def main() -> None:
         with (
             exit_in_one_line(ConfigError, NonFiniteError, RewardsFailedError),
             interruption.handle_signals(),
-            open_session(cfg, run_dir, overrides, console, interruption) as session,
+            open_session(cfg, run_dir, old_dir, console, interruption) as session,
         ):
             run_dir = session.run_dir
             results = fit(
@@ -74,13 +82,13 @@ def main() -> None:
                 resumes=session.is_resumed,
                 fabric=session.fabric,
                 interruption=interruption,
-                choices=None if session.is_resumed else groups,
+                choices=choices,
             )
     except MemoryExhaustedError as error:
         log.error("the allocation that failed:", exc_info=error)
         sys.exit(f"error: {error}")
     except InterruptedRunError as error:
-        stopped = run_dir if cfg.resume in (None, AUTO) else Path(cfg.resume).absolute()
+        stopped = run_dir if old_dir is None else old_dir.absolute()
         message, code = end_of_run(error, stopped, overrides)
         console.print(message, markup=False, highlight=False, soft_wrap=True)
         # A launcher takes another exit code of any rank for a failure, and may kill rank 0.
@@ -99,14 +107,15 @@ def fit(
     resumes: bool = False,
     fabric: "Fabric | None" = None,
     interruption: "Interruption | None" = None,
-    choices: Mapping[str, str | None] | None = None,
+    choices: Choices | None = None,
 ) -> "Results":
     """Run the stages of a checked config; all files of the run are in `run_dir`.
 
     Args:
         resumes: True if the folder holds an earlier part of this run.
         fabric: launched Fabric; None runs in this process.
-        choices: options of the config groups, for the header; None for a resumed run.
+        choices: with which the run was started, for the header and for the command that resumes it; None if
+            they are unknown.
 
     Raises:
         ConfigError: the folder holds a run, and `resumes` is False.
@@ -135,9 +144,11 @@ def fit(
     check_shares(cfg, context.fabric.world_size)
     check_reward_functions(context)
     world_size, device = context.fabric.world_size, context.fabric.device
-    for line in header(cfg, run_dir, world_size, device, choices or {}):
+    for line in header(cfg, run_dir, world_size, device, {} if choices is None else choices.options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     run = TrainingRun(context, run_dir, console, interruption or Interruption())
+    if choices is not None and context.fabric.is_global_zero and not (run_dir / CHOICES).exists():
+        choices.save(run_dir)
     with run.open():
         # 2. stages: sft, evaluation, rl, evaluation
         start = make_starting_model(run, start)

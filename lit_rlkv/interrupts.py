@@ -40,7 +40,7 @@ def exit_soon(code: int) -> NoReturn:
 
 
 @contextmanager
-def on_ctrl_c(handler: Callable[[], None]) -> Iterator[None]:
+def call_at_first_ctrl_c(handler: Callable[[], None]) -> Iterator[None]:
     """Call `handler` at the first Ctrl-C in the block; from then on, another one ends the process at once.
 
     SIGINT stays ignored where it is, as in a background job of a shell script.
@@ -63,24 +63,24 @@ def on_ctrl_c(handler: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def ends_on_ctrl_c(line: str) -> Iterator[None]:
+def abort_on_ctrl_c(line: str) -> Iterator[None]:
     """End the process at once, with this line, on Ctrl-C in a block that leaves nothing half-done.
 
     An exception in the middle of an import could be caught there, or show a traceback.
     """
-    with on_ctrl_c(lambda: end_at_once(line)):
+    with call_at_first_ctrl_c(lambda: end_at_once(line)):
         yield
 
 
 @contextmanager
-def exits_on_ctrl_c(line: str) -> Iterator[None]:
+def unwind_on_ctrl_c(line: str) -> Iterator[None]:
     """Leave the block by KeyboardInterrupt on Ctrl-C, so that it cleans up, and exit with this line."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     try:
-        with on_ctrl_c(interrupt):
+        with call_at_first_ctrl_c(interrupt):
             yield
     except KeyboardInterrupt:
         say(line)

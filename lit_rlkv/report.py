@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from lit_rlkv.cli import exit_in_one_line
 from lit_rlkv.config import ConfigError
-from lit_rlkv.interrupts import exits_on_ctrl_c
+from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 from lit_rlkv.run_files import CONFIG, REPORT
 
 USAGE = """Draw the report of a run again, or compare runs: curves, evaluations and configs side by side.
@@ -21,6 +22,7 @@ Arguments
   to=FILE  the page to write; by default RUN/report.html, or RUN/report_so_far.html of a run that has not
            ended, or comparison.html here
 """
+INTERRUPTED = "interrupted; no page was written"
 SO_FAR, COMPARISON = "report_so_far.html", "comparison.html"
 
 
@@ -32,14 +34,20 @@ class ReportArguments:
     to: Path
 
 
+@abort_on_ctrl_c(INTERRUPTED)
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line."""
     if not sys.argv[1:] or {"--help", "--help-all", "-h"} & set(sys.argv[1:]):
         sys.stdout.write(USAGE)
         sys.exit(0 if sys.argv[1:] else 2)
-    with exits_on_ctrl_c("interrupted; no page was written"), exit_in_one_line(ConfigError):
+    with exit_in_one_line(ConfigError):
         arguments = parse(sys.argv[1:])
-        write(arguments)
+        # Imported here, so that mistakes on the command line are reported before matplotlib is loaded, and
+        # Ctrl-C in an import ends it at once.
+        for module in ("comparison", "pictures", "report", "run_folder"):
+            import_module(f"lit_rlkv.reporting.{module}")
+        with unwind_on_ctrl_c(INTERRUPTED):
+            write(arguments)
     sys.stdout.write(f"{'report' if len(arguments.run_dirs) == 1 else 'comparison'}: {arguments.to}\n")
 
 
@@ -81,7 +89,6 @@ def write(arguments: ReportArguments) -> None:
     Raises:
         ConfigError: a run is given twice or cannot be read, or the page cannot be written.
     """
-    # Imported here, so that mistakes on the command line are reported before matplotlib is loaded.
     from lit_rlkv.reporting.comparison import run_names, write_comparison
     from lit_rlkv.reporting.pictures import figures
     from lit_rlkv.reporting.report import write_report

@@ -3,21 +3,21 @@
 import shlex
 import sys
 
-from lit_rlkv.cli import announce_imports, exit_in_one_line
+from lit_rlkv.cli import exit_in_one_line, import_slow_modules
 from lit_rlkv.config import ConfigError
-from lit_rlkv.interrupts import ends_on_ctrl_c, exits_on_ctrl_c
+from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 from lit_rlkv.sweeping.arguments import parse
 
 
 def main() -> None:
     """Run the command line; Ctrl-C stops all runs, which the same command resumes."""
     command = shlex.join(["python", "-m", "lit_rlkv.sweep", *sys.argv[1:]])
-    with ends_on_ctrl_c(f"interrupted before the sweep began; start it with {command}"):
+    with abort_on_ctrl_c(f"interrupted before the sweep began; start it with {command}"):
         args = parse(sys.argv[1:])
-        announce_imports()
-        from lit_rlkv.sweeping.command import sweep  # imports torch
+        import_slow_modules("lit_rlkv.sweeping.command")
+        from lit_rlkv.sweeping.command import sweep
 
-        with exits_on_ctrl_c(f"interrupted; resume with {command}"), exit_in_one_line(ConfigError):
+        with unwind_on_ctrl_c(f"interrupted; resume with {command}"), exit_in_one_line(ConfigError):
             sweep(args)
 
 

@@ -81,9 +81,12 @@ def train(
             call(callbacks, "on_phase_start", "update", iteration)
             with update_context():
                 for index, batch in enumerate(loader):
+                    if index == 0:
+                        call(callbacks, "on_phase_progress", "update", 0, batch.n_steps)
                     if module.on_train_batch_start(batch, index) == -1:
                         break  # Lightning's protocol to skip the rest of a dataloader
                     learner.learn(batch, index)
+                    call(callbacks, "on_phase_progress", "update", batch.n_steps_done, batch.n_steps)
             # Free this rollout before the next one is sampled.
             batch = None
             del loader

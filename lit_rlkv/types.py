@@ -159,3 +159,7 @@ class TrainBatch(TensorBatch):
     """Targets of the critic; None without a critic."""
     n_pairs: int = 0
     """Preference pairs of the whole optimizer step; rows 2i and 2i + 1 are then chosen and rejected."""
+    n_steps: int = 1
+    """Optimizer steps of the iteration."""
+    n_steps_done: float | int = 1
+    """Optimizer steps of the iteration done after this micro-batch; a part of a step is a fraction."""

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_rlkv.cli import announce_imports
+from lit_rlkv.cli import import_slow_modules
 
 RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
@@ -20,5 +20,5 @@ def test_the_first_process_alone_announces_slow_imports(monkeypatch, capsys, env
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    announce_imports()
+    import_slow_modules("json")
     assert capsys.readouterr().err == "loading torch and transformers\n" * is_announced

@@ -81,7 +81,7 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
         ({"policies": ["snapvk"]}, "policies: unknown cache policy 'snapvk'; choose one of dense, "),
         ({"budgets": 4}, "budgets must be a list, each a whole number of at least 1 or null, got 4"),
         ({"budgets": [4.5]}, r"budgets\[0\] must be a whole number of at least 1, got 4\.5"),
-        ({"budgets": [2]}, r"cache: budget must be at least sink \+ window \+ 1 = 4, got 2"),
+        ({"budgets": [2]}, r"budgets: budget must be at least sink \+ window \+ 1 = 4, got 2"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1 or null, got 0"),
         ({"temperature": -1}, "temperature must be a number of at least 0 or null, got -1"),
         ({"level": 95}, "level must be a number above 0 and below 1, got 95"),

@@ -246,7 +246,7 @@ def command(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        slow(["cache.budget=3"], "error: cache: budget must be at least sink + window + 1 = 4, got 3"),
+        (["cache.budget=3"], "error: cache: budget must be at least sink + window + 1 = 4, got 3"),
         (["cache.bugdet=3"], "error: unknown key 'cache.bugdet': did you mean 'cache.budget'?"),
     ],
 )
@@ -256,6 +256,36 @@ def test_a_mistake_on_the_command_line_is_one_clear_error(tmp_path, arguments, s
     assert done.returncode != 0
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_resumed_run_says_what_it_is_and_keeps_its_choices(tmp_path, sft_runs):
+    model, folder = f"model.path={sft_runs / 'first' / 'backbone'}", tmp_path / "mine"
+    arguments = ["experiment=tis", "seed=3", "stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1"]
+    starts = ([*arguments, model, f"runs_dir={tmp_path}", f"hydra.run.dir={folder}"], [f"resume={folder}"])
+    headers = []
+    for options in starts:
+        command_line = [sys.executable, "-m", "lit_rlkv.fit", *([] if options[0][:6] == "resume" else TINY)]
+        done = subprocess.run([*command_line, *options], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert len(done.stderr.splitlines()) > 9, done.stderr
+        names = (
+            "run",
+            "task",
+            "model",
+            "algorithm",
+            "arm",
+            "cache",
+            "seed",
+            "devices",
+            "stages",
+            "debug=fast",
+        )
+        headers.append([line for line in done.stderr.splitlines() if line.split(" ")[0] in names])
+    first, second = headers
+    assert first == second
+    assert len(first) == 10
+    assert first[0].split() == ["run", str(folder)]
+    assert first[4].endswith("correction tis, distillation none (experiment=tis)")
 
 
 @pytest.mark.parametrize("failure", [ConfigError("a mistake"), RuntimeError("something else")])

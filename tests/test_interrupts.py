@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.interrupts import EXIT_CODE, ends_on_ctrl_c, exits_on_ctrl_c, on_ctrl_c
+from lit_rlkv.interrupts import EXIT_CODE, abort_on_ctrl_c, call_at_first_ctrl_c, unwind_on_ctrl_c
 from tests.test_resume import OPTIONS, assert_same_run
+from tests.tiers import slow
 from tests.whole_runs import TINY, run
 
 ROOT = Path(__file__).parent.parent
@@ -63,17 +64,17 @@ def resume_argument(said):
 @pytest.mark.usefixtures("own_ctrl_c")
 def test_the_first_ctrl_c_calls_the_handler_and_the_handler_before_comes_back():
     calls = []
-    with on_ctrl_c(lambda: calls.append("never")):
+    with call_at_first_ctrl_c(lambda: calls.append("never")):
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with on_ctrl_c(lambda: calls.append("outer")):
-        with on_ctrl_c(lambda: calls.append("first")):
+    with call_at_first_ctrl_c(lambda: calls.append("outer")):
+        with call_at_first_ctrl_c(lambda: calls.append("first")):
             press_ctrl_c()
         ends_at_once = signal.getsignal(signal.SIGINT)
     assert calls == ["first"]
     assert signal.getsignal(signal.SIGINT) is ends_at_once
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with on_ctrl_c(lambda: calls.append("third")):
+    with call_at_first_ctrl_c(lambda: calls.append("third")):
         press_ctrl_c()
     assert calls == ["first"]
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -83,7 +84,7 @@ def test_the_first_ctrl_c_calls_the_handler_and_the_handler_before_comes_back():
 def test_a_block_is_left_with_its_clean_up_and_one_line(capfd):
     cleaned = []
 
-    @exits_on_ctrl_c("interrupted; nothing was written")
+    @unwind_on_ctrl_c("interrupted; nothing was written")
     def work():
         try:
             press_ctrl_c()
@@ -116,7 +117,7 @@ def in_a_fork(body):
 
 def test_code_that_catches_everything_cannot_hold_up_the_end():
     def stubborn():
-        with ends_on_ctrl_c("interrupted before the run began"):
+        with abort_on_ctrl_c("interrupted before the run began"):
             while True:
                 with suppress(BaseException):  # as in the middle of an import
                     press_ctrl_c()
@@ -126,7 +127,7 @@ def test_code_that_catches_everything_cannot_hold_up_the_end():
 
 def test_a_second_ctrl_c_ends_the_process_at_once():
     def slow_to_end():
-        with exits_on_ctrl_c("never said"):
+        with unwind_on_ctrl_c("never said"):
             try:
                 press_ctrl_c()
             finally:
@@ -197,6 +198,47 @@ def test_an_interrupt_during_the_imports_leaves_nothing(tmp_path, delay_s):
         ["interrupted in its start; there is nothing to resume"],
     )
     assert not (tmp_path / "run").exists()
+
+
+SWALLOWS = """
+import os, signal, time
+
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except BaseException:
+    pass
+raise ImportError("the interrupt was caught in the middle of this import")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "slow_module", "arguments"),
+    [
+        ("fit", "torch", []),
+        ("evaluate", "torch", ["ckpt=runs/x"]),
+        ("export", "torch", ["ckpt=runs/x", "to=x"]),
+        ("sweep", "torch", ["sweeps/arms.yaml"]),
+        ("report", "matplotlib", ["{run}"]),
+        slow("fit", "torchmetrics", []),  # of the last module that it imports
+        slow("evaluate", "torchmetrics", ["ckpt=runs/x"]),
+    ],
+)
+def test_an_interrupt_in_the_middle_of_an_import_that_catches_everything_is_one_line(
+    tmp_path, monkeypatch, module, slow_module, arguments
+):
+    run_dir, packages = tmp_path / "run", tmp_path / "packages"
+    (packages / slow_module).mkdir(parents=True)
+    (packages / slow_module / "__init__.py").write_text(SWALLOWS)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
+    process = start(module, *(argument.format(run=run_dir) for argument in arguments))
+    said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == EXIT_CODE, said
+    assert [line.partition(" ")[0].rstrip(";") for line in said if "loading torch" not in line] == [
+        "interrupted"
+    ]
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lit_rlkv.config import ConfigError
+from lit_rlkv.config.resumed import read_config
 from lit_rlkv.evaluate import evaluate
-from lit_rlkv.runs.context import read_config
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.runs.signals import EXIT_CODE
 from lit_rlkv.runs.training_run import Results

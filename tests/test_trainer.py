@@ -210,6 +210,28 @@ def test_callbacks_are_called_when_an_update_begins_and_ends():
     ]
 
 
+def test_progress_of_an_update_rises_with_every_micro_batch_from_0_to_its_steps():
+    heard = []
+
+    class Listener(RLCallback):
+        def on_phase_progress(self, phase, n_done, n_total):
+            heard.append((phase, n_done, n_total))
+
+        def on_iteration_end(self, iteration, n_iterations, metrics):
+            heard.append("report")
+
+    module, datamodule = make_run(n_minibatches=2, tokens_per_pass=96)
+    fabric = Fabric(accelerator="cpu")
+    train(fabric, module, datamodule, callbacks=[Listener()], n_iterations=2, max_grad_norm=1.0)
+    first, second = (heard[: heard.index("report")], heard[heard.index("report") + 1 : -1])
+    for reports in (first, second):
+        done = [n_done for phase, n_done, n_total in reports if (phase, n_total) == ("update", 2)]
+        assert len(done) == len(reports) > 3
+        assert done == sorted(set(done))
+        assert (done[0], done[-1]) == (0, 2)
+        assert 1 in done
+
+
 def test_under_mixed_precision_the_learner_computes_in_the_precision_of_the_sampler():
     module, datamodule = make_run()
     seen, log = [], MetricLog()

@@ -35,6 +35,14 @@ class RLCallback(Callback):
     def on_phase_end(self, phase: str, iteration: int) -> None:
         """Called after a phase; the device may still be busy."""
 
+    def on_phase_progress(self, phase: str, n_done: float | int, n_total: int) -> None:
+        """Called at the start of a phase with `n_done` = 0, and each time that a part of it is done.
+
+        The units are tokens in rollout (a response that ends early counts in full), responses in score, calls
+        of reward functions in reward, callbacks in diagnostics, and optimizer steps in update. A part of a
+        callback or step is a fraction.
+        """
+
     def on_rollout_end(self, experience: Experience) -> None:
         """Called after sampling, scoring and rewards, before the first update."""
 
@@ -59,6 +67,7 @@ HOOKS = (
     "on_fit_start",
     "on_phase_start",
     "on_phase_end",
+    "on_phase_progress",
     "on_rollout_end",
     "on_update_start",
     "on_before_optimizer_step",
@@ -73,14 +82,15 @@ NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
 
 
 def bound_hooks(callbacks: Iterable[Callback], name: str) -> list[Any]:
-    """Return a hook of every callback that has it; a plain Lightning callback lacks the RL hooks."""
-    return [getattr(callback, name) for callback in callbacks if hasattr(callback, name)]
+    """Return an RL hook of every callback that defines it itself."""
+    hooks = [getattr(callback, name) for callback in callbacks if hasattr(callback, name)]
+    empty = getattr(RLCallback, name)
+    return [hook for hook in hooks if getattr(hook, "__func__", None) is not empty]
 
 
 def loss_terms_of(callbacks: Iterable[Callback]) -> list[LossTerm]:
-    """Return the `loss_terms` hooks of the callbacks that override it."""
-    terms = bound_hooks(callbacks, TERMS)
-    return [term for term in terms if getattr(term, "__func__", None) is not RLCallback.loss_terms]
+    """Return the `loss_terms` hooks of the callbacks that define it."""
+    return bound_hooks(callbacks, TERMS)
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:

@@ -4,7 +4,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from lit_rlkv.config.errors import require
+from lit_rlkv.config.cache_rules import check_policy_name
+from lit_rlkv.config.errors import as_config_errors, require
 from lit_rlkv.config.options import Number, option
 from lit_rlkv.config.schema import Kernels
 
@@ -45,6 +46,9 @@ class EvaluateConfig:
     trusted_modules: tuple[str, ...] = option((), TRUSTED)
 
     def __post_init__(self) -> None:
+        with as_config_errors("policies"):
+            for policy in self.policies or ():
+                check_policy_name(policy)
         for k in self.pass_at_k:
             require(
                 k <= self.n_samples,

@@ -10,10 +10,11 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import is_finite
-from lit_rlkv.config.errors import require
+from lit_rlkv.config.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_policy_name, check_sizes
+from lit_rlkv.config.errors import as_config_errors, require
 from lit_rlkv.config.options import convert, named_items, show
 from lit_rlkv.config.schema import Config, SFTConfig, Stage
-from lit_rlkv.config.targets import find_gguf, is_local
+from lit_rlkv.config.targets import check_policy_trust, find_gguf, is_local
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -54,6 +55,7 @@ def parse_config(cfg: DictConfig) -> Config:
         _check_stages,
         _check_sft,
         _check_model,
+        _check_cache,
         _check_weights_of_responses,
         _check_optimizers,
         _check_rollout,
@@ -154,6 +156,26 @@ def _check_model(cfg: Config) -> None:
     )
 
 
+def _check_cache(cfg: Config) -> None:
+    cache = cfg.cache
+    budgets = {"cache": (cache.budget,), "evaluation.budgets": cfg.evaluation.budgets}
+    with as_config_errors("cache"):
+        check_policy_name(cache.policy)
+        if cache.policy in (DENSE, *POLICY_NAMES):
+            check_no_options(cache.policy, dict(named_items(cache.policy_options)))
+    check_policy_trust(cache.policy)
+    for where, sizes in budgets.items():
+        for budget in sizes:
+            with as_config_errors(where):
+                check_sizes(
+                    budget=budget,
+                    interval=cache.interval,
+                    sink=cache.sink,
+                    window=cache.window,
+                    is_dense=cache.policy == DENSE,
+                )
+
+
 def _check_weights_of_responses(cfg: Config) -> None:
     """Check the bounds of importance weights."""
     bounds = dict(named_items(cfg.correction.get("weight_fn") or OmegaConf.create()))
@@ -214,7 +236,7 @@ def _check_fabric(cfg: Config) -> None:
 
 def _check_losses(cfg: Config) -> None:
     distillation = cfg.distillation
-    is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == "dense"
+    is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == DENSE
     require(
         distillation is None or distillation.get("weight") == 0 or not is_dense,
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "

@@ -1,16 +1,58 @@
-"""Labels of a run in loggers that show many: its experiment, task, model and seed."""
+"""Choices with which a run is started, and its labels in loggers: its experiment, task, model and seed."""
 
+import json
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
 
 from omegaconf import DictConfig
+
+from lit_rlkv.files import write_atomically
+from lit_rlkv.run_files import CHOICES
+from lit_rlkv.trust import KEY
 
 OURS = "lit_rlkv.reporting.loggers."
 """Loggers whose null labels are filled in; those of others keep what null means to them."""
 ARM_GROUPS = ("algorithm", "correction", "distillation", "reward", "roles")
 """Groups that a preset of `experiment` chooses; one given on the command line changes what is trained."""
+LABELS = ("name", "group", "tags")
+"""Keys of a logger that name the run."""
 MAX_TAG = 64
 """Longest tag that W&B takes, in characters."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Options of the config groups and overrides of the command line that starts or resumes a run."""
+
+    options: Mapping[str, str | None]
+    """The option chosen in each group."""
+    overrides: Sequence[str]
+
+    def with_more(self, later: "Choices") -> "Choices":
+        """Return these choices, changed by those that a later command line gives itself.
+
+        A key below a group that was left out, such as `diagnostics.gradient.every`, brings the later option.
+        """
+        given = {override.lstrip("+~").partition("=")[0] for override in later.overrides}
+        off = {group for group, option in self.options.items() if option == "none"}
+        given |= {key.partition(".")[0] for key in given} & off
+        changed = {group: option for group, option in later.options.items() if group in given}
+        return Choices({**self.options, **changed}, [*self.overrides, *later.overrides])
+
+    def save(self, run_dir: Path) -> None:
+        """Write the choices into a run folder, without the trust in modules, which no folder grants."""
+        overrides = [override for override in self.overrides if not override.lstrip("+").startswith(KEY)]
+        plain = asdict(Choices(dict(self.options), overrides))
+        write_atomically(run_dir / CHOICES, json.dumps(plain, indent=1))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Choices | None":
+        """Return the choices with which a run was started; None if its folder does not tell."""
+        try:
+            return cls(**json.loads((run_dir / CHOICES).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
 
 
 def label_logger(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:

@@ -68,6 +68,15 @@ def check_targets(node: Any, path: str = "") -> None:
                 _check_kind(f"{where}.{name}".lstrip("."), value, takes[name].annotation)
 
 
+def check_policy_trust(policy: str) -> None:
+    """Check that a policy of the user's own is in a trusted module; its class is not imported.
+
+    Raises:
+        ConfigError: naming the key that allows it.
+    """
+    _check_trust({"cache": {"policy": policy}}, "")
+
+
 def grant_trust(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Take `trusted_modules` out of a config and trust the modules, if the command line itself sets the key.
 

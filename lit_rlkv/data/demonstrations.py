@@ -53,6 +53,10 @@ class SFTBatch(TensorBatch):
     """True for the last micro-batch of an optimizer step."""
     learners: tuple[str, ...] = ()
     """Empty, because the backbone and its heads learn as one and there are no roles yet."""
+    n_steps: int = 1
+    """Optimizer steps of the iteration."""
+    n_steps_done: float | int = 1
+    """Optimizer steps of the iteration done after this micro-batch; a part of a step is a fraction."""
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -124,6 +128,7 @@ class PreferenceDataModule(L.LightningDataModule):
                 chosen=_packed(step.chosen, rows),
                 rejected=_packed(step.rejected, rows) if step.rejected is not None and has_pairs else None,
                 ends_step=number == len(parts) - 1,
+                n_steps_done=step.n_steps_done - 1 + (number + 1) / len(parts),
             )
 
     def _cut(self, n_tokens: Int[Tensor, " unit"], rows_per_unit: int) -> list[Tensor]:
@@ -150,8 +155,10 @@ class _Batches(IterableDataset[SFTBatch]):
         self.module = module
 
     def __iter__(self) -> Iterator[SFTBatch]:
-        for _ in range(self.module.steps_per_loader):
-            yield from self.module.micro_batches(self.module.next_batch())
+        n_steps = self.module.steps_per_loader
+        for number in range(n_steps):
+            step = replace(self.module.next_batch(), n_steps=n_steps, n_steps_done=number + 1)
+            yield from self.module.micro_batches(step)
 
 
 def _packed(batch: DemonstrationBatch, rows: Tensor) -> DemonstrationBatch:

@@ -142,9 +142,21 @@ class Evaluator:
         self.batch_size = batch_size
         self.tokens_per_pass = tokens_per_pass
 
+    @property
+    def n_tokens(self) -> int:
+        """Most tokens that this rank samples for one cache, for the mismatch too."""
+        own = (batch for _, batch in self._own_batches())
+        n_responses = sum((stop - start) * (last - first) for start, stop, first, last in own)
+        if self.ranks.rank == 0:
+            n_responses += len(self.problems[: self.config.n_mismatch])
+        return n_responses * self.rollout.max_new_tokens
+
     @torch.no_grad()
-    def score_cache(self, cache: CacheSpec) -> CacheScore:
+    def score_cache(self, cache: CacheSpec, on_progress: Callable[[int], object] | None = None) -> CacheScore:
         """Return accuracy and mismatch with one cache.
+
+        Args:
+            on_progress: called with the number of further tokens; they add up to `n_tokens` before the end.
 
         Raises:
             MemoryExhaustedError: too little memory; the message names settings to lower.
@@ -157,13 +169,13 @@ class Evaluator:
                 f"lower evaluation.batch_size={at_once} (batch_size of lit_rlkv.evaluate)"
             )
         ):
-            return self._score_cache(cache)
+            return self._score_cache(cache, on_progress)
 
-    def _score_cache(self, cache: CacheSpec) -> CacheScore:
+    def _score_cache(self, cache: CacheSpec, on_progress: Callable[[int], object] | None) -> CacheScore:
         n = len(self.problems)
         n_scored = n * self.n_samples
-        own = [self._answer(cache, batch) for batch in self._own_batches()]
-        mismatch = self._mismatch(cache) if self.ranks.rank == 0 else None
+        own = [self._answer(cache, batch, on_progress) for batch in self._own_batches()]
+        mismatch = self._mismatch(cache, on_progress) if self.ranks.rank == 0 else None
         batches = sorted(self.ranks.all_gather_object(own), key=lambda batch: batch.number)
         measured = [] if mismatch is None else [(mismatch.kl, mismatch.replay_gap)]
         ((kl, replay_gap),) = self.ranks.all_gather_object(measured)
@@ -196,9 +208,11 @@ class Evaluator:
         first = (self.ranks.rank - 1) % self.ranks.size
         return islice(enumerate(self._batches()), first, None, self.ranks.size)
 
-    def _mismatch(self, cache: CacheSpec) -> _CacheMismatch:
+    def _mismatch(self, cache: CacheSpec, on_progress: Callable[[int], object] | None) -> _CacheMismatch:
         problems = self.problems[: self.config.n_mismatch]
-        sampled = self._generate(problems, cache, self.rollout.temperature, len(self.problems))
+        sampled = self._generate(
+            problems, cache, self.rollout.temperature, len(self.problems), on_progress=on_progress
+        )
         shadow = self._replayed(sampled, shadow=True)
         dense = shadow if cache.is_dense else self._replayed(sampled, shadow=False)
         return _CacheMismatch(
@@ -207,11 +221,18 @@ class Evaluator:
             replay_gap=float((shadow - sampled.rollout_logps).abs().max()),
         )
 
-    def _answer(self, cache: CacheSpec, batch: tuple[int, tuple[int, int, int, int]]) -> _Answered:
+    def _answer(
+        self,
+        cache: CacheSpec,
+        batch: tuple[int, tuple[int, int, int, int]],
+        on_progress: Callable[[int], object] | None,
+    ) -> _Answered:
         """Sample and score one batch."""
         number, (start, stop, first, last) = batch
         problems = self.problems[start:stop]
-        rollout = self._generate(problems, cache, self.config.temperature, start, first, last - first)
+        rollout = self._generate(
+            problems, cache, self.config.temperature, start, first, last - first, on_progress
+        )
         completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
         scores = self.accuracy([self.problems[problem] for problem, _ in places], completions)
@@ -288,6 +309,7 @@ class Evaluator:
         start: int,
         first: int = 0,
         n_samples: int = 1,
+        on_progress: Callable[[int], object] | None = None,
     ) -> Rollout:
         rounds = () if first == 0 else (first,)
         with acting_as(self.roles, "policy") as backbone:
@@ -300,4 +322,5 @@ class Evaluator:
                 cache=cache,
                 generator=stream(self.seed, *names, device=backbone.device),
                 num_return_sequences=n_samples,
+                on_progress=on_progress,
             )

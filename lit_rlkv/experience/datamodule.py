@@ -19,7 +19,7 @@ from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
-from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutSplit
+from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart, RolloutSplit
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.experience.sample import generate_options, joined
 from lit_rlkv.experience.score import critic_sees_shadow, score_rollout
@@ -36,6 +36,8 @@ from lit_rlkv.types import Problem, Rollout, TrainBatch
 
 PhaseListener = Callable[[str, int], None]
 """Called with the phase (rollout, score or reward) and the iteration, which counts from 0."""
+ProgressListener = Callable[[str, float, int], None]
+"""Called with the phase, the units done and the units in total."""
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -59,6 +61,8 @@ class RolloutDataModule(L.LightningDataModule):
         on_rollout_end: called with each experience before it is cut into minibatches.
         on_update_start: called next, with the function that splits it into parts.
         on_phase_start, on_phase_end: called around rollout, score and reward.
+        on_phase_progress: called during rollout, score, reward and diagnostics, as
+            `RLCallback.on_phase_progress`.
         ranks: the processes that share the responses of an iteration.
         tokens_per_pass: most tokens in one forward of scoring and update, padding included.
     """
@@ -84,6 +88,7 @@ class RolloutDataModule(L.LightningDataModule):
         on_update_start: Sequence[Callable[[Experience, RolloutSplit], None]] = (),
         on_phase_start: Sequence[PhaseListener] = (),
         on_phase_end: Sequence[PhaseListener] = (),
+        on_phase_progress: Sequence[ProgressListener] = (),
         ranks: Ranks = SINGLE_PROCESS,
         tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
@@ -122,14 +127,18 @@ class RolloutDataModule(L.LightningDataModule):
         self.on_update_start = list(on_update_start)
         self.on_phase_start = list(on_phase_start)
         self.on_phase_end = list(on_phase_end)
+        self.on_phase_progress = list(on_phase_progress)
 
     def train_dataloader(self) -> DataLoader[TrainBatch]:
         """Return the minibatches of the next iteration, in the order of their updates."""
         experience = self.collect()
+        progress = self._progress("diagnostics", len(self.on_rollout_end) + len(self.on_update_start))
         for listener in self.on_rollout_end:
             listener(experience)
+            progress.advance(1)
         for watcher in self.on_update_start:
-            watcher(experience, self.splitter.parts)
+            watcher(experience, partial(self._parts, progress))
+            progress.advance(1)
         self.iteration += 1
         return DataLoader(_Minibatches(self.splitter, experience), batch_size=None)
 
@@ -140,20 +149,20 @@ class RolloutDataModule(L.LightningDataModule):
         # 1. sample
         prompts = self._next_prompts()
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
-        with self._phase("rollout"):
-            rollout = self._sample(prompts)
+        with self._phase("rollout", len(problems) * self.settings.max_new_tokens) as progress:
+            rollout = self._sample(prompts, progress.advance)
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
         completions = decode_completions(self.tokenizer, rollout.input_ids, response_mask)
         has_eos = (is_end(self.tokenizer, rollout.input_ids) & response_mask).any(dim=1)
         # 2. score; reward functions run concurrently
         pending = self.rewards.ask(problems, completions)
-        with self._phase("score"):
-            scores = self._score(rollout)
+        with self._phase("score", len(problems)) as progress:
+            scores = self._score(rollout, progress.advance)
         old_logps = scores.get("policy", rollout.rollout_logps)
         ref_logps = scores.get("reference")
         # 3. reward
-        with self._phase("reward"):
+        with self._phase("reward", len(pending)) as progress:
             rewards = self.reward.from_completions(
                 self.task,
                 problems,
@@ -163,6 +172,7 @@ class RolloutDataModule(L.LightningDataModule):
                 has_eos,
                 group_size,
                 self.ranks,
+                progress.advance,
             )
         # 4. importance weights and KL
         log_ratio = old_logps - rollout.rollout_logps
@@ -202,7 +212,9 @@ class RolloutDataModule(L.LightningDataModule):
         numbers = range(self.ranks.rank, self.n_shards, n_ranks)
         return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
 
-    def _sample(self, shards: Mapping[int, Sequence[Problem]]) -> Rollout:
+    def _sample(
+        self, shards: Mapping[int, Sequence[Problem]], on_progress: Callable[[int], object]
+    ) -> Rollout:
         """Sample a group of responses to each problem: groups side by side, shard after shard."""
         texts = {number: [p.prompt for p in problems] for number, problems in shards.items()}
         encoded = {number: encode_prompts(self.tokenizer, prompts) for number, prompts in texts.items()}
@@ -225,13 +237,14 @@ class RolloutDataModule(L.LightningDataModule):
                         cache=self.cache,
                         generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
                         num_return_sequences=group_size,
+                        on_progress=on_progress,
                         **generate_options(self.tokenizer, settings),
                     )
                 rollouts.append(rollout)
         n_columns = self.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
         return joined(rollouts, n_columns, pad)
 
-    def _score(self, rollout: Rollout) -> dict[str, Tensor]:
+    def _score(self, rollout: Rollout, on_progress: Callable[[int], object]) -> dict[str, Tensor]:
         """Return log-probs, values or rewards by role; without "policy" if π_old is the sampler."""
         replay = self.correction.replays
         # Without evictions both views are the same, and roles with the same view share a forward.
@@ -258,15 +271,25 @@ class RolloutDataModule(L.LightningDataModule):
                 temperature=self.settings.temperature,
                 tokens_per_pass=self.tokens_per_pass,
                 stacks_passes=stacks_passes,
+                on_progress=on_progress,
             )
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, n_total: int) -> Iterator["_Progress"]:
         for listener in self.on_phase_start:
             listener(name, self.iteration)
-        yield
+        yield self._progress(name, n_total)
         for listener in self.on_phase_end:
             listener(name, self.iteration)
+
+    def _progress(self, phase: str, n_total: int) -> "_Progress":
+        return _Progress(phase, n_total, self.on_phase_progress)
+
+    def _parts(self, progress: "_Progress", experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
+        """Split an experience for a callback, and count each part that it is done with as progress."""
+        for number, part in enumerate(self.splitter.parts(experience, n_parts), start=1):
+            yield part
+            progress.advance_within(number / (n_parts + 1))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -281,6 +304,35 @@ class RolloutDataModule(L.LightningDataModule):
         self.source.load_state_dict(state_dict["source"])
         self.kl.load_state_dict(state_dict["kl"])
         self.reward.load_state_dict(state_dict["reward"])
+
+
+class _Progress:
+    """Counts the units of a phase, and reports them to the listeners from the start on."""
+
+    def __init__(self, phase: str, n_total: int, listeners: Sequence[ProgressListener]) -> None:
+        self.phase = phase
+        self.n_total = n_total
+        self.listeners = listeners
+        self.n_done = 0
+        self._part = 0.0
+        """Part of the current unit that is done."""
+        self.advance(0)
+
+    def advance(self, n: int) -> None:
+        """Count further units."""
+        self.n_done += n
+        self._part = 0.0
+        self._report()
+
+    def advance_within(self, part: float) -> None:
+        """Count a part of the current unit; what was counted before stays counted."""
+        self._part = max(self._part, part)
+        self._report()
+
+    def _report(self) -> None:
+        if self.n_total > 0:
+            for listener in self.listeners:
+                listener(self.phase, self.n_done + self._part, self.n_total)
 
 
 class _Minibatches(IterableDataset[TrainBatch]):

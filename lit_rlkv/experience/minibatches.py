@@ -83,13 +83,19 @@ class MinibatchSplitter:
         learner_parts = (self.warmup_part,) if is_warmup else self.learner_parts
         by_shard = advantages.units.view(self.n_shards, -1, advantages.units.shape[1])
         own = experience.ranks.local_rows(self.n_shards // experience.ranks.size)
+        n_parts = algorithm.n_minibatches
         for epoch in range(algorithm.n_epochs):
             generator = stream(self.seed, "shuffle", experience.iteration, epoch)
             order = torch.randperm(by_shard.shape[1], generator=generator).to(by_shard.device)
-            for number, chosen in enumerate(order.tensor_split(algorithm.n_minibatches)):
+            for number, chosen in enumerate(order.tensor_split(n_parts)):
                 units = by_shard[:, chosen]
                 step = self._step(whole, units.flatten(0, 1), advantages.is_counted)
-                step = replace(step, is_first_update=epoch == 0 and number == 0)
+                step = replace(
+                    step,
+                    is_first_update=epoch == 0 and number == 0,
+                    n_steps=algorithm.n_epochs * n_parts,
+                    n_steps_done=epoch * n_parts + number,
+                )
                 step, units = _own(step, units[own].flatten(0, 1), experience)
                 yield from self._micro_batches(step, units, learner_parts, experience.ranks)
 
@@ -176,11 +182,17 @@ class MinibatchSplitter:
         n_tokens = attention_mask.sum(dim=1)[units].amax(dim=1)
         cut = partial(cut_into_passes, n_tokens, self.tokens_per_pass, rows_per_unit=units.shape[1])
         parts = cut(n_passes=ranks.all_reduce_max(len(cut())))
+        n_batches = len(parts) * len(learner_parts)
         for number, part in enumerate(parts):
             batch = packed(step, attention_mask, units[part].flatten())
-            for learners in learner_parts:
-                is_last = number == len(parts) - 1 and learners == learner_parts[-1]
-                yield replace(batch, ends_step=is_last, learners=learners)
+            for place, learners in enumerate(learner_parts, start=1):
+                n_done = number * len(learner_parts) + place
+                yield replace(
+                    batch,
+                    ends_step=n_done == n_batches,
+                    learners=learners,
+                    n_steps_done=step.n_steps_done + n_done / n_batches,
+                )
 
 
 def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[TrainBatch, Tensor]:

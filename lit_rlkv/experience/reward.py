@@ -1,6 +1,6 @@
 """The reward of each response: weighted components, normalised, clipped, with a penalty for truncation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.experience.group_baselines import STD_FLOOR
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
-from lit_rlkv.rewards.verifier import score
+from lit_rlkv.rewards.verifier import EXACT_MATCH, score
 from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import Problem, Rewards
 
-OWN = ("exact_match", "learned")
+OWN = (EXACT_MATCH, "learned")
 """Components that are not reward functions: scores of the task's verifier and of the reward role."""
 
 
@@ -63,19 +63,21 @@ class RewardRule:
         has_eos: Bool[Tensor, " batch"],
         group_size: int,
         ranks: Ranks,
+        on_progress: Callable[[int], object] = lambda n_answers: None,
     ) -> Rewards:
         """Return the rewards of this rank's responses, normalised over those of all ranks.
 
         Args:
             pending: results of the reward functions, which this call waits for.
             learned: scores of the reward role; None without one.
+            on_progress: called with the number of further answers of reward functions.
         """
         components: dict[str, Tensor] = {}
         if task.is_verifiable:
             components |= score(task.score, problems, completions).components
         if learned is not None:
             components["learned"] = learned
-        answers = pending.collect()
+        answers = pending.collect(on_progress=on_progress)
         components |= answers.scores
         errors = dict(ranks.all_gather_object([*answers.errors.items()]))
         gathered = {name: ranks.all_gather(value.to(has_eos.device)) for name, value in components.items()}

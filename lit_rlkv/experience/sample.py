@@ -1,6 +1,6 @@
 """Sample responses to encoded prompts, and join rollouts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ def sample_responses(
     cache: CacheSpec,
     generator: torch.Generator,
     num_return_sequences: int = 1,
+    on_progress: Callable[[int], object] | None = None,
 ) -> Rollout:
     """Call `generate` on the model's device with the settings of a config."""
     prompts = prompts.to(model.device)
@@ -35,6 +36,7 @@ def sample_responses(
         cache=cache,
         generator=generator,
         num_return_sequences=num_return_sequences,
+        on_progress=on_progress,
         **generate_options(tokenizer, settings),
     )
 

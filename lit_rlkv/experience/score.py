@@ -1,7 +1,7 @@
 """Score a rollout with every role, in as few forwards as possible."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,7 @@ def score_rollout(
     temperature: float | int,
     tokens_per_pass: int = TOKENS_PER_PASS,
     stacks_passes: bool = False,
+    on_progress: Callable[[int], object] = lambda n_rows: None,
 ) -> dict[str, Tensor]:
     """Return by role log-probs [batch, seq] of policy and reference, values [batch, seq], rewards [batch].
 
@@ -61,6 +62,7 @@ def score_rollout(
         temperature: the temperature of the rollout.
         tokens_per_pass: most tokens in one forward, padding included.
         stacks_passes: run the passes of one backbone as one batch, with an adapter per row.
+        on_progress: called after each pass with its number of responses.
 
     Raises:
         ValueError: the rollout exceeds the model's positions.
@@ -77,6 +79,7 @@ def score_rollout(
             states = hidden[forward_pass_of(roles, role, shadow)]
             values = _read(roles, role, part, states, temperature)
             parts[role].append(values if role == "reward" else unpacked(values, rollout.attention_mask, rows))
+        on_progress(len(rows))
     back = torch.cat(order).argsort()
     return {role: torch.cat(values)[back] for role, values in parts.items()}
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rlkv.checks import is_whole
+from lit_rlkv.config.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_sizes
 from lit_rlkv.kvcache.policies import Policy, load_policy_class
 
 
@@ -40,28 +40,23 @@ class CacheSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy_options", dict(self.policy_options or {}))
         self.make_policy()
-        for name, least in {"budget": 1, "interval": 1, "sink": 0, "window": 1}.items():
-            value = getattr(self, name)
-            if not is_whole(value):
-                raise ValueError(f"cache.{name} must be an integer, got {value!r}; give a whole number")
-            if value < least:
-                raise ValueError(f"cache.{name} must be at least {least}, got {value}; raise it")
-        if not self.is_dense and self.sink + self.window >= self.budget:
-            least = self.sink + self.window + 1
-            raise ValueError(
-                f"budget must be at least sink + window + 1 = {least}, got {self.budget}; raise the budget, "
-                "or lower sink or window"
-            )
+        check_sizes(
+            budget=self.budget,
+            interval=self.interval,
+            sink=self.sink,
+            window=self.window,
+            is_dense=self.is_dense,
+        )
 
     @classmethod
     def dense(cls) -> "CacheSpec":
         """Return the spec of a cache that evicts nothing."""
-        return cls(policy="dense")
+        return cls(policy=DENSE)
 
     @property
     def is_dense(self) -> bool:
         """True if nothing is ever evicted; the sizes are then ignored."""
-        return self.policy == "dense"
+        return self.policy == DENSE
 
     @property
     def label(self) -> str:
@@ -81,12 +76,9 @@ class CacheSpec:
 
     def make_policy(self) -> Policy | None:
         """Return the policy object; None if nothing is ever evicted."""
+        if isinstance(self.policy, Policy) or self.policy in (DENSE, *POLICY_NAMES):
+            check_no_options(self.policy_name, self.policy_options)
         if self.is_dense or isinstance(self.policy, Policy):
-            if self.policy_options:
-                raise ValueError(
-                    f"cache.policy_options={self.policy_options} have no effect on {self.policy_name}; leave "
-                    "them out"
-                )
             return self.policy if isinstance(self.policy, Policy) else None
         make = load_policy_class(self.policy) if isinstance(self.policy, str) else self.policy
         try:

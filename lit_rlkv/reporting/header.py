@@ -20,8 +20,7 @@ def header(
     """Return the lines of the header.
 
     Args:
-        choices: options of the config groups, as Hydra reports them; empty for a resumed run, whose folder
-            does not keep them.
+        choices: options of the config groups, as Hydra reports them; empty if they are unknown.
     """
     rollout, algorithm, cache, fabric = cfg.rollout, cfg.algorithm, cfg.cache, cfg.fabric
     pool = "dense" if cache.policy == "dense" else f"{cache.policy}, budget {cache.budget} + {cache.interval}"

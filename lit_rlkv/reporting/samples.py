@@ -1,6 +1,7 @@
 """Sample responses of the policy on the console and in samples.jsonl."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.progress import stderr_console
+from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.run_files import SAMPLES
 from lit_rlkv.types import prompt_text
 
 MAX_SHOWN_CHARACTERS = 400
 """Longest text on the console; samples.jsonl has the full text."""
 RIGHT = 1.0
-"""Lowest score by the task's verifier that counts as correct."""
+"""Lowest accuracy that counts as correct."""
 
 
 class Samples(RLCallback):
@@ -28,6 +30,10 @@ class Samples(RLCallback):
 
     The choice does not depend on rewards, so samples are typical. `latest` are the latest samples;
     samples.jsonl in `run_dir` has all of them, also those from before a resume.
+
+    Args:
+        accuracy: component of the reward that says if a response is correct; the task's verifier, or the
+            function that `reward.accuracy` names.
     """
 
     def __init__(
@@ -36,10 +42,12 @@ class Samples(RLCallback):
         every_n_iterations: int = 10,
         n: int = 3,
         console: Console | None = None,
+        accuracy: str = EXACT_MATCH,
     ) -> None:
         self.path = run_dir / SAMPLES
         self.every_n_iterations = every_n_iterations
         self.n = n
+        self.accuracy = accuracy
         self.console = console or stderr_console()
         if self.path.is_file():  # drops a line that a crash cut short
             write_atomically(self.path, "".join(f"{line}\n" for line in complete_lines(self.path)))
@@ -48,16 +56,17 @@ class Samples(RLCallback):
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every_n_iterations:
             return
-        self.latest = draw_samples(experience, self.n)
+        self.latest = draw_samples(experience, self.n, self.accuracy)
         lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.latest]
         append_if_possible(self.path, "".join(lines))
         self.console.print(render(self.latest))
 
 
-def draw_samples(experience: Experience, n: int) -> list[LoggedSample]:
+def draw_samples(experience: Experience, n: int, accuracy: str = EXACT_MATCH) -> list[LoggedSample]:
     """Return the first response to each of the first `n` prompts."""
     rewards = experience.rewards.scores.tolist()
-    verdicts = experience.rewards.components.get("exact_match")
+    scores = experience.rewards.components.get(accuracy)
+    known = [math.nan] * len(rewards) if scores is None else scores.tolist()
     rows = range(0, len(rewards), experience.group_size)[:n]
     return [
         LoggedSample(
@@ -66,7 +75,7 @@ def draw_samples(experience: Experience, n: int) -> list[LoggedSample]:
             reward=rewards[row],
             iteration=experience.iteration + 1,
             answer=experience.problems[row].answer,
-            is_right=None if verdicts is None else bool(verdicts[row] >= RIGHT),
+            is_right=None if math.isnan(known[row]) else known[row] >= RIGHT,
         )
         for row in rows
     ]

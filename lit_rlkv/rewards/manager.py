@@ -1,7 +1,7 @@
 """RewardManager: ask all reward functions of a run at once and collect their scores later."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import finalize
@@ -37,11 +37,20 @@ class PendingRewards:
         self._futures = futures
         self._warned = warned
 
-    def collect(self, *, warns: bool = True) -> Answers:
-        """Wait for all answers; the order in which they come does not matter. Warn once per function."""
+    def __len__(self) -> int:
+        return sum(len(futures) for futures in self._futures.values())
+
+    def collect(
+        self, *, warns: bool = True, on_progress: Callable[[int], object] = lambda n_answers: None
+    ) -> Answers:
+        """Wait for all answers; the order in which they come does not matter. Warn once per function.
+
+        Args:
+            on_progress: called with the number of further answers.
+        """
         scores, errors = {}, {}
         for name, futures in self._futures.items():
-            answers = _results(futures)
+            answers = _results(futures, on_progress)
             failures = [answer for answer in answers if isinstance(answer, str)]
             if failures:
                 errors[name] = failures[0]
@@ -102,10 +111,14 @@ def _close(graders: dict[str, Grader]) -> None:
         graders.popitem()[1].close()
 
 
-def _results(futures: "Sequence[Future[float]]") -> list[float | str]:
+def _results(futures: "Sequence[Future[float]]", on_progress: Callable[[int], object]) -> list[float | str]:
     """Return scores and error messages; an interrupt cancels the other questions."""
+    results = []
     try:
-        return [_result(future) for future in futures]
+        for future in futures:
+            results.append(_result(future))
+            on_progress(1)
+        return results
     except BaseException:
         for future in futures:
             future.cancel()

@@ -8,6 +8,9 @@ from lit_rlkv.types import Problem, Rewards
 
 Verifier = Callable[[Problem, str], float]
 
+EXACT_MATCH = "exact_match"
+"""Component of the reward that holds the score of the task's verifier."""
+
 
 def final_answer(completion: str, answer_after: str | None) -> str | None:
     """Return the text after the last marker, stripped; the whole completion if the marker is None.
@@ -24,7 +27,7 @@ def score(verifier: Verifier, problems: Sequence[Problem], completions: Sequence
     """Score each completion against its own problem."""
     check_lengths(problems, completions)
     total = torch.tensor([verifier(p, c) for p, c in zip(problems, completions, strict=True)])
-    return Rewards(total=total, components={"exact_match": total})
+    return Rewards(total=total, components={EXACT_MATCH: total})
 
 
 def check_lengths(problems: Sequence[Problem], completions: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """generate(): sample responses to prompts under an evicting cache, with continuous batching."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Int
@@ -34,6 +34,7 @@ def generate(
     num_return_sequences: int = 1,
     max_rows: int | None = None,
     cuda_graph: bool | None = None,
+    on_progress: Callable[[int], object] | None = None,
 ) -> Rollout:
     """Sample responses to each prompt with a KV cache of fixed size, and record when each key was evicted.
 
@@ -49,6 +50,9 @@ def generate(
         max_rows: most sequences to decode at a time, which bounds the memory of the cache. A prompt waits
             until there are free rows for all its responses. None decodes all at once.
         cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if the model can be captured.
+        on_progress: called during decoding with the number of tokens since the last call, as tqdm's `update`.
+            A response that ends early counts in full, so the numbers add up to
+            `batch * num_return_sequences * max_new_tokens`.
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
@@ -78,7 +82,7 @@ def generate(
         cache_cast_weights(model),
         packed_weights(model, decoder.n_rows),
     ):
-        rows = _decode_all(decoder, input_ids, is_prompt, num_return_sequences)
+        rows = _decode_all(decoder, input_ids, is_prompt, num_return_sequences, on_progress)
     kv_bytes = decoder.kv.kv_bytes
     del decoder  # frees its cache
     return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
@@ -89,6 +93,7 @@ def _decode_all(
     input_ids: Int[Tensor, "batch prompt"],
     is_prompt: Bool[Tensor, "batch prompt"],
     num_return_sequences: int,
+    on_progress: Callable[[int], object] | None,
 ) -> DecodedRows:
     """Decode all responses, in the order of their prompts; a prompt starts once enough rows are free."""
     check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
@@ -97,6 +102,7 @@ def _decode_all(
     owner: dict[int, int] = {}
     n_left: dict[int, int] = {}
     finished: DecodedRows | None = None
+    n_reported = 0
     while waiting or owner:
         prompts = [waiting.popleft() for _ in range(min(len(waiting), len(free) // num_return_sequences))]
         if prompts:
@@ -115,6 +121,12 @@ def _decode_all(
         done = [row for row in owner if not is_running[row]]
         assert done or n_steps > 0  # otherwise the loop would never end
         decoder.kv.levels.stop(done)
+        if on_progress is not None:
+            n_begun = num_return_sequences * (len(input_ids) - len(waiting))
+            n_unsampled = sum(n_left[row] for row in owner if is_running[row])
+            n_tokens = n_begun * decoder.settings.max_new_tokens - n_unsampled
+            on_progress(n_tokens - n_reported)
+            n_reported = n_tokens
         if done and (waiting or len(done) == len(owner)):
             rows_done, places = decoder.read_rows(done), [owner.pop(row) for row in done]
             if len(places) == num_return_sequences * len(input_ids):

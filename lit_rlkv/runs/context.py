@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -115,13 +115,6 @@ def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
     with as_config_errors("reward"):
         RewardRule(cfg, functions)
     return functions
-
-
-def read_config(run_dir: Path) -> DictConfig:
-    """Return the saved config of a run folder."""
-    saved = OmegaConf.load(run_dir / CONFIG)
-    assert isinstance(saved, DictConfig)
-    return saved
 
 
 def build_context(cfg: Config, fabric: Fabric | None = None) -> RunContext:

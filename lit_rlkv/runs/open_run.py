@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lit_rlkv.config import ConfigError, as_config_errors, check_targets
+from lit_rlkv.config.resumed import read_config
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
 from lit_rlkv.runs.context import (
@@ -17,7 +18,6 @@ from lit_rlkv.runs.context import (
     RunContext,
     build_context,
     pretrained_path,
-    read_config,
 )
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config

@@ -1,46 +1,29 @@
-"""Start or resume a run: find its folder, compare the configs, start the processes, lock the folder."""
+"""Start or resume a run: check its config, start the processes, find and lock its folder."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric import Fabric
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.config import AUTO, PRESETS, Config, ConfigError, check_saved_code
+from lit_rlkv.config import AUTO, Config, ConfigError
 from lit_rlkv.config.parsing import STAGES
+from lit_rlkv.config.resumed import check_same_config, differences, read_config
 from lit_rlkv.files import sweep_partial
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
-from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT, read_config
+from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.signals import Interruption, mark_interrupted
 from lit_rlkv.runs.starting_model import SFT_MODELS
-from lit_rlkv.trust import KEY
 
 log = logging.getLogger(__name__)
 LOG = "fit.log"
-MAY_CHANGE = (
-    "callbacks",
-    "diagnostics",
-    "logger",
-    "evaluation",
-    "fabric",
-    "stages",
-    "runs_dir",
-    "resume",
-    KEY,
-)
-"""Settings that may change on resume, because training computes the same."""
-DECIDES = ("fabric.precision", "fabric.quantization")
-"""Exceptions below those settings."""
-N_SHOWN = 8
-"""Differences to name in an error; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +40,24 @@ class Session:
 def open_session(
     composed: DictConfig,
     run_dir: Path,
-    overrides: Sequence[str],
+    old_dir: Path | None,
     console: Console,
     interruption: Interruption,
 ) -> Iterator[Session]:
     """Check the config, start the processes of the run and lock its folder until the block ends.
 
     Args:
-        composed: the config; `resume` names a run, is `auto`, or is None for a new run.
+        composed: the config of the run.
         run_dir: folder of a new run.
-        overrides: overrides on the command line.
+        old_dir: folder of the run to resume; None for a new run, or to find one by the config if
+            `composed.resume` is `auto`.
         console: silenced on every rank but 0.
 
     Raises:
         ConfigError: a mistake in the config, or another process works in the folder.
         InterruptedRunError: a signal ended the run; its state is saved.
     """
-    old_dir: Path | None = None
-    is_auto = composed.resume == AUTO
-    if composed.resume is not None and not is_auto:
-        old_dir, composed = load_resumed_config(composed, overrides)
+    is_auto = old_dir is None and composed.resume == AUTO
     cfg = checked_config(composed)
     fabric = make_fabric(cfg)
     # A rank that ended alone would leave the others waiting, also during their start.
@@ -121,25 +102,6 @@ def discard_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
-    """Return the folder and config of the run that `resume` names, with the overrides that may change.
-
-    Raises:
-        ConfigError: the folder holds no run, or one with another config; the error names the differences.
-    """
-    run_dir = Path(cfg.resume)
-    if not (run_dir / CONFIG).is_file():
-        raise ConfigError(
-            f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/, "
-            f"or resume={AUTO}"
-        )
-    saved = read_config(run_dir)
-    asked = _with_overrides(saved, cfg, overrides)
-    check_same_config(saved, asked, run_dir)
-    check_saved_code(saved.reward.functions)
-    return run_dir, asked
-
-
 def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path | None:
     """Return the run that `resume=auto` resumes: the one in this folder, or the newest with this config.
 
@@ -155,7 +117,7 @@ def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path
         check_same_config(read_config(run_dir), cfg, run_dir)
         return run_dir
     runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
-    unfinished = [run for run in runs if not is_done(run)]
+    unfinished = [run for run in runs if _is_unfinished(run)]
     busy: BusyError | None = None
     for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
         if not differences(read_config(run), cfg):
@@ -171,6 +133,14 @@ def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path
         # The other process may be about to end, as after a requeue; a new run would start from scratch.
         raise busy
     return None
+
+
+def _is_unfinished(run_dir: Path) -> bool:
+    try:
+        return not is_done(run_dir)
+    except ConfigError as error:
+        log.warning("resume=%s skips a run: %s", AUTO, error)
+        return False
 
 
 def is_done(run_dir: Path) -> bool:
@@ -208,69 +178,3 @@ def warn_of_other_ranks(checkpoint: Checkpoint, n_ranks: int) -> None:
             checkpoint.n_ranks,
             n_ranks,
         )
-
-
-def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:
-    """Check that a run is resumed with its own config.
-
-    Raises:
-        ConfigError: the configs differ in a setting that training depends on.
-    """
-    changed = differences(saved, asked)
-    if changed:
-        lines = [f"{name}: {was} -> {now}" for name, (was, now) in changed.items()]
-        more = [f"and {len(lines) - N_SHOWN} more"] if len(lines) > N_SHOWN else []
-        why = (
-            f"{run_dir} holds a run with another config, which cannot change on resume; leave out what "
-            "differs, or start another run in a folder of its own:"
-        )
-        raise ConfigError("\n  ".join([why, *lines[:N_SHOWN], *more]))
-
-
-def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that training depends on and that differ, each with its old and new value."""
-    was, now = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (saved, asked))
-    names = [*was, *(name for name in now if name not in was)]
-    return {
-        name: (was.get(name, "nothing"), now.get(name, "nothing"))
-        for name in names
-        if _decides(name, saved) and was.get(name, _MISSING) != now.get(name, _MISSING)
-    }
-
-
-def _decides(name: str, saved: DictConfig) -> bool:
-    if name == "algorithm.n_iterations":  # the learning rate of the iterations so far may depend on it
-        return bool(saved.algorithm.lr_schedule != "constant")
-    return name in DECIDES or name.split(".")[0] not in MAY_CHANGE
-
-
-_MISSING = object()
-
-
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    """Return every leaf by its dotted path; lists are leaves."""
-    if not isinstance(node, Mapping):
-        return {path: node}
-    return {
-        name: value
-        for key, below in node.items()
-        for name, value in _flat(below, f"{path}.{key}".lstrip(".")).items()
-    }
-
-
-def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the config of the run with the overrides of the command line."""
-    asked = saved.copy()
-    for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        if key in PRESETS:  # a preset sets keys everywhere
-            raise ConfigError(
-                f"{override}: a resumed run takes no preset; give the single settings to change"
-            )
-        if key not in ("resume", KEY):
-            # The key, or the first parent of it that is None, such as a diagnostic that was off.
-            names = key.split(".")
-            above = (".".join(names[:n]) for n in range(1, len(names)))
-            place = next((name for name in above if OmegaConf.select(asked, name) is None), key)
-            OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
-    return asked

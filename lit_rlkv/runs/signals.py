@@ -56,7 +56,7 @@ class Interruption:
         """Handle the signals inside the block; in the main thread only. Earlier handlers are restored."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
-            with interrupts.on_ctrl_c(lambda: self._on_signal(signal.SIGINT, None)):
+            with interrupts.call_at_first_ctrl_c(lambda: self._on_signal(signal.SIGINT, None)):
                 yield self
         finally:
             for number, handler in before.items():

@@ -31,6 +31,7 @@ from lit_rlkv.reporting.report import write_report
 from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
 from lit_rlkv.reporting.samples import Samples
+from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.run_files import EVICTIONS
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
@@ -124,7 +125,11 @@ class TrainingRun:
         self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir))
         self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at)
         self.samples = Samples(
-            self.own_dir, n=keep.n_samples, every_n_iterations=keep.samples_every, console=console
+            self.own_dir,
+            n=keep.n_samples,
+            every_n_iterations=keep.samples_every,
+            console=console,
+            accuracy=cfg.reward.accuracy or EXACT_MATCH,
         )
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -120,8 +121,10 @@ def score_caches(
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
             interruption.raise_if_requested(context.fabric)
-            found = evaluator.score_cache(cache)
-            advance(accuracy=found.row.accuracy)
+            # The log-probs of the mismatch come after the last token.
+            on_progress = partial(advance.within, n_total=evaluator.n_tokens + 1)
+            found = evaluator.score_cache(cache, on_progress)
+            advance(cache=cache.label, accuracy=found.row.accuracy)
             yield found
 
 

@@ -67,6 +67,7 @@ def train_policy(
         on_update_start=bound_hooks(callbacks, "on_update_start"),
         on_phase_start=bound_hooks(callbacks, "on_phase_start"),
         on_phase_end=bound_hooks(callbacks, "on_phase_end"),
+        on_phase_progress=bound_hooks(callbacks, "on_phase_progress"),
         ranks=ranks,
         tokens_per_pass=tokens_per_pass(
             context, module, module.roles.backbone("policy"), module.roles.layout.adapter["policy"]

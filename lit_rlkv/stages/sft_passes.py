@@ -1,7 +1,8 @@
 """The training passes of the SFT stage, and the data of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -124,9 +125,9 @@ def on_policy_preference_pairs(
     with track("mistakes", n_prompts) as advance:
         for start in range(0, n_prompts, batch_size):
             batch = problems[start : start + batch_size]
-            pairs += _wrong_answers(
-                context, backbone, batch, stream(seed, "answer", start, device=backbone.device)
-            )
+            generator = stream(seed, "answer", start, device=backbone.device)
+            on_progress = partial(advance.within, n_total=context.cfg.rollout.max_new_tokens)
+            pairs += _wrong_answers(context, backbone, batch, generator, on_progress)
             advance(len(batch))
     if not pairs:
         raise ConfigError(
@@ -139,7 +140,11 @@ def on_policy_preference_pairs(
 
 @torch.no_grad()
 def _wrong_answers(
-    context: RunContext, backbone: PreTrainedModel, problems: list[Problem], generator: torch.Generator
+    context: RunContext,
+    backbone: PreTrainedModel,
+    problems: list[Problem],
+    generator: torch.Generator,
+    on_progress: Callable[[int], object],
 ) -> list[PreferencePair]:
     settings = context.cfg.rollout
     explained = explain_out_of_memory(
@@ -156,6 +161,7 @@ def _wrong_answers(
             replace(settings, max_rows=None),
             cache=context.cache,
             generator=generator,
+            on_progress=on_progress,
         )
     answers = decode_completions(context.tokenizer, rollout.input_ids, rollout.response_mask)
     scores = context.accuracy(problems, answers).tolist()

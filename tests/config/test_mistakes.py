@@ -290,6 +290,12 @@ BEFORE_TORCH = {
     "--seed 3": "write seed=3",
     "optimizer.lr=0": "must be a number above 0",
     "fabric.accelerator=gpu": "needs a GPU, and this machine shows none; use fabric.accelerator=cpu",
+    "cache.interval=0": "cache.interval must be a whole number of at least 1, got 0",
+    "cache.budget=3": "cache: budget must be at least sink + window + 1 = 5, got 3; raise the budget",
+    "evaluation.budgets=[16,4]": "evaluation.budgets: budget must be at least sink + window + 1 = 5, got 4",
+    "cache.policy=snapvk": "cache: unknown cache policy 'snapvk'; choose one of dense, streaming, ",
+    "cache.policy=snapkv +cache.policy_options.pool=3": "{'pool': 3} have no effect on snapkv; leave",
+    "cache.policy=mypackage.policies.Mine": "add trusted_modules=[mypackage] to the command line",
     "recipe=llm model.path=someone/something": "hf download someone/something",
     "task=gsm8k": "hf download openai/gsm8k --repo-type dataset",
 }

@@ -290,6 +290,16 @@ def test_a_step_that_fits_is_not_cut():
     assert len(list(data.micro_batches(step))) > 1
 
 
+def test_micro_batches_know_how_many_steps_of_the_iteration_are_done():
+    batches = list(ragged_data(tokens_per_pass=40).train_dataloader())
+    n_steps = sum(batch.ends_step for batch in batches)
+    assert {batch.n_steps for batch in batches} == {n_steps}
+    done = [batch.n_steps_done for batch in batches]
+    assert done == sorted(set(done))
+    assert len(done) > n_steps
+    assert [batch.n_steps_done for batch in batches if batch.ends_step] == [*range(1, n_steps + 1)]
+
+
 def test_ranks_have_as_many_micro_batches_with_pairs_in_the_same_ones():
     def step_with(completion: str) -> SFTBatch:
         completions = [completion[: 1 + row % len(completion)] for row in range(8)]

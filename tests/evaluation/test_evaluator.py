@@ -220,3 +220,11 @@ def test_a_failed_function_gives_no_score():
     with RewardManager({"correct": InThreads(ask=fails_on_words)}) as panel:
         scores = accuracy_of(ChainSum(), panel, "correct")(PROBLEMS, COMPLETIONS)
     assert scores.nan_to_num(nan=-1.0).tolist() == [1.0, -1.0, 1.0]
+
+
+@pytest.mark.parametrize("n_samples", [1, 12])
+def test_progress_counts_the_tokens_of_all_batches_and_of_the_mismatch(n_samples):
+    evaluator, reports = make_evaluator(n_samples=n_samples, temperature=1.0), []
+    evaluator.score_cache(SPARSE, reports.append)
+    assert sum(reports) == evaluator.n_tokens == (24 * n_samples + 16) * 10
+    assert len(reports) > 3 * 9  # batches of 10 responses, reported step by step

@@ -9,7 +9,7 @@ from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from tests.hand_built import make_datamodule, make_roles, tokens_of
+from tests.hand_built import ARMS, make_datamodule, make_roles, tokens_of
 from tests.rewards.helpers import InThreads
 
 
@@ -343,7 +343,60 @@ def test_listeners_are_called_around_rollout_score_and_reward_in_their_order():
 def test_a_phase_that_fails_has_no_end(monkeypatch):
     data, ended = make_datamodule(make_roles()), []
     data.on_phase_end = [lambda *what: ended.append(what)]
-    monkeypatch.setattr(data, "_score", lambda rollout: 1 / 0)
+    monkeypatch.setattr(data, "_score", lambda rollout, on_progress: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         data.train_dataloader()
     assert ended == [("rollout", 0)]
+
+
+def progress_of(data):
+    """Return for each phase of one iteration the units that were reported as done, and their totals."""
+    heard = {}
+    data.on_phase_progress = [
+        lambda phase, n_done, n_total: heard.setdefault(phase, []).append((n_done, n_total))
+    ]
+    data.train_dataloader()
+    done = {phase: [n_done for n_done, _ in reports] for phase, reports in heard.items()}
+    return done, {phase: {n_total for _, n_total in reports} for phase, reports in heard.items()}
+
+
+def test_each_phase_reports_its_progress_from_0_to_its_total():
+    length = InThreads(ask=lambda question: len(question["completion"]))
+    data = make_datamodule(
+        make_roles(),
+        correction=ARMS["naive"],
+        rollout={"max_rows": 8, "n_shards": 2},
+        tokens_per_pass=64,
+        **of_functions(length=length),
+    )
+    data.on_rollout_end = [lambda experience: None]
+    data.on_update_start = [lambda experience, split: [list(split(experience, 2)) for _ in range(2)]]
+    done, totals = progress_of(data)
+    assert totals == {"rollout": {160}, "score": {16}, "reward": {16}, "diagnostics": {2}}
+    for phase, reports in done.items():
+        assert reports == sorted(reports), phase
+        assert (reports[0], reports[-1]) == (0, max(totals[phase])), phase
+    assert len(done["rollout"]) == 1 + 2 * 9  # two shards, and a report for each step
+    assert len(done["score"]) > 4
+    assert len(done["reward"]) == 1 + 16
+    # the first callback, then the parts of the second one: it cut the rollout twice
+    assert done["diagnostics"] == [0, 1, 1 + 1 / 3, 1 + 2 / 3, 1 + 2 / 3, 1 + 2 / 3, 2]
+
+
+def test_a_phase_without_work_reports_nothing():
+    done, _ = progress_of(make_datamodule(make_roles()))
+    assert "reward" not in done  # no reward functions
+    assert "diagnostics" not in done
+    assert "rollout" in done
+
+
+def test_minibatches_know_how_much_of_the_update_is_done():
+    data = make_datamodule(
+        make_roles(), n_epochs=2, n_minibatches=2, tokens_per_pass=64, learner_parts=(("policy",), ("value",))
+    )
+    batches = list(data.train_dataloader())
+    assert {batch.n_steps for batch in batches} == {4}
+    done = [batch.n_steps_done for batch in batches]
+    assert done == sorted(set(done))
+    assert [batch.n_steps_done for batch in batches if batch.ends_step] == [1, 2, 3, 4]
+    assert len(batches) > 8

@@ -4,6 +4,7 @@ from typing import Any
 import jaxtyping
 import pytest
 
+from lit_rlkv.config.cache_rules import POLICY_NAMES
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 
 
@@ -57,6 +58,16 @@ def test_counts_below_their_least_are_refused(name: str, least: int):
         ValueError, match=rf"cache\.{name} must be at least {least}, got {least - 1}; raise it"
     ):
         CacheSpec(**settings)
+
+
+def test_the_config_knows_the_names_of_all_policies_without_importing_them():
+    assert tuple(POLICIES) == POLICY_NAMES
+
+
+@pytest.mark.parametrize("policy", ["dense", "snapkv"])
+def test_options_of_a_policy_that_takes_none_are_refused(policy: str):
+    with pytest.raises(ValueError, match=f"policy_options={{'pool': 3}} have no effect on {policy}; leave"):
+        CacheSpec(policy=policy, policy_options={"pool": 3})
 
 
 def test_sinks_and_window_must_leave_a_slot_to_choose():

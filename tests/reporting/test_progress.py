@@ -1,6 +1,7 @@
 """The bar on a terminal, and the lines where there is none."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -87,18 +88,44 @@ def test_a_bar_has_its_total_before_the_first_iteration_ends_and_names_the_phase
     console = terminal(monkeypatch)
     bar = ProgressBar("iteration", console, n_iterations=40, first_iteration=8)
     bar.on_fit_start(None, None)
-    bar.on_phase_start("rollout", 8)
+    bar.on_phase_progress("rollout", 0, 640)
+    bar._meter._bar.refresh()
+    bar.on_phase_progress("rollout", 64, 640)
     bar.on_exception(None, None, KeyboardInterrupt())
     assert "8/40" in console.file.getvalue()
-    assert "rollout" in console.file.getvalue()
+    assert re.search(r"  rollout .* 0/640 tokens", console.file.getvalue())
     assert bar.iteration == 9
+
+
+def test_a_slow_first_iteration_has_plain_lines_of_each_phase(monkeypatch):
+    console, now = plain(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    bar = ProgressBar("iteration", console, n_iterations=40, first_iteration=20)  # of a resumed run
+    bar.on_fit_start(None, None)
+    for phase, seconds, n_total in (("rollout", 10, 640), ("score", 1, 64), ("update", 8, 2)):
+        bar.on_phase_progress(phase, 0, n_total)
+        for part in (1, 2, 3, 4):
+            now[0] += seconds
+            bar.on_phase_progress(phase, part * n_total / 4, n_total)
+    assert lines(console) == [
+        "in iteration 21/40  rollout 160/640 tokens  10.0 s elapsed, 30.0 s left",
+        "in iteration 21/40  update 0.5/2 steps  8.0 s elapsed, 24.0 s left",
+    ]
+    bar.on_iteration_end(21, 40, {})  # from then on, a phase has a line a minute
+    bar.on_phase_progress("rollout", 0, 640)
+    for n_done in (100, 200, 300, 400):
+        now[0] += 25.0
+        bar.on_phase_progress("rollout", n_done, 640)
+    assert lines(console)[2:] == ["in iteration 22/40  rollout 200/640 tokens  50.0 s elapsed, 1:50 left"]
 
 
 def sft(bar, n_done, n_more, ends=()):
     """Steps after `n_done`; `ends` are those with which an iteration ends."""
     bar.on_fit_start(None, None)
     for step in range(n_done + 1, n_done + n_more + 1):
-        bar.on_before_optimizer_step(None, None, None)
+        before = max((end for end in (n_done, *ends) if end < step), default=0)
+        bar.on_phase_progress("update", step - before - 0.5, 20)  # in the middle of the step
+        bar.on_phase_progress("update", step - before, 20)
         if step in ends:
             bar.on_iteration_end(1 + ends.index(step), len(ends), {"loss": 0.5})
 
@@ -127,7 +154,22 @@ def test_a_slow_task_has_a_plain_line_every_minute(monkeypatch):
         for _ in range(10):
             now[0] += 25.0
             advance()
-    assert [line.split("  ")[0] for line in lines(console)] == ["rows 3/1000", "rows 6/1000", "rows 9/1000"]
+    assert [line.split("  ")[0] for line in lines(console)] == [f"rows {n}/1000" for n in (1, 4, 7, 10)]
+
+
+def test_a_part_of_a_unit_counts_as_a_fraction_until_the_unit_ends(monkeypatch):
+    console, now = plain(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with track("eval", 2, console) as advance:
+        for n_tokens in (30, 60):
+            now[0] += 3.0
+            advance.within(n_tokens, 200)
+        advance(accuracy=0.5)
+        advance.within(100, 200)
+    assert lines(console) == [
+        "eval 0.4/2  6.0 s elapsed, 20.7 s left",
+        "eval 1/2  accuracy 0.5  6.0 s elapsed, 6.0 s left",
+    ]
 
 
 def test_other_work_is_tracked_with_the_same_lines():

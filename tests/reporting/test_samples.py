@@ -105,6 +105,16 @@ def test_samples_know_the_answer_and_what_the_verifier_says():
     assert draw_samples(experience, n=1)[0].is_right is None  # no verifier
 
 
+def test_a_verdict_is_that_of_the_accuracy_whatever_the_reward_is():
+    experience = make_experience(n_prompts=3)  # rewards 0, 0.5 and 1 for the three that are drawn
+    correct, verifier = torch.tensor([1.0, 0, 0.9, 0, torch.nan, 0]), torch.tensor([0.0, 0, 1, 0, 0, 0])
+    components = {"exact_match": verifier, "correct": correct}
+    judged = replace(experience, rewards=replace(experience.rewards, components=components))
+    by_function = draw_samples(judged, n=3, accuracy="correct")
+    assert [sample.is_right for sample in by_function] == [True, False, None]  # the last one has no score
+    assert [sample.is_right for sample in draw_samples(judged, n=3)] == [False, True, False]
+
+
 def test_samples_of_earlier_versions_have_no_answer(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text('{"prompt": "p", "completion": "c", "reward": 1.0, "iteration": 2}\n')

@@ -240,3 +240,20 @@ def test_tokens_stay_in_the_vocabulary():
     rollout = run()
     assert rollout.input_ids.min() >= 0
     assert rollout.input_ids.max() < VOCAB
+
+
+@pytest.mark.parametrize("max_rows", [None, 4, 3])
+def test_progress_counts_each_token_and_a_response_that_ends_early_in_full(max_rows: int | None):
+    reports: list[int] = []
+    settings: dict[str, Any] = {"temperature": 0.0, "num_return_sequences": 2, "max_rows": max_rows}
+    run(**settings, eos_token_id=eos(), on_progress=reports.append)
+    assert sum(reports) == 2 * len(LENS) * N_NEW
+    assert min(reports) >= 0
+    assert len(reports) >= N_NEW - 1  # one row is not stopped, and each of its steps is reported
+    assert reports[0] >= 2 * min(2, len(LENS))  # the prefill and the first step
+
+
+def test_progress_of_a_rollout_is_even_if_no_response_ends_early():
+    reports: list[int] = []
+    run(on_progress=reports.append)
+    assert reports == [2 * len(LENS)] + [len(LENS)] * (N_NEW - 2)

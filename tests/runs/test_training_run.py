@@ -8,12 +8,12 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config.resumed import load_resumed_config
 from lit_rlkv.fit import fit
 from lit_rlkv.reporting.loggers import RunLogger, lightning_loggers
 from lit_rlkv.runs import training_run
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.resume import load_resumed_config
 from tests.reporting.loggers.offline_run import finished_runs
 from tests.reporting.loggers.recorded import KeepingLogger
 from tests.whole_runs import TINY, config, run

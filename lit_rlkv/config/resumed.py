@@ -1,0 +1,166 @@
+"""The config of a run that is resumed, read and compared without torch, so that mistakes are told at once."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lit_rlkv.config.errors import ConfigError, one_line, require
+from lit_rlkv.config.parsing import AUTO
+from lit_rlkv.config.run_labels import LABELS, Choices
+from lit_rlkv.config.targets import check_saved_code
+from lit_rlkv.config.unknown_keys import PRESETS
+from lit_rlkv.run_files import CONFIG
+from lit_rlkv.trust import KEY
+
+MAY_CHANGE = (
+    "callbacks",
+    "diagnostics",
+    "logger",
+    "evaluation",
+    "fabric",
+    "stages",
+    "runs_dir",
+    "resume",
+    KEY,
+)
+"""Settings that may change on resume, because training computes the same."""
+DECIDES = ("fabric.precision", "fabric.quantization")
+"""Exceptions below those settings."""
+N_SHOWN = 8
+"""Differences to name in an error; the others are counted."""
+NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric")
+"""Nodes that the config of every run has."""
+
+
+def read_config(run_dir: Path) -> DictConfig:
+    """Return the saved config of a run folder.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not the config of a run.
+    """
+    path = run_dir / CONFIG
+    try:
+        saved = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {one_line(error)}; restore it, or start a new run"
+        ) from error
+    nodes = saved if isinstance(saved, DictConfig) else OmegaConf.create()
+    missing = [key for key in NODES if not isinstance(nodes.get(key), DictConfig)]
+    require(
+        not missing,
+        f"{path} is damaged, as it lacks {', '.join(missing)}; restore it, or start a new run",
+    )
+    return nodes
+
+
+def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
+    """Return the folder and config of the run that `resume` names, with the overrides that may change.
+
+    Raises:
+        ConfigError: the folder holds no run, a damaged one, or one with another config; the error then names
+            the differences.
+    """
+    run_dir = Path(cfg.resume)
+    if not (run_dir / CONFIG).is_file():
+        raise ConfigError(
+            f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/, "
+            f"or resume={AUTO}"
+        )
+    saved = read_config(run_dir)
+    asked = _with_overrides(saved, cfg, overrides)
+    _keep_labels(saved, asked)
+    check_same_config(saved, asked, run_dir)
+    check_saved_code(saved.reward.functions)
+    return run_dir, asked
+
+
+def resumed_choices(run_dir: Path, choices: Choices) -> Choices | None:
+    """Return the choices with which a run was started, with those of the command line that resumes it.
+
+    None for a run of an earlier version, which has not saved them.
+
+    Args:
+        choices: of this command line.
+    """
+    saved = Choices.load(run_dir)
+    return None if saved is None else saved.with_more(choices)
+
+
+def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:
+    """Check that a run is resumed with its own config.
+
+    Raises:
+        ConfigError: the configs differ in a setting that training depends on.
+    """
+    changed = differences(saved, asked)
+    if changed:
+        lines = [f"{name}: {was} -> {now}" for name, (was, now) in changed.items()]
+        more = [f"and {len(lines) - N_SHOWN} more"] if len(lines) > N_SHOWN else []
+        why = (
+            f"{run_dir} holds a run with another config, which cannot change on resume; leave out what "
+            "differs, or start another run in a folder of its own:"
+        )
+        raise ConfigError("\n  ".join([why, *lines[:N_SHOWN], *more]))
+
+
+def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that training depends on and that differ, each with its old and new value."""
+    was, now = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (saved, asked))
+    names = [*was, *(name for name in now if name not in was)]
+    return {
+        name: (was.get(name, "nothing"), now.get(name, "nothing"))
+        for name in names
+        if _decides(name, saved) and was.get(name, _MISSING) != now.get(name, _MISSING)
+    }
+
+
+def _decides(name: str, saved: DictConfig) -> bool:
+    if name == "algorithm.n_iterations":  # the learning rate of the iterations so far may depend on it
+        return bool(saved.algorithm.lr_schedule != "constant")
+    return name in DECIDES or name.split(".")[0] not in MAY_CHANGE
+
+
+_MISSING = object()
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    """Return every leaf by its dotted path; lists are leaves."""
+    if not isinstance(node, Mapping):
+        return {path: node}
+    return {
+        name: value
+        for key, below in node.items()
+        for name, value in _flat(below, f"{path}.{key}".lstrip(".")).items()
+    }
+
+
+def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the config of the run with the overrides of the command line."""
+    asked = saved.copy()
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key in PRESETS:  # a preset sets keys everywhere
+            raise ConfigError(
+                f"{override}: a resumed run takes no preset; give the single settings to change"
+            )
+        if key not in ("resume", KEY):
+            # The key, or the first parent of it that is None, such as a diagnostic that was off.
+            names = key.split(".")
+            above = (".".join(names[:n]) for n in range(1, len(names)))
+            place = next((name for name in above if OmegaConf.select(asked, name) is None), key)
+            OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
+    return asked
+
+
+def _keep_labels(saved: DictConfig, asked: DictConfig) -> None:
+    """Give a logger that is chosen anew the labels of the run."""
+    before, now = saved.get("logger"), asked.get("logger")
+    if before is not None and now is not None:
+        for key in LABELS:
+            if now.get(key, "") is None and before.get(key) is not None:
+                now[key] = before[key]
