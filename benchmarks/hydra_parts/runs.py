@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import lightning as L
 import torch
 from hydra_parts.setting import RandomWords, Setting, make_backbone, make_tokenizer
 from lightning.fabric import Fabric
 from omegaconf import OmegaConf
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lit_rlkv.callbacks.hooks import RLCallback
@@ -20,7 +18,7 @@ from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.models.adapters import LoraSpec
-from lit_rlkv.models.hydra import Roles, checkpointed_layers
+from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.trainer import train
@@ -123,12 +121,14 @@ class Demonstrations(L.LightningDataModule):
 
 def sft_run(setting: Setting) -> Run:
     """All weights of one model learn to imitate; the LM loss alone."""
-    backbone = make_backbone(setting)
-    if setting.checkpoints_layers:
-        for layer in checkpointed_layers(backbone.train()):
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    module = HydraSFT(backbone, build(OPTIMIZER), reward_weight=0.0, n_steps=1000, n_warmup_steps=0)
+    module = HydraSFT(
+        make_backbone(setting),
+        build(OPTIMIZER),
+        reward_weight=0.0,
+        n_steps=1000,
+        n_warmup_steps=0,
+        checkpoints_layers=setting.checkpoints_layers,
+    )
     return Run(module, setting, lambda batch, callback: Demonstrations(setting, batch))
 
 
