@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +42,13 @@ def _forward(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return out
 
 
-def _can_be_packed(module: nn.Module) -> bool:
+def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
         and module.weight.numel() >= LEAST_ELEMENTS
-        and mkldnn.is_available()
-        and mkldnn.enabled  # type: ignore[attr-defined]
+        and bool(mkldnn.is_available() and mkldnn.enabled)  # type: ignore[no-untyped-call]
         and not torch.is_autocast_enabled("cpu")
     )
