@@ -106,9 +106,16 @@ def _check_replayable(
         )
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
+def _is_close(actual: Float[Tensor, "batch seq vocab"], expected: Float[Tensor, "batch seq vocab"]) -> bool:
+    """True if logits agree: at every position in 32 bit and above, at most positions in 16 bit.
+
+    Pretrained models have activations so large that 16-bit rounding alone can change the logits of single
+    positions entirely: bfloat16 and float32 differ as much there under a model's own attention.
+    """
+    errors = (actual - expected).abs().amax(dim=-1)
+    if expected.dtype in (torch.float32, torch.float64):
+        return bool(errors.max() <= 1e-4 * expected.abs().max())
+    return bool(errors.float().median() <= 5e-2 * expected.abs().max())
 
 
 def text_config(model: PreTrainedModel) -> PretrainedConfig:
