@@ -13,7 +13,7 @@ from pretrained_parts.setting import Cell
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv import CacheSpec, Rollout, generate
+from lit_rlkv import Rollout, generate
 from lit_rlkv.rng import stream
 from lit_rlkv.types import PromptBatch
 
@@ -47,9 +47,7 @@ class Answers:
         prompts = self._prompts_of(cell)
         reference = prompts.reference
         with self.prefills.active():
-            found = compare(
-                self.model, reference, cell.cache, stream(0, "pretrained", cell.block, cell.chunk)
-            )
+            found = compare(self.model, reference, cell.cache, draws_of(cell))
             right = None
             if prompts.examples:
                 responses = self._greedy(reference.prompts, cell, reference.eos_token_ids)
@@ -116,7 +114,7 @@ class Answers:
             eos_token_id=ends.tolist(),
             pad_token_id=self.tokenizer.eos_token_id,
             temperature=0.0,
-            generator=stream(0, "pretrained", cell.block, cell.chunk),
+            generator=draws_of(cell),
         )
 
     def _decoded(self, rollout: Rollout) -> list[str]:
@@ -126,6 +124,11 @@ class Answers:
     def _graded(self, examples: list[texts.Example], rollout: Rollout) -> list[int]:
         pairs = zip(examples, self._decoded(rollout), strict=True)
         return [int(example.is_right(response)) for example, response in pairs]
+
+
+def draws_of(cell: Cell) -> torch.Generator:
+    """Return the random numbers of random eviction, the same for all policies and budgets."""
+    return stream(0, "pretrained", cell.block, cell.chunk)
 
 
 def summary(found: Compared, is_token: Tensor) -> dict:

@@ -40,7 +40,8 @@ ANTONYMS = (
 )  # fmt: skip
 CAPITALS = (
     ("France", "Paris"), ("Germany", "Berlin"), ("Italy", "Rome"), ("Spain", "Madrid"), ("Japan", "Tokyo"),
-    ("England", "London"), ("Russia", "Moscow"), ("China", "Beijing"), ("Egypt", "Cairo"), ("Greece", "Athens"),
+    ("England", "London"), ("Russia", "Moscow"), ("China", "Beijing"), ("Egypt", "Cairo"),
+    ("Greece", "Athens"),
     ("Austria", "Vienna"), ("Ireland", "Dublin"), ("Norway", "Oslo"), ("Sweden", "Stockholm"),
     ("Portugal", "Lisbon"), ("Poland", "Warsaw"), ("Canada", "Ottawa"), ("Cuba", "Havana"),
     ("Peru", "Lima"), ("Hungary", "Budapest"),
@@ -143,5 +144,5 @@ def chat_turns(number: int) -> list[str]:
     return [
         f"I would like some advice about {topic}. Can you explain in detail how to begin?",
         f"Thank you. Please tell me more about {second}, with some examples.",
-        f"That helps. I am also thinking about {third}. What should I know, and how does it fit with the rest?",
+        f"That helps. I am also thinking about {third}. What should I know about it?",
     ]
