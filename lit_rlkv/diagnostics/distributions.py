@@ -30,8 +30,8 @@ def view_overlap(
     """
 
     def chunk_overlap(*views: Tensor) -> tuple[Tensor]:
-        logits = [head_logits(model, hidden) for hidden in views]
-        return (logits_overlap(*logits, temperature),)
+        sparse, dense = (head_logits(model, hidden) for hidden in views)
+        return (logits_overlap(sparse, dense, temperature),)
 
     hidden = [response_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
     size = max(max_logits // text_config(model).vocab_size, 1)
