@@ -23,6 +23,8 @@ import record
 import torch
 from pretrained_parts import page, plot, rollouts
 from pretrained_parts.answers import Answers, timed
+from pretrained_parts.claims import SHOWN_BUDGET
+from pretrained_parts.results import Results
 from pretrained_parts.setting import FAST, FULL, KINDS, NAME, Cell, cells
 
 from lit_rlkv.models.gguf import converted_gguf
@@ -101,8 +103,9 @@ def describe(row: dict) -> str:
 
 def report(rows: Sequence[dict]) -> None:
     """Write the page and its figure."""
-    plot.draw(rows, FIGURE)
-    PAGE.write_text(page.written(rows), encoding="utf-8")
+    results = Results.of(rows)
+    plot.draw(results, SHOWN_BUDGET, FIGURE)
+    PAGE.write_text(page.written(results), encoding="utf-8")
     print(f"{PAGE}\n{FIGURE}")
 
 
@@ -124,7 +127,7 @@ def main() -> None:
     wanted = list(cells(sizes, n_chunks))
     rows = run(model_folder(args.model), args.model.stem, wanted, args.minutes, keeps=not args.fast)
     if args.fast:
-        print(page.written(rows))
+        print(page.written(Results.of(rows)))
 
 
 if __name__ == "__main__":

@@ -142,6 +142,8 @@ def summary(found: Compared, is_token: Tensor) -> dict:
         "nll": -found.logps[is_token].double().sum().item(),
         "dense_nll": -found.dense_logps[is_token].double().sum().item(),
         "n_top": int(found.is_top[is_token].sum()),
+        "n_by_prompt": is_token.sum(dim=1).tolist(),
+        "kl_by_prompt": found.kl.masked_fill(~is_token, 0.0).double().sum(dim=1).tolist(),
         "kl": bins.scatter_add(0, place, kl).tolist(),
         "kl_n": bins.scatter_add(0, place, torch.ones_like(kl)).int().tolist(),
         "overlap": [round(value, 4) for value in found.overlap[is_token].tolist()],

@@ -21,13 +21,13 @@ class Sizes:
     prompts: tuple[int, ...] = (16, 16, 8)
     """Prompts of a chunk, for each of `KINDS`."""
     answer_tokens: int = 16
-    turn_tokens: int = 128
+    turn_tokens: int = 96
     """Most tokens of each reply in a chat; the last reply is the one measured."""
-    long: tuple[int, int, int] = (4, 1024, 128)
+    long: tuple[int, int, int] = (2, 1024, 128)
     """Rows, tokens and budget of the long rollouts."""
-    wide: tuple[int, int, int] = (16, 256, 64)
+    wide: tuple[int, int, int] = (16, 128, 64)
     """Rows, tokens and budget of the wide rollouts."""
-    bf16: tuple[int, int, int] = (4, 256, 64)
+    bf16: tuple[int, int, int] = (4, 128, 64)
     """Rows, tokens and budget of the rollouts in bfloat16."""
 
 
@@ -61,7 +61,7 @@ class Cell:
 def cells(sizes: Sizes, n_chunks: int) -> Iterator[Cell]:
     """Return every cell, the first chunk of all prompts before the rollouts, further chunks after them."""
     yield from chunk_cells(sizes, 0)
-    for block in ("long", "wide", "bf16"):
+    for block in ("bf16", "long", "wide"):
         rows, tokens, budget = getattr(sizes, block)
         for policy in (DENSE, *sizes.policies) if block != "wide" else sizes.policies:
             yield Cell(block, policy, None if policy == DENSE else budget, 0, rows, tokens)
