@@ -24,6 +24,7 @@ from lit_rlkv.reporting.plots.style import (
     VERMILLION,
     color_texts,
     label_axes,
+    line_heights,
     style_axes,
 )
 
@@ -56,13 +57,16 @@ def draw(results: Results, budget: int, path: Path) -> None:
         accuracy.axhline(dense.accuracy.value, color=INK, lw=1, ls=(0, (5, 3)), label="all keys")
     for axes in (accuracy, divergence, growth, weights):
         style_axes(axes)
+        if not len(line_heights(axes)):
+            continue
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
     for axes in (accuracy, divergence):
         axes.set_xticks(results.budgets)
     for axes in (divergence, growth):
-        axes.set_yscale("log")
+        if len(line_heights(axes)):
+            axes.set_yscale("log")
     accuracy.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     accuracy.set_ylim(-0.04, 1.04)
     weights.set_ylim(0, 1.04)
