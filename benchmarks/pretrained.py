@@ -25,7 +25,7 @@ from pretrained_parts import page, plot, rollouts
 from pretrained_parts.answers import Answers, timed
 from pretrained_parts.claims import SHOWN_BUDGET
 from pretrained_parts.results import Results
-from pretrained_parts.setting import FAST, FULL, KINDS, NAME, Cell, cells
+from pretrained_parts.setting import FAST, FULL, KINDS, NAME, Cell, Sizes, cells
 
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.runs.context import CONVERTED_MODELS
@@ -59,11 +59,11 @@ def model_folder(path: Path) -> Path:
 
 
 def run(
-    folder: Path, model: str, wanted: Sequence[Cell], minutes: float, *, keeps: bool = True
+    folder: Path, model: str, sizes: Sizes, n_chunks: int, minutes: float, *, keeps: bool = True
 ) -> list[dict]:
     """Measure the missing cells until the minutes are over, and return all rows."""
     rows = record.rows(NAME) if keeps else []
-    todo = missing(wanted, model, rows)
+    todo = missing(list(cells(sizes, n_chunks)), model, rows)
     stop_at = time.monotonic() + 60 * minutes
     models = rollouts.Models(folder)
     answers: Answers | None = None
@@ -72,7 +72,7 @@ def run(
             print(f"the time is over with {len(todo) - place} cells to do; start again to go on")
             break
         if cell.block in KINDS:
-            answers = answers or Answers(models.float32, models.tokenizer)
+            answers = answers or Answers(models.float32, models.tokenizer, sizes.history_tokens)
             found = timed(answers.measure, cell)
         else:
             answers = None  # frees its stored prefills
@@ -124,8 +124,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     sizes, n_chunks = (FAST, 1) if args.fast else (FULL, args.chunks)
-    wanted = list(cells(sizes, n_chunks))
-    rows = run(model_folder(args.model), args.model.stem, wanted, args.minutes, keeps=not args.fast)
+    folder = model_folder(args.model)
+    rows = run(folder, args.model.stem, sizes, n_chunks, args.minutes, keeps=not args.fast)
     if args.fast:
         print(page.written(Results.of(rows)))
 

@@ -34,8 +34,10 @@ class Prompts:
 class Answers:
     """Measures cells of prompts; keeps the prompts and prefills of the latest chunk."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, history_tokens: int
+    ) -> None:
+        self.model, self.tokenizer, self.history_tokens = model, tokenizer, history_tokens
         self.prefills = StoredPrefills(model)
         self.latest: tuple[tuple, Prompts] | None = None
         newline = tokenizer("\n", add_special_tokens=False).input_ids[0]
@@ -72,7 +74,7 @@ class Answers:
         numbers = range(cell.chunk * cell.rows, (cell.chunk + 1) * cell.rows)
         examples, ends = [], self.turn_ends
         if cell.block == "chat":
-            written = self._chats(numbers, cell.tokens)
+            written = self._chats(numbers)
         else:
             make = {"recall": texts.recall, "few_shot": texts.few_shot}[cell.block]
             examples, ends = make(numbers.stop)[numbers.start :], self.line_ends
@@ -81,7 +83,7 @@ class Answers:
         dense = self._greedy(batch, Cell(cell.block, "dense", None, tokens=cell.tokens), ends)
         return Prompts(examples, reference_of(self.model, batch, dense, ends), dense)
 
-    def _chats(self, numbers: range, n_tokens: int) -> list[str]:
+    def _chats(self, numbers: range) -> list[str]:
         """Return chats whose earlier replies are the model's own, up to the last message of the user."""
         chats: list[list[dict[str, str]]] = [[] for _ in numbers]
         written: list[str] = []
@@ -93,7 +95,7 @@ class Answers:
                 for chat in chats
             ]
             if turn < texts.N_TURNS - 1:
-                cell = Cell("chat", "dense", None, tokens=n_tokens)
+                cell = Cell("chat", "dense", None, tokens=self.history_tokens)
                 replies = self._decoded(self._greedy(self._encode(written), cell, self.turn_ends))
                 for chat, reply in zip(chats, replies, strict=True):
                     whole = reply[: reply.rfind(".") + 1] or reply

@@ -21,8 +21,10 @@ class Sizes:
     prompts: tuple[int, ...] = (16, 16, 8)
     """Prompts of a chunk, for each of `KINDS`."""
     answer_tokens: int = 16
-    turn_tokens: int = 96
-    """Most tokens of each reply in a chat; the last reply is the one measured."""
+    turn_tokens: int = 64
+    """Most tokens of the reply in a chat that is measured."""
+    history_tokens: int = 96
+    """Most tokens of the replies before it."""
     long: tuple[int, int, int] = (2, 1024, 128)
     """Rows, tokens and budget of the long rollouts."""
     wide: tuple[int, int, int] = (16, 128, 64)
@@ -32,7 +34,7 @@ class Sizes:
 
 
 FULL = Sizes()
-FAST = Sizes((32,), ("streaming", "h2o"), (2, 2, 1), 8, 24, (2, 96, 64), (2, 64, 32), (2, 64, 32))
+FAST = Sizes((64,), ("streaming", "h2o"), (2, 2, 1), 8, 24, 24, (2, 96, 64), (2, 64, 32), (2, 64, 32))
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class Cell:
 def cells(sizes: Sizes, n_chunks: int) -> Iterator[Cell]:
     """Return every cell, the first chunk of all prompts before the rollouts, further chunks after them."""
     yield from chunk_cells(sizes, 0)
-    for block in ("bf16", "long", "wide"):
+    for block in ("bf16", "wide", "long"):
         rows, tokens, budget = getattr(sizes, block)
-        for policy in (DENSE, *sizes.policies) if block != "wide" else sizes.policies:
+        for policy in (*sizes.policies, DENSE) if block != "wide" else sizes.policies:
             yield Cell(block, policy, None if policy == DENSE else budget, 0, rows, tokens)
     for chunk in range(1, n_chunks):
         yield from chunk_cells(sizes, chunk)
