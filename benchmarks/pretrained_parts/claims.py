@@ -27,6 +27,7 @@ def answers(results: Results) -> Iterator[str]:
             f"{tables.percent(other.accuracy)} % under `{worst}`. With all keys it answers "
             f"{tables.percent(dense.accuracy)} %."
         )
+    yield from best_on_both(results)
     found = by_kl(results, "chat")
     if found:
         (best, group), (worst, other) = found[0], found[-1]
@@ -45,6 +46,27 @@ def answers(results: Results) -> Iterator[str]:
             f"{n_rows * values[high]:.1f} (`{high}`)."
         )
     yield from gap(results)
+
+
+def best_on_both(results: Results) -> Iterator[str]:
+    """Return whether one policy is best on documents and on few-shot questions, at the shown budget."""
+    orders = {kind: by_accuracy(results, kind) for kind in ("recall", "few_shot")}
+    if not all(orders.values()):
+        return
+    right = {kind: {policy: group.accuracy for policy, group in found} for kind, found in orders.items()}
+    first, second = (found[0][0] for found in orders.values())
+    if second not in right["recall"] or first not in right["few_shot"]:
+        return
+    texts, shots = right["recall"], right["few_shot"]
+    if texts[second] == texts[first] or shots[first] == shots[second]:
+        yield "**The best policy on documents is also the best on few-shot questions.**"
+        return
+    yield (
+        f"**No policy is best everywhere.** `{first}` is best on documents and answers "
+        f"{tables.percent(shots[first])} % of the few-shot questions. `{second}` is best there "
+        f"with {tables.percent(shots[second])} % and answers {tables.percent(texts[second])} % of the questions on "
+        "documents."
+    )
 
 
 def gap(results: Results) -> Iterator[str]:

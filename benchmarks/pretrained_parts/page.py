@@ -151,7 +151,8 @@ DIFFERENCES = """\
 the question is known. Here:
 
 - **The question has been read** when the prompt is cut back. Policies that look at the latest queries
-  (`snapkv`, `rkv`, `tova`, `expected`) score by it, like kvpress' query-aware SnapKV.
+  (`snapkv`, `rkv`, `tova`, `expected`) score by it, like kvpress' query-aware SnapKV. This helps
+  where a few keys hold the answer; in a few-shot prompt every example counts a little.
 - **Keys are evicted again and again** while the response grows, its own keys too, and never come back. A
   score must be right many times.
 - **`expected` is another estimator.** It fits a Gaussian to the latest 8 rotated queries, kvpress to the
