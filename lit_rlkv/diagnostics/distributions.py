@@ -30,13 +30,21 @@ def view_overlap(
     """
 
     def chunk_overlap(*views: Tensor) -> tuple[Tensor]:
-        probs = [tempered(head_logits(model, hidden), temperature).softmax(dim=-1) for hidden in views]
-        return (torch.minimum(*probs).sum(dim=-1),)
+        sparse, dense = (head_logits(model, hidden) for hidden in views)
+        return (logits_overlap(sparse, dense, temperature),)
 
     hidden = [response_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
     size = max(max_logits // text_config(model).vocab_size, 1)
     (overlap,) = in_chunks(chunk_overlap, *hidden, size=size, stores_gradients=False)
     return scatter_to_response(rollout, overlap)
+
+
+def logits_overlap(
+    p_logits: Float[Tensor, "*lead vocab"], q_logits: Float[Tensor, "*lead vocab"], temperature: float
+) -> Float[Tensor, "*lead"]:
+    """Return Σ_v min(p_v, q_v) for p, q = softmax(logits / temperature)."""
+    probs = [tempered(logits, temperature).softmax(dim=-1) for logits in (p_logits, q_logits)]
+    return torch.minimum(*probs).sum(dim=-1)
 
 
 @torch.no_grad()

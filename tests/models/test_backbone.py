@@ -135,6 +135,30 @@ def test_dropout_by_function_is_refused_because_it_cannot_be_switched_off():
         prepare_backbone(model)
 
 
+def patched_at(positions: slice, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with wrong logits at these positions in its second forward, as after a large rounding error."""
+    n_forwards = 0
+
+    def patch(hidden: Tensor, is_training: bool) -> Tensor:
+        nonlocal n_forwards
+        n_forwards += 1
+        is_patched = torch.zeros(hidden.shape[1], 1, dtype=torch.bool)
+        is_patched[positions] = n_forwards == 2
+        return torch.where(is_patched, 10 * hidden.flip(-1), hidden)
+
+    model = build(tiny_config("llama"))
+    model.model.layers[-1].mlp = Patched(model.model.layers[-1].mlp, patch)
+    return model.to(dtype)
+
+
+def test_rounding_in_16_bit_may_change_the_logits_of_few_positions():
+    prepare_backbone(patched_at(slice(2, 4), torch.bfloat16))
+    with pytest.raises(ValueError, match="its logits change under our attention"):
+        prepare_backbone(patched_at(slice(2, 4), torch.float32))
+    with pytest.raises(ValueError, match="its logits change under our attention"):
+        prepare_backbone(patched_at(slice(0, 6), torch.bfloat16))
+
+
 def test_the_same_patch_that_does_nothing_is_accepted():
     prepare_backbone(patched_llama(lambda hidden, is_training: hidden))
 

@@ -1,0 +1,134 @@
+"""What eviction costs a pretrained model: accuracy, perplexity, divergence, importance weights, replay.
+
+    python benchmarks/pretrained.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--chunks 3] [--minutes 60]
+    python benchmarks/pretrained.py --fast              a look at the output in a minute, records nothing
+    python benchmarks/pretrained.py --report            docs/results/pretrained.md and its figure
+
+`make smollm2` or `python scripts/smollm2.py` fetches the model. Every policy and budget answers questions on
+documents, few-shot questions and long chats; then come sampled rollouts of up to 1,024 tokens. A chunk is one
+batch of prompts. Each finished cell is a row of benchmarks/results/pretrained.jsonl; started again, it goes
+on, and with more chunks it adds prompts.
+"""
+
+import argparse
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import record
+import torch
+from pretrained_parts import page, plot, rollouts
+from pretrained_parts.answers import Answers, timed
+from pretrained_parts.claims import SHOWN_BUDGET
+from pretrained_parts.results import Results
+from pretrained_parts.setting import FAST, FULL, KINDS, NAME, Cell, Sizes, cells
+
+from lit_rlkv.models.gguf import converted_gguf
+from lit_rlkv.runs.context import CONVERTED_MODELS
+
+ROOT = record.RESULTS.parents[1]
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+PAGE = ROOT / "docs" / "results" / "pretrained.md"
+FIGURE = PAGE.parent / "pictures" / "pretrained.png"
+GUESSES = {"recall": 10.0, "few_shot": 8.0, "chat": 20.0, "long": 130.0, "wide": 60.0, "bf16": 25.0}
+"""Seconds of a cell by block, until one has been timed."""
+
+
+def missing(wanted: Sequence[Cell], model: str, rows: Sequence[dict]) -> list[Cell]:
+    """Return the cells that have no row."""
+    done = [row["cell"] for row in rows]
+    return [cell for cell in wanted if cell.described(model) not in done]
+
+
+def seconds_left(cells_left: Sequence[Cell], rows: Sequence[dict]) -> float:
+    """Return the expected seconds of these cells, from the latest ones of each block."""
+    seconds = defaultdict(list)
+    for row in rows:
+        seconds[row["cell"]["block"]].append(row["seconds"])
+    means = {block: sum(found[-9:]) / len(found[-9:]) for block, found in seconds.items()}
+    return sum({**GUESSES, **means}.get(cell.block, 0.0) for cell in cells_left)
+
+
+def model_folder(path: Path) -> Path:
+    """Return a folder that transformers loads: the path itself, or the conversion of a GGUF file."""
+    return converted_gguf(path, ROOT / "runs" / CONVERTED_MODELS) if path.suffix == ".gguf" else path
+
+
+def run(
+    folder: Path, model: str, sizes: Sizes, n_chunks: int, minutes: float, *, keeps: bool = True
+) -> list[dict]:
+    """Measure the missing cells until the minutes are over, and return all rows."""
+    rows = record.rows(NAME) if keeps else []
+    todo = missing(list(cells(sizes, n_chunks)), model, rows)
+    stop_at = time.monotonic() + 60 * minutes
+    models = rollouts.Models(folder)
+    answers: Answers | None = None
+    for place, cell in enumerate(todo):
+        if time.monotonic() > stop_at:
+            print(f"the time is over with {len(todo) - place} cells to do; start again to go on")
+            break
+        if cell.block in KINDS:
+            answers = answers or Answers(models.float32, models.tokenizer, sizes.history_tokens)
+            found = timed(answers.measure, cell)
+        else:
+            answers = None  # frees its stored prefills
+            found = timed(lambda cell: rollouts.measure(models, cell), cell)
+        row = {"cell": cell.described(model), **found}
+        if keeps:
+            record.append(NAME, row)
+        rows.append(row)
+        left = seconds_left(todo[place + 1 :], rows)
+        print(f"{describe(row)}   {left / 60:.0f} minutes to go", flush=True)
+    return rows
+
+
+def describe(row: dict) -> str:
+    """Return one line on a measured cell."""
+    cell = row["cell"]
+    parts = [f"{cell['block']:8} {cell['policy']:9} {cell['budget'] or 'all':>4}", f"{row['seconds']:5.1f} s"]
+    if row.get("right"):
+        parts.append(f"right {sum(row['right'])} of {len(row['right'])}")
+    if "kl" in row:
+        parts.append(f"KL {sum(row['kl']) / row['n_tokens']:.3f}")
+    if "gap" in row:
+        parts.append(f"gap {row['gap']['max']:.2g}")
+    if "by_length" in row:
+        parts.append(f"ESS {list(row['by_length'].values())[-1]['ess_tis']:.3f}")
+    return "  ".join(parts)
+
+
+def report(rows: Sequence[dict]) -> None:
+    """Write the page and its figure."""
+    results = Results.of(rows)
+    plot.draw(results, SHOWN_BUDGET, FIGURE)
+    PAGE.write_text(page.written(results), encoding="utf-8")
+    print(f"{PAGE}\n{FIGURE}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", type=Path, default=MODEL, help="GGUF file or checkpoint folder")
+    parser.add_argument("--chunks", type=int, default=3, help="batches of prompts of each kind")
+    parser.add_argument("--minutes", type=float, default=600)
+    parser.add_argument("--fast", action="store_true", help="few small cells, nothing recorded")
+    parser.add_argument("--report", action="store_true", help="write the page and the figure, run nothing")
+    args = parser.parse_args()
+    if args.report:
+        report(record.rows(NAME))
+        return
+    torch.set_num_threads(1)
+    sizes, n_chunks = (FAST, 1) if args.fast else (FULL, args.chunks)
+    folder = model_folder(args.model)
+    rows = run(folder, args.model.stem, sizes, n_chunks, args.minutes, keeps=not args.fast)
+    if args.fast:
+        print(page.written(Results.of(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The pretrained benchmark on a model of two layers that is made here; nothing is downloaded."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pretrained
+import pytest
+import record
+import torch
+from pretrained_parts import claims, page, plot, prompts, rollouts, tables
+from pretrained_parts.answers import Answers
+from pretrained_parts.forced import compare, reference_of
+from pretrained_parts.prefills import StoredPrefills
+from pretrained_parts.results import Results, bin_labels
+from pretrained_parts.setting import FAST, FULL, Cell, cells
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from lit_rlkv import CacheSpec, generate, replay_logps
+from lit_rlkv.diagnostics.distributions import view_overlap
+from lit_rlkv.types import PromptBatch, Rollout
+from tests.gguf_files import SPECIALS, TEMPLATE, trained_tokenizer
+from tests.models_zoo import build, ragged_prompts, tiny_model
+
+SMALL = CacheSpec("h2o", budget=8, interval=2, sink=1, window=2)
+NO_EOS = torch.tensor([], dtype=torch.long)
+
+
+def sampled(cache: CacheSpec, n_tokens: int = 12) -> Rollout:
+    input_ids, attention_mask = ragged_prompts()
+    options = {"eos_token_id": None, "pad_token_id": 0, "generator": torch.Generator().manual_seed(3)}
+    model = tiny_model("llama")
+    return generate(model, input_ids, attention_mask, cache=cache, max_new_tokens=n_tokens, **options)
+
+
+def compared(rollout: Rollout, cache: CacheSpec):
+    batch = PromptBatch(*(part.bool() if i else part for i, part in enumerate(ragged_prompts())))
+    reference = reference_of(tiny_model("llama"), batch, rollout, NO_EOS)
+    return compare(tiny_model("llama"), reference, cache, torch.Generator())
+
+
+def response(values: torch.Tensor) -> torch.Tensor:
+    return values[:, ragged_prompts()[0].shape[1] :]
+
+
+def test_given_responses_have_the_log_probs_and_the_overlap_of_the_rollout_that_sampled_them():
+    rollout = sampled(SMALL)
+    found = compared(rollout, SMALL)
+    torch.testing.assert_close(found.logps, response(rollout.rollout_logps), atol=1e-5, rtol=0)
+    dense = replay_logps(tiny_model("llama"), rollout, shadow=False)
+    torch.testing.assert_close(found.dense_logps, response(dense), atol=1e-5, rtol=0)
+    overlap = view_overlap(tiny_model("llama"), rollout, 1.0)
+    torch.testing.assert_close(found.overlap, response(overlap), atol=1e-5, rtol=0)
+    assert found.kl.max() > 0.01
+    # What the comparison would show of a cache that evicts other keys.
+    other = compared(rollout, replace(SMALL, policy="streaming"))
+    assert (other.logps - response(rollout.rollout_logps)).abs().max() > 0.01
+
+
+def test_without_evictions_nothing_differs_from_the_model_with_all_keys():
+    rollout = sampled(CacheSpec.dense())
+    found = compared(rollout, CacheSpec("h2o", budget=64, interval=8, sink=1, window=2))
+    assert found.kl.abs().max() < 1e-5
+    assert found.overlap.min() > 1 - 1e-4
+    assert found.kv_bytes > 0
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "random"])
+def test_a_stored_prefill_leaves_the_rollout_as_it_is(policy: str):
+    cache = CacheSpec(policy, budget=8, interval=2, sink=1, window=2)
+    expected = sampled(cache)
+    prefills = StoredPrefills(tiny_model("llama"))
+    with prefills.active():
+        sampled(CacheSpec.dense())
+        found = sampled(cache)
+    assert prefills.n_forwards == 1
+    assert torch.equal(found.input_ids, expected.input_ids)
+    assert torch.equal(found.evicted_at, expected.evicted_at)
+    assert torch.equal(sampled(cache).input_ids, expected.input_ids)  # the forward is back
+
+
+def test_documents_hold_the_answer_once_and_far_from_the_question():
+    for example in prompts.recall(20):
+        text, question = example.prompt.rsplit("Question:", 1)
+        name = question.split("the ", 1)[1].split("?")[0]
+        assert text.count(f"The {name} is {example.answer}.") == 1
+        assert text.count(f"the {name}?") == 0
+        assert question.endswith("Answer: The")
+    assert prompts.recall(3) == prompts.recall(20)[:3]
+
+
+def test_an_answer_is_the_last_word_of_the_first_line():
+    example = prompts.Example("", "Oslo")
+    assert example.is_right(" The capital of Norway is Oslo.\nQuestion: Oslo")
+    assert not example.is_right(" Oslo is the capital of Norway.")
+    assert not example.is_right("\n")
+
+
+def test_statistics_of_a_length_are_those_of_the_first_tokens():
+    rollout = sampled(SMALL, n_tokens=40)
+    log_ratio = torch.zeros_like(rollout.rollout_logps)
+    start = ragged_prompts()[0].shape[1]
+    log_ratio[0, start + 32 :] = 1.0  # after the first 32 tokens
+    by_length = rollouts.by_length(rollout.rollout_logps + log_ratio, rollout)
+    assert list(by_length) == ["32"]
+    assert by_length["32"]["ess_sequence"] == pytest.approx(1, abs=1e-5)
+    assert by_length["32"]["clipped"] == 0
+    log_ratio[0, start] = 1.0  # ratio e, clipped to 2
+    found = rollouts.by_length(rollout.rollout_logps + log_ratio, rollout)["32"]
+    n = len(log_ratio)
+    assert found["clipped"] == pytest.approx(1 / (32 * n))
+    assert found["masked"] == pytest.approx(1 / (32 * n))
+    e = torch.e
+    assert found["ess_sequence"] == pytest.approx((e + n - 1) ** 2 / (n * (e**2 + n - 1)), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of two layers with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIALS, strict=True))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), **names)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes
+    )
+    build(config).save_pretrained(folder)
+    return folder
+
+
+TINY = replace(FAST, prompts=(1, 1, 1), turn_tokens=4, history_tokens=4, answer_tokens=4)
+TINY = replace(TINY, long=(2, 64, 48), wide=(2, 32, 48), bf16=(2, 8, 48))
+
+
+@pytest.fixture(scope="module")
+def rows(folder, tmp_path_factory):
+    """All rows of a small run, which is cut off once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "RESULTS", tmp_path_factory.mktemp("results"))
+        wanted = list(cells(TINY, 1))
+        measure, n_measured = pretrained.timed, 0
+
+        def cut_off(*args):
+            nonlocal n_measured
+            n_measured += 1
+            if n_measured == 3:
+                raise KeyboardInterrupt
+            return measure(*args)
+
+        patch.setattr(pretrained, "timed", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            pretrained.run(folder, "tiny", TINY, 1, 10)
+        assert len(record.rows(pretrained.NAME)) == 2
+        rows = pretrained.run(folder, "tiny", TINY, 1, 10)
+        assert n_measured == len(wanted) + 1  # the one that was cut off ran twice
+        assert [row["cell"] for row in rows] == [cell.described("tiny") for cell in wanted]
+        return record.rows(pretrained.NAME)
+
+
+def test_a_finished_run_has_nothing_to_do_and_more_chunks_have(rows):
+    assert pretrained.missing(list(cells(TINY, 1)), "tiny", rows) == []
+    assert pretrained.missing(list(cells(TINY, 1)), "another", rows) == list(cells(TINY, 1))
+    more = pretrained.missing(list(cells(TINY, 2)), "tiny", rows)
+    assert {cell.chunk for cell in more} == {1}
+
+
+def test_replay_is_exact_and_rows_name_no_machine(rows):
+    gaps = [row["gap"]["max"] for row in rows if row["cell"]["block"] == "long"]
+    assert len(gaps) == 1 + len(TINY.policies)
+    assert max(gaps) < claims.EXACT
+    assert {"commit", "device", "torch"} <= rows[0].keys()
+
+
+def test_the_page_has_every_section_and_leaves_out_what_is_missing(rows, tmp_path):
+    results = Results.of(rows)
+    whole = page.written(results)
+    for heading in ("Right answers", "Distance", "What reweighting keeps", "Replay gap", "Memory", "Beside"):
+        assert f"## {heading}" in whole
+    assert "**Replay is exact on this model, too.**" in whole
+    assert "Nothing has been measured yet" in page.written(Results.of([]))
+    for place in range(len(rows)):
+        assert "None" not in page.written(Results.of(rows[:place]))
+    plot.draw(Results.of(rows[:2]), claims.SHOWN_BUDGET, tmp_path / "part.png")
+    plot.draw(results, claims.SHOWN_BUDGET, tmp_path / "whole.png")
+    assert (tmp_path / "whole.png").stat().st_size > 10_000
+
+
+def test_a_gap_above_the_bound_is_said(rows):
+    changed = json.loads(json.dumps(rows))
+    row = next(one for one in changed if one["cell"]["block"] == "long" and one["cell"]["policy"] == "h2o")
+    row["gap"]["max"] = 2e-4
+    assert "**Replay is not within 0.0001 nats for `h2o` (2.0e-04)**" in page.written(Results.of(changed))
+
+
+def test_chunks_add_up_and_unfinished_ones_do_not_count(rows):
+    def copy(row, chunk):
+        return json.loads(json.dumps(row)) | {"cell": row["cell"] | {"chunk": chunk}}
+
+    recall = [row for row in rows if row["cell"]["block"] == "recall"]
+    group = partial(Results.group, kind="recall", policy="h2o", budget=64)
+    once = group(Results.of(recall))
+    twice = group(Results.of(recall + [copy(row, 1) for row in recall]))
+    assert twice.n_prompts == 2 * once.n_prompts
+    assert twice.kl == pytest.approx(once.kl)
+    assert twice.accuracy.value == once.accuracy.value
+    assert group(Results.of(recall + [copy(row, 1) for row in recall[:2]])).n_prompts == once.n_prompts
+
+
+def test_positions_are_counted_from_one():
+    assert bin_labels()[:4] == ["1", "2", "3–4", "5–8"]
+
+
+def test_small_numbers_have_no_exponent():
+    assert [tables.small(value) for value in (0.0001, 0.0123, 0.5, 3.0)] == ["0", "0.012", "0.50", "3.00"]
+
+
+def test_every_policy_meets_every_budget_and_1024_tokens_once():
+    wanted = list(cells(FULL, 1))
+    assert len(wanted) == len(set(wanted))
+    places = {(cell.block, cell.policy, cell.budget) for cell in wanted}
+    for kind in ("recall", "few_shot", "chat"):
+        assert sum(block == kind for block, *_ in places) == 1 + 9 * 4
+    assert {cell.policy for cell in wanted if cell.tokens == 1024} == {"dense", *FULL.policies}
+
+
+def test_an_answer_cell_counts_every_token(folder):
+    models = rollouts.Models(folder)
+    answers = Answers(models.float32, models.tokenizer, 4)
+    row = answers.measure(Cell("few_shot", "h2o", 32, 0, 2, 6))
+    assert row["n_tokens"] == len(row["overlap"]) == sum(row["kl_n"]) == sum(row["n_by_prompt"])
+    assert sum(row["kl"]) == pytest.approx(sum(row["kl_by_prompt"]))
+    assert row["kl"][0] == pytest.approx(0, abs=1e-6)  # the first token is predicted with all keys
+    assert len(row["right"]) == 2
+
+
+def test_the_page_of_the_docs_is_what_the_rows_say():
+    assert pretrained.PAGE.read_text(encoding="utf-8") == page.written(
+        Results.of(record.rows(pretrained.NAME))
+    )
