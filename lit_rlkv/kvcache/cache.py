@@ -81,6 +81,8 @@ class SlotCache(Cache):
         self.column = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.first = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.levels = FillLevels(spec, n_rows, self.n_slots)
+        self.n_read: int | None = None
+        """Leading slots that attention reads; None: all."""
         self.incoming: Prefill | None = None
         self.slot_layers = [SlotLayer(self) for _ in range(n_layers)]
         super().__init__(layers=list(self.slot_layers))
@@ -118,7 +120,7 @@ class SlotCache(Cache):
 
     @property
     def n_filled(self) -> int:
-        """Leading slots that hold all keys of every running row after `advance`, as the host knows it."""
+        """Leading slots that hold all keys of every running row after the next `advance`."""
         return min(self.levels.highest + 1, self.n_slots)
 
     def evict(self) -> None:

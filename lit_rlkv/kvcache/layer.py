@@ -202,16 +202,15 @@ class SlotLayer(CacheLayerMixin):
             window = cache.spec.window
             ring = torch.arange(n_rows, device=key.device) * window + cache.column % window
             self.recent_queries.flatten(0, 1).index_copy_(0, ring, packed)
-        # A kernel stops at the last key of each row; the plain definition reads all slots that it is given.
-        filled = slice(None if uses_triton(keys) or keys.is_cuda else cache.n_filled)
+        read = slice(cache.n_read)
         out = decode_attention(
             packed,
-            keys[:, :, filled],
-            values[:, :, filled],
+            keys[:, :, read],
+            values[:, :, read],
             cache.n_live,
             scaling,
             softcap=softcap,
-            received=None if self.attention is None else self.attention[:, :, filled],
+            received=None if self.attention is None else self.attention[:, :, read],
             accumulates=policy is not None and policy.tracks_attention == "sum",
         )
         return out.reshape(n_rows, -1, 1, value.shape[-1])

@@ -88,9 +88,11 @@ class Decoder:
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
         self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
+        has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
         # The reference of eviction reads on the host which rows are full; a graph cannot.
-        evicts_on_device = cuda_graph and uses_triton(torch.empty(0, device=device, dtype=model.dtype))
-        self._evict = CudaGraphRunner(generator, is_enabled=True) if evicts_on_device else None
+        self._evict = CudaGraphRunner(generator, is_enabled=True) if cuda_graph and has_kernels else None
+        # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
+        self._reads_filled = not (self._step.is_enabled or has_kernels)
 
     def prefill(
         self,
@@ -113,6 +115,8 @@ class Decoder:
 
     def step(self) -> None:
         """Sample one more token for every running row. Never waits for the device."""
+        if self._reads_filled:
+            self.kv.n_read = self.kv.n_filled
         self._step(self._decode)
         if not self.kv.levels.step():
             return

@@ -43,6 +43,7 @@ class RecordedRunner:
     n_replays = 0
 
     def __init__(self, generator: torch.Generator | None, *, is_enabled: bool) -> None:
+        self.is_enabled = True
         self.n_calls = 0
         self.recording = Recording()
 

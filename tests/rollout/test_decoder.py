@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
@@ -180,12 +181,33 @@ def test_the_cache_is_freed_with_the_rollout_not_at_the_next_garbage_collection(
 def test_a_step_replayed_without_its_python_gives_the_same_rollout(
     policy: str, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ):
+    # A graph reads empty slots too, and a longer sum may be rounded otherwise.
+    monkeypatch.setattr(SlotCache, "n_filled", None)
     settings: dict[str, Any] = {"max_rows": max_rows, "eos_token_id": stops(run(policy))}
     plain = run(policy, **settings)
     monkeypatch.setattr("lit_rlkv.rollout.decoder.CudaGraphRunner", RecordedRunner)
     before = RecordedRunner.n_replays
     assert same(run(policy, **settings), plain)
     assert RecordedRunner.n_replays > before + 5
+
+
+def test_without_a_graph_attention_reads_no_slot_that_no_row_has_filled(monkeypatch: pytest.MonkeyPatch):
+    widths: list[int] = []
+
+    def watched(query: torch.Tensor, keys: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        widths.append(keys.shape[2])
+        return decode_attention(query, keys, *args, **settings)
+
+    monkeypatch.setattr("lit_rlkv.kvcache.layer.decode_attention", watched)
+    sliced = run("dense")
+    n_layers = len(widths) // (N_NEW - 1)
+    assert widths[::n_layers] == [max(LENS) + 1 + step for step in range(N_NEW - 1)]
+    widths.clear()
+    monkeypatch.setattr(SlotCache, "n_filled", None)
+    whole = run("dense")
+    assert set(widths) == {max(LENS) + N_NEW}
+    assert torch.equal(sliced.input_ids, whole.input_ids)
+    torch.testing.assert_close(sliced.rollout_logps, whole.rollout_logps, rtol=0, atol=1e-5)
 
 
 def test_a_recording_of_a_step_that_python_steers_does_not_replay():
