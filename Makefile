@@ -52,7 +52,7 @@ clean: ## remove the virtual environment and every cache
 	rm -rf .venv .audit site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 # torch first and alone, so that a machine that keeps a CPU build of the pinned version takes that one.
 $(STAMP): pyproject.toml constraints.txt

@@ -131,7 +131,7 @@ def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
             found[title] = rows_of(
                 [setting for block in blocks for setting in settings_of(block, done)], done
             )
-    for block in ("tasks", "half_learned", "budgets", "policies"):
+    for block in ("tasks", "half_learned", "budgets", "policies", "pretrained"):
         for setting in settings_of(block, done):
             title = f"{setting.task}, budget {setting.budget}, one rate"
             if setting.policy != plan.MAIN_POLICY:

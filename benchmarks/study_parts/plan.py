@@ -26,12 +26,14 @@ TASKS = {
     "recall": ("task=recall", "sft.n_steps=400"),
     "long_chain": ("task=chain_sum", "task.n_terms=8", "rollout.max_new_tokens=40"),
     "half_learned": ("task=chain_sum", "rollout.max_new_tokens=24", "sft.n_steps=150"),
+    "smollm2": ("recipe=smollm2", "sft.batch_size=24", "sft.n_pairs=0", "evaluation.n_prompts=256"),
 }
-"""Arithmetic with a scratchpad; recall; a long chain; and the first after so short an SFT stage that
-the model with all keys is wrong on about every second problem, which leaves rewards something to teach."""
+"""Arithmetic with a scratchpad; recall; a long chain; the first after so short an SFT stage that the model
+with all keys is wrong on about every second problem, which leaves rewards something to teach; and the first
+with a pretrained model, which `make smollm2` fetches."""
 
 MAIN_TASK, MAIN_POLICY = "chain_sum", "random"
-BUDGETS = {"chain_sum": 16, "recall": 32, "long_chain": 28, "half_learned": 16}
+BUDGETS = {"chain_sum": 16, "recall": 32, "long_chain": 28, "half_learned": 16, "smollm2": 32}
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
 COMMON_RATE = 3e-4
 """Of every arm outside of the main comparison. With the tuning seed only here no arm's reward falls far at
@@ -40,6 +42,8 @@ TUNING_SEED = 100
 SEEDS, FEW_SEEDS = (0, 1, 2, 3, 4), (0, 1, 2)
 CLOCK_SEEDS = (5, 6, 7)
 N_ITERATIONS, TIMED_ITERATIONS = 100, 10
+PRETRAINED_RATE, PRETRAINED_ITERATIONS = 1e-3, 30
+"""Learning rate and iterations of recipe=smollm2."""
 COMMON = (
     "diagnostics=none",
     "evaluation.n_prompts=1024",
@@ -80,13 +84,13 @@ class Setting:
         return [
             *ARMS[self.arm],
             *self._anchor(),
-            *TASKS[self.task],
             f"cache.policy={self.policy}",
             f"cache.budget={self.budget}",
             f"optimizer.lr={self.lr}",
             f"algorithm.n_iterations={self.n_iterations}",
             f"seed={self.seed}",
             *COMMON,
+            *TASKS[self.task],
         ]
 
     def _anchor(self) -> list[str]:
@@ -171,6 +175,17 @@ def policies(_: Rates) -> list[Setting]:
     return [replace(run, policy=policy) for policy in ("snapkv", "streaming") for run in runs]
 
 
+def pretrained(_: Rates) -> list[Setting]:
+    """Return runs of a pretrained model, under random eviction and a published policy."""
+    runs = _at_one_rate((*SHORT, "distill"), FEW_SEEDS)
+    place = {"task": "smollm2", "budget": BUDGETS["smollm2"], "n_iterations": PRETRAINED_ITERATIONS}
+    return [
+        replace(run, policy=policy, lr=PRETRAINED_RATE, **place)
+        for policy in (MAIN_POLICY, "snapkv")
+        for run in runs
+    ]
+
+
 def timed() -> list[Setting]:
     """The arms whose iterations are timed."""
     runs = _at_one_rate(MAIN_ARMS, SEEDS[:1])
@@ -210,5 +225,6 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "one_rate_free": one_rate_free,
     "weak_anchor": weak_anchor,
     "longer": longer,
+    "pretrained": pretrained,
 }
 """In the order in which they are run; `rates` comes before them, `clock` after them."""

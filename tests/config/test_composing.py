@@ -48,9 +48,9 @@ def test_options_of_hydra_are_left_to_hydra():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["diagnostics=null"], "diagnostics must be one of default, none, got null"),
+        (["diagnostics=null"], "diagnostics must be one of default, light, none, got null"),
         (["logger=null"], "logger must be one of csv,"),
-        (["diagnostics=nnone"], "diagnostics must be one of default, none, got nnone"),
+        (["diagnostics=nnone"], "diagnostics must be one of default, light, none, got nnone"),
         (["diagnostics.gradent=null"], "unknown key 'diagnostics.gradent': did you mean 'diagnostics.gradi"),
         (["diagnostic=none"], "unknown key 'diagnostic': did you mean 'diagnostics'?"),
         (["logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project' of logger=wandb?"),

@@ -29,7 +29,7 @@ SAVED = {"evaluate": EvaluateConfig, "export": ExportConfig}
 FOREIGN = {"cd", "export", "git", "hf", "source", "tensorboard", "wandb"}
 """Programs that are not of this repository."""
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-TARGETS = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
+TARGETS = re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
 
 
 def commands_by_page() -> dict[str, list[tuple[str, ...]]]:
