@@ -1,0 +1,124 @@
+"""recipe=smollm2 with several seeds: accuracy before and after RL, under its budget and with all keys.
+
+    python scripts/smollm2.py                                    fetches the model
+    python benchmarks/smollm2.py [--seeds 0 1 2] [--jobs 2] [--runs-dir runs]
+    python benchmarks/smollm2.py --report                        the table
+
+A seed whose run has finished in the folder is not run again. Each run is a process of one thread and starts
+from an SFT stage of its own seed; passes of 2,048 tokens, so that several fit into the memory.
+"""
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import fit_process
+import record
+from study_parts.runs import read_metrics
+
+from lit_rlkv.evaluation.results import wilson
+from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
+from lit_rlkv.reporting.tables import markdown_table
+
+NAME = "smollm2"
+KEPT = ("prompt", "completion", "answer", "reward")
+"""Fields of a sample."""
+
+
+def overrides(seed: int) -> list[str]:
+    """What fit is told besides its folders."""
+    return ["recipe=smollm2", f"seed={seed}", "fabric.tokens_per_pass=2048"]
+
+
+def is_finished(folder: Path) -> bool:
+    """True if the run has evaluated its last model."""
+    path = folder / "evaluation.json"
+    return path.is_file() and bool(json.loads(path.read_text())["after"])
+
+
+def run(seed: int, runs_dir: Path) -> dict:
+    """Train with a seed unless its run has finished; the row is on disk when this returns."""
+    folder = runs_dir / NAME / f"seed{seed}"
+    if not is_finished(folder):
+        fit_process.fit(folder, runs_dir, overrides(seed))
+    row = {"seed": seed, "overrides": overrides(seed), **found(folder)}
+    record.append(NAME, row)
+    return row
+
+
+def found(folder: Path) -> dict:
+    """Return the measurements of a finished run."""
+    evaluated = json.loads((folder / "evaluation.json").read_text())
+    history = read_metrics(folder)
+    samples = read_samples(folder / "samples.jsonl")
+    iterations = [sample.iteration for sample in samples]
+
+    def accuracy(moment: str) -> dict[str, float]:
+        by_cache = {result["cache"] == "dense": result["accuracy"] for result in evaluated[moment]}
+        return {"dense": by_cache[True], "sparse": by_cache[False]}
+
+    def of_iteration(number: int) -> list[dict]:
+        return [kept(sample) for sample in samples if sample.iteration == number]
+
+    return {
+        "n_problems": evaluated["after"][0]["n_problems"],
+        "before": accuracy("before"),
+        "after": accuracy("after"),
+        "replay_gap": max(float(row["kv/replay_gap"]) for row in history if row["kv/replay_gap"]),
+        "rewards": [float(row["reward"]) for row in history],
+        "smd_kl": [float(row["smd/kl"]) for row in history],
+        "stage_seconds": evaluated["stage_seconds"],
+        "samples": {"first": of_iteration(min(iterations)), "last": of_iteration(max(iterations))},
+    }
+
+
+def kept(sample: LoggedSample) -> dict:
+    """The fields of a sample that a row holds."""
+    return {name: value for name, value in asdict(sample).items() if name in KEPT}
+
+
+def report(rows: list[dict]) -> str:
+    """Return a Markdown table with Wilson's 95 % intervals."""
+    headings = ["seed", "budget, before", "budget, after", "gain", "all keys, before", "all keys, after"]
+    body = []
+    for row in sorted(rows, key=lambda row: row["seed"]):
+
+        def cell(moment: str, view: str, row: dict = row) -> str:
+            share = wilson(row[moment][view], row["n_problems"])
+            return f"{100 * share.value:.1f} ({100 * share.low:.0f}–{100 * share.high:.0f})"
+
+        gain = 100 * (row["after"]["sparse"] - row["before"]["sparse"])
+        body.append(
+            [
+                str(row["seed"]),
+                cell("before", "sparse"),
+                cell("after", "sparse"),
+                f"{gain:+.1f}",
+                cell("before", "dense"),
+                cell("after", "dense"),
+            ]
+        )
+    return markdown_table(headings, body)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--report", action="store_true", help="print the table, run nothing")
+    args = parser.parse_args()
+    if not args.report:
+        done = {row["seed"] for row in record.rows(NAME)}
+        with ThreadPoolExecutor(args.jobs) as pool:
+            missing = [seed for seed in args.seeds if seed not in done]
+            list(pool.map(lambda seed: run(seed, args.runs_dir.absolute()), missing))
+    print(report(record.rows(NAME)))
+
+
+if __name__ == "__main__":
+    main()
