@@ -23,6 +23,12 @@ GIB = 2**30
 SIZES = ["rollout.n_prompts=8", "algorithm.group_size=2", "cache.budget=5", "cache.interval=2"]
 
 
+def large_window(n_queries):
+    """A cache that remembers so many queries; of a budget, no more is allocated than whole sequences need."""
+    sizes = [f"cache.window={n_queries}", f"cache.budget={2 * n_queries}", "evaluation.budgets=[]"]
+    return ["cache.policy=snapkv", *sizes]
+
+
 @pytest.fixture(scope="module")
 def sft_runs(tmp_path_factory, share_sft_model):
     return share_sft_model(config(tmp_path_factory.mktemp("runs")))
@@ -30,18 +36,17 @@ def sft_runs(tmp_path_factory, share_sft_model):
 
 @pytest.mark.slow
 def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, sft_runs):
-    # Of 2 layers, 16 rows, 4 KV heads, 8 dims in float32:
-    # 2 · 2 · 16 · 4 · (2^38 + 2) · 8 · 4 = 2^13 · 2^38 bytes and 16 KiB = 2048 TiB
-    overrides = [f"model.path={sft_runs}", "stages=[rl]", *SIZES, f"cache.budget={2**38}"]
+    # Of 2 layers, 16 rows, 4 heads, 8 dims in float32: 2 · 16 · 4 · 2^37 · 8 · 4 = 2^49 bytes
+    overrides = [f"model.path={sft_runs}", "stages=[rl]", *SIZES, *large_window(2**37)]
     done = subprocess.run(
         [sys.executable, "-m", "lit_rlkv.fit", *TINY, *overrides, f"hydra.run.dir={tmp_path}/run"],
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 1
     assert "error: out of memory in the rollout: 2 responses of up to 8 tokens to each of 8" in done.stderr
-    product = f"2 layers × 16 rows × 4 KV heads × {2**38 + 2} slots × 8 dims × 4 bytes"
-    assert f"2048 TiB  KV cache = 2 of keys and values × {product}" in done.stderr
-    assert f"What helps, the most first: lower cache.budget={2**38}; set rollout.max_rows" in done.stderr
+    product = f"2 layers × 16 rows × 4 query heads × {2**37} in the window × 8 dims × 4 bytes"
+    assert f"512 TiB  latest queries = {product}" in done.stderr
+    assert f"What helps, the most first: lower cache.window={2**37}; set rollout.max_rows" in done.stderr
     assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Traceback" in (tmp_path / "run" / "fit.log").read_text()
@@ -66,12 +71,12 @@ def run_within(n_bytes, tmp_path, name, *overrides):
     return (tmp_path / f"{name}.txt").read_text()
 
 
-def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_budget_fits(tmp_path, sft_runs):
+def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_window_fits(tmp_path, sft_runs):
     options = [f"model.path={sft_runs}", "stages=[rl]", "diagnostics=none", *SIZES]
-    # 2 · 2 · 16 · 4 · (2^20 + 2) · 8 · 4 = 2^13 · 2^20 bytes and a little: four pools of 2 GiB
-    said = run_within(3 * GIB, tmp_path, "large", *options, f"cache.budget={2**20}")
+    # 2 · 16 · 4 · 2^21 · 8 · 4 = 2^33 bytes in two tensors
+    said = run_within(3 * GIB, tmp_path, "large", *options, *large_window(2**21))
     assert said.startswith("MemoryExhaustedError: out of memory in the rollout")
-    assert "8.00 GiB  KV cache" in said
+    assert "8.00 GiB  latest queries" in said
     assert run_within(3 * GIB, tmp_path, "small", *options) == "nothing"
 
 

@@ -159,7 +159,9 @@ class FillLevels:
 
     def __init__(self, spec: CacheSpec, n_rows: int, n_slots: int) -> None:
         self.budget = n_slots if spec.is_dense else spec.budget
-        self.full = IDLE if spec.is_dense else n_slots
+        # Slots for whole sequences never fill up, because the key of a last token is not cached.
+        evicts = not spec.is_dense and n_slots == spec.budget + spec.interval
+        self.full = n_slots if evicts else IDLE
         self.level = torch.full((n_rows,), IDLE)
 
     def start(self, rows: Sequence[int], prompt_lens: Sequence[int]) -> None:

@@ -72,7 +72,7 @@ class CacheSpec:
 
     def n_slots(self, seq_len: int) -> int:
         """Return the slots per sequence, layer and KV head for sequences of at most `seq_len` tokens."""
-        return seq_len if self.is_dense else self.budget + self.interval
+        return seq_len if self.is_dense else min(self.budget + self.interval, seq_len)
 
     def make_policy(self) -> Policy | None:
         """Return the policy object; None if nothing is ever evicted."""

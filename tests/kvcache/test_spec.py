@@ -16,9 +16,10 @@ def _as_users_run_it() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_slots_are_budget_plus_interval_for_any_length():
+def test_slots_are_budget_plus_interval_for_any_longer_sequence():
     spec = CacheSpec(policy="snapkv", budget=512, interval=128)
-    assert spec.n_slots(100) == spec.n_slots(100_000) == 640
+    assert spec.n_slots(640) == spec.n_slots(100_000) == 640
+    assert spec.n_slots(100) == 100
 
 
 def test_a_dense_cache_has_a_slot_for_every_token_and_no_policy():

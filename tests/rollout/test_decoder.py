@@ -269,3 +269,18 @@ def test_a_captured_step_gives_the_same_greedy_rollout_on_a_gpu(policy: str, max
         for cuda_graph in (True, False)
     )
     assert same(captured, plain)
+
+
+@pytest.mark.parametrize("policy", some_of(DETERMINISTIC))
+def test_a_budget_with_room_for_all_takes_the_memory_of_a_dense_cache_and_evicts_nothing(policy: str):
+    roomy = CacheSpec.dense() if policy == "dense" else CacheSpec(policy=policy, budget=1000, interval=100)
+    found, dense = run(cache=roomy), run("dense")
+    assert found.kv_bytes == dense.kv_bytes
+    assert torch.equal(found.evicted_at, dense.evicted_at)
+    assert torch.equal(found.input_ids, dense.input_ids)
+    # Long prompts are cut to the budget at once, and then there is room for the rest of the sequence.
+    only_prompts = CacheSpec(policy="snapkv", budget=8, interval=100, sink=1, window=3)
+    cut = run(cache=only_prompts)
+    assert cut.kv_bytes == dense.kv_bytes
+    assert (cut.evicted_at < NEVER).any()
+    assert gap(cut) < REPLAY_TOLERANCE
