@@ -26,7 +26,7 @@ TASKS = {
     "recall": ("task=recall", "sft.n_steps=400"),
     "long_chain": ("task=chain_sum", "task.n_terms=8", "rollout.max_new_tokens=40"),
     "half_learned": ("task=chain_sum", "rollout.max_new_tokens=24", "sft.n_steps=150"),
-    "smollm2": ("recipe=smollm2", "sft.batch_size=24", "sft.n_pairs=0", "evaluation.n_prompts=256"),
+    "smollm2": ("recipe=smollm2", "sft.batch_size=12", "sft.n_pairs=0", "evaluation.n_prompts=256"),
 }
 """Arithmetic with a scratchpad; recall; a long chain; the first after so short an SFT stage that the model
 with all keys is wrong on about every second problem, which leaves rewards something to teach; and the first
