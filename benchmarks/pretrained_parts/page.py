@@ -7,7 +7,7 @@ from string import Template
 from pretrained_parts import claims, tables
 from pretrained_parts.claims import KIND_NAMES, SHOWN_BUDGET
 from pretrained_parts.results import Results
-from pretrained_parts.setting import DENSE, SINK, WINDOW
+from pretrained_parts.setting import DENSE, SINK, WINDOW, Cell
 
 from lit_rlkv.reporting.tables import markdown_table
 
@@ -64,13 +64,15 @@ def reweighting(results: Results) -> Iterator[str]:
     if not shares:
         return
     n_rows, n_tokens, _ = shares
-    budget = next(iter(results.rollouts("wide").values()))["cell"]["budget"]
+    row = next(iter(results.rollouts("wide").values()))
+    budget, lengths = row["cell"]["budget"], row["n_prompt_tokens"]
+    first = Cell("wide", row["cell"]["policy"], budget).cache.n_slots(0) - round(sum(lengths) / len(lengths))
     yield "## What reweighting keeps"
     yield from claims.clipping(results)
     yield tables.weights(results)
     text = (
         f"{n_rows} sequences of {n_tokens} tokens, sampled at temperature 1 under {budget} keys, past end "
-        "tokens. *sequences* and *tokens* are effective shares; the least possible one of sequences is "
+        f"tokens; the first eviction comes after about {max(first, 1)} tokens. *sequences* and *tokens* are effective shares; the least possible one of sequences is "
         f"1/{n_rows} = {1 / n_rows:.2f}."
     )
     if long := results.rollouts("long"):
