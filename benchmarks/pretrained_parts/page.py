@@ -72,8 +72,8 @@ def reweighting(results: Results) -> Iterator[str]:
     yield tables.weights(results)
     text = (
         f"{n_rows} sequences of {n_tokens} tokens, sampled at temperature 1 under {budget} keys, past end "
-        f"tokens; the first eviction comes after about {max(first, 1)} tokens. *sequences* and *tokens* are effective shares; the least possible one of sequences is "
-        f"1/{n_rows} = {1 / n_rows:.2f}."
+        f"tokens; the first eviction comes after about {max(first, 1)} tokens. *sequences* and *tokens* are "
+        f"effective shares; the least possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}."
     )
     if long := results.rollouts("long"):
         cell = next(iter(long.values()))["cell"]
