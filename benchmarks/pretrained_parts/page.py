@@ -100,15 +100,21 @@ def _sampled(cell: dict) -> str:
 
 def costs(results: Results) -> Iterator[str]:
     """Return the table of bytes and speed."""
-    dense = results.rollout("long", DENSE)
-    if not dense:
+    dense, rows = results.rollout("long", DENSE), results.rollouts("long")
+    if not rows:
         return
-    cell = dense["cell"]
+    row = next(iter(rows.values()))
+    cell = row["cell"]
     yield "## Memory and speed"
+    if dense:
+        yield (
+            f"**{cell['budget']} keys take {tables.mib(row)} MiB of KV cache a sequence, all keys "
+            f"{tables.mib(dense)} MiB**, for a prompt and {cell['tokens']:,} response tokens."
+        )
     yield (
-        f"**A smaller cache saves memory, and little time here.** {cell['rows']} sequences of "
-        f"{cell['tokens']:,} tokens, float32, one core that other work shared: the tokens per second are a "
-        "rough guide. With so few sequences reading the weights takes most of a step."
+        f"**The tokens per second do not rank policies.** They are of {cell['rows']} sequences at a time in "
+        "float32, one thread, on a machine whose load from other work changed much between rows. With so few "
+        "sequences reading the weights takes most of a step, whatever the cache."
     )
     yield tables.costs(results)
 
