@@ -1,6 +1,6 @@
 """What eviction costs a pretrained model: accuracy, perplexity, divergence, importance weights, replay.
 
-    python benchmarks/pretrained.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--chunks 3] [--minutes 60]
+    python benchmarks/pretrained.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--chunks 1] [--minutes 60]
     python benchmarks/pretrained.py --fast              a look at the output in a minute, records nothing
     python benchmarks/pretrained.py --report            docs/results/pretrained.md and its figure
 
@@ -114,7 +114,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", type=Path, default=MODEL, help="GGUF file or checkpoint folder")
-    parser.add_argument("--chunks", type=int, default=3, help="batches of prompts of each kind")
+    parser.add_argument("--chunks", type=int, default=1, help="batches of prompts of each kind")
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--fast", action="store_true", help="few small cells, nothing recorded")
     parser.add_argument("--report", action="store_true", help="write the page and the figure, run nothing")

@@ -63,9 +63,8 @@ def best_on_both(results: Results) -> Iterator[str]:
         return
     yield (
         f"**No policy is best everywhere.** `{first}` is best on documents and answers "
-        f"{tables.percent(shots[first])} % of the few-shot questions. `{second}` is best there "
-        f"with {tables.percent(shots[second])} % and answers {tables.percent(texts[second])} % of the questions on "
-        "documents."
+        f"{tables.percent(shots[first])} % of the few-shot questions. `{second}` is best on those "
+        f"({tables.percent(shots[second])} %) and answers {tables.percent(texts[second])} % on documents."
     )
 
 

@@ -7,7 +7,7 @@ from string import Template
 from pretrained_parts import claims, tables
 from pretrained_parts.claims import KIND_NAMES, SHOWN_BUDGET
 from pretrained_parts.results import Results
-from pretrained_parts.setting import DENSE, SINK, WINDOW
+from pretrained_parts.setting import DENSE, SINK, WINDOW, Cell
 
 from lit_rlkv.reporting.tables import markdown_table
 
@@ -64,14 +64,16 @@ def reweighting(results: Results) -> Iterator[str]:
     if not shares:
         return
     n_rows, n_tokens, _ = shares
-    budget = next(iter(results.rollouts("wide").values()))["cell"]["budget"]
+    row = next(iter(results.rollouts("wide").values()))
+    budget, lengths = row["cell"]["budget"], row["n_prompt_tokens"]
+    first = Cell("wide", row["cell"]["policy"], budget).cache.n_slots(0) - round(sum(lengths) / len(lengths))
     yield "## What reweighting keeps"
     yield from claims.clipping(results)
     yield tables.weights(results)
     text = (
         f"{n_rows} sequences of {n_tokens} tokens, sampled at temperature 1 under {budget} keys, past end "
-        "tokens. *sequences* and *tokens* are effective shares; the least possible one of sequences is "
-        f"1/{n_rows} = {1 / n_rows:.2f}."
+        f"tokens; the first eviction comes after about {max(first, 1)} tokens. *sequences* and *tokens* are "
+        f"effective shares; the least possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}."
     )
     if long := results.rollouts("long"):
         cell = next(iter(long.values()))["cell"]
@@ -98,15 +100,21 @@ def _sampled(cell: dict) -> str:
 
 def costs(results: Results) -> Iterator[str]:
     """Return the table of bytes and speed."""
-    dense = results.rollout("long", DENSE)
-    if not dense:
+    dense, rows = results.rollout("long", DENSE), results.rollouts("long")
+    if not rows:
         return
-    cell = dense["cell"]
+    row = next(iter(rows.values()))
+    cell = row["cell"]
     yield "## Memory and speed"
+    if dense:
+        yield (
+            f"**{cell['budget']} keys take {tables.mib(row)} MiB of KV cache a sequence, all keys "
+            f"{tables.mib(dense)} MiB**, for a prompt and {cell['tokens']:,} response tokens."
+        )
     yield (
-        f"**A smaller cache saves memory, and little time here.** {cell['rows']} sequences of "
-        f"{cell['tokens']:,} tokens, float32, one core that other work shared: the tokens per second are a "
-        "rough guide. With so few sequences reading the weights takes most of a step."
+        f"**The tokens per second do not rank policies.** They are of {cell['rows']} sequences at a time in "
+        "float32, one thread, on a machine whose load from other work changed much between rows. With so few "
+        "sequences reading the weights takes most of a step, whatever the cache."
     )
     yield tables.costs(results)
 
