@@ -4,7 +4,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from lit_rlkv.config.cache_rules import check_policy_name
+from lit_rlkv.cache_rules import check_policy_name
 from lit_rlkv.config.errors import as_config_errors, require
 from lit_rlkv.config.options import Number, option
 from lit_rlkv.config.schema import Kernels

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rlkv.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_policy_name, check_sizes
 from lit_rlkv.checks import is_finite
-from lit_rlkv.config.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_policy_name, check_sizes
 from lit_rlkv.config.errors import as_config_errors, require
 from lit_rlkv.config.options import convert, named_items, show
 from lit_rlkv.config.schema import Config, SFTConfig, Stage

@@ -1,7 +1,7 @@
 """Eviction policies, and their interface for policies of your own.
 
 To add one here, subclass `Policy`, and add the class to `POLICIES` and its name to
-`lit_rlkv.config.cache_rules.POLICY_NAMES`. A policy in a package of your own needs no entry:
+`lit_rlkv.cache_rules.POLICY_NAMES`. A policy in a package of your own needs no entry:
 `cache.policy=mypackage.policies.MyPolicy`, with that package in `trusted_modules`.
 """
 
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv.config.cache_rules import check_policy_name
+from lit_rlkv.cache_rules import check_policy_name
 from lit_rlkv.kernels import slot_scores
 from lit_rlkv.trust import load_trusted_class
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rlkv.config.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_sizes
+from lit_rlkv.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_sizes
 from lit_rlkv.kvcache.policies import Policy, load_policy_class
 
 

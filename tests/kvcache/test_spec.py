@@ -4,7 +4,7 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from lit_rlkv.config.cache_rules import POLICY_NAMES
+from lit_rlkv.cache_rules import POLICY_NAMES
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 
 
