@@ -135,7 +135,7 @@ def test_files_that_a_notebook_links_to_exist(path):
 
 
 def test_there_are_notebooks():
-    assert {path.name[:2] for path in NOTEBOOKS} >= {"01", "02", "03", "04", "05", "06"}
+    assert {path.name[:2] for path in NOTEBOOKS} >= {"01", "02", "03", "04", "05", "06", "07"}
 
 
 def image(*, n_bytes: int = 100, **shown_as: str | int) -> NotebookNode:
