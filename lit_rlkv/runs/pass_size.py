@@ -14,7 +14,7 @@ from lit_rlkv.config import AUTO
 from lit_rlkv.experience.memory_needs import rollout_needs
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter
-from lit_rlkv.models.backbone import hidden_states, text_config, token_positions
+from lit_rlkv.models.backbone import hidden_states, is_sharded, text_config, token_positions
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.runs.context import RunContext
@@ -115,15 +115,21 @@ def bytes_per_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_laye
     return max(int(saved), 1)
 
 
+def _places(backbone: nn.Module) -> set[int]:
+    """Return the addresses of the weights that are whole now."""
+    return {p.untyped_storage().data_ptr() for p in backbone.parameters() if not isinstance(p, DTensor)}
+
+
 def saved_bytes(backbone: PreTrainedModel, n_columns: int) -> int:
     """Return the bytes of the tensors that the forward of one row saves for its backward pass."""
-    known = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
+    weights = None if is_sharded(backbone) else _places(backbone)
     found: dict[int, int] = {}
     kept: list[Tensor] = []  # or memory could be reused within the forward
 
     def count(tensor: Tensor) -> Tensor:
         place = tensor.untyped_storage().data_ptr()
-        if place not in known:
+        # A sharded layer has its whole weights only during its forward.
+        if place not in (_places(backbone) if weights is None else weights):
             found[place] = tensor.untyped_storage().nbytes()
             kept.append(tensor)
         return tensor
