@@ -22,7 +22,6 @@ from lit_rlkv.config import (
 from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.interrupts import abort_on_ctrl_c, exit_soon
-from lit_rlkv.run_files import CHOICES
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -147,7 +146,7 @@ def fit(
     for line in header(cfg, run_dir, world_size, device, {} if choices is None else choices.options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     run = TrainingRun(context, run_dir, console, interruption or Interruption())
-    if choices is not None and context.fabric.is_global_zero and not (run_dir / CHOICES).exists():
+    if choices is not None and context.fabric.is_global_zero:
         choices.save(run_dir)
     with run.open():
         # 2. stages: sft, evaluation, rl, evaluation

@@ -81,7 +81,8 @@ class PromptBatch(TensorBatch):
 class Rollout(TensorBatch):
     """Sampled sequences, and the record of the keys that the sampler saw.
 
-    Columns are shared by all rows: a prompt is left-padded up to the column where every response starts.
+    As sampled, columns are shared by all rows: a prompt is left-padded up to the column where every response
+    starts. The rows of a micro-batch are cut to their own tokens instead, and start at column 0.
     """
 
     input_ids: Int[Tensor, "batch seq"]

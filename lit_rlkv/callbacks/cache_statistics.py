@@ -18,7 +18,6 @@ from lit_rlkv.diagnostics.position_bins import bin_starts
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.types import Rollout
 
@@ -43,7 +42,7 @@ class CacheStatistics(RowsDiagnostic):
     its own responses, because percentiles cannot be summed over ranks.
 
     Args:
-        n_rows: number of evenly spaced responses in the dense forward, at most 65,536 tokens.
+        n_rows: number of evenly spaced responses in the dense forward, at most `tokens_per_pass` tokens.
         needed: attention on one evicted key from which a query counts as needing it.
     """
 
@@ -68,7 +67,7 @@ class CacheStatistics(RowsDiagnostic):
         }
         if n_evicted > 0:
             self._add_lifetimes(evicted)
-            n_rows = min(self.n_rows, max(TOKENS_PER_PASS // rollout.input_ids.shape[1], 1))
+            n_rows = min(self.n_rows, max(self.tokens_per_pass // rollout.input_ids.shape[1], 1))
             self._add_attention(rollout.rows(evenly_spaced_rows(rollout, n_rows)))
         else:
             self.scalars |= WITHOUT_EVICTIONS

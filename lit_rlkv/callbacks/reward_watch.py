@@ -11,7 +11,10 @@ N_ITERATIONS = 3
 
 
 class RewardWatch(RLCallback):
-    """Warns once, after the first `N_ITERATIONS` iterations, if all their responses had the same reward."""
+    """Warns once, after the first `N_ITERATIONS` iterations, if all their responses had the same reward.
+
+    A judge's verdicts on pairs take the place of rewards, so with them it says nothing.
+    """
 
     def __init__(self) -> None:
         self.n_equal = 0
@@ -21,14 +24,14 @@ class RewardWatch(RLCallback):
         if self.n_equal in (-1, N_ITERATIONS):
             return
         whole = experience.all_gather()
-        scores = whole.rewards.scores
-        if scores.min() < scores.max():
+        rewards = whole.rewards.total
+        if experience.verdicts is not None or rewards.min() < rewards.max():
             self.n_equal = -1
             return
         self.n_equal += 1
         if self.n_equal == N_ITERATIONS and experience.ranks.rank == 0:
             n_cut = 1 - float(whole.has_eos.float().mean())
-            log.warning(advice(float(scores[0]), n_cut))
+            log.warning(advice(float(rewards[0]), n_cut))
 
 
 def advice(reward: float, share_cut: float) -> str:

@@ -237,7 +237,10 @@ class EvaluationConfig:
         (10, 12, 14), "budgets to evaluate beside dense and cache.budget, in keys", least=1
     )
     batch_size: Literal["auto"] | int = option(
-        "auto", "most responses sampled at a time; auto: up to 512, as many as memory holds", least=1
+        "auto",
+        "most responses sampled at a time; auto: up to 512, as many as memory holds. Another number draws other "
+        "random responses and evictions",
+        least=1,
     )
 
 

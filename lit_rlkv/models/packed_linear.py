@@ -26,15 +26,14 @@ def packed_weights(model: nn.Module, n_rows: int) -> Iterator[None]:
         n_rows: rows that the layers will see most often.
     """
     linears = [] if is_sharded(model) else [m for m in model.modules() if _can_be_packed(m)]
-    for linear in linears:
-        weight = linear.weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, n_rows)
-        linear.forward = partial(_forward, packed, linear.bias)  # type: ignore[method-assign]
     try:
+        for linear in linears:
+            packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), n_rows)
+            linear.forward = partial(_forward, packed, linear.bias)  # type: ignore[method-assign]
         yield
     finally:
         for linear in linears:
-            del linear.forward  # the method of the class again
+            vars(linear).pop("forward", None)  # the method of the class again
 
 
 def _forward(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ class HydraSFT(L.LightningModule):
         chosen = batch.chosen
         if self.lm_weight == 0:
             if is_unpaired:
-                return {"loss": torch.zeros((), device=chosen.input_ids.device, requires_grad=True)}
+                zero = torch.zeros((), device=chosen.input_ids.device, requires_grad=True)
+                return {"loss": add_zero_grads_for_unused(self, zero)}
             chosen = chosen.rows(slice(len(self._rejected(batch).input_ids)))
         hidden = dense_hidden(self.backbone, chosen)
         losses: list[Tensor] = []

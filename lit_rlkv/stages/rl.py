@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from lightning import Callback
 
+from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.callbacks.hooks import bound_hooks, check_hooks, loss_terms_of
 from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.data.prompts import PromptSource
@@ -70,9 +71,16 @@ def train_policy(
         on_phase_progress=bound_hooks(callbacks, "on_phase_progress"),
         ranks=ranks,
         tokens_per_pass=tokens_per_pass(
-            context, module, module.roles.backbone("policy"), module.roles.layout.adapter["policy"]
+            context,
+            module,
+            module.roles.backbone("policy"),
+            module.roles.layout.adapter["policy"],
+            n_graphs=1 if cfg.distillation is None else 2,  # the policy under eviction and with all keys
         ),
     )
+    for callback in callbacks:
+        if isinstance(callback, RowsDiagnostic):
+            callback.tokens_per_pass = min(callback.tokens_per_pass, datamodule.tokens_per_pass)
     module.loss_terms = loss_terms_of(callbacks)
     if resume_from is not None:
         load_trainable(module, resume_from.weights())

@@ -2,16 +2,19 @@
 
 import psutil
 import pytest
+import torch
 from lightning.fabric import Fabric
 
+from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.runs import pass_size
 from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.pass_size import (
     MAX_ROWS,
-    bytes_per_row,
+    bytes_of_pass,
     evaluation_rows,
     free_memory,
     machine_memory,
@@ -19,6 +22,7 @@ from lit_rlkv.runs.pass_size import (
     tokens_per_pass,
 )
 from tests.hand_built import make_model, make_roles
+from tests.models_zoo import build, tiny_config
 from tests.whole_runs import config
 
 SPARSE = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
@@ -35,6 +39,11 @@ def has_memory(monkeypatch):
     return lambda n_bytes: monkeypatch.setattr(pass_size, "machine_memory", lambda: n_bytes)
 
 
+def predicted(*args, **options) -> int:
+    """The bytes that a row alone is expected to keep."""
+    return sum(bytes_of_pass(*args, **options))
+
+
 def error(found: float, expected: float) -> float:
     return abs(found / expected - 1)
 
@@ -45,13 +54,13 @@ def test_the_bytes_of_a_row_are_those_that_a_forward_saves(adapter, n_columns):
     if adapter is None:
         backbone = make_model()
         expected = saved_bytes(backbone, n_columns)
-        found = bytes_per_row(backbone, n_columns, checkpoints_layers=False)
+        found = predicted(backbone, n_columns, checkpoints_layers=False)
         linear = saved_bytes(backbone, 32) / 32 * n_columns
     else:
         backbone = make_roles().backbone("policy")
         with use_adapter(lora_layers(backbone), adapter):
             expected = saved_bytes(backbone, n_columns)
-            found = bytes_per_row(backbone, n_columns, checkpoints_layers=False)
+            found = predicted(backbone, n_columns, checkpoints_layers=False)
             linear = saved_bytes(backbone, 32) / 32 * n_columns
     assert error(found, expected) < 0.05
     # the control: without the square, whose share grows with the length
@@ -64,15 +73,15 @@ def test_what_adapters_and_trained_weights_save_differs():
 
     def found(adapter: str | None) -> int:
         with use_adapter(lora_layers(backbone), adapter):
-            return bytes_per_row(backbone, 100, checkpoints_layers=False)
+            return predicted(backbone, 100, checkpoints_layers=False)
 
     assert found("policy") > found(None)
-    assert error(found("policy"), bytes_per_row(make_model(), 100, checkpoints_layers=False)) > 0.05
+    assert error(found("policy"), predicted(make_model(), 100, checkpoints_layers=False)) > 0.05
 
 
 def test_checkpointing_needs_less():
     backbone = make_model(num_hidden_layers=4)
-    plain, checkpointed = (bytes_per_row(backbone, 200, checkpoints_layers=on) for on in (False, True))
+    plain, checkpointed = (predicted(backbone, 200, checkpoints_layers=on) for on in (False, True))
     # of four layers one, and the inputs of all: 4 · 200 · 32 · 4 bytes
     assert checkpointed == pytest.approx(plain / 4 + 4 * 200 * 32 * 4, abs=2)
     assert checkpointed < 0.5 * plain
@@ -83,7 +92,7 @@ def test_auto_fills_half_of_the_memory_beside_weights_gradients_and_moments(tmp_
     backbone = roles.backbone("policy")
     n_columns = max(context.sizes.prompts) + 40
     with use_adapter(lora_layers(backbone), "policy"):
-        needed = bytes_per_row(backbone, n_columns, checkpoints_layers=False)
+        needed = predicted(backbone, n_columns, checkpoints_layers=False)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in roles.parameters()]
     weights = sum(size for size, _ in sizes) + 3 * sum(size for size, is_learned in sizes if is_learned)
 
@@ -172,3 +181,43 @@ def test_the_rows_of_an_evaluation_follow_the_size_of_the_cache(tmp_path, has_me
     assert found(SPARSE) == 1
     has_memory(2**45)
     assert found(SPARSE) == MAX_ROWS
+
+
+@pytest.mark.parametrize("n_columns", [100, 400])
+def test_copies_of_weights_are_counted_once_and_not_for_every_token(n_columns):
+    backbone = make_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = predicted(backbone, n_columns, checkpoints_layers=False)
+        fixed, _ = bytes_of_pass(backbone, n_columns, checkpoints_layers=False)
+        assert fixed > 1000  # what autocast casts
+        assert error(found, saved_bytes(backbone, n_columns)) < 0.05
+
+
+def test_the_probe_is_no_longer_than_the_positions_of_the_model():
+    backbone = prepare_backbone(build(tiny_config("gpt2", max_position_embeddings=48)))
+    assert predicted(backbone, 40, checkpoints_layers=False) > 0
+
+
+def test_the_rank_with_the_least_memory_decides(tmp_path, has_memory, monkeypatch):
+    class Other(Ranks):
+        """Two ranks, of which the other one found less."""
+
+        size = 2
+
+        def all_gather_object(self, values):
+            return [*values, *(value - 1 if value > 0 else -7 for value in values)]
+
+    context, roles = make_context(tmp_path, "evaluation.batch_size=auto"), make_roles()
+    has_memory(GIB)
+    monkeypatch.setattr(pass_size, "ranks_of", lambda fabric: Other())
+    assert tokens_per_pass(context, roles, roles.backbone("policy"), "policy") == 7
+    assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 7
+
+
+def test_two_graphs_at_a_time_halve_a_pass(tmp_path, has_memory):
+    context, roles = make_context(tmp_path), make_roles()
+    has_memory(64 * 2**20)
+    one, two = (
+        tokens_per_pass(context, roles, roles.backbone("policy"), "policy", n_graphs=n) for n in (1, 2)
+    )
+    assert error(two, one / 2) < 0.1
