@@ -66,7 +66,8 @@ def reweighting(results: Results) -> Iterator[str]:
     n_rows, n_tokens, _ = shares
     row = next(iter(results.rollouts("wide").values()))
     budget, lengths = row["cell"]["budget"], row["n_prompt_tokens"]
-    first = Cell("wide", row["cell"]["policy"], budget).cache.n_slots(0) - round(sum(lengths) / len(lengths))
+    cache = Cell("wide", row["cell"]["policy"], budget).cache
+    first = cache.budget + cache.interval - round(sum(lengths) / len(lengths))
     yield "## What reweighting keeps"
     yield from claims.clipping(results)
     yield tables.weights(results)

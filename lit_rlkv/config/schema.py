@@ -238,8 +238,8 @@ class EvaluationConfig:
     )
     batch_size: Literal["auto"] | int = option(
         "auto",
-        "most responses sampled at a time; auto: up to 512, as many as memory holds. Another number draws other "
-        "random responses and evictions",
+        "most responses sampled at a time; auto: up to 512, as many as memory holds. Another number draws "
+        "other random responses and evictions",
         least=1,
     )
 
