@@ -132,3 +132,21 @@ def test_a_run_of_an_earlier_version_has_no_choices_and_is_resumed(tmp_path):
 def test_trust_in_modules_is_not_saved(tmp_path):
     Choices({}, ["seed=3", "trusted_modules=[mypackage]"]).save(tmp_path)
     assert Choices.load(tmp_path) == Choices({}, ["seed=3"])
+
+
+@pytest.mark.parametrize(
+    ("first", "later"), [("logger=csv", "logger=wandb"), ("diagnostics=none", "diagnostics=default")]
+)
+def test_a_run_can_be_resumed_again_after_a_resume_that_changed_a_group(tmp_path, first, later):
+    folder = leave_run(tmp_path / "run", first)
+    cfg, choices = resumed(folder, later)
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    before = (folder / "choices.json").read_text()
+    choices.save(folder)  # as fit does at every start
+    again, _ = resumed(folder)
+    group = later.partition("=")[0]
+    assert again[group] == cfg[group]
+    # the control: with the choices of the first command line alone the keys are unknown
+    (folder / "choices.json").write_text(before)
+    with pytest.raises(ConfigError, match="unknown key"):
+        resumed(folder)

@@ -1,5 +1,7 @@
 """Packed weights: the same products, in a block that leaves no trace."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +64,18 @@ def test_only_large_float32_matrices_outside_of_autocast_are_packed():
             assert not is_packed(other.first)
     with torch.autocast("cpu", torch.bfloat16), packed_weights(model, n_rows=1):
         assert not is_packed(model.first)
+
+
+def test_a_failure_while_packing_leaves_no_trace(monkeypatch):
+    model, packed = make(), []
+
+    def fails_at_the_second(*args):
+        packed.append(args)
+        if len(packed) == 2:
+            raise MemoryError("no room for the copy")
+        return partial(*args)
+
+    monkeypatch.setattr("lit_rlkv.models.packed_linear.partial", fails_at_the_second)
+    with pytest.raises(MemoryError), packed_weights(model, n_rows=1):
+        pass
+    assert not any(is_packed(m) for m in (model.first, model.second, model.small))
