@@ -124,25 +124,33 @@ def explain_scoring(
     shape: tuple[int, int], settings: RolloutConfig, tokens_per_pass: int, *, stacks_passes: bool
 ) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
-    stacked = ", set roles.stack_passes=false" if stacks_passes else ""
-    return (
-        f"out of memory in scoring, {_pass_size(shape, tokens_per_pass)}; "
-        f"{_smaller_passes(shape, tokens_per_pass)}{stacked}, or lower rollout.max_new_tokens="
-        f"{settings.max_new_tokens}"
-    )
+    helps = [
+        *_smaller_passes(shape, tokens_per_pass),
+        *(["set roles.stack_passes=false"] if stacks_passes else []),
+        f"lower rollout.max_new_tokens={settings.max_new_tokens}",
+    ]
+    return f"out of memory in scoring, {_pass_size(shape, tokens_per_pass)}; {_any_of(helps)}"
 
 
 def explain_update(
     roles: Roles, shape: tuple[int, int], settings: RolloutConfig, tokens_per_pass: int
 ) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
-    recompute = "" if roles.checkpoints_layers else ", set roles.gradient_checkpointing=true"
     n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
+    helps = [
+        *_smaller_passes(shape, tokens_per_pass),
+        *([] if roles.checkpoints_layers else ["set roles.gradient_checkpointing=true"]),
+        f"lower rollout.max_new_tokens={settings.max_new_tokens}",
+        "train fewer parameters (roles=hydra, roles.rank)",
+    ]
     return (
         f"out of memory in the update, {_pass_size(shape, tokens_per_pass)}, and {n_trained:,} parameters "
-        f"that train; {_smaller_passes(shape, tokens_per_pass)}{recompute}, lower rollout.max_new_tokens="
-        f"{settings.max_new_tokens}, or train fewer parameters (roles=hydra, roles.rank)"
+        f"that train; {_any_of(helps)}"
     )
+
+
+def _any_of(helps: Sequence[str]) -> str:
+    return ", or ".join(part for part in (", ".join(helps[:-1]), helps[-1]) if part)
 
 
 def _pass_size(shape: tuple[int, int], tokens_per_pass: int) -> str:
@@ -151,9 +159,11 @@ def _pass_size(shape: tuple[int, int], tokens_per_pass: int) -> str:
     return f"{n_at_once} of {n_rows} sequences of up to {n_columns} tokens at a time"
 
 
-def _smaller_passes(shape: tuple[int, int], tokens_per_pass: int) -> str:
+def _smaller_passes(shape: tuple[int, int], tokens_per_pass: int) -> list[str]:
+    """Return the setting that makes passes smaller; none if a pass is one sequence already."""
     n_rows, n_columns = shape
-    return f"set fabric.tokens_per_pass below {max(min(tokens_per_pass, n_rows * n_columns), n_columns)}"
+    n_tokens = min(tokens_per_pass, n_rows * n_columns)
+    return [f"set fabric.tokens_per_pass below {n_tokens}"] if n_tokens >= 2 * n_columns else []
 
 
 def _computes_in(model: PreTrainedModel) -> torch.dtype:

@@ -87,7 +87,7 @@ def test_advice_starts_with_the_largest_need():
 
 
 def test_scoring_and_update_are_told_by_what_they_read_at_a_time():
-    # 59 // 20 = 2 rows; what is more than all 16 · 20 tokens, or less than a row of 20, would change nothing
+    # 59 // 20 = 2 rows; more than all 16 · 20 tokens, or less than two rows of 20, would change nothing
     scoring = explain_scoring((16, 20), SAMPLING, 59, stacks_passes=True)
     assert (
         "2 of 16 sequences of up to 20 tokens at a time; set fabric.tokens_per_pass below 59, set" in scoring
@@ -99,7 +99,7 @@ def test_scoring_and_update_are_told_by_what_they_read_at_a_time():
     )
     assert "roles.stack_passes" not in scoring
     scoring = explain_scoring((16, 20), SAMPLING, 5, stacks_passes=False)
-    assert "1 of 16 sequences of up to 20 tokens at a time; set fabric.tokens_per_pass below 20," in scoring
+    assert "1 of 16 sequences of up to 20 tokens at a time; lower rollout.max_new_tokens" in scoring
     roles = make_roles()
     said = explain_update(roles, (16, 20), SAMPLING, 80)
     n = sum(p.numel() for p in roles.parameters() if p.requires_grad)
