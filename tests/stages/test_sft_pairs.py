@@ -111,7 +111,8 @@ def test_a_model_without_mistakes_is_refused(tmp_path):
 
 
 def test_answers_that_find_too_little_memory_say_what_to_lower(tmp_path):
-    parts = build_context(config(tmp_path, f"cache.budget={2**38}"))
+    window = ["cache.policy=snapkv", f"cache.window={2**37}", f"cache.budget={2**38}"]
+    parts = build_context(config(tmp_path, *window, "evaluation.budgets=[]"))
     says = r"the SFT model answers 8 prompts at a time; lower evaluation\.batch_size=\d+ or rollout"
     with pytest.raises(MemoryExhaustedError, match=says):
         on_policy_preference_pairs(parts, load_backbone(parts, None), 8, seed=0)
