@@ -1,4 +1,4 @@
-"""What eviction costs a pretrained model: accuracy, perplexity, divergence, importance weights, replay.
+"""Costs of eviction for a pretrained model: accuracy, perplexity, divergence, importance weights, replay.
 
     python benchmarks/pretrained.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--chunks 1] [--minutes 60]
     python benchmarks/pretrained.py --fast              a look at the output in a minute, records nothing

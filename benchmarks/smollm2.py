@@ -28,7 +28,7 @@ KEPT = ("prompt", "completion", "answer", "reward")
 
 
 def overrides(seed: int) -> list[str]:
-    """What fit is told besides its folders."""
+    """Return the overrides for fit besides its folders."""
     return ["recipe=smollm2", f"seed={seed}", "fabric.tokens_per_pass=2048"]
 
 
@@ -81,7 +81,15 @@ def kept(sample: LoggedSample) -> dict:
 
 def report(rows: list[dict]) -> str:
     """Return a Markdown table with Wilson's 95 % intervals."""
-    headings = ["seed", "budget, before", "budget, after", "gain", "all keys, before", "all keys, after"]
+    headings = [
+        "seed",
+        "budget, before",
+        "budget, after",
+        "gain",
+        "all keys, before",
+        "all keys, after",
+        "minutes",
+    ]
     body = []
     for row in sorted(rows, key=lambda row: row["seed"]):
 
@@ -98,6 +106,7 @@ def report(rows: list[dict]) -> str:
                 f"{gain:+.1f}",
                 cell("before", "dense"),
                 cell("after", "dense"),
+                f"{sum(row['stage_seconds'].values()) / 60:.0f}",
             ]
         )
     return markdown_table(headings, body)

@@ -15,7 +15,7 @@ FACTS = (
     ("city of the head office", ("Madrid", "Boston", "Vienna", "Denver", "Dublin", "Chicago")),
     ("instrument of the cook", ("violin", "piano", "guitar", "trumpet", "flute", "drum")),
 )
-"""What a document may tell, and the values that it may have."""
+"""Facts that a document may tell, each with its possible values."""
 FILLERS = (
     "Staff meetings take place every week, and everyone is welcome to bring a question.",
     "The building was renovated a few years ago and now has large windows on every floor.",

@@ -12,15 +12,15 @@ from torch.backends import mkldnn
 from lit_rlkv.models.backbone import is_sharded
 
 LEAST_ELEMENTS = 100_000
-"""Smaller matrices stay in the cache of the processor and gain nothing."""
+"""Smaller matrices are not packed."""
 
 
 @contextmanager
 def packed_weights(model: nn.Module, n_rows: int) -> Iterator[None]:
     """Pack the large float32 matrices of a model on a CPU for a `with` block without gradients or updates.
 
-    With few rows, PyTorch's matrix product rearranges a weight at every call, which takes as long as the
-    product itself. The packed copy takes the memory of the weights once more; results differ by rounding.
+    Otherwise each product of a few rows rearranges the weight again; benchmarks/cpu_speed.py times decoding
+    beside transformers. The copy takes the memory of the weights once more, and results differ by rounding.
 
     Args:
         n_rows: rows that the layers will see most often.

@@ -44,7 +44,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
     if "rl" not in context.cfg.stages and run.resume_from is None:
         return  # evaluate_after_training scores the same policy
     settings = asdict(context.cfg.evaluation) | {"budgets": list(context.cfg.evaluation.budgets)}
-    settings.pop("batch_size")  # changes greedy responses by rounding alone, and draws other random ones
+    settings.pop("batch_size")  # fits the memory of a machine, so it may differ on resume
     if results.before and results.settings in ({}, settings):
         return
     run.console.print("[bold]eval[/] before training")

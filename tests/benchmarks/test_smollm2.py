@@ -1,4 +1,4 @@
-"""What is kept of runs of recipe=smollm2: read from the folder of a finished run, run once, and told."""
+"""Rows of runs of recipe=smollm2: read from the folder of a finished run, run once, and told."""
 
 import json
 
@@ -14,7 +14,7 @@ def write_run(folder, *, finished=True):
     folder.mkdir(parents=True)
     after = [{**RESULT, "accuracy": 0.75}, {**RESULT, "cache": "random 32+6", "accuracy": 0.5}]
     before = [RESULT, {**RESULT, "cache": "random 32+6", "accuracy": 0.25}]
-    results = {"before": before, "after": after if finished else [], "stage_seconds": {"rl": 1.0}}
+    results = {"before": before, "after": after if finished else [], "stage_seconds": {"rl": 120.0}}
     (folder / "evaluation.json").write_text(json.dumps(results))
     (folder / "metrics.csv").write_text("reward,smd/kl,kv/replay_gap\n0.1,0.5,1e-5\n0.2,0.25,3e-5\n")
     lines = [
@@ -62,5 +62,5 @@ def test_the_table_has_wilson_intervals_and_the_gain_in_points(tmp_path, started
     smollm2.run(2, tmp_path)
     line = smollm2.report(record.rows("smollm2")).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        "2", "25.0 (16–37)", "50.0 (38–62)", "+25.0", "50.0 (38–62)", "75.0 (63–84)",
+        "2", "25.0 (16–37)", "50.0 (38–62)", "+25.0", "50.0 (38–62)", "75.0 (63–84)", "2",
     ]  # fmt: skip
