@@ -9,6 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 
+from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.runs import policy as training
 from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
@@ -176,3 +177,14 @@ def test_rl_refuses_to_resume_with_other_rows(joint, tmp_path):
     ):
         train(41, 2)
     assert train(40, 2) == 2
+
+
+def test_diagnostics_read_no_more_tokens_at_a_time_than_the_learner(joint, tmp_path):
+    asked = ["stages=[rl]", f"model.path={joint}", "algorithm.n_iterations=1", "fabric.tokens_per_pass=100"]
+    parts = build_context(config(tmp_path, *asked))
+    large, small = DenseMismatch(), DenseMismatch(tokens_per_pass=50)
+    module = make_policy(parts, joint)
+    for diagnostic in (large, small):
+        diagnostic.on_fit_start(None, module)
+    train_policy(parts, module, [large, small], CheckpointDir(tmp_path / "checkpoints"), None)
+    assert (large.tokens_per_pass, small.tokens_per_pass) == (100, 50)
