@@ -11,6 +11,7 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.rollout.generate import n_concurrent_rows
 from lit_rlkv.units import human_bytes
 
@@ -95,6 +96,8 @@ def rollout_needs(
                 [f"lower cache.window={cache.window}", fewer],
             )
         )
+    if n_packed := packed_size(model):
+        needs.append(Need("weights packed for decoding", {"elements": n_packed, "bytes": itemsize}, []))
     return sorted(needs, key=lambda need: need.n_bytes, reverse=True)
 
 

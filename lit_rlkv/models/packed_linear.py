@@ -25,7 +25,7 @@ def packed_weights(model: nn.Module, n_rows: int) -> Iterator[None]:
     Args:
         n_rows: rows that the layers will see most often.
     """
-    linears = [] if is_sharded(model) else [m for m in model.modules() if _can_be_packed(m)]
+    linears = _linears_to_pack(model)
     try:
         for linear in linears:
             packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), n_rows)
@@ -34,6 +34,15 @@ def packed_weights(model: nn.Module, n_rows: int) -> Iterator[None]:
     finally:
         for linear in linears:
             vars(linear).pop("forward", None)  # the method of the class again
+
+
+def packed_size(model: nn.Module) -> int:
+    """Return the elements that `packed_weights` copies."""
+    return sum(linear.weight.numel() for linear in _linears_to_pack(model))
+
+
+def _linears_to_pack(model: nn.Module) -> list[nn.Linear]:
+    return [] if is_sharded(model) else [m for m in model.modules() if _can_be_packed(m)]
 
 
 def _forward(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

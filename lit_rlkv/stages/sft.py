@@ -201,7 +201,8 @@ class SFTStage:
             update_context=lambda: explain_out_of_memory(
                 lambda: (
                     f"out of memory in the SFT stage; set fabric.tokens_per_pass below "
-                    f"{datamodule.tokens_per_pass}, or roles.gradient_checkpointing=true"
+                    f"{datamodule.tokens_per_pass}, which helps while a pass holds more than one sequence, "
+                    "or roles.gradient_checkpointing=true"
                 )
             ),
             interruption=self.interruption,

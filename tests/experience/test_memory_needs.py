@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import Linear
 
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update, rollout_needs
@@ -130,3 +131,12 @@ def test_it_fails_where_it_is_made_to_in_a_rollout_and_another_error_is_left_alo
     with counted_forwards(roles) as forwards:
         data.collect()
     assert forwards
+
+
+def test_weights_that_are_packed_for_decoding_are_a_need(monkeypatch):
+    monkeypatch.setattr("lit_rlkv.models.packed_linear.LEAST_ELEMENTS", 200)
+    model = make_model()
+    n_large = sum(m.weight.numel() for m in model.modules() if type(m) is Linear and m.weight.numel() >= 200)
+    needs = {need.what: need for need in rollout_needs(model, SPEC, (4, 6), SAMPLING, GROUP)}
+    assert needs["weights packed for decoding"].n_bytes == 4 * n_large > 0
+    assert "weights packed" in explain_rollout(model, SPEC, (4, 6), SAMPLING, GROUP)
