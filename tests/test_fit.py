@@ -158,13 +158,15 @@ def test_fewer_rollout_rows_need_a_smaller_cache(sft_runs):
 def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypatch):
     called = []
     monkeypatch.setattr(
-        "lit_rlkv.kernels.decode_attention.kernel.decode_attention", lambda *a, **k: called.append(a) or 1 / 0
+        "lit_rlkv.kernels.decode_attention.kernel.decode_attention",
+        lambda *args, n_splits, **options: called.append(n_splits) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         run(
             sft_runs,
             "by-triton",
             "kernels=triton",
+            "rollout.n_splits=3",
             "stages=[eval]",
             f"model.path={sft_runs / 'first' / 'backbone'}",
         )
@@ -172,13 +174,14 @@ def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypat
     with pytest.raises(ZeroDivisionError):
         evaluate(options)
     set_kernels("auto")
-    assert len(called) == 2
+    assert called == [3, None]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["rollout.cuda_graph=true"], "rollout.cuda_graph=true needs CUDA, got device cpu"),
+        (["rollout.n_splits=1"], "rollout.n_splits=1 needs the Triton kernels, which do not run on cpu"),
         (["kernels=triton", "fabric.precision=64-true"], "kernels: kernels=triton takes float32, float16"),
     ],
 )

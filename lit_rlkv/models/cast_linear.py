@@ -1,4 +1,4 @@
-"""Weights in the dtype of the computation, cast once for many forwards; apart from peft, which sampling does not need."""
+"""Weights in the dtype of the computation; apart from peft, which sampling does not need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ class CastLinear(nn.Module):
 
 @contextmanager
 def cache_cast_weights(backbone: PreTrainedModel) -> Iterator[None]:
-    """Cast the weights of adapters and of the LM head once for a `with` block without gradients or updates."""
+    """Cast adapters and LM head once for a `with` block without gradients or updates."""
     # Sharded weights are gathered only during a forward.
     modules = () if is_sharded(backbone) else backbone.modules()
     casts = [module for module in modules if isinstance(module, (CastLinear, LMHead))]

@@ -46,7 +46,7 @@ class LMHead(nn.Linear):
 
 
 def use_float32_logits(model: PreTrainedModel) -> None:
-    """Turn the output head of a model into an `LMHead`, in place; heads of other types than Linear are kept."""
+    """Turn the output head of a model into an `LMHead`, in place; only if it is a plain `nn.Linear`."""
     head = model.get_output_embeddings()
     # By its class, as FSDP2 does: the module keeps its name, its weight, which may be tied, and its hooks.
     if type(head) is nn.Linear:
