@@ -140,8 +140,8 @@ def _check_device(cfg: Config, device: torch.device) -> None:
         has_kernels = uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
     require(
         cfg.rollout.n_splits is None or has_kernels,
-        f"rollout.n_splits={cfg.rollout.n_splits} needs the Triton kernels, which do not run on {device.type} "
-        f"with kernels={cfg.kernels} and fabric.precision={cfg.fabric.precision}; leave it null",
+        f"rollout.n_splits={cfg.rollout.n_splits} needs the Triton kernels, which do not run on "
+        f"{device.type} with kernels={cfg.kernels}, fabric.precision={cfg.fabric.precision}; leave it null",
     )
     if cfg.rollout.cuda_graph:
         require(
