@@ -14,6 +14,14 @@ def test_every_precision_is_measured_with_and_without_rounded_logits(capsys):
     assert means[0] < 1e-5 < means[1] < means[3]
 
 
+def test_replay_in_bfloat16_is_closer_than_with_rounded_logits():
+    model, cache = replay_gap.make_model(torch.bfloat16, "cpu"), replay_gap.CACHES["snapkv 24+8"]
+    ours = replay_gap.measure(model, cache, 8, 64)
+    with replay_gap.rounded_logits(model):
+        rounded = replay_gap.measure(model, cache, 8, 64)
+    assert all(ours[name] < 0.9 * rounded[name] for name in ours)
+
+
 def test_rounding_is_that_of_a_plain_linear_layer_and_ends_with_the_block():
     model = replay_gap.make_model(torch.bfloat16, "cpu")
     head, hidden = model.get_output_embeddings(), torch.randn(3, replay_gap.HIDDEN).bfloat16()
