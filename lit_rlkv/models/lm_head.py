@@ -37,12 +37,25 @@ class LMHead(nn.Linear):
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(dtype)
             weight = self.weight if self.cached_weight is None else self.cached_weight
-            if dtype.itemsize > 2:
-                return F.linear(hidden, weight, self.bias)
-            logits: Tensor = _Float32Product.apply(hidden.reshape(-1, hidden.shape[-1]), weight)  # type: ignore[no-untyped-call]
-            if self.bias is not None:
-                logits = logits + self.bias.float()
-        return logits.view(*hidden.shape[:-1], len(weight))
+            return logits_of(hidden, weight, self.bias)
+
+
+def logits_of(
+    hidden: Float[Tensor, "*lead dim"],
+    weight: Float[Tensor, "vocab dim"],
+    bias: Float[Tensor, " vocab"] | None = None,
+) -> Float[Tensor, "*lead vocab"]:
+    """Return hidden · weightᵀ + bias in float32, or in the dtype of `hidden` if it is wider; gradients flow.
+
+    Args:
+        weight: of the same dtype, or float32 that is rounded to a 16-bit `hidden`.
+    """
+    if hidden.dtype.itemsize > 2:
+        return F.linear(hidden, weight, bias)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits: Tensor = _Float32Product.apply(rows, weight)  # type: ignore[no-untyped-call]
+    logits = logits.view(*hidden.shape[:-1], len(weight))
+    return logits if bias is None else logits + bias.float()
 
 
 def use_float32_logits(model: PreTrainedModel) -> None:
