@@ -104,6 +104,6 @@ def float32_product(
     wide = rows.float()
     products = torch.empty(len(rows), len(weight), dtype=torch.float32, device=rows.device)
     size = max(CHUNK_ELEMENTS // weight.shape[1], 1)
-    for part, place in zip(weight.split(size), products.split(size, dim=1), strict=True):
+    for part, place in zip(torch.split(weight, size), torch.split(products, size, dim=1), strict=True):
         torch.mm(wide, part.to(rows.dtype).float().T, out=place)
     return products
