@@ -31,9 +31,9 @@ from lit_rlkv.trainer import train
 from lit_rlkv.types import Rollout, TrainBatch
 
 SPEC = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
-REPLAY = Correction(samples_dense=False, replays=True, weight_fn=unweighted)
+REPLAY = Correction(samples_dense=False, replays=True, weight_fn=unweighted, bypass_mode=True)
 ARMS = {
-    "dense": Correction(True, True, unweighted),
+    "dense": Correction(True, True, unweighted, bypass_mode=True),
     "naive": Correction(False, False, unweighted),
     "tis": Correction(False, False, truncated),
     "mis": Correction(False, False, masked),

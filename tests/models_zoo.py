@@ -24,6 +24,16 @@ from lit_rlkv.models import prepare_backbone
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 4, 8, 3
 PAD = 0
+SIZE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": PAD,
+}
+"""Of a model whose config class is none of `FAMILIES`."""
 
 WEIGHT_SCALE = 4.0
 """Factor on the initial matrices; at their small scale attention is uniform and hides a wrong mask."""

@@ -147,6 +147,17 @@ def test_every_algorithm_trains_with_every_correction_and_distillation(
     assert done.n_moved == done.n_trainable
 
 
+def test_weights_on_the_residual_of_replay_change_float32_training_by_rounding_only(train: Train):
+    arm = ("algorithm=grpo", "distillation=none")
+    weighted = train(*arm, "correction=tis", "correction.replays=true").metrics
+    plain = train(*arm, "correction=shadow").metrics
+    for row in weighted:
+        assert 0 < row["kv/replay_gap_mean"] <= row["kv/replay_gap_p99"] <= row["kv/replay_gap_max"] < 1e-4
+    assert "kv/replay_gap_max" not in plain[0]
+    assert weighted[0]["policy_loss"] == pytest.approx(plain[0]["policy_loss"], abs=1e-4)
+    assert weighted[0]["rollout_corr/k3_kl"] < 1e-8
+
+
 def test_without_distillation_the_gradient_is_that_of_the_policy_loss(sft_runs: Path, tmp_path: Path):
     def variances(distillation: str) -> list[tuple[float, ...]]:
         gradient = GradientVariance(every=1, n_parts=2)

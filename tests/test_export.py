@@ -297,6 +297,7 @@ def test_a_run_of_a_gpu_is_exported_and_scored_where_there_is_none(runs, tmp_pat
     copytree(runs / "ppo", folder)
     saved = OmegaConf.load(folder / "config.yaml")
     saved.rollout.cuda_graph, saved.fabric.accelerator = True, "cuda"
+    saved.rollout.n_splits = 4  # of a kernel that runs on CUDA only
     OmegaConf.save(saved, folder / "config.yaml")
     written, _ = export(asking(folder.parent, "captured", tmp_path / "out"))
     assert "cuda_graph: true" in (written / "README.md").read_text()

@@ -14,6 +14,7 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit, main
 from lit_rlkv.kernels.backend import set_kernels
+from lit_rlkv.kernels.decode_attention import kernel
 from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import render
@@ -156,29 +157,41 @@ def test_fewer_rollout_rows_need_a_smaller_cache(sft_runs):
 
 
 def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypatch):
-    called = []
-    monkeypatch.setattr(
-        "lit_rlkv.kernels.decode_attention.kernel.decode_attention", lambda *a, **k: called.append(a) or 1 / 0
-    )
+    called, attend = [], kernel.decode_attention
+
+    def fails_once_configured(*args, n_splits, **options):
+        called.append(n_splits)
+        if n_splits == wanted:
+            raise ZeroDivisionError
+        return attend(*args, n_splits=n_splits, **options)
+
+    monkeypatch.setattr(kernel, "decode_attention", fails_once_configured)
+    wanted = 3
     with pytest.raises(ZeroDivisionError):
         run(
             sft_runs,
             "by-triton",
             "kernels=triton",
+            "rollout.n_splits=3",
             "stages=[eval]",
             f"model.path={sft_runs / 'first' / 'backbone'}",
         )
+    assert called[-1] == 3
+    assert set(called[:-1]) == {None}  # of the check that the model can be replayed
+    called.clear()
+    wanted = None
     options = replace(scoring(sft_runs / "first"), kernels="triton")
     with pytest.raises(ZeroDivisionError):
         evaluate(options)
     set_kernels("auto")
-    assert len(called) == 2
+    assert called == [None]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["rollout.cuda_graph=true"], "rollout.cuda_graph=true needs CUDA, got device cpu"),
+        (["rollout.n_splits=1"], "rollout.n_splits=1 needs the Triton kernels, which do not run on cpu"),
         (["kernels=triton", "fabric.precision=64-true"], "kernels: kernels=triton takes float32, float16"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rlkv.kernels.token_logps import policy_kl, token_logps
+from lit_rlkv.models.lm_head import logits_of
 
 REAL = [(n_positions, 1536, 151_936) for n_positions in (4096, 8192, 16_384)]
 TOY = [(n_positions, 32, 200) for n_positions in (24, 48)]
@@ -37,7 +38,7 @@ class Inputs:
         return self.weight.shape[0]
 
     def head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
+        return logits_of(hidden, self.weight)
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """Copies of another precision that learn alike."""

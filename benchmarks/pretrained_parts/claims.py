@@ -115,11 +115,11 @@ def rounding(results: Results) -> Iterator[str]:
         means = {policy: row["gap"]["mean"] for policy, row in rows.items()}
         low, high = extremes(means)
         yield (
-            "**In bfloat16 the gap is about the model's own rounding.** Without eviction, decoding and "
-            f"one forward over the same text differ by {dense['gap']['mean']:.3f} nats on average and by "
-            f"{dense['gap']['max']:.2f} at most. Under eviction the average is {means[low]:.3f} (`{low}`) "
-            f"to {means[high]:.3f} (`{high}`), the largest gap "
-            f"{max(row['gap']['max'] for row in rows.values()):.2f}."
+            "**In bfloat16 the gap is about the rounding of the layers.** Logits are float32. Without "
+            "eviction, decoding and one forward over the same text differ by "
+            f"{dense['gap']['mean']:.3f} nats on average and by {dense['gap']['max']:.2f} at most. Under "
+            f"eviction the average is {means[low]:.3f} (`{low}`) to {means[high]:.3f} (`{high}`), the "
+            f"largest gap {max(row['gap']['max'] for row in rows.values()):.2f}."
         )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.diagnostics import as_floats
-from lit_rlkv.diagnostics.importance_ratios import rollout_correction
+from lit_rlkv.diagnostics.importance_ratios import replay_gap, rollout_correction
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.experience.group_baselines import is_informative
@@ -19,6 +19,7 @@ from lit_rlkv.types import Rewards
 def rollout_statistics(experience: Experience) -> dict[str, float]:
     """Return rewards, lengths, mismatch and cache bytes of the rollout of all ranks."""
     rollout = experience.rollout
+    logps = (experience.old_logps, rollout.rollout_logps)
     lengths = rollout.response_mask.sum(dim=1).float()
     scalars = {
         **group_statistics(experience.rewards, experience.group_size),
@@ -27,9 +28,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1 - experience.has_eos.float().mean(),
         "num_tokens": lengths.sum(),
-        **rollout_correction(
-            experience.old_logps, rollout.rollout_logps, experience.weights.weight, rollout.response_mask
-        ),
+        **rollout_correction(*logps, experience.weights.weight, rollout.response_mask),
+        **(replay_gap(*logps, rollout.response_mask) if experience.is_replayed else {}),
         **critic_statistics(experience),
         **reference_statistics(experience),
         **reward_statistics(experience.rewards),

@@ -44,6 +44,8 @@ SAME = {
     "gradient_clip_val": "algorithm.max_grad_norm",
     "grad_clip": "algorithm.max_grad_norm",
     "vllm_importance_sampling_cap": "correction.weight_fn.cap",
+    "rollout_correction.bypass_mode": "correction.bypass_mode",
+    "num_splits": "rollout.n_splits",
     # the optimizer
     "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",
@@ -197,6 +199,7 @@ DIFFERENT = {
     "importance_sampling_level": "the weights are per token; " + OFF_POLICY,
     "vllm_importance_sampling_correction": OFF_POLICY,
     "rollout_is": OFF_POLICY,
+    "cast_lm_head_to_fp32": "logits are always float32; leave it out",
     "critic.optim.lr": "in 'algorithm=ppo', it is 'algorithm.loss.value_lr_scale' times 'optimizer.lr'",
     "warmup_ratio": "'algorithm.n_warmup_steps' counts optimizer steps",
     "lr_warmup_steps_ratio": "'algorithm.n_warmup_steps' counts optimizer steps",

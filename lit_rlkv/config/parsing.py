@@ -23,6 +23,9 @@ AUTO = "auto"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File name of the model of `recipe=smollm2`."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
+WEIGHT_FUNCTIONS = tuple(
+    f"lit_rlkv.objectives.corrections.{name}" for name in ("truncated", "masked", "sparse_rl")
+)
 
 
 def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
@@ -241,6 +244,12 @@ def _check_losses(cfg: Config) -> None:
         distillation is None or distillation.get("weight") == 0 or not is_dense,
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
         "use distillation=none or distillation=anchor, or another correction and cache.policy",
+    )
+    weight_fn = str(cfg.correction.get("weight_fn", {}).get("_target_"))
+    require(
+        not cfg.correction.get("bypass_mode") or weight_fn not in WEIGHT_FUNCTIONS,
+        f"correction.bypass_mode=true takes the sampler's log-probs for π_old, so {weight_fn} would give "
+        "every token weight 1; use correction.bypass_mode=false, which scores π_old before the update",
     )
     require(
         cfg.algorithm.policy_weight > 0 or distillation is not None,

@@ -63,6 +63,13 @@ class RolloutConfig:
         least=1,
     )
     cuda_graph: bool | None = option(None, "capture the decode step as a CUDA graph; null: on CUDA")
+    n_splits: int | None = option(
+        None,
+        "parts of a row's cache that the decode attention kernel reads in parallel, as num_splits of "
+        "FlashAttention; a number keeps its rounding the same in any batch; null: more for fewer rows",
+        least=1,
+        most=128,
+    )
 
     def __post_init__(self) -> None:
         for name, off in {"top_p": 1.0, "top_k": None}.items():

@@ -135,10 +135,31 @@ def dense_mismatch(
     """
     found = off_policy(dense_logps, rollout_logps, response_mask)
     scalars = {f"kv/dense_{name}": value for name, value in found.items() if not name.startswith("rollout_")}
-    size = (dense_logps - rollout_logps).abs()[response_mask]
-    rank = math.ceil(0.99 * len(size))
-    scalars["kv/dense_log_ratio_p99"] = size.kthvalue(rank).values if rank else size.sum()
+    scalars["kv/dense_log_ratio_p99"] = _p99((dense_logps - rollout_logps).abs()[response_mask])
     return scalars
+
+
+def replay_gap(
+    old_logps: Float[Tensor, "batch seq"],
+    rollout_logps: Float[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
+) -> Scalars:
+    """Return mean, 99th percentile and maximum of |log π_old − log μ| over all response tokens, in nats.
+
+    π_old is the replayed policy before the update; `rollout_corr/k3_kl` is the k3 of the same ratios.
+    """
+    size = (old_logps - rollout_logps).abs()[response_mask]
+    return {
+        "kv/replay_gap_mean": size.mean(),
+        "kv/replay_gap_p99": _p99(size),
+        "kv/replay_gap_max": size.max(),
+    }
+
+
+def _p99(values: Float[Tensor, " token"]) -> Float[Tensor, ""]:
+    """Return the 99th percentile by nearest rank; 0 without values."""
+    rank = math.ceil(0.99 * len(values))
+    return values.kthvalue(rank).values if rank else values.sum()
 
 
 def _row_means(values: Tensor, response_mask: Tensor) -> Float[Tensor, " batch"]:

@@ -24,6 +24,7 @@ class Experience:
     has_eos: Bool[Tensor, " batch"]
     """False where the response was truncated at max_new_tokens."""
     old_logps: Float[Tensor, "batch seq"]
+    """Log-probs of π_old: the policy under the learner's view, or the sampler in bypass mode."""
     ref_logps: Float[Tensor, "batch seq"] | None
     """Log-probs of the reference; None without one."""
     kl_coef: float | int
@@ -40,6 +41,8 @@ class Experience:
     """Scores of the responses by a pairwise judge; None without one."""
     gamma: float | int = 1.0
     """Discount per response token, used for the returns that a critic learns."""
+    is_replayed: bool = False
+    """True if `old_logps` were scored under replay: they differ from the sampler's by rounding only."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 

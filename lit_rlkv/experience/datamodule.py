@@ -197,6 +197,7 @@ class RolloutDataModule(L.LightningDataModule):
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
             verdicts=None if verdicts is None else verdicts.to(response_mask.device),
             gamma=self.advantage.gamma,
+            is_replayed=self.correction.replays and not self.correction.bypass_mode,
             ranks=self.ranks,
         )
 
@@ -250,13 +251,13 @@ class RolloutDataModule(L.LightningDataModule):
         # Without evictions both views are the same, and roles with the same view share a forward.
         dense_view = replay and self.cache.is_dense
         views = {
-            "policy": False,
+            "policy": replay,
             "reference": replay,
             "reward": dense_view,
             "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
         wanted = set(self.roles.needed)
-        if replay or self.cache.is_dense:
+        if self.correction.bypass_mode:
             wanted.remove("policy")  # π_old is the sampler
         stacks_passes = self.roles_config.stack_passes
         with explain_out_of_memory(

@@ -59,6 +59,7 @@ class SlotCache(Cache):
         n_rows: sequences held at a time.
         seq_len: columns of a sequence, prompt and response.
         generator: for policies that draw; on `device`.
+        n_splits: see `lit_rlkv.kernels.decode_attention`.
     """
 
     def __init__(
@@ -69,8 +70,11 @@ class SlotCache(Cache):
         seq_len: int,
         device: torch.device,
         generator: torch.Generator | None = None,
+        *,
+        n_splits: int | None = None,
     ) -> None:
         self.spec = spec
+        self.n_splits = n_splits
         self.policy = spec.make_policy()
         self.generator = generator
         self.n_rows = n_rows

@@ -212,6 +212,7 @@ class SlotLayer(CacheLayerMixin):
             softcap=softcap,
             received=None if self.attention is None else self.attention[:, :, read],
             accumulates=policy is not None and policy.tracks_attention == "sum",
+            n_splits=cache.n_splits,
         )
         return out.reshape(n_rows, -1, 1, value.shape[-1])
 

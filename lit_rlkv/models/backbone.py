@@ -12,6 +12,7 @@ from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.attention import ATTENTION_NAME
+from lit_rlkv.models.lm_head import use_float32_logits
 from lit_rlkv.types import NEVER
 
 REPLAYABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -19,11 +20,14 @@ PROBE_LEN = 6
 
 
 def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """Register our attention, set dropout to 0, check that replay is exact, and return the model.
+    """Register our attention, make logits float32, set dropout to 0, check that replay is exact.
 
     The check runs a few tokens. In training mode, and when decoding from our cache, the logits must equal
     those of the model's own attention in evaluation mode. With every key evicted right after its own query,
     the logits must equal those of each token alone: only attention carries information between tokens.
+
+    Returns:
+        The same model.
 
     Raises:
         ValueError: the architecture keeps state outside attention, or its attention is not supported.
@@ -48,6 +52,7 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
             model.set_attn_implementation("eager")
             expected = model.eval()(input_ids, use_cache=False).logits
             model.set_attn_implementation(ATTENTION_NAME)
+            use_float32_logits(model)
             if text_config(model)._attn_implementation != ATTENTION_NAME:
                 raise ValueError(
                     f"{name} cannot be replayed: it does not look its attention up in transformers' "
@@ -89,17 +94,17 @@ def _check_replayable(
     if not expected.isfinite().all():
         raise ValueError(
             f"{name} computes logits that are not finite: its weights are broken or overflow "
-            f"{expected.dtype}; use another checkpoint or precision"
+            f"{model.dtype}; use another checkpoint or precision"
         )
-    if not _is_close(dense, expected, ignores_outliers=True):
+    if not _is_close(dense, expected, model.dtype, ignores_outliers=True):
         raise ValueError(
             f"{name} cannot be replayed: its logits change under our attention (it may not pass on the "
             "attention arguments), with our output head or in training mode; set any dropout that is not an "
             "nn.Dropout to 0 in its config"
         )
-    if not _is_close(decoded, expected[:, -1:], ignores_outliers=True):
+    if not _is_close(decoded, expected[:, -1:], model.dtype, ignores_outliers=True):
         raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
-    if not _is_close(isolated, alone.view_as(isolated)):
+    if not _is_close(isolated, alone.view_as(isolated), model.dtype):
         raise ValueError(
             f"{name} cannot be replayed: information flows between tokens outside causal attention "
             "(convolution, recurrence, a custom mask)"
@@ -109,17 +114,19 @@ def _check_replayable(
 def _is_close(
     actual: Float[Tensor, "batch seq vocab"],
     expected: Float[Tensor, "batch seq vocab"],
+    dtype: torch.dtype,
     *,
     ignores_outliers: bool = False,
 ) -> bool:
     """True if the logits agree at every position.
 
     Args:
+        dtype: precision of the model.
         ignores_outliers: in 16 bit, at half of the positions is enough. Pretrained models have activations so
             large that there rounding alone can change all logits of a position.
     """
-    is_wide = expected.dtype in (torch.float32, torch.float64)
-    errors = (actual - expected).abs().amax(dim=-1).to(torch.promote_types(expected.dtype, torch.float32))
+    is_wide = dtype in (torch.float32, torch.float64)
+    errors = (actual - expected).abs().amax(dim=-1)
     error = errors.median() if ignores_outliers and not is_wide else errors.max()
     return bool(error <= (1e-4 if is_wide else 5e-2) * expected.abs().max())
 
@@ -249,8 +256,9 @@ def head_is_frozen(model: PreTrainedModel) -> bool:
 
 
 def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead vocab"]:
-    """Return the logits of the output head, with the scalings and softcaps of Granite, Cohere and Gemma."""
+    """Return the logits, with the scalings and softcaps of Granite, Cohere and Gemma, in float32 or wider."""
     logits: Tensor = model.get_output_embeddings()(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # of a head that is no `LMHead`
     config = text_config(model)
     if (divisor := optional_setting(config, "logits_scaling")) is not None:
         logits = logits / divisor

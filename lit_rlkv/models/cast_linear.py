@@ -1,4 +1,4 @@
-"""Weights of adapters in the dtype of the backbone; apart from peft, which sampling does not need."""
+"""Weights in the dtype of the computation; apart from peft, which sampling does not need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.models.lm_head import LMHead
 
 
 class CastLinear(nn.Module):
@@ -38,9 +39,10 @@ class CastLinear(nn.Module):
 
 @contextmanager
 def cache_cast_weights(backbone: PreTrainedModel) -> Iterator[None]:
-    """Cast the adapters' weights once for a `with` block without gradients or updates."""
+    """Cast adapters and LM head once for a `with` block without gradients or updates."""
     # Sharded weights are gathered only during a forward.
-    casts = [] if is_sharded(backbone) else [m for m in backbone.modules() if isinstance(m, CastLinear)]
+    modules = () if is_sharded(backbone) else backbone.modules()
+    casts = [module for module in modules if isinstance(module, (CastLinear, LMHead))]
     for module in casts:
         module.cached_weight = module.weight.detach().to(module.dtype)
     try:

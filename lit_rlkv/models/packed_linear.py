@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.backends import mkldnn
 
 from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.models.lm_head import LMHead
 
 LEAST_ELEMENTS = 100_000
 """Smaller matrices are not packed."""
@@ -52,7 +53,7 @@ def _forward(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
-        type(module) is nn.Linear
+        type(module) in (nn.Linear, LMHead)
         and "forward" not in vars(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32

@@ -88,7 +88,8 @@ def arm(config: Tree) -> str:
     if correction.get("samples_dense") or config.get("cache", {}).get("policy") == "dense":
         name = "dense"
     elif correction.get("replays"):
-        name = "smd" if config.get("distillation") else "shadow"
+        replay = "smd" if config.get("distillation") else "shadow"
+        return f"{replay}: {METHODS[replay]}" + ("" if name == "naive" else f", with weights by {name}")
     return f"{name}: {METHODS[name]}" if name in METHODS else name
 
 

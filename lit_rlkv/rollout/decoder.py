@@ -58,6 +58,7 @@ class Decoder:
         settings: settings; buffers are on the device of `settings.eos_token_ids`.
         generator: random numbers of sampling and of eviction policies, on the same device.
         cuda_graph: capture the step as a CUDA graph; needs CUDA.
+        n_splits: see `generate`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Decoder:
         generator: torch.Generator | None,
         *,
         cuda_graph: bool,
+        n_splits: int | None = None,
     ) -> None:
         device = settings.eos_token_ids.device
         self.model = model
@@ -77,9 +79,8 @@ class Decoder:
         self.generator = generator
         self.n_rows = n_rows
         self.seq_len = n_prompt_columns + settings.max_new_tokens
-        self.kv = SlotCache(
-            cache, text_config(model).num_hidden_layers, n_rows, self.seq_len, device, generator
-        )
+        n_layers = text_config(model).num_hidden_layers
+        self.kv = SlotCache(cache, n_layers, n_rows, self.seq_len, device, generator, n_splits=n_splits)
         shape = (n_rows, self.seq_len + 1)
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)
         self.logps = torch.zeros(shape, device=device, dtype=torch.float32)

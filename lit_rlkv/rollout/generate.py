@@ -8,6 +8,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.decode_attention.launch import MAX_SPLITS
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import can_be_captured, check_length, n_embeddings
 from lit_rlkv.models.cast_linear import cache_cast_weights
@@ -34,6 +36,7 @@ def generate(
     num_return_sequences: int = 1,
     max_rows: int | None = None,
     cuda_graph: bool | None = None,
+    n_splits: int | None = None,
     on_progress: Callable[[int], object] | None = None,
 ) -> Rollout:
     """Sample responses to each prompt with a KV cache of fixed size, and record when each key was evicted.
@@ -50,17 +53,21 @@ def generate(
         max_rows: most sequences to decode at a time, which bounds the memory of the cache. A prompt waits
             until there are free rows for all its responses. None decodes all at once.
         cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if the model can be captured.
+        n_splits: parts of a row's cache that the decode attention kernel reads in parallel, at most 128.
+            None: more parts for fewer rows, so that the rounding of attention depends on their number.
         on_progress: called during decoding with the number of tokens since the last call, as tqdm's `update`.
             A response that ends early counts in full, so the numbers add up to
             `batch * num_return_sequences * max_new_tokens`.
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
-            `num_return_sequences`; or the decode step cannot be captured.
+            `num_return_sequences`; the decode step cannot be captured, or `n_splits` is not between 1
+            and 128, or the kernel does not run.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
+    _check_splits(n_splits, torch.empty(0, dtype=model.dtype, device=input_ids.device))
     eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
     decoder = Decoder(
         model,
@@ -75,6 +82,7 @@ def generate(
         ),
         generator,
         cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
+        n_splits=n_splits,
     )
     # A CUDA graph is captured on the current device.
     with (
@@ -215,4 +223,16 @@ def _check_rows(
         raise ValueError(
             f"cuda_graph=true needs a model on CUDA, and this one is on {device.type}; use the default None, "
             "which captures where possible"
+        )
+
+
+def _check_splits(n_splits: int | None, like: Tensor) -> None:
+    if n_splits is None:
+        return
+    if not 1 <= n_splits <= MAX_SPLITS:
+        raise ValueError(f"n_splits must be 1 to {MAX_SPLITS}, got {n_splits}")
+    if not uses_triton(like):
+        raise ValueError(
+            f"n_splits={n_splits} needs the Triton kernel of decode attention, which does not run on "
+            f"{like.device.type} in {like.dtype}; use the default None"
         )

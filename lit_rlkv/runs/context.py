@@ -137,7 +137,12 @@ def build_context(cfg: Config, fabric: Fabric | None = None) -> RunContext:
 def _check_device(cfg: Config, device: torch.device) -> None:
     """Refuse settings that the device does not support, before a model is loaded."""
     with as_config_errors("kernels"):
-        uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
+        has_kernels = uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
+    require(
+        cfg.rollout.n_splits is None or has_kernels,
+        f"rollout.n_splits={cfg.rollout.n_splits} needs the Triton kernels, which do not run on "
+        f"{device.type} with kernels={cfg.kernels}, fabric.precision={cfg.fabric.precision}; leave it null",
+    )
     if cfg.rollout.cuda_graph:
         require(
             cfg.fabric.strategy != "fsdp2",

@@ -107,6 +107,8 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
     # This machine may have no CUDA.
     if run.cfg.rollout.cuda_graph:
         run.cfg.rollout.cuda_graph = None
+    if run.cfg.kernels == "auto" and not torch.cuda.is_available():
+        run.cfg.rollout.n_splits = None
     if run.cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         run.cfg.fabric.accelerator = "auto"
     # Without distillation, a teacher that only it needs is not loaded.

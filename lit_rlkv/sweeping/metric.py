@@ -111,7 +111,14 @@ def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
     for names, key in {"smd/(kl|loss)": "weight", "smd/anchor/.+": "anchor_weight"}.items():
         has_term = distillation is not None and distillation.get(key, 0) > 0
         yield names, has_term, f"choose a distillation with distillation.{key} above 0"
-    yield "kv/replay_gap", cfg.correction.replays, "choose correction=shadow"
+    replays = cfg.correction.replays
+    yield "kv/replay_gap", replays, "choose correction=shadow"
+    scores_replay = replays and not cfg.correction.get("bypass_mode", False)
+    yield (
+        "kv/replay_gap_(mean|p99|max)",
+        scores_replay,
+        "choose correction=shadow correction.bypass_mode=false",
+    )
     measured = {get_object(node._target_).name for node in cfg.diagnostics.values() if node is not None}
     for name, names in MEASURED.items():
         yield f"{names}|time/diagnostics/{name}", name in measured, f"switch diagnostics.{name} on"

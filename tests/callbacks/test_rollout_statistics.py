@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from lit_rlkv.callbacks.rollout_statistics import (
 )
 from lit_rlkv.objectives.corrections import Correction, masked, truncated, unweighted
 from lit_rlkv.types import Rewards
-from tests.hand_built import ARMS, make_datamodule, make_roles, shift
+from tests.hand_built import ARMS, REPLAY, make_datamodule, make_roles, shift
 
 
 def test_statistics_describe_the_rollout():
@@ -38,9 +39,32 @@ def test_a_dense_learner_shows_its_mismatch():
     found = rollout_statistics(experience)
     assert found["rollout_corr/k3_kl"] > 1e-3
     assert found["rollout_corr/rollout_is_eff_sample_size"] < 0.999
-    dense = Correction(samples_dense=True, replays=False, weight_fn=unweighted)
+    dense = Correction(True, False, unweighted, bypass_mode=True)
     experience = make_datamodule(make_roles(), correction=dense).collect()
     assert rollout_statistics(experience)["rollout_corr/k3_kl"] == 0.0
+
+
+def test_replay_that_is_scored_shows_what_rounding_left_of_it():
+    arm = Correction(samples_dense=False, replays=True, weight_fn=truncated)
+    experience = make_datamodule(make_roles(), correction=arm).collect()
+    found = rollout_statistics(experience)
+    assert 0 < found["kv/replay_gap_mean"] <= found["kv/replay_gap_p99"] <= found["kv/replay_gap_max"] < 1e-4
+    response_mask = experience.rollout.response_mask
+    size = torch.linspace(0, 1, int(response_mask.sum()))
+    noise = torch.zeros_like(experience.old_logps).masked_scatter(response_mask, size)
+    sampled = replace(experience.rollout, rollout_logps=experience.old_logps - noise)
+    found = rollout_statistics(replace(experience, rollout=sampled))
+    rank = math.ceil(0.99 * len(size)) - 1
+    expected = {"mean": 0.5, "p99": float(size[rank]), "max": 1.0}
+    for name, value in expected.items():
+        assert found[f"kv/replay_gap_{name}"] == pytest.approx(value, abs=1e-5)
+    assert found["rollout_corr/k3_kl"] == pytest.approx(
+        float((noise.exp() - noise - 1)[response_mask].mean())
+    )
+    for other in (REPLAY, ARMS["tis"]):  # π_old is the sampler; the gap of a dense learner is no rounding
+        assert "kv/replay_gap_mean" not in rollout_statistics(
+            make_datamodule(make_roles(), correction=other).collect()
+        )
 
 
 def test_a_critic_is_judged_by_returns_that_are_discounted_as_its_own():

@@ -14,6 +14,12 @@ from tests.config.asking import asked, refusal
             ["fabric.precision=bf16-true", "stages=[rl]", "roles=ppo"],
             "fabric.precision=bf16-true rounds small updates of the weights that roles=ppo trains away; use",
         ),
+        (
+            ["correction=tis", "correction.bypass_mode=true", "distillation=none"],
+            "correction.bypass_mode=true takes the sampler's log-probs for π_old, so lit_rlkv.objectives.",
+        ),
+        (["correction.bypass_mode=abc"], "correction"),
+        (["rollout.n_splits=129"], "rollout.n_splits must be"),
         (["seed=abc"], "seed must be a whole number, got abc"),
         (["seed=null"], "seed must be a whole number, got null"),
         (["seed=1.5"], "seed must be a whole number, got 1.5"),

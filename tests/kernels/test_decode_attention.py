@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kernels.decode_attention import decode_attention, kernel, launch
+from lit_rlkv.kernels.device import Device, assume_device
 from tests.kernels.accuracy import bound, excess_error
 from tests.tiers import slow
 
@@ -326,6 +327,29 @@ def test_slots_are_split_only_where_programs_are_few_and_slots_many():
     # 2048 slots are 8 times 256, the fewest that a split is worth.
     assert launch.choose_n_splits(32, 2048, 132) == 8
     assert launch.choose_n_splits(1, 100, 132) == 1
+
+
+@pytest.mark.parametrize("n_splits", [1, 3, 4])
+def test_with_a_fixed_number_of_splits_a_row_is_the_same_in_any_batch(n_splits, monkeypatch):
+    # Slots of a toy are as many blocks, and worth as many splits, as the slots of a real pool.
+    monkeypatch.setattr(launch, "MIN_SPLIT_SLOTS", 16)
+    monkeypatch.setattr(launch, "BLOCK_BYTES", 512)
+    inputs = make_inputs(Shape(130, 4, batch=6), torch.float16)
+    alone = [Inputs(*(tensor[i : i + 1] for tensor in inputs)) for i in range(6)]
+
+    def rows(**options) -> tuple[Tensor, Tensor]:
+        together = decode_attention(*inputs, SCALING, kernels="triton", **options)
+        return together, torch.cat(
+            [decode_attention(*row, SCALING, kernels="triton", **options) for row in alone]
+        )
+
+    assert torch.equal(*rows(n_splits=n_splits))
+    if DEVICE == "cpu":
+        # By default one row is split more than six where multiprocessors are few, and rounds otherwise.
+        with assume_device(Device(n_multiprocessors=4, shared_bytes=167_936)):
+            assert launch.plan(*inputs[:3]).n_splits == 1
+            assert launch.plan(*alone[0][:3]).n_splits == 8
+            assert not torch.equal(*rows())
 
 
 def test_kernels_are_compiled_for_few_numbers_of_splits():

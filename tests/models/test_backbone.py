@@ -34,22 +34,13 @@ from tests.models_zoo import (
     HEADS,
     HIDDEN,
     PAD,
+    SIZE,
     VOCAB,
     build,
     ragged_prompts,
     tiny_config,
     tiny_model,
 )
-
-SIZE = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "pad_token_id": PAD,
-}
 
 
 def gap_of_a_rollout(model: PreTrainedModel) -> float:

@@ -7,9 +7,11 @@ from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.experience.advantages import GroupAdvantage
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
+from lit_rlkv.objectives.corrections import Correction, truncated, unweighted
 from lit_rlkv.objectives.reduction import AGGREGATIONS
+from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rewards
-from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
+from tests.hand_built import ARMS, REPLAY, make_datamodule, make_module, make_roles, shift
 
 
 def weights_by_definition(arm, rho, response_mask):
@@ -78,6 +80,49 @@ def test_arms_with_a_dense_learner_recompute_what_the_sampler_saw_differently():
     assert float(gap.max()) > 0.05
     shadow = make_datamodule(roles).collect()
     assert torch.equal(shadow.old_logps, shadow.rollout.rollout_logps)
+
+
+def test_replay_out_of_bypass_mode_scores_the_policy_under_the_mask():
+    roles, arm = shift(make_roles()), Correction(False, True, truncated, bypass_mode=False)
+    experience = make_datamodule(roles, correction=arm).collect()
+    rollout = experience.rollout
+    with torch.no_grad(), acting_as(roles, "policy") as backbone:
+        replayed, dense = (replay_logps(backbone, rollout, shadow=shadow) for shadow in (True, False))
+    torch.testing.assert_close(experience.old_logps, replayed, rtol=0, atol=1e-5)
+    assert (experience.old_logps - dense).abs().max() > 0.05  # the control: another view
+    ratio = (experience.old_logps - rollout.rollout_logps)[rollout.response_mask].exp()
+    assert torch.equal(experience.weights.weight[rollout.response_mask], ratio.clamp(max=2.0))
+
+
+def loss_of(correction: Correction, monkeypatch, *, residual: float) -> float:
+    """The loss of the first update, with log-probs of the sampler that are off by up to `residual` nats."""
+
+    def imprecise(*args, **kwargs):
+        rollout = generate(*args, **kwargs)
+        noise = torch.empty_like(rollout.rollout_logps).uniform_(
+            -residual, residual, generator=torch.Generator().manual_seed(0)
+        )
+        return replace(rollout, rollout_logps=rollout.rollout_logps + noise * rollout.response_mask)
+
+    monkeypatch.setattr("lit_rlkv.experience.datamodule.generate", imprecise)
+    roles = shift(make_roles())
+    data = make_datamodule(roles, correction=correction)
+    (batch,) = data.splitter.minibatches(data.collect())
+    return float(make_module(roles, replays=True).training_step(batch, 0)["policy_loss"])
+
+
+def test_weights_on_what_rounding_left_change_the_loss_only_where_it_left_something(monkeypatch):
+    corrected, bypassing = Correction(False, True, truncated), REPLAY
+    found = {
+        (name, residual): loss_of(arm, monkeypatch, residual=residual)
+        for name, arm in (("corrected", corrected), ("bypassing", bypassing))
+        for residual in (0.0, 0.3)
+    }
+    assert found["corrected", 0.0] == pytest.approx(found["bypassing", 0.0], abs=1e-5)
+    assert abs(found["corrected", 0.3] - found["bypassing", 0.3]) > 1e-3
+    # Uncorrected weights: π_old is right again, and the first ratio 1, so that only the weights are left.
+    unweighted_loss = loss_of(Correction(False, True, unweighted), monkeypatch, residual=0.3)
+    assert unweighted_loss == pytest.approx(found["corrected", 0.0], abs=1e-5)
 
 
 def test_the_dense_arm_keeps_every_key():

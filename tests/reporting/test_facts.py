@@ -12,6 +12,11 @@ def facts_of(*overrides, environments=(), seconds=()):
     return run_facts(OmegaConf.to_container(cfg, resolve=True), environments, dict(seconds))
 
 
+def test_weights_under_replay_are_named_too():
+    found = facts_of("experiment=tis", "correction.replays=true")["Arm"]
+    assert found == "shadow: exact replay of the evictions, with weights by tis"
+
+
 @pytest.mark.parametrize("arm", ["dense", "smd", "shadow", "naive", "tis", "mis", "sparse_rl"])
 def test_an_arm_is_named_after_its_experiment(arm):
     assert facts_of(f"experiment={arm}")["Arm"].partition(":")[0] == arm

@@ -239,6 +239,8 @@ def test_a_recording_refuses_what_waits_for_the_device():
             "max_rows must be at least num_return_sequences=3, got 2",
         ),
         ({"cuda_graph": True}, "cuda_graph=true needs a model on CUDA, and this one is on cpu"),
+        ({"n_splits": 129}, "n_splits must be 1 to 128, got 129"),
+        ({"n_splits": 4}, r"n_splits=4 needs the Triton kernel .* run on cpu in torch.float32"),
     ],
 )
 def test_rows_and_graphs_that_cannot_be_are_refused(changes: dict[str, Any], message: str):

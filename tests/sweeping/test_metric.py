@@ -23,6 +23,7 @@ REFUSED = [
     ("smd/kl", ["distillation=anchor"], "distillation.weight above 0"),
     ("smd/anchor/kl", ["distillation=none"], "distillation.anchor_weight above 0"),
     ("kv/replay_gap", ["correction=tis", "distillation=none"], "choose correction=shadow"),
+    ("kv/replay_gap_p99", ["experiment=shadow"], "correction.bypass_mode=false"),
     ("perf/mfu/update", ["diagnostics.performance=null"], "switch diagnostics.performance on"),
     ("time/diagnostics/cache", ["diagnostics=none"], "switch diagnostics.cache on"),
 ]
@@ -48,6 +49,7 @@ RUNS = {
     "online_dpo": ["experiment=online_dpo_smd", "diagnostics=none"],
     "ppo": ["experiment=rlhf", "reward=mixed", "diagnostics=none"],
     "measured": ["experiment=smd"],
+    "residual": ["experiment=shadow", "correction.bypass_mode=false", "diagnostics=none"],
 }
 
 

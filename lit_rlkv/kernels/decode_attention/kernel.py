@@ -10,8 +10,9 @@ only after the last slot. If they are needed, the program keeps its float32 logi
 compared with K and V, and reads them back at the end.
 
 A small batch leaves multiprocessors idle. Then several programs share the slots of a pair: each writes its
-softmax-weighted mean, peak and total, and a second kernel merges them in the order of the slots. The number
-of splits depends on shapes and the device only. There are no atomics, so results are deterministic.
+softmax-weighted mean, peak and total, and a second kernel merges them in the order of the slots. Without
+`n_splits` their number depends on the device and on shapes, the number of rows among them. There are no
+atomics, so results are deterministic.
 
 Logits are in units of log 2, for exp2. Scratch: logits [pair, group, slot], outputs of the splits
 [pair, split, group, dim_v], peaks and totals [pair, split, group].
@@ -204,7 +205,7 @@ def _merge(
 def decode_attention(
     query, keys, values, n_live, scaling, *, softcap=None, received=None, accumulates=False, n_splits=None
 ):
-    """Run `reference.decode_attention` in Triton; `n_splits` overrides the number of splits."""
+    """Run `reference.decode_attention` in Triton."""
     query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
     launch = plan(query, keys, values, n_splits)
     is_split = launch.n_splits > 1

@@ -15,6 +15,7 @@ def decode_attention(
     softcap: float | None = None,
     received: Float32[Tensor, "batch kv_head slot"] | None = None,
     accumulates: bool = False,
+    n_splits: int | None = None,
 ) -> Float[Tensor, "batch kv_head group dim_v"]:
     """Return softmax(q·kᵀ·scaling) v over the first `n_live` slots of each row; 0 for a row without any.
 
@@ -27,6 +28,8 @@ def decode_attention(
             of its group; 0 in unused slots.
         accumulates: add to `received` instead of overwriting it; the newest key, in slot n_live - 1, starts
             from 0.
+        n_splits: programs of the kernel that share the slots of a row and KV head, 1 to `launch.MAX_SPLITS`.
+            Rounding depends on it. None: more of them for fewer rows. The definition does not split.
     """
     slot = torch.arange(keys.shape[2], device=keys.device)
     is_unused = (slot >= n_live[:, None])[:, None]

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 Head = Callable[[Tensor], Tensor]
 """Hidden states [position, dim] to logits [position, vocab]."""
 
-TRITON_MAX_CHUNK_LOGITS = 2**28
-"""Most logits of one policy per chunk with Triton kernels: 512 MiB in 16 bit.
+TRITON_MAX_CHUNK_LOGITS = 2**27
+"""Most logits of one policy per chunk with Triton kernels: 512 MiB in float32.
 
 Each chunk reads the head's weights and, if they train, updates their whole gradient. That moves 8 bytes per
 weight in 16 bit, against 2 flops per weight and position: on an H200 both take equally long at about 700
-positions per chunk. With a vocabulary of 152,000 a chunk has 1766 positions.
+positions per chunk. With a vocabulary of 152,000 a chunk has 883 positions.
 """
 
 ChunkFunction = Callable[..., tuple[Tensor, ...]]
