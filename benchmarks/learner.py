@@ -11,7 +11,7 @@ definitions or Triton's. Before anything is timed, log-probs and gradients of bo
 length that the definitions can take. Printed are seconds of a step, tokens per second, the peak of memory
 above the weights, and the wall-clock of the first step. A row for each length goes to
 benchmarks/results/learner.jsonl at once; started again, it measures the lengths that this machine and version
-of the package have no row for. A view that runs out of memory is named in its row, and the others are measured.
+of the package have no row for. A view that runs out of memory is named in its row; the others are measured.
 
 Without CUDA the model is tiny, Triton's kernels are interpreted for the comparison and not timed, and rows
 are kept only with --record.

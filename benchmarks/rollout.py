@@ -11,8 +11,8 @@ time of a step is nearly linear in the length, so steps are timed at four length
 
 The first budget comes first, then theirs, then the other budgets. A row for each goes to
 benchmarks/results/rollout.jsonl at once; started again, it measures what this machine and version of the
-package have no row for. `--minutes` stops in time: a rollout that is cut off is extrapolated from its last half, and
-measured again by a restart. Both kinds of estimate say so in their row (`"integrated": true`).
+package have no row for. `--minutes` stops in time: a rollout that is cut off is extrapolated from its last
+half, and measured again by a restart. Both kinds of estimate say so in their row (`"integrated": true`).
 
 `--schedules` times responses of different lengths (each token ends one with a fixed chance) in three ways:
 batches that wait for their longest response, rows that the next prompt takes over (`max_rows`), and, from the
