@@ -53,7 +53,11 @@ def commands(stage: str, minutes: float, *, is_toy: bool) -> list[list[str]]:
 
 
 REAL = {
-    "B": ["kernels.py --record --ops decode_attention shadow_attention token_logps slot_scores evict"],
+    "B": [  # what has targets first: each length of shadow attention costs a minute of FlexAttention's compiler
+        "kernels.py --record --ops decode_attention",
+        "kernels.py --record --ops shadow_attention --only 16384",
+        "kernels.py --record --ops token_logps slot_scores evict shadow_attention",
+    ],
     "C": [
         "rollout.py --record --rounds 1 --budgets 1024",
         "replay_gap.py --record",

@@ -118,8 +118,11 @@ def learner(records: Records) -> Iterator[Figure]:
             if arm["name"].startswith("shadow") and not arm["name"].endswith("reference"):
                 name = f"learner's step, {tokens} tokens, {arm['name']}, speed over torch's dense"
                 yield Figure("D", name, _ratio(row, "torch dense", arm["name"]))
-        if row["out_of_memory"]:
-            yield Figure("D", f"learner's step, {tokens} tokens: views that ran out of memory", _n_out(row))
+        for failed in row.get("failed", ()):
+            if failed["out_of_memory"]:
+                yield Figure("D", f"learner's step, {tokens} tokens, {failed['name']}: out of memory", None)
+        if "arms" not in row:
+            yield Figure("D", f"learner's step, {tokens} tokens: out of memory", None)
 
 
 def tuning(records: Records) -> Iterator[Figure]:
@@ -145,11 +148,6 @@ def _ratio(row: Row | None, over: str, under: str) -> float | None:
     """Return the median of one arm over that of another."""
     above, below = (_arm(row, name, "seconds") for name in (over, under))
     return None if above is None or below is None else above["median"] / below["median"]
-
-
-def _n_out(row: Row) -> float:
-    """Return how many arms ran out of memory, or infinity for the whole length."""
-    return sum(arm["out_of_memory"] for arm in row["failed"]) if "failed" in row else float("inf")
 
 
 FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {

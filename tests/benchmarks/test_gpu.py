@@ -102,6 +102,28 @@ def test_a_test_counts_by_its_last_outcome():
     assert by_name("A", {})["tests that failed"].verdict == "not measured"
 
 
+def test_a_learner_out_of_memory_is_named():
+    failed = [{"name": "torch dense", "reason": "full", "out_of_memory": True}]
+    arms = [arm("shadow 1024, triton", 2.0), arm("shadow 1024, reference", 9.0)]
+    rows = [
+        {"asked": {"tokens": 8}, "arms": arms, "failed": failed},
+        {"asked": {"tokens": 16}, "out_of_memory": True},
+    ]
+    found = by_name("D", {"learner": rows})
+    assert {name.removeprefix("learner's step, ") for name in found} == {
+        "8 tokens, shadow 1024, triton, speed over torch's dense",
+        "8 tokens, torch dense: out of memory",
+        "16 tokens: out of memory",
+    }
+    assert {figure.verdict for figure in found.values()} == {"not measured"}
+
+
+def test_make_takes_the_machines_own_python_and_builds_no_environment():
+    command = ["make", "-n", "gpu", "PYTHON=python3", "ARGS=--out x --stages A"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "python3 benchmarks/gpu.py --out x --stages A\n"
+
+
 def test_every_stage_has_figures_and_commands_of_scripts_that_exist():
     assert all(by_name(stage, {}) for stage in TITLES)
     scripts = {command.split()[0] for stage in REAL.values() for command in stage}

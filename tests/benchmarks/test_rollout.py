@@ -73,21 +73,8 @@ def test_a_rollout_that_is_cut_off_is_extrapolated_from_its_last_half():
 
 def test_a_restart_measures_what_is_missing(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    asked = [
-        "rollout.py",
-        "--device",
-        "cpu",
-        "--preset",
-        "tiny",
-        "--batch",
-        "2",
-        "--new",
-        "24",
-        "--rounds",
-        "1",
-        "--record",
-        "--budgets",
-    ]
+    sizes = ["--batch", "2", "--new", "24", "--rounds", "1", "--record", "--budgets"]
+    asked = ["rollout.py", "--device", "cpu", "--preset", "tiny", *sizes]
     for budgets, minutes in (("16", "9"), ("16 32", "9"), ("16 32 64", "0")):
         monkeypatch.setattr("sys.argv", [*asked, *budgets.split(), "--minutes", minutes])
         rollout.main()
