@@ -74,10 +74,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         import torch
 
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.tune and args.device == "cpu" and args.size is None:
+        parser.error("--tune times compiled kernels, which needs --device cuda; --size toy shows it on a CPU")
     args.size = args.size or ("real" if args.device == "cuda" else "toy")
     args.record = args.device == "cuda" if args.record is None else args.record
-    if args.tune and args.device == "cpu" and args.size != "toy":
-        parser.error("--tune times compiled kernels, which needs --device cuda; --size toy shows it on a CPU")
     return args
 
 

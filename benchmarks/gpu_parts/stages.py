@@ -53,7 +53,8 @@ def commands(stage: str, minutes: float, *, is_toy: bool) -> list[list[str]]:
 
 
 REAL = {
-    "B": [  # what has targets first: each length of shadow attention costs a minute of FlexAttention's compiler
+    # What has targets first: FlexAttention's compiler takes a minute for a length of shadow attention.
+    "B": [
         "kernels.py --record --ops decode_attention",
         "kernels.py --record --ops shadow_attention --only 16384",
         "kernels.py --record --ops token_logps slot_scores evict shadow_attention",
