@@ -33,8 +33,8 @@ from lit_rlkv.types import Rollout
 
 NAME = "replay_gap"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-TEXT = record.ROOT / "LICENSE"
-"""Prompts of a pretrained model are cut from it; any English text would do."""
+TEXTS = sorted((record.ROOT / "docs" / "concepts").glob("*.md"))
+"""Prompts of a pretrained model are cut from them; any English text would do."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Pretrained(Setting):
         return load_causal_lm(self.path, self.dtype).to(self.device).eval()
 
     def tokens(self, n: int, length: int) -> Tensor:
-        ids = AutoTokenizer.from_pretrained(self.path)(TEXT.read_text(), return_tensors="pt").input_ids[0]
-        assert len(ids) >= n * length, f"{TEXT} has {len(ids)} tokens, not {n} prompts of {length}"
+        text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
+        ids = AutoTokenizer.from_pretrained(self.path)(text, return_tensors="pt").input_ids[0]
+        assert len(ids) >= n * length, f"docs/concepts has {len(ids)} tokens, not {n} prompts of {length}"
         return ids[: n * length].view(n, length).to(self.device)
 
 
