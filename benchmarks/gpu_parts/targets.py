@@ -41,6 +41,11 @@ class Figure:
     unit: str = ""
 
     @property
+    def is_good(self) -> bool:
+        """True if the target is met, or there is none."""
+        return self.target is None or self.verdict == "met"
+
+    @property
     def verdict(self) -> str:
         """`met`, `missed`, `not measured`, or empty without a target."""
         if self.value is None:
@@ -115,7 +120,7 @@ def learner(records: Records) -> Iterator[Figure]:
     for row in {row["asked"]["tokens"]: row for row in rows}.values():
         tokens = row["asked"]["tokens"]
         for arm in row.get("arms", ()):
-            if arm["name"].startswith("shadow") and not arm["name"].endswith("reference"):
+            if arm["name"].startswith("shadow"):
                 name = f"learner's step, {tokens} tokens, {arm['name']}, speed over torch's dense"
                 yield Figure("D", name, _ratio(row, "torch dense", arm["name"]))
         for failed in row.get("failed", ()):

@@ -92,6 +92,10 @@ def test_the_gap_is_at_most_its_target():
     assert found["gap in bf16, 1.5b, mean"].verdict == "met"
     assert found["gap in bf16, 1.5b, p99"].verdict == "missed"
     assert found["gap in float32, 1.5b, max"].verdict == "not measured"
+    good = {name for name, figure in found.items() if figure.is_good}
+    # No target, or met; neither what is missed nor what has a target and no figure.
+    assert {"gap in bf16, 1.5b, mean", "rollout", "gap of a dense learner in float32, 1.5b, mean"} <= good
+    assert not {"gap in bf16, 1.5b, p99", "gap in float32, 1.5b, max"} & good
 
 
 def test_a_test_counts_by_its_last_outcome():
@@ -112,6 +116,7 @@ def test_a_learner_out_of_memory_is_named():
     found = by_name("D", {"learner": rows})
     assert {name.removeprefix("learner's step, ") for name in found} == {
         "8 tokens, shadow 1024, triton, speed over torch's dense",
+        "8 tokens, shadow 1024, reference, speed over torch's dense",
         "8 tokens, torch dense: out of memory",
         "16 tokens: out of memory",
     }
