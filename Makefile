@@ -1,4 +1,4 @@
-# The whole set-up is one virtual environment; every target but `clean` and `help` brings it up to date first.
+# The whole set-up is one virtual environment; every target but `gpu`, `clean` and `help` brings it up to date first.
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Two workers with one thread each: more threads than cores make small tensors slower.
 test test-slow lint notebooks: export OMP_NUM_THREADS = 1
 
-.PHONY: fit smollm2 test test-slow test-all lint docs notebooks audit clean help
+.PHONY: fit smollm2 test test-slow test-all lint docs notebooks gpu audit clean help
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -41,6 +41,10 @@ docs: $(STAMP) ## the site, into site/; a link or an anchor that leads nowhere i
 
 notebooks: $(STAMP) ## run the notebooks at full size and keep what they show (ARGS=notebooks/01_quickstart.ipynb for one)
 	$(BIN)/python notebooks/execute.py $(ARGS)
+
+# Without .venv: a machine with a GPU has a CUDA build of torch already, and this needs little beside it.
+gpu: ## prove correctness and speed on a GPU with python3's own torch: make gpu ARGS="--out FOLDER --stages A"
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 # In an environment of its own, so that it changes nothing of what it looks at.
 audit: $(STAMP) ## known vulnerabilities of what is installed; asks a service on the network

@@ -19,8 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,7 +47,6 @@ HEADINGS = (
     "wgmma",
     "async copies",
 )
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @dataclass(frozen=True)
@@ -116,23 +114,47 @@ def compile_call(call: Callable[[], object], arch: int = 90) -> list[KernelRepor
     return reports
 
 
-def _report(compiled: Any) -> KernelReport:
-    ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    taken = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return KernelReport(
-        name=compiled.metadata.name,
-        registers=taken["REG"],
-        spilled_bytes=taken["STACK"] + taken["LOCAL"],
-        shared_bytes=compiled.metadata.shared,
-        n_warps=compiled.metadata.num_warps,
+class Instructions(NamedTuple):
+    """Numbers of instructions in PTX."""
+
+    n_matrix: int
+    n_wgmma: int
+    n_async_copies: int
+
+
+def count_instructions(ptx: str) -> Instructions:
+    """Count by name. Triton 3.6 writes PTX up to version 8.6, and 3.7 up to 9.0; these names are the same."""
+    return Instructions(
         n_matrix=len(re.findall(r"\bw?g?mma(?:\.mma_async)?\.sync\.aligned\.m", ptx)),
         n_wgmma=ptx.count("wgmma.mma_async"),
         n_async_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)) + ptx.count("cp.async.bulk.tensor"),
+    )
+
+
+def read_usage(usage: str) -> tuple[int, int]:
+    """Return registers and spilled bytes of a thread, from what cuobjdump says of a kernel.
+
+    cuobjdump is asked because Triton's own numbers (`n_regs`, `n_spills`) need the kernel loaded on a GPU.
+    Those of Triton 3.6 and 3.7 print the same fields.
+    """
+    taken = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return taken["REG"], taken["STACK"] + taken["LOCAL"]
+
+
+def _report(compiled: Any) -> KernelReport:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled_bytes = read_usage(usage)
+    return KernelReport(
+        compiled.metadata.name,
+        registers,
+        spilled_bytes,
+        compiled.metadata.shared,
+        compiled.metadata.num_warps,
+        *count_instructions(compiled.asm["ptx"]),
     )
 
 

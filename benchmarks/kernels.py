@@ -9,7 +9,11 @@ are timed in turns. Printed are the median and the 10th and 90th percentile in m
 that of the first way, which is ours, bytes and flops by formula (kernel_parts/counts.py) as rates and as a
 share of what copies of large buffers and a product of 8192 x 8192 matrices in bfloat16 reach in the same
 run, the wall-clock of the first call with compilation, and the most memory above the inputs. On CUDA caches
-are flushed before each call. Rows go to benchmarks/results/kernels.jsonl.
+are flushed before each call. A row for each case goes to benchmarks/results/kernels.jsonl at once; started
+again, it measures the cases that this machine and version of the package have no row for.
+
+--tune times the kernels with other tiles, warps and stages instead, a row for each of the largest operations
+in tune.jsonl.
 
 Without CUDA the sizes are toys and the Triton kernels run in Triton's interpreter, to be proven right only:
 what is timed is the plain definition, and rows are kept only with --record.
@@ -19,6 +23,8 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
+
+from time_limit import add_restart_options
 
 # transformers asks a package of this name for its version, and from a script beside this file it finds this
 __version__ = "0"
@@ -62,15 +68,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
     )
+    add_restart_options(parser)
     args = parser.parse_args(arguments)
     if args.device is None:
         import torch
 
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.tune and args.device == "cpu" and args.size is None:
+        parser.error("--tune times compiled kernels, which needs --device cuda; --size toy shows it on a CPU")
     args.size = args.size or ("real" if args.device == "cuda" else "toy")
     args.record = args.device == "cuda" if args.record is None else args.record
-    if args.tune and args.device == "cpu":
-        parser.error("--tune times compiled kernels, which needs --device cuda")
     return args
 
 

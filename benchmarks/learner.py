@@ -9,17 +9,22 @@ torch's SDPA, which knows no evictions; `dense` is replay_logps with every key a
 under the evictions, as a learner of evicting rollouts needs it, at each budget. Kernels are the plain
 definitions or Triton's. Before anything is timed, log-probs and gradients of both kernels are compared at a
 length that the definitions can take. Printed are seconds of a step, tokens per second, the peak of memory
-above the weights, and the wall-clock of the first step. Rows go to benchmarks/results/learner.jsonl.
+above the weights, and the wall-clock of the first step. A row for each length goes to
+benchmarks/results/learner.jsonl at once; started again, it measures the lengths that this machine and version
+of the package have no row for. A view that runs out of memory is named in its row; the others are measured.
 
 Without CUDA the model is tiny, Triton's kernels are interpreted for the comparison and not timed, and rows
 are kept only with --record.
 """
+
+import allocator  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
 from pathlib import Path
 
 from kernels import prepare_triton
 from shapes import QWEN_1_5B
+from time_limit import add_restart_options
 
 PRESETS = {
     "tiny": {
@@ -74,6 +79,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
     )
+    add_restart_options(parser)
     args = parser.parse_args(arguments)
     if args.device is None:
         import torch

@@ -30,7 +30,7 @@ from pretrained_parts.setting import FAST, FULL, KINDS, NAME, Cell, Sizes, cells
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.runs.context import CONVERTED_MODELS
 
-ROOT = record.RESULTS.parents[1]
+ROOT = record.ROOT
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAGE = ROOT / "docs" / "results" / "pretrained.md"
 FIGURE = PAGE.parent / "pictures" / "pretrained.png"

@@ -1,17 +1,23 @@
-"""The record of every measurement: machine, commit, versions; one JSON line per run."""
+"""The record of every measurement: machine, commit, versions; one JSON line per run.
 
+Rows go to benchmarks/results, or to the folder that BENCHMARK_RESULTS names.
+"""
+
+import hashlib
 import json
 import os
 import platform
 import shutil
 import subprocess
 import time
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", ROOT / "benchmarks" / "results"))
 PACKAGES = ("torch", "triton", "transformers", "peft", "lightning")
 
 
@@ -22,6 +28,7 @@ def provenance() -> dict[str, str]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
+        "source": _source(ROOT),
         "device": f"{device}, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
         **{name: found for name, found in versions.items() if found is not None},
@@ -32,7 +39,7 @@ def _commit() -> str:
     """The clone's commit, and whether what it measures was changed since; "unknown" where there is no git."""
     if shutil.which("git") is None:
         return "unknown"
-    git = ["git", "-C", str(RESULTS.parent.parent)]
+    git = ["git", "-C", str(ROOT)]
     commit = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
@@ -40,6 +47,15 @@ def _commit() -> str:
         [*git, "status", "--porcelain", "lit_rlkv", "conf"], capture_output=True, text=True, check=False
     )
     return (commit.stdout.strip() or "unknown") + ("+changes" if is_dirty.stdout.strip() else "")
+
+
+@cache
+def _source(root: Path) -> str:
+    """Return a digest of the package's modules, which also tells uncommitted versions apart."""
+    digest = hashlib.sha256()
+    for file in sorted((root / "lit_rlkv").rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _version(package: str) -> str | None:
@@ -58,13 +74,23 @@ def cpu_name() -> str:
 
 
 def append(name: str, row: dict) -> None:
-    """Add one measurement to benchmarks/results/NAME.jsonl."""
-    RESULTS.mkdir(exist_ok=True)
+    """Add one measurement to NAME.jsonl."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(provenance() | row) + "\n")
 
 
 def rows(name: str) -> list[dict]:
-    """All measurements of benchmarks/results/NAME.jsonl, in the order of their time."""
+    """All measurements of NAME.jsonl, in the order of their time."""
     path = RESULTS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def find(name: str, **wanted: object) -> dict | None:
+    """Return the latest measurement with these entries of this device and this version of the package."""
+    here = provenance()
+    wanted = {"source": here["source"], "device": here["device"], **json.loads(json.dumps(wanted))}
+    found = (
+        row for row in reversed(rows(name)) if all(row.get(key) == value for key, value in wanted.items())
+    )
+    return next(found, None)

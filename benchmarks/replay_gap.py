@@ -1,114 +1,151 @@
-"""Replay gap by precision: |log π − log μ| of replayed and sampled log-probs of a small random model.
+"""Replay gap: log-probs of a rollout as the learner replays them, minus the sampler's, in 16 and in 32 bit.
 
-    python benchmarks/replay_gap.py [--device cuda] [--tokens 128]
-    python benchmarks/replay_gap.py --fast                          a look at the output, records nothing
+    python benchmarks/replay_gap.py [--preset 1.5b|tiny] [--dtypes bfloat16 float32] [--budget 1024]
+    python benchmarks/replay_gap.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf --budget 256
 
-*float32* logits are what the package computes from 16-bit operands. *rounded* logits are those of a plain
-`nn.Linear`, in 16 bit. Every run is a row of benchmarks/results/replay_gap.jsonl.
+A model of random weights, or a pretrained one (GGUF file or checkpoint folder) on text of this repository,
+samples under an evicting cache; one forward then replays the rollout. Printed are mean, 99th percentile and
+largest value of |replayed − sampled| over all response tokens, in nats, and as a control the mean of the same
+for a learner that sees every key. A row for each dtype goes to benchmarks/results/replay_gap.jsonl; started
+again, it measures what this machine and version of the package have no row for.
 """
 
+import allocator  # noqa: F401  # isort: skip  (before torch)
+
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import record
 import torch
-from text_table import text_table
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from rollout_parts.setting import PRESETS, Setting
+from time_limit import TimeLimit, add_restart_options
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
 
-from lit_rlkv import CacheSpec, generate, prepare_backbone, replay_logps
+from lit_rlkv.kernels.backend import use_kernels
+from lit_rlkv.models import replay_logps
+from lit_rlkv.models.gguf import converted_gguf
+from lit_rlkv.models.loading import load_causal_lm
+from lit_rlkv.types import Rollout
 
 NAME = "replay_gap"
-VOCAB, HIDDEN = 1024, 128
-HEAD_SCALE = 20.0
-"""Factor on the head's initial weights; log-probs are then about -2, as of a pretrained model."""
-PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CACHES = {
-    "dense": CacheSpec.dense(),
-    "snapkv 24+8": CacheSpec("snapkv", budget=24, interval=8, sink=2, window=4),
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TEXTS = sorted((record.ROOT / "docs" / "concepts").glob("*.md"))
+"""Prompts of a pretrained model are cut from them; any English text would do."""
 
 
-def make_model(dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Return a random Llama of 4 layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
+@dataclass(frozen=True)
+class Pretrained(Setting):
+    """The setting of a pretrained model: its weights and prompts of real text."""
+
+    path: Path = Path()
+
+    def plain_model(self) -> PreTrainedModel:
+        assert self.dtype is not None
+        return load_causal_lm(self.path, self.dtype).to(self.device).eval()
+
+    def tokens(self, n: int, length: int) -> Tensor:
+        text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
+        ids = AutoTokenizer.from_pretrained(self.path)(text, return_tensors="pt").input_ids[0]
+        assert len(ids) >= n * length, f"docs/concepts has {len(ids)} tokens, not {n} prompts of {length}"
+        return ids[: n * length].view(n, length).to(self.device)
+
+
+def measure(setting: Setting, budget: int, kernels: str) -> dict[str, Any]:
+    """Return the row of one dtype: statistics of both gaps."""
+    with use_kernels(kernels), torch.no_grad():
+        rollout = setting.roll_out(setting.prompts(setting.batch), setting.cache(budget))
+        gap, dense = (gap_of(setting.model, rollout, shadow=shadow) for shadow in (True, False))
+    return {
+        "n_tokens": len(gap),
+        "gap": {
+            "mean": float(gap.mean()),
+            "p99": float(gap.quantile(0.99)),
+            "max": float(gap.max()),
+        },
+        "dense_learner": {"mean": float(dense.mean())},
+    }
+
+
+def gap_of(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Tensor:
+    """Return |replayed − sampled| of every response token, [token], in float32."""
+    difference = replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps
+    return difference[rollout.response_mask].abs().float()
+
+
+def folder_of(path: Path) -> Path:
+    """Return a folder that transformers loads: the path itself, or the conversion of a GGUF file."""
+    if path.suffix != ".gguf":
+        return path
+    return converted_gguf(path, Path(tempfile.gettempdir()) / "lit_rlkv_converted")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data.mul_(HEAD_SCALE)
-    return prepare_backbone(model.to(device, dtype).eval())
-
-
-@contextmanager
-def rounded_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Round the logits to the precision of the model within a `with` block, as a plain `nn.Linear` does."""
-
-    def in_model_dtype(head: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        return logits.to(model.dtype)
-
-    handle = model.get_output_embeddings().register_forward_hook(in_model_dtype)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
-def measure(model: PreTrainedModel, cache: CacheSpec, n_rows: int, n_tokens: int) -> dict[str, float]:
-    """Return mean, 99th percentile and largest gap of the tokens of a rollout, in nats."""
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(3, VOCAB, (n_rows, 16), generator=generator).to(model.device)
-    rollout = generate(
-        model,
-        input_ids,
-        torch.ones_like(input_ids),
-        cache=cache,
-        max_new_tokens=n_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        generator=torch.Generator(model.device).manual_seed(0),
+    has_cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
+    parser.add_argument("--preset", choices=PRESETS, default="1.5b" if has_cuda else "tiny")
+    parser.add_argument(
+        "--model", type=Path, help="GGUF file or checkpoint folder, instead of random weights"
     )
-    size = (replay_logps(model, rollout) - rollout.rollout_logps).abs()[rollout.response_mask].double()
-    return {"mean": size.mean().item(), "p99": size.quantile(0.99).item(), "max": size.max().item()}
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--kernels", default="auto", help="auto, reference or triton")
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--new", type=int, help="tokens of a response; default: a quarter of the preset's")
+    parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
+    add_restart_options(parser)
+    arguments = parser.parse_args()
+    arguments.budget = arguments.budget or PRESETS[arguments.preset].budgets[0]
+    arguments.new = arguments.new or PRESETS[arguments.preset].new // 4
+    return arguments
 
 
-def run(device: str, n_rows: int, n_tokens: int) -> list[dict]:
-    """Return the gap of each precision, kind of logits and cache."""
-    found = []
-    for precision, dtype in PRECISIONS.items():
-        model = make_model(dtype, device)
-        for logits in ("float32",) if dtype == torch.float32 else ("float32", "rounded"):
-            for name, cache in CACHES.items():
-                with rounded_logits(model) if logits == "rounded" else nullcontext():
-                    gap = measure(model, cache, n_rows, n_tokens)
-                found.append({"precision": precision, "logits": logits, "cache": name, **gap})
-    return found
+def main() -> None:
+    arguments = parse()
+    records = arguments.record or arguments.device == "cuda"
+    setting = Setting(
+        arguments.preset, arguments.policy, arguments.batch, arguments.new, 1, torch.device(arguments.device)
+    )
+    if arguments.model is not None:
+        setting = Pretrained(**vars(setting), path=folder_of(arguments.model))
+    limit = TimeLimit(arguments.minutes)
+    for dtype in arguments.dtypes:
+        key = {
+            "model": arguments.preset if arguments.model is None else arguments.model.stem,
+            "dtype": dtype,
+            "kernels": arguments.kernels,
+            "policy": arguments.policy,
+            "budget": arguments.budget,
+            "batch": arguments.batch,
+            "new": arguments.new,
+        }
+        row = record.find(NAME, **key) if records and not arguments.again else None
+        if row is None and limit.is_over:
+            print(f"{key['model']}, {dtype}: no time left; start again to go on")
+            continue
+        if row is None:
+            row = key | measure(replace(setting, dtype=DTYPES[dtype]), arguments.budget, arguments.kernels)
+            if records:
+                record.append(NAME, row)
+        print_row(row)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rows", type=int, default=8, help="sequences (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="response tokens (%(default)s)")
-    parser.add_argument("--fast", action="store_true", help="2 sequences of 32 tokens; records nothing")
-    asked = parser.parse_args(arguments)
-    n_rows, n_tokens = (2, 32) if asked.fast else (asked.rows, asked.tokens)
-    found = run(asked.device, n_rows, n_tokens)
-    keys = ("precision", "logits", "cache")
-    values = ("mean", "p99", "max")
-    lines = [[*(row[key] for key in keys), *(f"{row[value]:.1e}" for value in values)] for row in found]
-    print(f"{n_rows} sequences of {n_tokens} tokens on {asked.device}; |log π − log μ| in nats\n")
-    print(text_table((*keys, *values), lines, n_left=len(keys)))
-    if not asked.fast:
-        record.append(NAME, {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "gaps": found})
+def print_row(row: dict[str, Any]) -> None:
+    gap = row["gap"]
+    print(
+        f"{row['model']}, {row['dtype']}, {row['policy']} at budget {row['budget']}: "
+        f"gap mean {gap['mean']:.1e}, p99 {gap['p99']:.1e}, max {gap['max']:.1e} nats "
+        f"over {row['n_tokens']:,} tokens; "
+        f"a dense learner's mean {row['dense_learner']['mean']:.1e}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

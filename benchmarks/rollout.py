@@ -1,119 +1,58 @@
 """The rollout against transformers.generate, and what to do with rows that finish: wait, shrink or refill.
 
     python benchmarks/rollout.py [--device cuda] [--preset 1.5b|tiny] [--batch N] [--new N] [--budgets N ...]
-                                 [--schedules] [--record] [--plot FILE]
+                                 [--minutes M] [--skip-theirs] [--schedules] [--record] [--plot FILE]
 
 Every run samples from random weights with no end of sequence, so all rows write `--new` tokens. Before
 anything is timed, the plain definitions must replay the log-probs of a rollout that the kernels sampled.
 Ours: tokens per second and allocated cache bytes at each budget; the first call apart, because it compiles.
-Theirs: transformers.generate with its own dense cache, at the largest batch that fits, found by halving.
+Theirs: transformers.generate with its own dense cache, at the largest batch that fits, found by halving. The
+time of a step is nearly linear in the length, so steps are timed at four lengths and integrated over all.
+
+The first budget comes first, then theirs, then the other budgets. A row for each goes to
+benchmarks/results/rollout.jsonl at once; started again, it measures what this machine and version of the
+package have no row for. `--minutes` stops in time: a rollout that is cut off is extrapolated from its last
+half, and measured again by a restart. Both kinds of estimate say so in their row (`"integrated": true`).
 
 `--schedules` times responses of different lengths (each token ends one with a fixed chance) in three ways:
 batches that wait for their longest response, rows that the next prompt takes over (`max_rows`), and, from the
 measured time of a step at each width, a batch that shrinks to the next power of two as its rows end.
 """
 
+import allocator  # noqa: F401  # isort: skip  (before torch)
+
 import argparse
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import record
 import torch
+from rollout_parts.ours import time_ours
 from rollout_parts.schedules import print_schedules, time_schedules
-from rollout_parts.setting import PAD, PRESETS, Setting
+from rollout_parts.setting import PRESETS, Setting
+from rollout_parts.theirs import time_theirs
+from time_limit import TimeLimit, add_restart_options
 
-from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.models import replay_logps
-from lit_rlkv.types import NEVER, Rollout
-
-MAX_GAP = 1e-3
-"""In nats between log-probs of two implementations in float32."""
+NAME = "rollout"
+Row = dict[str, Any]
 
 
-WEIGHT_SCALE = 4.0
-"""Factor of the checked model's weights; at their initial scale attention is too even to show wrong masks."""
+def measurements(
+    setting: Setting, budgets: list[int], limit: TimeLimit, *, skip_theirs: bool
+) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Yield the entries that tell a row from the others, and what measures it."""
+    first, *others = budgets
+    ours = {"batch": setting.batch, "new": setting.new, "integrated": False}
+    yield ours | {"budget": first}, lambda: time_ours(setting, first, limit)
+    if not skip_theirs:
+        theirs = {"cache": "transformers dense", "asked_batch": setting.batch, "new": setting.new}
+        yield theirs, lambda: time_theirs(setting)
+    for budget in others:
+        yield ours | {"budget": budget}, lambda budget=budget: time_ours(setting, budget, limit)
 
 
-def check(setting: Setting, budget: int) -> None:
-    """Refuse to time what samples from another distribution than the plain definitions replay.
-
-    Two layers of the same shape in float32 sample with the kernels and graphs under test until they have
-    evicted twice; then the plain definitions recompute the log-probs under the recorded evictions.
-    """
-    small = replace(setting, n_layers=2, dtype=torch.float32)
-    for parameter in small.model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(WEIGHT_SCALE)
-    cache = small.cache(budget)
-    n_new = max(0, budget - small.shape.prompt) + 2 * cache.interval + 3
-    rollout = small.roll_out(small.prompts(2), cache, max_new_tokens=n_new)
-    if not ((rollout.evicted_at > small.shape.prompt) & (rollout.evicted_at < NEVER)).any():
-        raise RuntimeError("nothing was evicted, so the check would show nothing")
-    with use_kernels("reference"), torch.no_grad():
-        gap = float((replay_logps(small.model, rollout) - rollout.rollout_logps).abs().max())
-    if not gap < MAX_GAP:
-        raise RuntimeError(f"the plain definitions replay other log-probs, by up to {gap:.1e} nats")
-
-
-def time_ours(setting: Setting, budget: int) -> dict[str, Any]:
-    """Seconds of a short first call and of whole rollouts, tokens per second, bytes."""
-    input_ids, cache = setting.prompts(setting.batch), setting.cache(budget)
-    on_cuda = setting.device.type == "cuda"
-    n_short = 4 * cache.interval  # until the graphs are captured
-    check(setting, budget)
-    first_s = setting.seconds(lambda: setting.roll_out(input_ids, cache, max_new_tokens=n_short))
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    rollouts: list[Rollout] = []
-
-    def run() -> None:
-        rollouts[:] = [setting.roll_out(input_ids, cache)]
-
-    times = setting.timed(run)
-    return times | {
-        "budget": budget,
-        "cache": cache.label,
-        "batch": setting.batch,
-        "new": setting.new,
-        "first_s": first_s,
-        "tokens_per_s": setting.batch * setting.new / times["median_s"],
-        "kv_mib": rollouts[0].kv_bytes / 2**20,
-        "kv_of_dense": rollouts[0].kv_bytes / setting.dense_bytes,
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_cuda else None,
-    }
-
-
-@torch.no_grad()
-def time_theirs(setting: Setting) -> dict[str, Any]:
-    """transformers.generate at the largest batch that fits, halving from ours."""
-    model, batch = setting.plain_model(), setting.batch
-    while batch >= 1:
-        input_ids = setting.prompts(batch)
-        settings = {
-            "attention_mask": torch.ones_like(input_ids),
-            "max_new_tokens": setting.new,
-            "do_sample": True,
-            "top_k": 0,
-            "pad_token_id": PAD,
-            "eos_token_id": None,
-        }
-        try:
-            times = setting.timed(lambda: model.generate(input_ids, **settings))  # noqa: B023 (called at once)
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            batch //= 2
-            continue
-        return times | {
-            "cache": "transformers dense",
-            "batch": batch,
-            "new": setting.new,
-            "tokens_per_s": batch * setting.new / times["median_s"],
-        }
-    raise RuntimeError("not even one row fits transformers.generate; give a smaller --new")
-
-
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
+def plot(rows: list[Row], file: Path) -> None:
     """Tokens per second against the budget, with transformers' as a line."""
     import matplotlib as mpl
 
@@ -152,6 +91,8 @@ def parse() -> tuple[argparse.Namespace, Setting]:
     parser.add_argument("--schedules", action="store_true")
     parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--skip-theirs", action="store_true", help="leave out transformers.generate")
+    add_restart_options(parser)
     arguments = parser.parse_args()
     preset = PRESETS[arguments.preset]
     arguments.budgets = arguments.budgets or list(preset.budgets)
@@ -172,32 +113,48 @@ def main() -> None:
     if arguments.schedules:
         found = time_schedules(setting, setting.cache(arguments.budgets[0]))
         if records:
-            record.append("rollout", common | {"schedules": found})
+            record.append(NAME, common | {"schedules": found})
         print_schedules(found)
         return
-    rows = []
-    for budget in arguments.budgets:
-        rows.append(time_ours(setting, budget))
-        print_row(rows[-1])
-    rows.append(time_theirs(setting))
-    print_row(rows[-1])
-    for row in rows:
-        row["over_transformers"] = row["tokens_per_s"] / rows[-1]["tokens_per_s"]
-        if records:
-            record.append("rollout", common | row)
-    print(", ".join(f"{row['cache']}: {row['over_transformers']:.2f} x" for row in rows))
+    limit, rows = TimeLimit(arguments.minutes), []
+    todo = measurements(setting, arguments.budgets, limit, skip_theirs=arguments.skip_theirs)
+    for key, measure in todo:
+        row = record.find(NAME, **common, **key) if records and not arguments.again else None
+        if row is None and limit.is_over:
+            print(f"{key.get('cache', key.get('budget'))}: no time left; start again to go on")
+            continue
+        if row is None:
+            row = common | measure()
+            if records:
+                record.append(NAME, row)
+        rows.append(row)
+        print_row(row)
+    print_ratios(rows)
     if arguments.plot:
         plot(rows, arguments.plot)
 
 
-def print_row(row: dict[str, Any]) -> None:
-    low, high = row["spread_s"]
+def print_row(row: Row) -> None:
     line = f"{row['cache']:20} batch {row['batch']:4}: {row['tokens_per_s']:10,.0f} tokens/s "
-    line += f"(median {row['median_s']:.2f} s, {low:.2f} to {high:.2f})"
-    if "kv_mib" in row:
-        line += f", cache {row['kv_mib']:,.1f} MiB = {row['kv_of_dense']:.3f} of dense"
-        line += f", first call {row['first_s']:.2f} s"
-    print(line)
+    if "step_ms" in row:
+        line += f"(integrated from steps of {row['step_ms'][-1]:.1f} to {row['step_ms'][0]:.1f} ms)"
+    else:
+        low, high = row["spread_s"]
+        line += (
+            f"(median {row['median_s']:.2f} s, {low:.2f} to {high:.2f}), first call {row['first_s']:.2f} s"
+        )
+        if row["integrated"]:
+            line += f", extrapolated from {row['measured_new']:,} tokens a row"
+        else:
+            line += f", cache {row['kv_mib']:,.1f} MiB = {row['kv_of_dense']:.3f} of dense"
+    print(line, flush=True)
+
+
+def print_ratios(rows: list[Row]) -> None:
+    """Print tokens per second over those of transformers."""
+    theirs = [row["tokens_per_s"] for row in rows if "step_ms" in row]
+    if theirs:
+        print(", ".join(f"{row['cache']}: {row['tokens_per_s'] / theirs[0]:.2f} x" for row in rows))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ COMPARISONS = {
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
 SHOWN = next(iter(COMPARISONS))
 """Blocks that the first table and the figure of docs/results/study.md show."""
-FIGURE = record.RESULTS.parents[1] / "docs" / "results" / "pictures" / "study.png"
+FIGURE = record.ROOT / "docs" / "results" / "pictures" / "study.png"
 
 
 def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:

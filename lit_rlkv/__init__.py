@@ -6,7 +6,7 @@ The names are loaded at first use, so that `import lit_rlkv` imports neither tor
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from lit_rlkv.models import prepare_backbone, replay_logps
     from lit_rlkv.rollout import Rollout, generate
 
-__version__ = version("lit_rlkv")
+try:
+    __version__ = version("lit_rlkv")
+except PackageNotFoundError:  # a clone that is imported without being installed
+    __version__ = "unknown"
 __all__ = ["CacheSpec", "Rollout", "__version__", "generate", "prepare_backbone", "replay_logps"]
 
 _HOMES = {

@@ -10,6 +10,8 @@ from kernel_parts.timing import Call, Ceilings, Spread, first_seconds, spread, t
 from live_bytes import CudaBytes, LiveBytes, Meter
 from torch import Tensor
 
+from lit_rlkv.out_of_memory import is_out_of_memory
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -92,6 +94,15 @@ class ArmResult:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """An arm that could not run."""
+
+    name: str
+    reason: str
+    out_of_memory: bool
+
+
+@dataclass(frozen=True)
 class CaseResult:
     """Measurements of a case."""
 
@@ -101,8 +112,7 @@ class CaseResult:
     bound: str
     excess_error: float
     arms: tuple[ArmResult, ...]
-    failed: dict[str, str]
-    """Arms that could not run, and why."""
+    failed: tuple[Failure, ...]
     figures: dict[str, float]
 
     @property
@@ -115,17 +125,23 @@ class CaseResult:
 def measure(case: Case, setting: Setting, ceilings: Ceilings) -> CaseResult:
     """First calls, then the proof, then times in turns, then memory.
 
+    An arm that runs out of memory is left out, like one that may fail; `over_ours` is the time over that of
+    the first arm that ran.
+
     Raises:
+        torch.OutOfMemoryError: no arm fits into memory, or the proof does not.
         WrongKernelError: the kernel's result is not the definition's.
     """
     first_s, failed = _first_calls(case, setting)
+    arms = [arm for arm in case.arms if arm.name in first_s]
+    if not arms:
+        raise torch.OutOfMemoryError(f"no way of {case.op}, {case.label} fits: {failed[0].reason}")
     error = case.check()
-    arms = [arm for arm in case.arms if arm.name not in failed]
     times = taking_turns(
         {arm.name: arm.call for arm in arms}, setting.device, setting.n_rounds, prepare=case.prepare
     )
     seconds = {name: spread(values) for name, values in times.items()}
-    ours = seconds[case.arms[0].name].median
+    ours = seconds[arms[0].name].median
     results = tuple(
         ArmResult(
             name=arm.name,
@@ -141,22 +157,24 @@ def measure(case: Case, setting: Setting, ceilings: Ceilings) -> CaseResult:
     return CaseResult(case.op, case.label, case.sizes, case.bound, error, results, failed, case.figures)
 
 
-def _first_calls(case: Case, setting: Setting) -> tuple[dict[str, float], dict[str, str]]:
+def _first_calls(case: Case, setting: Setting) -> tuple[dict[str, float], tuple[Failure, ...]]:
     """Seconds by arm, and the arms that cannot run."""
-    seconds, failed = {}, {}
+    seconds, failed = {}, []
     for arm in case.arms:
         if case.prepare is not None:
             case.prepare()
         try:
             seconds[arm.name] = first_seconds(arm.call, setting.device)
         except Exception as error:  # whatever a backend raises: it is reported, and the others are measured
-            if not arm.may_fail:
+            is_memory = is_out_of_memory(error)
+            if not (arm.may_fail or is_memory):
                 raise
-            failed[arm.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+            failed.append(Failure(arm.name, reason, is_memory))
         release(setting.device)
     if case.prepare is not None:
         case.prepare()
-    return seconds, failed
+    return seconds, tuple(failed)
 
 
 def _share(work: Work | None, bound: str, seconds: float, ceilings: Ceilings) -> float | None:

@@ -14,6 +14,7 @@ from kernel_parts.evictions import Schedule, simulate_evictions
 from kernel_parts.table import mb
 from kernel_parts.timing import Ceilings
 from text_table import text_table
+from time_limit import TimeLimit
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.models.replay import response_logps
+from lit_rlkv.out_of_memory import is_out_of_memory
 from lit_rlkv.types import Rollout
 
 NAME = "learner"
@@ -51,20 +53,42 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
     shape = Shape(sizes, args.batch, args.interval, args.prompt, args.checkpointing)
     setting = Setting(args.device, args.device == "cpu", args.rounds)
     model = make_model(setting, shape, max(args.lengths))
-    results = []
+    limit, results = TimeLimit(args.minutes), []
     for length in args.lengths:
-        result = measure(make_case(setting, model, shape, length, args.budgets), setting, NO_CEILING)
+        asked = {"tokens": length, "budgets": args.budgets, "dtype": _precision(setting), **asdict(shape)}
+        if args.record and not args.again and record.find(NAME, asked=asked) is not None:
+            print(f"{length} tokens: in the record already", flush=True)
+            continue
+        if limit.is_over:
+            print(f"{length} tokens: no time left; start again to go on", flush=True)
+            continue
+        result = measure_length(setting, model, shape, length, args.budgets)
         release(setting.device)
+        row = {"out_of_memory": True} if result is None else record_row(result, setting)
         if args.record:
-            record.append(NAME, record_row(result, setting))
-        results.append(result)
-        print(result.in_short, flush=True)
-    print("\n" + report(results, setting, shape))
-    if args.plot:
+            record.append(NAME, {"asked": asked, **row})
+        if result is not None:
+            results.append(result)
+        print(f"{length} tokens: out of memory" if result is None else result.in_short, flush=True)
+    if results:
+        print("\n" + report(results, setting, shape))
+    if args.plot and results:
         from kernel_parts.plot import draw_learner  # matplotlib is there for --plot alone
 
         draw_learner(results, setting).savefig(args.plot)
     return results
+
+
+def measure_length(
+    setting: Setting, model: PreTrainedModel, shape: Shape, length: int, budgets: Sequence[int]
+) -> CaseResult | None:
+    """Return the measurements of one length; None if memory holds no view of it, or not the proof."""
+    try:
+        return measure(make_case(setting, model, shape, length, budgets), setting, NO_CEILING)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
 
 
 def make_model(setting: Setting, shape: Shape, max_len: int) -> PreTrainedModel:
@@ -182,19 +206,20 @@ def report(results: Sequence[CaseResult], setting: Setting, shape: Shape) -> str
     headings = ("tokens", "view", "s", "p10", "p90", "tokens/s", "/ torch dense", "first step s", "peak MB")
     rows, notes = [], []
     for result in results:
-        dense = next(arm for arm in result.arms if arm.name == "torch dense")
+        dense = next((arm for arm in result.arms if arm.name == "torch dense"), None)
         for number, arm in enumerate(result.arms):
             s, n_tokens = arm.seconds, shape.batch * int(result.sizes["seq"])
             cells = [f"{value:.4f}" for value in (s.median, s.p10, s.p90)]
-            ratio = s.median / dense.seconds.median
-            costs = [f"{n_tokens / s.median:,.0f}", f"{ratio:.2f}", f"{arm.first_s:.2f}", mb(arm.peak_bytes)]
+            ratio = "" if dense is None else f"{s.median / dense.seconds.median:.2f}"
+            costs = [f"{n_tokens / s.median:,.0f}", ratio, f"{arm.first_s:.2f}", mb(arm.peak_bytes)]
             rows.append([result.sizes["seq"] if number == 0 else "", arm.name, *cells, *costs])
-        notes.extend(f"  {result.label}: {name} cannot run: {why}" for name, why in result.failed.items())
+        notes.extend(
+            f"  {result.label}: {failed.name} cannot run: {failed.reason}" for failed in result.failed
+        )
     worst = max(result.excess_error for result in results)
-    precision = str(setting.dtype).removeprefix("torch.")
     lines = [
-        f"{record.provenance()['device']}, {precision}, {shape.sizes['num_hidden_layers']} layers, batch "
-        f"{shape.batch}; largest error of Triton's kernels {worst:.2f} times that of the definitions",
+        f"{record.provenance()['device']}, {_precision(setting)}, {shape.sizes['num_hidden_layers']} layers, "
+        f"batch {shape.batch}; largest error of Triton's kernels {worst:.2f} times that of the definitions",
     ]
     if setting.timed_kernels != "triton":
         lines.append("No GPU: Triton's kernels were interpreted, found right and not timed.")
@@ -204,5 +229,9 @@ def report(results: Sequence[CaseResult], setting: Setting, shape: Shape) -> str
 
 def record_row(result: CaseResult, setting: Setting) -> dict:
     """One line of the record."""
-    dtype = str(setting.dtype).removeprefix("torch.")
-    return {**asdict(result), "dtype": dtype, "n_rounds": setting.n_rounds}
+    out_of_memory = any(failed.out_of_memory for failed in result.failed)
+    return {**asdict(result), "n_rounds": setting.n_rounds, "out_of_memory": out_of_memory}
+
+
+def _precision(setting: Setting) -> str:
+    return str(setting.dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from kernel_parts import tokens as kernel_tokens
 from kernel_parts.case import Builders, CaseResult, Setting, measure, release
 from kernel_parts.table import case_table, record_row
 from kernel_parts.timing import Ceilings, ceilings
+from time_limit import TimeLimit
 
 NAME = "kernels"
 CASES: dict[str, Callable[[Setting], Builders]] = {
@@ -25,13 +26,16 @@ CASES: dict[str, Callable[[Setting], Builders]] = {
 
 def run(args: argparse.Namespace) -> list[CaseResult]:
     """Everything asked for; what was measured is kept case by case, and printed as tables at the end."""
-    setting = setting_of(args)
+    setting, limit = setting_of(args), TimeLimit(args.minutes)
     limits = ceilings(setting.device)
     release(setting.device)
     results = []
     for op in args.ops:
         for label, build in CASES[op](setting):
-            if args.only not in label:
+            if args.only not in label or is_done(args, NAME, op, label):
+                continue
+            if limit.is_over:
+                print(f"{op}, {label}: no time left; start again to go on", flush=True)
                 continue
             result = measure(build(), setting, limits)
             release(setting.device)
@@ -47,18 +51,34 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
     return results
 
 
+def is_done(args: argparse.Namespace, name: str, op: str, label: str) -> bool:
+    """True, and said, if the record has this case and it is not to be measured again."""
+    if (
+        not args.record
+        or args.again
+        or record.find(name, op=op, label=label, device_type=args.device) is None
+    ):
+        return False
+    print(f"{op}, {label}: in the record already", flush=True)
+    return True
+
+
 def tune(args: argparse.Namespace) -> str:
     """Other configurations at the first size of each operation that `--only` lets through."""
     from kernel_parts.tune import CANDIDATES
     from kernel_parts.tune import tune as tune_case
 
-    setting, tables = setting_of(args), []
+    setting, limit, tables = setting_of(args), TimeLimit(args.minutes), []
     for op in [op for op in args.ops if op in CANDIDATES]:
         builders = [(label, build) for label, build in CASES[op](setting) if args.only in label]
-        if builders:
-            tables.append(tune_case(op, *builders[0], setting))
-            release(setting.device)
-            print(f"{op}: tuned", flush=True)
+        if not builders or is_done(args, "tune", op, builders[0][0]):
+            continue
+        found = tune_case(op, *builders[0], setting, limit)
+        release(setting.device)
+        if args.record:
+            record.append("tune", found.row())
+        tables.append(str(found))
+        print(f"{op}: tuned", flush=True)
     print("\n" + "\n\n".join(tables))
     return "\n\n".join(tables)
 

@@ -30,7 +30,9 @@ def case_table(results: Sequence[CaseResult]) -> str:
     for result in results:
         for number, arm in enumerate(result.arms):
             rows.append([result.label if number == 0 else "", *_cells(result, arm)])
-        notes.extend(f"  {result.label}: {name} cannot run: {why}" for name, why in result.failed.items())
+        notes.extend(
+            f"  {result.label}: {failed.name} cannot run: {failed.reason}" for failed in result.failed
+        )
     worst = max(result.excess_error for result in results)
     bound = {result.bound for result in results}
     lines = [
@@ -80,6 +82,7 @@ def record_row(result: CaseResult, setting: Setting, ceilings: Ceilings) -> dict
     """One line of the record."""
     return {
         **asdict(result),
+        "device_type": setting.device,
         "dtype": str(setting.dtype).removeprefix("torch."),
         "timed": setting.timed_kernels,
         "n_rounds": setting.n_rounds,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +10,7 @@ from kernel_parts.accuracy import WrongKernelError
 from kernel_parts.case import Builder, Case, Setting
 from kernel_parts.timing import Spread, first_seconds, spread, taking_turns
 from text_table import text_table
+from time_limit import TimeLimit
 from torch import Tensor
 
 from lit_rlkv.kernels.decode_attention import kernel as decode_kernel
@@ -40,20 +41,42 @@ class Candidate:
                 setattr(self.module, name, value)
 
 
-def tune(op: str, label: str, build: Builder, setting: Setting) -> str:
-    """Every candidate at the case's size, the fastest first; what is wrong or does not fit is named."""
+@dataclass(frozen=True)
+class Tuned:
+    """Seconds of one operation's configurations, and why the others are out."""
+
+    op: str
+    label: str
+    way: str
+    device_type: str
+    seconds: dict[str, Spread]
+    problems: dict[str, str]
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of the record, with the fastest configuration and its time over today's."""
+        fastest = min(self.seconds, key=lambda name: self.seconds[name].median)
+        over = self.seconds[fastest].median / self.seconds[AS_IT_IS].median
+        return {**asdict(self), "fastest": fastest, "fastest_over_as_it_is": over}
+
+    def __str__(self) -> str:
+        notes = [f"  {name}: {why}" for name, why in self.problems.items()]
+        return "\n".join([f"{self.op}, {self.label}: {self.way}", _table(self.seconds), *notes])
+
+
+def tune(op: str, label: str, build: Builder, setting: Setting, limit: TimeLimit) -> Tuned:
+    """Time every candidate at the case's size; past the limit no more are tried."""
     case = build()
-    usable, notes = [], []
+    usable, problems = [], {}
     for candidate in CANDIDATES[op]():
-        problem = find_problem(case, candidate, setting)
+        problem = "no time left" if limit.is_over else find_problem(case, candidate, setting)
         if problem is None:
             usable.append(candidate)
         else:
-            notes.append(f"  {candidate.name}: {problem}")
+            problems[candidate.name] = problem
     calls = {AS_IT_IS: case.arms[0].call} | {c.name: _under(c, case) for c in usable}
     times = taking_turns(calls, setting.device, setting.n_rounds, prepare=case.prepare)
     found = {name: spread(values) for name, values in times.items()}
-    return "\n".join([f"{op}, {label}: {case.arms[0].name}", _table(found), *notes])
+    return Tuned(op, label, case.arms[0].name, setting.device, found, problems)
 
 
 def find_problem(case: Case, candidate: Candidate, setting: Setting) -> str | None:

@@ -41,7 +41,7 @@ PRESETS = {
         batch=256,
         prompt=256,
         new=8192,
-        budgets=(512, 1024, 2048),
+        budgets=(1024, 512, 2048),
         interval=128,
         window=16,
     ),
@@ -104,8 +104,12 @@ class Setting:
 
     def prompts(self, n: int) -> Tensor:
         """The same `n` random prompts at every call."""
+        return self.tokens(n, self.shape.prompt)
+
+    def tokens(self, n: int, length: int) -> Tensor:
+        """Random tokens [n, length], the same at every call."""
         generator = torch.Generator().manual_seed(1)
-        size = (n, self.shape.prompt)
+        size = (n, length)
         return torch.randint(1, self.shape.shape["vocab_size"], size, generator=generator).to(self.device)
 
     def roll_out(self, input_ids: Tensor, cache: CacheSpec, **options: Any) -> Rollout:

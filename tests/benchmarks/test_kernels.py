@@ -18,6 +18,7 @@ from kernel_parts.plot import draw
 from kernel_parts.shadow import cases as shadow_cases
 from kernel_parts.timing import Spread
 from matplotlib.figure import Figure
+from time_limit import TimeLimit
 
 from tests.tiers import slow
 
@@ -90,6 +91,27 @@ def test_nothing_is_recorded_by_default_where_kernels_are_interpreted():
     assert kernels.parse_arguments(["--device", "cuda"]).size == "real"
 
 
+def test_past_the_limit_no_candidate_is_tried():
+    setting = Setting(DEVICE, is_toy=True, n_rounds=1)
+    label, build = next(decode_cases(setting))
+    tuned = kernel_tune.tune("decode_attention", label, build, setting, TimeLimit(minutes=0.0))
+    assert tuned.seconds.keys() == {kernel_tune.AS_IT_IS}
+    assert set(tuned.problems.values()) == {"no time left"}
+
+
+def test_a_case_is_measured_once_unless_asked_again_or_the_time_is_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    asked = f"--size toy --device {DEVICE} --ops decode_attention --rounds 1 --record --only".split()
+    n_rows = []
+    for rest in (["33"], ["33"], ["33", "--again"], ["64", "--minutes", "0"]):
+        kernel_run.run(kernels.parse_arguments([*asked, *rest]))
+        n_rows.append(len(record.rows("kernels")))
+    assert n_rows == [1, 1, 2, 2]
+    printed = capsys.readouterr().out
+    assert "batch 2, 33 slots: in the record already" in printed
+    assert "batch 2, 64 slots: no time left" in printed
+
+
 def test_tuning_needs_a_gpu(capsys):
     with pytest.raises(SystemExit):
         kernels.parse_arguments(["--device", "cpu", "--tune"])
@@ -105,7 +127,10 @@ def test_other_configurations_are_right_too_and_leave_no_trace(op, cases, kept, 
     before = [{name: getattr(c.module, name) for name in c.values} for c in candidates]
     monkeypatch.setitem(kernel_tune.CANDIDATES, op, lambda: candidates)
     label, build = next(cases(setting))
-    table = kernel_tune.tune(op, label, build, setting)
+    tuned = kernel_tune.tune(op, label, build, setting, TimeLimit())
+    table, row = str(tuned), tuned.row()
+    assert row["seconds"].keys() == {kernel_tune.AS_IT_IS, *(candidate.name for candidate in candidates)}
+    assert row["fastest_over_as_it_is"] <= 1.0
     for candidate in candidates:
         assert candidate.name in table
         assert f"  {candidate.name}: " not in table  # which would say why it is out
@@ -134,7 +159,7 @@ def shadow_result(seq: int, budget: int, ms: float, dense_ms: float) -> CaseResu
         for name, value in (("shadow", ms), ("dense flash", dense_ms))
     )
     sizes = {"seq": seq, "budget": budget}
-    return CaseResult("shadow_attention", "", sizes, "matmul", 1.0, arms, {}, {})
+    return CaseResult("shadow_attention", "", sizes, "matmul", 1.0, arms, (), {})
 
 
 def test_the_picture_has_time_against_budget_and_length_and_the_dense_line():

@@ -5,7 +5,7 @@ import pytest
 import record
 import torch
 from kernel_parts.accuracy import LIMIT, WrongKernelError, excess_error, require_accurate, require_equal
-from kernel_parts.case import Arm, Case, Setting, measure
+from kernel_parts.case import Arm, Case, Failure, Setting, measure
 from kernel_parts.counts import Work, attention_work, decode_work, evict_work, head_work, score_work
 from kernel_parts.table import record_row
 from kernel_parts.timing import Ceilings, ceilings, seconds_of, spread, taking_turns
@@ -113,10 +113,22 @@ def test_a_comparison_that_cannot_run_is_named_and_ours_is_not_spared():
     arms = toy_case().arms
     broken = Arm("broken", fail, may_fail=True)
     result = measure(toy_case(arms=(*arms, broken)), SETTING, LIMITS)
-    assert result.failed == {"broken": "RuntimeError: no such backend"}
+    assert result.failed == (Failure("broken", "RuntimeError: no such backend", out_of_memory=False),)
     assert [arm.name for arm in result.arms] == ["ours", "other"]
     with pytest.raises(RuntimeError, match="no such backend"):
         measure(toy_case(arms=(replace(broken, may_fail=False), *arms)), SETTING, LIMITS)
+
+
+def test_a_way_that_runs_out_of_memory_is_named_even_ours():
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    arms = toy_case().arms
+    result = measure(toy_case(arms=(Arm("ours", full), arms[1])), SETTING, LIMITS)
+    assert [(failed.name, failed.out_of_memory) for failed in result.failed] == [("ours", True)]
+    assert [(arm.name, arm.over_ours) for arm in result.arms] == [("other", 1.0)]
+    with pytest.raises(torch.OutOfMemoryError, match="no way of op, label fits"):
+        measure(toy_case(arms=(Arm("ours", full),)), SETTING, LIMITS)
 
 
 def test_a_wrong_kernel_is_never_timed():

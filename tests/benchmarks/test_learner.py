@@ -38,6 +38,27 @@ def test_a_run_prints_records_and_draws(tmp_path, monkeypatch, capsys):
     assert rows[0]["excess_error"] <= LIMIT
     assert all(arm["peak_bytes"] > 0 for row in rows for arm in row["arms"])
     assert picture.stat().st_size > 10_000
+    assert not any(row["out_of_memory"] for row in rows)
+    kernel_learner.run(args, learner.PRESETS[args.preset])
+    assert "40 tokens: in the record already" in capsys.readouterr().out
+
+
+def test_a_length_that_memory_does_not_hold_is_a_row_and_not_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setitem(kernel_learner.CHECK_LEN, "cpu", 12)
+    make_case = kernel_learner.make_case
+
+    def small_memory(setting, model, shape, length, budgets):
+        if length > 24:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make_case(setting, model, shape, length, budgets)
+
+    monkeypatch.setattr(kernel_learner, "make_case", small_memory)
+    asked = "--device cpu --layers 1 --lengths 40 24 --budgets 8 --interval 4 --prompt 6 --rounds 1 --record"
+    args = learner.parse_arguments(asked.split())
+    kernel_learner.run(args, learner.PRESETS["tiny"])
+    rows = record.rows("learner")
+    assert [(row["asked"]["tokens"], row["out_of_memory"]) for row in rows] == [(40, True), (24, False)]
 
 
 def test_the_rollout_evicts_and_its_response_is_all_actions():

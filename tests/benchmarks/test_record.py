@@ -19,7 +19,7 @@ def test_a_row_says_whether_the_package_was_changed_since_its_commit(tmp_path, m
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "all")
     commit = git(tmp_path, "rev-parse", "--short", "HEAD")
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results" / "x.jsonl").write_text("2\n")  # a row more is no change
     assert record.provenance()["commit"] == commit
     (tmp_path / "lit_rlkv" / "a.py").write_text("2\n")
@@ -32,3 +32,24 @@ def test_rows_are_read_back_in_their_order(tmp_path, monkeypatch):
     for value in (2, 1):
         record.append("x", {"value": value})
     assert [row["value"] for row in record.rows("x")] == [2, 1]
+
+
+def test_a_row_is_found_by_its_entries_device_and_version_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    record.append("x", {"size": [1, 2], "value": 1})
+    record.append("x", {"size": [1, 2], "value": 2})
+    assert record.find("x", size=(1, 2))["value"] == 2
+    assert record.find("x", size=(1, 3)) is None
+    assert record.find("y", size=(1, 2)) is None
+    monkeypatch.setattr(record, "_source", lambda root: "changed")
+    assert record.find("x", size=(1, 2)) is None
+
+
+def test_a_changed_module_is_another_version_of_the_package(tmp_path):
+    versions = set()
+    for number, text in enumerate(("1\n", "2\n", "2\n")):
+        module = tmp_path / str(number) / "lit_rlkv" / "a.py"
+        module.parent.mkdir(parents=True)
+        module.write_text(text)
+        versions.add(record._source(tmp_path / str(number)))
+    assert len(versions) == 2

@@ -1,34 +1,46 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import record
 import replay_gap
 import torch
+from rollout_parts.setting import Setting
 
-from lit_rlkv.models.lm_head import LMHead
+from tests.gguf_files import write_gguf
 
-
-def test_every_precision_is_measured_with_and_without_rounded_logits(capsys):
-    replay_gap.main(["--fast"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
-    kinds = [("float32", "float32"), ("float16", "float32"), ("float16", "rounded")]
-    kinds += [("bfloat16", "float32"), ("bfloat16", "rounded")]
-    assert [tuple(line[:2]) for line in lines] == [kind for kind in kinds for _ in replay_gap.CACHES]
-    means = [float(line[-3]) for line in lines[::2]]
-    assert means[0] < 1e-5 < means[1] < means[3]
+TOY = Setting("tiny", "h2o", batch=2, new=32, rounds=1, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_replay_in_bfloat16_is_closer_than_with_rounded_logits():
-    model, cache = replay_gap.make_model(torch.bfloat16, "cpu"), replay_gap.CACHES["snapkv 24+8"]
-    ours = replay_gap.measure(model, cache, 8, 64)
-    with replay_gap.rounded_logits(model):
-        rounded = replay_gap.measure(model, cache, 8, 64)
-    assert all(ours[name] < 0.9 * rounded[name] for name in ours)
+def test_the_gap_is_rounding_and_a_dense_learners_is_not():
+    row = replay_gap.measure(TOY, 16, "auto")
+    assert row["n_tokens"] == 2 * 32
+    assert 0 <= row["gap"]["mean"] <= row["gap"]["p99"] <= row["gap"]["max"] < 1e-4
+    assert row["dense_learner"]["mean"] > 1e-3
 
 
-def test_rounding_is_that_of_a_plain_linear_layer_and_ends_with_the_block():
-    model = replay_gap.make_model(torch.bfloat16, "cpu")
-    head, hidden = model.get_output_embeddings(), torch.randn(3, replay_gap.HIDDEN).bfloat16()
-    assert isinstance(head, LMHead)
-    with replay_gap.rounded_logits(model):
-        found = head(hidden)
-    plain = torch.nn.functional.linear(hidden, head.weight)
-    torch.testing.assert_close(found, plain, rtol=2**-7, atol=0)
-    assert found.dtype == torch.bfloat16
-    assert head(hidden).dtype == torch.float32
+def test_evictions_of_another_column_show_in_the_gap(monkeypatch: pytest.MonkeyPatch):
+    roll_out = Setting.roll_out
+
+    def wrong(setting: Setting, *args: object, **options: object):
+        found = roll_out(setting, *args, **options)
+        return replace(found, evicted_at=found.evicted_at.roll(1, dims=3))
+
+    # Not of another layer: attention of random weights is so even that h2o evicts the same keys in all.
+    monkeypatch.setattr(Setting, "roll_out", wrong)
+    assert replay_gap.measure(TOY, 16, "auto")["gap"]["max"] > 1e-3
+
+
+def test_a_pretrained_model_is_measured_once_on_text(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(replay_gap.tempfile, "gettempdir", lambda: str(tmp_path))
+    write_gguf(tmp_path / "small.gguf")
+    sizes = ["--preset", "tiny", "--batch", "2", "--new", "24", "--budget", "16"]
+    asked = ["replay_gap.py", "--device", "cpu", "--record", *sizes, "--model", str(tmp_path / "small.gguf")]
+    for rest in (["--dtypes", "float32"], ["--minutes", "0"]):
+        monkeypatch.setattr("sys.argv", [*asked, *rest])
+        replay_gap.main()
+    (row,) = record.rows("replay_gap")
+    assert (row["model"], row["dtype"]) == ("small", "float32")
+    assert row["gap"]["max"] < 1e-4
+    assert "small, bfloat16: no time left" in capsys.readouterr().out

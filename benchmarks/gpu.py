@@ -1,0 +1,76 @@
+"""Prove the project on a GPU, stage by stage, in a machine that is lent for minutes and has no network.
+
+    python benchmarks/gpu.py --out FOLDER [--stages A B C D E] [--minutes 8]
+    python benchmarks/gpu.py --out FOLDER --toy        the whole path at toy size on a CPU
+
+A correctness, B kernels, C rollout and replay gap, D learner, E tuning. Each stage takes at most `--minutes`,
+is useful alone, and keeps every measurement in FOLDER as it is made; started again with the same FOLDER, it
+goes on. A stage that crashes does not stop the next. Printed after each stage and written to FOLDER/gpu.md is
+what was measured against its target (gpu_parts/targets.py). The exit status is 1 if a stage crashed or a
+target was not met.
+
+Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from gpu_parts.stages import TITLES, Ended, environment, run_stage
+
+
+def main() -> None:
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ.update(environment(args.out, is_toy=args.toy))
+    is_good = True
+    for stage in args.stages:
+        print(f"\n== {stage}: {TITLES[stage]}, at most {args.minutes:g} minutes", flush=True)
+        ended = run_stage(stage, args.out, args.minutes, is_toy=args.toy)
+        page, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
+        print("\n" + page, flush=True)
+        is_good = is_good and ended.outcome != "crashed" and (meets_targets or args.toy)
+    sys.exit(0 if is_good else 1)
+
+
+def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple[str, bool]:
+    """Record how a stage ended, and write gpu.md from all rows of the folder.
+
+    Returns:
+        The part of this stage, and True if all its targets are met.
+    """
+    import record  # not at the top: it reads the folder from the environment
+    from gpu_parts import page
+    from gpu_parts.targets import figures
+
+    record.append("stages", {"stage": stage, **asdict(ended)})
+    records = page.read_records()
+    (folder / "gpu.md").write_text(page.written(records, is_toy=is_toy), encoding="utf-8")
+    meets_targets = all(figure.is_good for figure in figures([stage], records))
+    return page.section(stage, records, is_toy=is_toy), meets_targets
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the rows and of gpu.md")
+    parser.add_argument("--stages", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--minutes", type=float, default=8.0, help="of each stage")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
+    args = parser.parse_args(arguments)
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be above 0, got {args.minutes:g}")
+    if not args.toy:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no GPU; --toy runs the whole path at toy size on a CPU")
+    return args
+
+
+if __name__ == "__main__":
+    main()

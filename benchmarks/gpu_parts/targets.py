@@ -1,0 +1,164 @@
+"""Targets of a GPU run, in one place: what each stage must reach, read off the rows of its record.
+
+A figure without a target is reported all the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+Records = Mapping[str, Sequence[Row]]
+"""Rows by the name of their record, of one device and version of the package."""
+
+DECODE_SHARE = 0.80
+"""Of copy bandwidth, for decode attention that adds up the scores, batch 64."""
+DECODE_SLOTS = (2048, 4096, 8192)
+SHADOW_TOKENS = 16_384
+SHADOW_OVER_FLASH = {1024: 4.0, 2048: 2.4, 4096: 1.4}
+"""Time of torch's dense flash attention over shadow attention's, forward and backward, by budget."""
+ROLLOUT = {"preset": "1.5b", "batch": 256, "new": 8192, "budget": 1024}
+ROLLOUT_OVER_GENERATE = 6.0
+ROLLOUT_TOKENS_PER_S = 30_000
+"""On an H100."""
+GAP_MODEL = "1.5b"
+BF16_GAP = {"mean": 2e-3, "p99": 2e-2}
+"""|replayed − sampled| in nats, per response token."""
+FLOAT32_GAP = 1e-4
+"""The largest."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure and its target."""
+
+    stage: str
+    name: str
+    value: float | None
+    """None if it was not measured."""
+    target: float | None = None
+    at_most: bool = False
+    unit: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """True if the target is met, or there is none."""
+        return self.target is None or self.verdict == "met"
+
+    @property
+    def verdict(self) -> str:
+        """`met`, `missed`, `not measured`, or empty without a target."""
+        if self.value is None:
+            return "not measured"
+        if self.target is None:
+            return ""
+        is_met = self.value <= self.target if self.at_most else self.value >= self.target
+        return "met" if is_met else "missed"
+
+
+def figures(stages: Sequence[str], records: Records) -> list[Figure]:
+    """Return the figures of these stages, in order."""
+    return [figure for stage in stages for figure in FIGURES[stage](records)]
+
+
+def correctness(records: Records) -> Iterator[Figure]:
+    """Yield how many tests passed and failed, by the last outcome of each."""
+    outcomes = {row["test"]: row["outcome"] for row in records.get("tests", ())}
+    found = list(outcomes.values())
+    yield Figure("A", "tests that passed", found.count("passed") if found else None, 1)
+    yield Figure("A", "tests that failed", found.count("failed") if found else None, 0, at_most=True)
+
+
+def kernels(records: Records) -> Iterator[Figure]:
+    """Yield decode attention against copies, and shadow attention against dense attention."""
+    rows = records.get("kernels", ())
+    for slots in DECODE_SLOTS:
+        row = _latest(rows, op="decode_attention", label=f"batch 64, {slots} slots")
+        share = _arm(row, "scores added up", "share_of_ceiling")
+        yield Figure("B", f"decode with scores, {slots} slots, share of copy bandwidth", share, DECODE_SHARE)
+    for budget, target in SHADOW_OVER_FLASH.items():
+        row = _latest(rows, op="shadow_attention", label=f"{SHADOW_TOKENS} tokens, budget {budget}")
+        name = f"shadow attention, {SHADOW_TOKENS} tokens, budget {budget}, speed over"
+        yield Figure("B", f"{name} torch's dense flash", _ratio(row, "dense flash", "shadow"), target)
+        yield Figure("B", f"{name} dense cuDNN", _ratio(row, "dense cuDNN", "shadow"))
+        with_plan = _ratio(row, "dense flash", "shadow and its plan")
+        yield Figure("B", f"{name} dense flash, plan included", with_plan)
+
+
+def rollout(records: Records) -> Iterator[Figure]:
+    """Yield the rollout against transformers.generate, and the gaps of replay."""
+    rows = records.get("rollout", ())
+    ours = _latest(rows, **ROLLOUT)
+    theirs = _latest(rows, cache="transformers dense", preset=ROLLOUT["preset"], new=ROLLOUT["new"])
+    speed = None if ours is None else ours["tokens_per_s"]
+    ratio = None if ours is None or theirs is None else ours["tokens_per_s"] / theirs["tokens_per_s"]
+    yield Figure(
+        "C", "rollout over transformers.generate, 1.5B, 8k tokens, budget 1024", ratio, ROLLOUT_OVER_GENERATE
+    )
+    unit = "tokens/s, extrapolated" if ours and ours["integrated"] else "tokens/s"
+    is_h100 = ours is not None and "H100" in ours["device"]
+    yield Figure("C", "rollout", speed, ROLLOUT_TOKENS_PER_S if is_h100 else None, unit=unit)
+    yield Figure("C", "transformers.generate", theirs and theirs["tokens_per_s"], unit="tokens/s")
+    gaps = records.get("replay_gap", ())
+    models = dict.fromkeys([GAP_MODEL, *(row["model"] for row in gaps)])
+    for model in models:
+        sixteen, full = (_latest(gaps, model=model, dtype=dtype) for dtype in ("bfloat16", "float32"))
+        for statistic, target in BF16_GAP.items():
+            value = sixteen and sixteen["gap"][statistic]
+            yield Figure("C", f"gap in bf16, {model}, {statistic}", value, target, at_most=True, unit="nats")
+        value = full and full["gap"]["max"]
+        yield Figure("C", f"gap in float32, {model}, max", value, FLOAT32_GAP, at_most=True, unit="nats")
+        value = full and full["dense_learner"]["mean"]
+        yield Figure("C", f"gap of a dense learner in float32, {model}, mean", value, unit="nats")
+
+
+def learner(records: Records) -> Iterator[Figure]:
+    """Yield the learner's step under evictions against torch's dense one; no target."""
+    rows = records.get("learner", ())
+    if not rows:
+        yield Figure("D", "learner's step", None)
+    for row in {row["asked"]["tokens"]: row for row in rows}.values():
+        tokens = row["asked"]["tokens"]
+        for arm in row.get("arms", ()):
+            if arm["name"].startswith("shadow"):
+                name = f"learner's step, {tokens} tokens, {arm['name']}, speed over torch's dense"
+                yield Figure("D", name, _ratio(row, "torch dense", arm["name"]))
+        for failed in row.get("failed", ()):
+            if failed["out_of_memory"]:
+                yield Figure("D", f"learner's step, {tokens} tokens, {failed['name']}: out of memory", None)
+        if "arms" not in row:
+            yield Figure("D", f"learner's step, {tokens} tokens: out of memory", None)
+
+
+def tuning(records: Records) -> Iterator[Figure]:
+    """Yield the time of the fastest configuration over today's; no target."""
+    rows = records.get("tune", ())
+    if not rows:
+        yield Figure("E", "tuning", None)
+    for row in {row["op"]: row for row in rows}.values():
+        name = f"{row['op']}, {row['label']}: {row['fastest']}, time over today's"
+        yield Figure("E", name, row["fastest_over_as_it_is"])
+
+
+def _latest(rows: Sequence[Row], **wanted: Any) -> Row | None:
+    return next((row for row in reversed(rows) if all(row.get(k) == v for k, v in wanted.items())), None)
+
+
+def _arm(row: Row | None, name: str, entry: str) -> Any:
+    """Return an entry of an arm; None if there is no such row or the arm did not run."""
+    return next((arm[entry] for arm in row["arms"] if arm["name"] == name), None) if row else None
+
+
+def _ratio(row: Row | None, over: str, under: str) -> float | None:
+    """Return the median of one arm over that of another."""
+    above, below = (_arm(row, name, "seconds") for name in (over, under))
+    return None if above is None or below is None else above["median"] / below["median"]
+
+
+FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
+    "A": correctness,
+    "B": kernels,
+    "C": rollout,
+    "D": learner,
+    "E": tuning,
+}

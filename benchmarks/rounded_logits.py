@@ -1,0 +1,116 @@
+"""Replay gap of a small random model by precision, with logits in float32 and rounded to 16 bit.
+
+    python benchmarks/rounded_logits.py [--device cuda] [--tokens 128]
+    python benchmarks/rounded_logits.py --fast                          a look at the output, records nothing
+
+*float32* logits are what the package computes from 16-bit operands. *rounded* logits are those of a plain
+`nn.Linear`, in 16 bit. The gap is |log π − log μ| of replayed and sampled log-probs, in nats. Every run is a
+row of benchmarks/results/rounded_logits.jsonl.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import record
+import torch
+from text_table import text_table
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from lit_rlkv import CacheSpec, generate, prepare_backbone, replay_logps
+
+NAME = "rounded_logits"
+VOCAB, HIDDEN = 1024, 128
+HEAD_SCALE = 20.0
+"""Factor on the head's initial weights; log-probs are then about -2, as of a pretrained model."""
+PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CACHES = {
+    "dense": CacheSpec.dense(),
+    "snapkv 24+8": CacheSpec("snapkv", budget=24, interval=8, sink=2, window=4),
+}
+
+
+def make_model(dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Return a random Llama of 4 layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data.mul_(HEAD_SCALE)
+    return prepare_backbone(model.to(device, dtype).eval())
+
+
+@contextmanager
+def rounded_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Round the logits to the precision of the model within a `with` block, as a plain `nn.Linear` does."""
+
+    def in_model_dtype(head: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        return logits.to(model.dtype)
+
+    handle = model.get_output_embeddings().register_forward_hook(in_model_dtype)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, cache: CacheSpec, n_rows: int, n_tokens: int) -> dict[str, float]:
+    """Return mean, 99th percentile and largest gap of the tokens of a rollout, in nats."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(3, VOCAB, (n_rows, 16), generator=generator).to(model.device)
+    rollout = generate(
+        model,
+        input_ids,
+        torch.ones_like(input_ids),
+        cache=cache,
+        max_new_tokens=n_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        generator=torch.Generator(model.device).manual_seed(0),
+    )
+    size = (replay_logps(model, rollout) - rollout.rollout_logps).abs()[rollout.response_mask].double()
+    return {"mean": size.mean().item(), "p99": size.quantile(0.99).item(), "max": size.max().item()}
+
+
+def run(device: str, n_rows: int, n_tokens: int) -> list[dict]:
+    """Return the gap of each precision, kind of logits and cache."""
+    found = []
+    for precision, dtype in PRECISIONS.items():
+        model = make_model(dtype, device)
+        for logits in ("float32",) if dtype == torch.float32 else ("float32", "rounded"):
+            for name, cache in CACHES.items():
+                with rounded_logits(model) if logits == "rounded" else nullcontext():
+                    gap = measure(model, cache, n_rows, n_tokens)
+                found.append({"precision": precision, "logits": logits, "cache": name, **gap})
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rows", type=int, default=8, help="sequences (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="response tokens (%(default)s)")
+    parser.add_argument("--fast", action="store_true", help="2 sequences of 32 tokens; records nothing")
+    asked = parser.parse_args(arguments)
+    n_rows, n_tokens = (2, 32) if asked.fast else (asked.rows, asked.tokens)
+    found = run(asked.device, n_rows, n_tokens)
+    keys = ("precision", "logits", "cache")
+    values = ("mean", "p99", "max")
+    lines = [[*(row[key] for key in keys), *(f"{row[value]:.1e}" for value in values)] for row in found]
+    print(f"{n_rows} sequences of {n_tokens} tokens on {asked.device}; |log π − log μ| in nats\n")
+    print(text_table((*keys, *values), lines, n_left=len(keys)))
+    if not asked.fast:
+        record.append(NAME, {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "gaps": found})
+
+
+if __name__ == "__main__":
+    main()

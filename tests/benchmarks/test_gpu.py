@@ -1,0 +1,204 @@
+"""gpu.py: its targets, its stages, and the whole path at toy size where packages are missing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu_parts import page
+from gpu_parts.stages import GPU_TESTS, REAL, TITLES, commands, run_command
+from gpu_parts.targets import ROLLOUT, Figure, figures
+
+ROOT = Path(__file__).parents[2]
+LENT_MACHINE = Path(__file__).parent / "lent_machine"
+MODULES = (
+    "gpu",
+    "gpu_parts.page",
+    "kernels",
+    "kernel_parts.run",
+    "kernel_parts.tune",
+    "learner",
+    "kernel_parts.learner",
+    "rollout",
+    "replay_gap",
+    "compiled",
+    "tests.conftest",
+    "tests.kernels.test_evict",
+    "tests.rollout.test_decoder",
+)
+
+
+def on_a_lent_machine(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python where neither this project nor Hydra, W&B, peft, lightning or beartype are installed."""
+    paths = os.pathsep.join(map(str, (LENT_MACHINE, ROOT, ROOT / "benchmarks")))
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def arm(name: str, median: float, **entries) -> dict:
+    return {"name": name, "seconds": {"median": median}, "share_of_ceiling": None, **entries}
+
+
+def by_name(stage: str, records: dict) -> dict[str, Figure]:
+    return {figure.name: figure for figure in figures([stage], records)}
+
+
+def test_shares_and_ratios_are_read_off_the_rows_and_judged():
+    decode = arm("scores added up", 1.0, share_of_ceiling=0.79)
+    rows = [
+        {"op": "decode_attention", "label": "batch 64, 2048 slots", "arms": [decode]},
+        {
+            "op": "shadow_attention",
+            "label": "16384 tokens, budget 1024",
+            "arms": [arm("shadow", 2.0), arm("shadow and its plan", 2.5), arm("dense flash", 9.0)],
+        },
+    ]
+    found = by_name("B", {"kernels": rows})
+    decode_figure = found["decode with scores, 2048 slots, share of copy bandwidth"]
+    assert (decode_figure.value, decode_figure.verdict) == (0.79, "missed")
+    name = "shadow attention, 16384 tokens, budget 1024, speed over"
+    assert (found[f"{name} torch's dense flash"].value, found[f"{name} torch's dense flash"].verdict) == (
+        4.5,
+        "met",
+    )
+    assert found[f"{name} dense flash, plan included"].value == 3.6
+    assert found[f"{name} dense cuDNN"].verdict == "not measured"
+
+
+@pytest.mark.parametrize(("device", "verdict"), [("NVIDIA H100 80GB HBM3", "missed"), ("NVIDIA H200", "")])
+def test_the_rollout_is_compared_with_generate_and_on_an_h100_with_a_speed(device, verdict):
+    ours = {**ROLLOUT, "device": device, "tokens_per_s": 29_000.0, "integrated": False}
+    other = ours | {"budget": 512, "tokens_per_s": 99_000.0}
+    theirs = {"cache": "transformers dense", "preset": "1.5b", "new": 8192, "tokens_per_s": 5_000.0}
+    found = by_name("C", {"rollout": [ours, other, theirs]})
+    ratio = found["rollout over transformers.generate, 1.5B, 8k tokens, budget 1024"]
+    assert ratio.value == pytest.approx(5.8)
+    assert ratio.verdict == "missed"
+    assert found["rollout"].verdict == verdict
+
+
+def test_the_gap_is_at_most_its_target():
+    gap = {"mean": 1e-3, "p99": 3e-2, "max": 1.0}
+    row = {"model": "1.5b", "dtype": "bfloat16", "gap": gap, "dense_learner": {"mean": 0.1}}
+    found = by_name("C", {"replay_gap": [row]})
+    assert found["gap in bf16, 1.5b, mean"].verdict == "met"
+    assert found["gap in bf16, 1.5b, p99"].verdict == "missed"
+    assert found["gap in float32, 1.5b, max"].verdict == "not measured"
+    good = {name for name, figure in found.items() if figure.is_good}
+    # No target, or met; neither what is missed nor what has a target and no figure.
+    assert {"gap in bf16, 1.5b, mean", "rollout", "gap of a dense learner in float32, 1.5b, mean"} <= good
+    assert not {"gap in bf16, 1.5b, p99", "gap in float32, 1.5b, max"} & good
+
+
+def test_a_test_counts_by_its_last_outcome():
+    rows = [{"test": "a", "outcome": "failed"}, {"test": "b", "outcome": "passed"}]
+    assert by_name("A", {"tests": rows})["tests that failed"].verdict == "missed"
+    found = by_name("A", {"tests": [*rows, {"test": "a", "outcome": "passed"}]})
+    assert (found["tests that passed"].value, found["tests that failed"].verdict) == (2, "met")
+    assert by_name("A", {})["tests that failed"].verdict == "not measured"
+
+
+def test_a_learner_out_of_memory_is_named():
+    failed = [{"name": "torch dense", "reason": "full", "out_of_memory": True}]
+    arms = [arm("shadow 1024, triton", 2.0), arm("shadow 1024, reference", 9.0)]
+    rows = [
+        {"asked": {"tokens": 8}, "arms": arms, "failed": failed},
+        {"asked": {"tokens": 16}, "out_of_memory": True},
+    ]
+    found = by_name("D", {"learner": rows})
+    assert {name.removeprefix("learner's step, ") for name in found} == {
+        "8 tokens, shadow 1024, triton, speed over torch's dense",
+        "8 tokens, shadow 1024, reference, speed over torch's dense",
+        "8 tokens, torch dense: out of memory",
+        "16 tokens: out of memory",
+    }
+    assert {figure.verdict for figure in found.values()} == {"not measured"}
+
+
+def test_make_takes_the_machines_own_python_and_builds_no_environment():
+    command = ["make", "-n", "gpu", "PYTHON=python3", "ARGS=--out x --stages A"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "python3 benchmarks/gpu.py --out x --stages A\n"
+
+
+def test_every_stage_has_figures_and_commands_of_scripts_that_exist():
+    assert all(by_name(stage, {}) for stage in TITLES)
+    scripts = {command.split()[0] for stage in REAL.values() for command in stage}
+    assert all((ROOT / "benchmarks" / script).is_file() for script in scripts)
+    assert all((ROOT / path).exists() for path in GPU_TESTS)
+    assert commands("D", 4, is_toy=False)[0][-2:] == ["--minutes", "3.4"]
+
+
+def test_a_command_that_takes_too_long_ends_as_by_ctrl_c():
+    waits = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('kept')"
+    assert run_command([sys.executable, "-c", waits], dict(os.environ), 2.0) == ("out of time", ["kept"])
+
+
+def test_a_command_that_crashes_leaves_its_last_lines():
+    outcome, lines = run_command([sys.executable, "-c", "1 / 0"], dict(os.environ), 60.0)
+    assert outcome == "crashed"
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert run_command([sys.executable, "-c", "exit(1)"], dict(os.environ), 60.0, (0, 1))[0] == "done"
+
+
+def test_a_crashed_stage_shows_why_on_the_page():
+    row = {"stage": "D", "outcome": "crashed", "seconds": 3.0, "last_lines": ["RuntimeError: no"]}
+    shown = page.section("D", {"stages": [row]}, is_toy=False)
+    assert "crashed after 3 s" in shown
+    assert "RuntimeError: no" in shown
+    assert "RuntimeError" not in page.section("D", {"stages": [row | {"outcome": "done"}]}, is_toy=False)
+
+
+def test_every_module_of_the_stages_lives_without_the_packages_of_a_training_run():
+    imports = "\n".join(f"importlib.import_module({name!r})" for name in MODULES)
+    done = on_a_lent_machine(
+        "-c", f"import importlib\n{imports}\nimport lit_rlkv\nprint(lit_rlkv.__version__)"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == "unknown"
+
+
+@pytest.mark.parametrize("package", ["beartype", "hydra", "lightning", "peft", "wandb"])
+def test_such_a_machine_lacks_the_package(package):
+    assert f"No module named '{package}'" in on_a_lent_machine("-c", f"import {package}").stderr
+
+
+@pytest.mark.slow
+def test_the_whole_path_runs_at_toy_size(tmp_path: Path):
+    done = on_a_lent_machine("benchmarks/gpu.py", "--out", str(tmp_path), "--toy")
+    assert done.returncode == 0, done.stdout[-4000:]
+    written = (tmp_path / "gpu.md").read_text()
+    assert [stage for stage in TITLES if f"## {stage}: {TITLES[stage]}\n\ndone after" in written] == list(
+        TITLES
+    )
+    assert "| tests that failed | 0 | at most 0 | toy |" in written
+    rows = {
+        file.stem: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in tmp_path.glob("*.jsonl")
+    }
+    assert {row["outcome"] for row in rows["tests"]} == {"passed"}
+    assert {row["op"] for row in rows["kernels"]} == {"decode_attention", "shadow_attention"}
+    assert [row.get("integrated") for row in rows["rollout"]] == [False, True]
+    assert {row["dtype"] for row in rows["replay_gap"]} == {"bfloat16", "float32"}
+    assert rows["learner"][0]["out_of_memory"] is False
+    assert rows["tune"][0]["fastest_over_as_it_is"] <= 1.0
+    assert [row["stage"] for row in rows["stages"]] == list(TITLES)
+    # Once more: tests that passed and rows that are there are not measured again.
+    again = on_a_lent_machine("benchmarks/gpu.py", "--out", str(tmp_path), "--toy", "--stages", "A", "B")
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert "in the record already" in again.stdout
+    assert len((tmp_path / "tests.jsonl").read_text().splitlines()) == len(rows["tests"])
+
+
+def test_without_a_gpu_only_the_toy_runs(tmp_path: Path):
+    done = on_a_lent_machine("benchmarks/gpu.py", "--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "torch sees no GPU; --toy runs the whole path at toy size on a CPU" in done.stderr
