@@ -102,14 +102,15 @@ def _base2(products, inner, outer, CAPPED: tl.constexpr):
 @triton.jit
 @no_type_check
 def _list_of(
-    table, n_listed, row, first, seq, n_slots,
+    n_listed, row, first, seq, n_slots,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Return the list of keys for the block of query `first`, and its length."""
+    """Return where the list of keys for the block of query `first` starts in the table, and its length."""
     if LISTED:
         block = row * tl.cdiv(seq, BLOCK) + first // BLOCK
-        return table + block * n_slots, tl.load(n_listed + block)
-    return table, tl.minimum(first + QUERIES, seq)
+        return block * n_slots, tl.load(n_listed + block)
+    else:  # not below the branch: Triton 3.6 compares the types of every return that it reads
+        return 0, tl.minimum(first + QUERIES, seq)
 
 
 @triton.jit
@@ -129,7 +130,9 @@ def _forward(
     q = _rows(query + batch * query_b + head * query_h, queries, queries < seq, query_s, DIM, WIDTH)
     key += batch * key_b + head // GROUP * key_h
     value += batch * value_b + head // GROUP * value_h
-    table, n_places = _list_of(table, n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    list_start, n_places = _list_of(n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    if LISTED:  # Triton 3.6 returns no None from a function, which the table then is
+        table += list_start
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, WIDTH_V], tl.float32)
@@ -179,7 +182,9 @@ def _query_gradients(
     shift = tl.load(delta + at, mask=is_query, other=0.0)
     key += batch * key_b + head // GROUP * key_h
     value += batch * value_b + head // GROUP * value_h
-    table, n_places = _list_of(table, n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    list_start, n_places = _list_of(n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    if LISTED:  # Triton 3.6 returns no None from a function, which the table then is
+        table += list_start
     d_q = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(0, n_places, KEYS):
         places = start + tl.arange(0, KEYS)
