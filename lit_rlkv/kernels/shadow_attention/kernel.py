@@ -233,16 +233,13 @@ def _key_gradients(
     d_v = tl.zeros([KEYS, WIDTH_V], tl.float32)
     n_blocks = tl.cdiv(seq, BLOCK)
     if LISTED:
-        slots = places
+        table += row * n_blocks * n_slots
+        owners = tl.full([KEYS], -1, tl.int32)
         if COPIES > 0:
             # Loaded as COPIES equal columns, one number for each thread. With fewer numbers than threads
             # the compiler would keep them in the layout of every use, which spills hundreds of bytes.
             slots = places[:, None] + tl.zeros([KEYS, COPIES], tl.int32)
-        table += row * n_blocks * n_slots + slots
-        is_slot = slots < n_slots
-        owners = tl.full([KEYS], -1, tl.int32)
-        if COPIES > 0:
-            upcoming = tl.load(table, mask=is_slot, other=0)
+            upcoming = tl.load(table + slots, mask=slots < n_slots, other=0)
         n_spans = n_blocks
     else:
         owners = places
@@ -252,13 +249,15 @@ def _key_gradients(
             first = span * BLOCK
             if COPIES > 0:
                 entry = tl.max(upcoming, 1)
+                left = entry & 255
+                keys, evictions, is_key = entry >> 8, first + left, left > 0
                 # The next entries arrive while this span is computed; no key can be loaded before them.
-                is_next = is_slot & (span + 1 < n_spans)
-                upcoming = tl.load(table + (span + 1) * n_slots, mask=is_next, other=0)
+                is_next = (slots < n_slots) & (span + 1 < n_spans)
+                upcoming = tl.load(table + (span + 1) * n_slots + slots, mask=is_next, other=0)
             else:
-                entry = tl.load(table + span * n_slots, mask=is_slot, other=0)
-            left = entry & 255
-            keys, evictions, is_key = entry >> 8, first + left, left > 0
+                keys, evictions, is_key = _tile_of_keys(
+                    table + span * n_slots, evicted_at, places, n_slots, first, LISTED
+                )
             new_owners = tl.where(is_key, keys, -1)
             is_over = new_owners != owners
             is_done = is_over & (owners >= 0)
