@@ -50,6 +50,7 @@ def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig
         "temperature": settings.temperature,
         "max_rows": settings.max_rows,
         "cuda_graph": settings.cuda_graph,
+        "compile_layers": settings.compile_layers,
     }
 
 

@@ -138,6 +138,10 @@ def _check_device(cfg: Config, device: torch.device) -> None:
     """Refuse settings that the device does not support, before a model is loaded."""
     with as_config_errors("kernels"):
         uses_triton(torch.empty(0, dtype=WEIGHT_DTYPES[cfg.fabric.precision], device=device))
+    require(
+        not cfg.rollout.compile_layers or cfg.fabric.strategy != "fsdp2",
+        "rollout.compile_layers=true cannot compile sharded layers (fabric.strategy=fsdp2); leave it out",
+    )
     if cfg.rollout.cuda_graph:
         require(
             cfg.fabric.strategy != "fsdp2",
