@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 from lit_rlkv.kernels.device import A100, H100, L40S, Device, assume_device
 
 NAME = "compiled"
-OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps")
+OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps", "token_sampling")
 DEVICES = {80: A100, 89: L40S, 90: H100}
 """Targets of the compiler by compute capability times ten."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -196,7 +196,7 @@ def main() -> None:
     for op in args.ops:
         for dtype in args.dtypes:
             # Rows of logits have the vocabulary's width, whatever the heads'.
-            for dim in args.head_dims[:1] if op == "token_logps" else args.head_dims:
+            for dim in args.head_dims[:1] if op.startswith("token_") else args.head_dims:
                 found = compile_operation(op, DTYPES[dtype], dim, args.arch, args.calls)
                 rows.extend((op, dtype, dim, kernel) for kernel in found)
                 if args.record:

@@ -29,7 +29,7 @@ from time_limit import add_restart_options
 # transformers asks a package of this name for its version, and from a script beside this file it finds this
 __version__ = "0"
 
-OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps")
+OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps", "token_sampling")
 
 
 def main() -> None:

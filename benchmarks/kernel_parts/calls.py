@@ -16,6 +16,7 @@ from lit_rlkv.kernels.evict import kernel as evict_kernel
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.slot_scores import keys_kernel, window_kernel
 from lit_rlkv.kernels.token_logps import kernel as logits_kernel
+from lit_rlkv.kernels.token_sampling import kernel as sampling_kernel
 
 BATCH, KV_HEADS, GROUP, SLOTS, WINDOW, SEQ = 64, 8, 4, 1152, 16, 16_384
 N_LISTED = 1280
@@ -194,12 +195,24 @@ def compare(
         logits_kernel.kl_backward(upstream, p_logits, q_logits, kl, stats, 1.0, *needs)
 
 
+def token_sampling(dtype: torch.dtype, dim: int) -> None:
+    """A decode step of a batch; the head's dimension does not matter."""
+    sampling_kernel.sample_with_seed(empty(BATCH, VOCAB, dtype=dtype), 1.0, integers(1))
+
+
+def token_sampling_rarely(dtype: torch.dtype, dim: int) -> None:
+    """A vocabulary whose rows start at any address, and one of a single token."""
+    for shape in ((BATCH, 50_257), (1, 1)):
+        sampling_kernel.sample_with_seed(empty(*shape, dtype=dtype), 0.7, integers(1))
+
+
 USUAL: dict[str, Calls] = {
     "decode_attention": decode_attention,
     "evict": evict,
     "slot_scores": slot_scores,
     "shadow_attention": shadow_attention,
     "token_logps": token_logps,
+    "token_sampling": token_sampling,
 }
 RARE: dict[str, Calls] = {
     "decode_attention": decode_attention_rarely,
@@ -207,5 +220,6 @@ RARE: dict[str, Calls] = {
     "slot_scores": slot_scores_rarely,
     "shadow_attention": shadow_attention_rarely,
     "token_logps": token_logps_rarely,
+    "token_sampling": token_sampling_rarely,
 }
 CALLS = {"usual": USUAL, "rare": RARE}

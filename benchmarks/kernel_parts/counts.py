@@ -52,6 +52,11 @@ def head_work(
     return Work((weights + hidden) * itemsize, 2 * n_products * n_positions * dim * vocab)
 
 
+def sampling_work(n_rows: int, vocab: int, itemsize: int) -> Work:
+    """Logits read once; a token, its log-prob and an entropy are too few bytes to count."""
+    return Work(n_rows * vocab * itemsize, 0)
+
+
 def score_work(pools: int, slots: int, n_vectors: int, dim: int, itemsize: int, n_flops: int = 0) -> Work:
     """`n_vectors` pools of [slot, dim] read, for each (row, KV head) a float32 a slot written."""
     return Work(pools * slots * (n_vectors * dim * itemsize + 4), n_flops)

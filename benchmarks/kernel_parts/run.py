@@ -6,6 +6,7 @@ from collections.abc import Callable
 import record
 from kernel_parts import decode as kernel_decode
 from kernel_parts import evict as kernel_evict
+from kernel_parts import sampling as kernel_sampling
 from kernel_parts import scores as kernel_scores
 from kernel_parts import shadow as kernel_shadow
 from kernel_parts import tokens as kernel_tokens
@@ -21,6 +22,7 @@ CASES: dict[str, Callable[[Setting], Builders]] = {
     "slot_scores": kernel_scores.cases,
     "shadow_attention": kernel_shadow.cases,
     "token_logps": kernel_tokens.cases,
+    "token_sampling": kernel_sampling.cases,
 }
 
 

@@ -70,6 +70,9 @@ class RolloutConfig:
         least=1,
         most=128,
     )
+    compile_layers: bool = option(
+        False, "fuse the decoder layers of decode steps by torch.compile, at seconds per layer once"
+    )
 
     def __post_init__(self) -> None:
         for name, off in {"top_p": 1.0, "top_k": None}.items():

@@ -51,6 +51,7 @@ def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig
         "max_rows": settings.max_rows,
         "cuda_graph": settings.cuda_graph,
         "n_splits": settings.n_splits,
+        "compile_layers": settings.compile_layers,
     }
 
 

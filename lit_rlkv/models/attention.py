@@ -59,10 +59,10 @@ def attention_forward(
                 f"{type(module).__name__} passes {name!r} to its attention, which is not replayed"
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: int = module.layer_idx  # type: ignore[assignment]
     if slot_cache is not None:
-        out = slot_cache.slot_layers[layer].attend(query, key, value, scaling, softcap)
+        out = _attend_to_cache(module, slot_cache, query, key, value, scaling, softcap)
     else:
+        layer: int = module.layer_idx  # type: ignore[assignment]
         assert evicted_at is not None
         layer_plan = None if plan is None else plan.layer(layer)
         layer_evicted_at = evicted_at[:, layer if evicted_at.shape[1] > 1 else 0]
@@ -70,6 +70,21 @@ def attention_forward(
             probe(layer, query, key, scaling, softcap)
         out = shadow_attention(query, key, value, layer_evicted_at, scaling, softcap=softcap, plan=layer_plan)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_to_cache(
+    module: nn.Module,
+    slot_cache: SlotCache,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Run a layer's attention over the cache outside of torch.compile, which cannot trace its state."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return slot_cache.slot_layers[layer].attend(query, key, value, scaling, softcap)
 
 
 def _capped_attention(

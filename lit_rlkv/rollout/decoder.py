@@ -1,6 +1,7 @@
 """Decoder: fixed buffers for several sequences, and the decode step."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.sampling import sample
 from lit_rlkv.types import TensorBatch
@@ -59,6 +61,7 @@ class Decoder:
         generator: random numbers of sampling and of eviction policies, on the same device.
         cuda_graph: capture the step as a CUDA graph; needs CUDA.
         n_splits: see `generate`.
+        compile_layers: compile the decoder layers for the step.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Decoder:
         *,
         cuda_graph: bool,
         n_splits: int | None = None,
+        compile_layers: bool = False,
     ) -> None:
         device = settings.eos_token_ids.device
         self.model = model
@@ -88,6 +92,9 @@ class Decoder:
         self.newest = torch.full((n_rows,), settings.pad_token_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
+        self._layers: AbstractContextManager[None] = (
+            CompiledLayers(model) if compile_layers else nullcontext()
+        )
         self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
         has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
         # The reference of eviction reads on the host which rows are full; a graph cannot.
@@ -139,7 +146,8 @@ class Decoder:
     def _decode(self) -> None:
         self.kv.advance(self.is_running)
         positions = (self.kv.column - self.kv.first)[:, None]
-        hidden = hidden_states(self.model, self.newest[:, None], positions, slot_cache=self.kv)
+        with self._layers:
+            hidden = hidden_states(self.model, self.newest[:, None], positions, slot_cache=self.kv)
         self._append(self.all_rows, head_logits(self.model, hidden[:, -1]))
 
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Bool, Int
@@ -37,6 +38,7 @@ def generate(
     max_rows: int | None = None,
     cuda_graph: bool | None = None,
     n_splits: int | None = None,
+    compile_layers: bool = False,
     on_progress: Callable[[int], object] | None = None,
 ) -> Rollout:
     """Sample responses to each prompt with a KV cache of fixed size, and record when each key was evicted.
@@ -55,6 +57,7 @@ def generate(
         cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if the model can be captured.
         n_splits: parts of a row's cache that the decode attention kernel reads in parallel, at most 128.
             None: more parts for fewer rows, so that the rounding of attention depends on their number.
+        compile_layers: run decode steps with decoder layers fused by torch.compile; prefill stays eager.
         on_progress: called during decoding with the number of tokens since the last call, as tqdm's `update`.
             A response that ends early counts in full, so the numbers add up to
             `batch * num_return_sequences * max_new_tokens`.
@@ -83,12 +86,14 @@ def generate(
         generator,
         cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
         n_splits=n_splits,
+        compile_layers=compile_layers,
     )
     # A CUDA graph is captured on the current device.
     with (
         torch.cuda.device_of(input_ids),  # type: ignore[no-untyped-call]
         cache_cast_weights(model),
-        packed_weights(model, decoder.n_rows),
+        # A compiled layer would be compiled anew for the packed weights of every rollout.
+        nullcontext() if compile_layers else packed_weights(model, decoder.n_rows),
     ):
         rows = _decode_all(decoder, input_ids, is_prompt, num_return_sequences, on_progress)
     kv_bytes = decoder.kv.kv_bytes

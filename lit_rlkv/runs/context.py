@@ -143,6 +143,10 @@ def _check_device(cfg: Config, device: torch.device) -> None:
         f"rollout.n_splits={cfg.rollout.n_splits} needs the Triton kernels, which do not run on "
         f"{device.type} with kernels={cfg.kernels}, fabric.precision={cfg.fabric.precision}; leave it null",
     )
+    require(
+        not cfg.rollout.compile_layers or cfg.fabric.strategy != "fsdp2",
+        "rollout.compile_layers=true cannot compile sharded layers (fabric.strategy=fsdp2); leave it out",
+    )
     if cfg.rollout.cuda_graph:
         require(
             cfg.fabric.strategy != "fsdp2",

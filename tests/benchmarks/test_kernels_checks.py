@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_parts import decode as kernel_decode
 from kernel_parts import evict as kernel_evict
+from kernel_parts import sampling as kernel_sampling
 from kernel_parts import scores as kernel_scores
 from kernel_parts import shadow as kernel_shadow
 from kernel_parts import tokens as kernel_tokens
@@ -166,3 +167,15 @@ def test_baselines_of_token_logps_compute_the_same(what: str):
     for way in kernel_tokens.whole_ways(what).values():
         for actual, value in zip(kernel_tokens.both_passes(inputs, way), expected, strict=True):
             torch.testing.assert_close(actual, value, atol=1e-4, rtol=1e-4)
+
+
+def test_token_sampling_passes_and_a_wrong_temperature_is_refused():
+    logits = SETTING.random(6, 60, seed=0)
+    generator = torch.Generator(SETTING.device).manual_seed(0)
+    assert kernel_sampling.check("toy", logits, generator) <= LIMIT
+
+    def cooler(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        return kernel_sampling.draw(1.1 * logits, generator, "reference")
+
+    with pytest.raises(WrongKernelError):
+        kernel_sampling.check("toy", logits, generator, cooler)

@@ -114,6 +114,12 @@ def test_sharded_layers_refuse_a_cuda_graph_before_a_model_is_loaded(tmp_path):
         build_context(cfg)
 
 
+def test_sharded_layers_refuse_to_be_compiled_before_a_model_is_loaded(tmp_path):
+    cfg = config(tmp_path, *SHARDED, "diagnostics=none", "rollout.compile_layers=true")
+    with pytest.raises(ConfigError, match="cannot compile sharded layers"):
+        build_context(cfg)
+
+
 def test_unshard_rollout_without_sharding_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="shards nothing"):
         config(tmp_path, "fabric.unshard_rollout=true")

@@ -14,6 +14,7 @@ from lit_rlkv.kernels.evict import kernel as evict_kernel
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.slot_scores import keys_kernel, window_kernel
 from lit_rlkv.kernels.token_logps import kernel as logits_kernel
+from lit_rlkv.kernels.token_sampling import kernel as sampling_kernel
 
 LIMITS = (2**31 - 1, 65_535, 65_535)
 BATCH, KV_HEADS, SLOTS, SEQ, DIM = 2048, 32, 300, 300, 16
@@ -81,6 +82,10 @@ def compare() -> None:
     logits_kernel.kl_backward(upstream, p, q, kl, stats, 1.0, True, True)
 
 
+def sample() -> None:
+    sampling_kernel.sample_with_seed(empty(BATCH * KV_HEADS, 151_936), 1.0, integers(1))
+
+
 KERNELS = {
     decode: {"_attend", "_merge"},
     evict: {"_choose", "_move"},
@@ -89,6 +94,7 @@ KERNELS = {
         *("_spare_duplicates", "_visit_blocks", "_merge_blocks"),
     },
     learn: {"_table", "_forward", "_delta", "_query_gradients", "_key_gradients"},
+    sample: {"_sum_blocks", "_choose_token"},
     compare: {"_chosen_forward", "_chosen_backward", "_kl_forward", "_kl_backward"},
 }
 

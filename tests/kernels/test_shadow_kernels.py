@@ -133,13 +133,19 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(block: int | None):
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
-def test_a_group_split_over_programs_adds_up_to_the_same(monkeypatch: pytest.MonkeyPatch):
-    case = make_case(17, 4, random_evictions(17))
-    # 2 sequences of 2 KV heads and 1 tile are 4 programs at one per group, and 16 at one per query head.
-    for n_programs in (8, 16):
-        monkeypatch.setattr("lit_rlkv.kernels.shadow_attention.launch.MIN_PROGRAMS", n_programs)
-        assert launch._splits(group=4, n_programs=4) == n_programs // 4
-        assert max(errors(case, torch.float32, 16)) <= bound(torch.float32)
+@pytest.mark.parametrize("block", [slow(None), 16])
+def test_a_group_split_over_programs_adds_up_to_the_same(block: int | None, monkeypatch: pytest.MonkeyPatch):
+    case, found = make_case(17, 4, random_evictions(17)), set()
+    plan = layer_plan(case.evicted_at.to(DEVICE), block) if block else None
+    for n_splits, n_resident in ((1, 1), (2, 2), (4, 1)):  # with 1, entries are loaded ahead
+        monkeypatch.setattr(launch, "choose_n_splits", lambda *_, n=n_splits, **__: found.add(n) or n)
+        monkeypatch.setattr(launch, "programs_per_multiprocessor", lambda *_, n=n_resident: n)
+        assert max(errors(case, torch.float32, block)) <= bound(torch.float32)
+        d_key, d_value = with_gradients(triton, case.to(torch.float32).to(DEVICE), plan=plan)[3:]
+        if n_splits == 1:
+            whole = (d_key, d_value)
+        torch.testing.assert_close((d_key, d_value), whole)
+    assert found == {1, 2, 4}
 
 
 ONE_ROW = cache_evictions(33, prompt_lens=(6,))

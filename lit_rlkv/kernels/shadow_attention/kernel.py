@@ -212,7 +212,7 @@ def _key_gradients(
     query_b, query_h, query_s, key_b, key_h, key_s, value_b, value_h, value_s, d_out_b, d_out_h, d_out_s,
     n_heads, n_tables, seq, n_slots, scaling, inner, outer,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, COPIES: tl.constexpr,
     LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n_kv_heads = n_heads // GROUP
@@ -240,6 +240,11 @@ def _key_gradients(
     if LISTED:
         table += row * n_blocks * n_slots
         owners = tl.full([KEYS], -1, tl.int32)
+        if COPIES > 0:
+            # Loaded as COPIES equal columns, one number for each thread. With fewer numbers than threads
+            # the compiler would keep them in the layout of every use, which spills hundreds of bytes.
+            slots = places[:, None] + tl.zeros([KEYS, COPIES], tl.int32)
+            upcoming = tl.load(table + slots, mask=slots < n_slots, other=0)
         n_spans = n_blocks
     else:
         owners = places
@@ -247,9 +252,17 @@ def _key_gradients(
     for span in range(0, n_spans):
         if LISTED:
             first = span * BLOCK
-            keys, evictions, is_key = _tile_of_keys(
-                table + span * n_slots, evicted_at, places, n_slots, first, LISTED
-            )
+            if COPIES > 0:
+                entry = tl.max(upcoming, 1)
+                left = entry & 255
+                keys, evictions, is_key = entry >> 8, first + left, left > 0
+                # The next entries arrive while this span is computed; no key can be loaded before them.
+                is_next = (slots < n_slots) & (span + 1 < n_spans)
+                upcoming = tl.load(table + (span + 1) * n_slots + slots, mask=is_next, other=0)
+            else:
+                keys, evictions, is_key = _tile_of_keys(
+                    table + span * n_slots, evicted_at, places, n_slots, first, LISTED
+                )
             new_owners = tl.where(is_key, keys, -1)
             is_over = new_owners != owners
             is_done = is_over & (owners >= 0)

@@ -8,16 +8,20 @@ import triton
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lit_rlkv.kernels.device import device_info
 from lit_rlkv.kernels.shadow_attention import kernel
+from lit_rlkv.kernels.shadow_attention.splits import choose_n_splits, programs_per_multiprocessor
 from lit_rlkv.kernels.shadow_attention.tiles import Tiles, TilesOfPasses, tiles_for
 
 LOG2E = 1.4426950408889634
 ENTRIES_AT_A_TIME = 1024
 DELTA_TILE = 8192
 """Numbers of the output, and of its gradient, per program that computes delta."""
-MIN_PROGRAMS = 264
-"""With fewer programs (two per multiprocessor of an H100), the heads of a group are split over programs.
-A constant, so that results do not depend on the device."""
+FLOPS_PER_BYTE = {torch.float32: 15, torch.float16: 120, torch.bfloat16: 120}
+"""Flops of a matrix product in the time of a byte from memory, which weigh the sum of splits against waves.
+
+Assumed of every device: 400 TFLOP/s with tensor cores, 50 without, and 3.35 TB/s.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,10 @@ def _key_gradients(
     batch, n_kv_heads, seq, _ = inputs.key.shape
     arguments = common | inputs.arguments(inputs.tiles.key_gradients)
     n_tiles = triton.cdiv(inputs.n_slots or seq, arguments["KEYS"])
-    n_splits = _splits(inputs.group, n_tiles * batch * n_kv_heads)
+    tiles, device = inputs.tiles.key_gradients, device_info(inputs.key.device)
+    row_bytes = (arguments["WIDTH"] + arguments["WIDTH_V"]) * inputs.key.element_size()
+    n_resident = programs_per_multiprocessor(tiles, row_bytes, device)
+    n_splits = _n_splits(inputs, n_tiles, n_resident * device.n_multiprocessors)
     dtype = None if n_splits == 1 else torch.float32
     d_key, d_value = (by_position(t, n_kv_heads, n_splits, dtype=dtype) for t in (inputs.key, inputs.value))
     kernel._key_gradients[batch * n_kv_heads, n_splits, n_tiles](
@@ -131,6 +138,8 @@ def _key_gradients(
         d_key=d_key,
         d_value=d_value,
         HEADS=inputs.group // n_splits,
+        # Where a multiprocessor has another program to run, it need not load ahead, which takes registers.
+        COPIES=max(1, 32 * tiles.n_warps // tiles.keys) if n_resident == 1 else 0,
         **arguments,
     )
     # No program writes the rows of keys that no query sees.
@@ -146,10 +155,21 @@ def _with_prefetch(inputs: Inputs, tiles: Tiles) -> Tiles:
     return replace(tiles, n_stages=2 * tiles.n_stages - 1) if inputs.n_slots else tiles
 
 
-def _splits(group: int, n_programs: int) -> int:
-    """Return the programs that share the heads of a group: the fewest that reach MIN_PROGRAMS."""
-    enough = [n for n in range(1, group + 1) if group % n == 0 and n * n_programs >= MIN_PROGRAMS]
-    return enough[0] if enough else group
+def _n_splits(inputs: Inputs, n_tiles: int, n_at_once: int) -> int:
+    """Return the programs that share the heads of a group, if so many run at the same time."""
+    batch, n_kv_heads, seq, dim = inputs.key.shape
+    dim_v = inputs.value.shape[-1]
+    # Without lists a program's queries begin at its keys, half of the sequence on average.
+    n_pairs = inputs.tiles.key_gradients.keys * seq * inputs.group * (1.0 if inputs.n_slots else 0.5)
+    # Each split writes its gradients in float32, and the sum reads them.
+    n_bytes = 2 * 4 * batch * n_kv_heads * seq * (dim + dim_v)
+    return choose_n_splits(
+        inputs.group,
+        n_tiles * batch * n_kv_heads,
+        n_at_once,
+        work=4 * (dim + dim_v) * n_pairs,
+        merge=FLOPS_PER_BYTE[inputs.key.dtype] * n_bytes / n_at_once,
+    )
 
 
 def _sum_splits(parts: Tensor, dtype: torch.dtype, is_zero: Tensor) -> Tensor:

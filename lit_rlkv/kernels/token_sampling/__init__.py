@@ -1,0 +1,20 @@
+"""Token sampling: a token from softmax(logits / temperature), its log-prob, and the entropy."""
+
+from types import ModuleType
+
+from lit_rlkv.kernels.backend import with_triton
+from lit_rlkv.kernels.token_sampling import reference
+
+__all__ = ["sample_tokens", "sample_tokens_and_entropy"]
+
+
+def _load_kernels() -> ModuleType:
+    from lit_rlkv.kernels.token_sampling import kernel
+
+    return kernel
+
+
+sample_tokens = with_triton(reference.sample_tokens, _load_kernels, chosen_by="logits")
+sample_tokens_and_entropy = with_triton(
+    reference.sample_tokens_and_entropy, _load_kernels, chosen_by="logits"
+)
