@@ -113,10 +113,15 @@ class SlotCache(Cache):
         self.levels.start(rows, kept.repeat_interleave(n_samples).tolist())
 
     def advance(self, is_running: Bool[Tensor, " row"] | None = None) -> None:
-        """Make room for the next token of each row; a finished row overwrites its last token."""
+        """Make room for the next token of each row.
+
+        A finished row keeps one slot, which it overwrites, so that attention reads nothing of its old keys.
+        """
         step = 1 if is_running is None else is_running
         self.n_live += step
         self.column += step
+        if is_running is not None:
+            self.n_live.masked_fill_(~is_running, 1)
 
     @property
     def n_filled(self) -> int:
