@@ -89,7 +89,7 @@ class Decoder:
         self.all_rows = torch.arange(n_rows, device=device)
         self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
         has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
-        # The reference of eviction reads on the host which rows are full; a graph cannot.
+        # The reference of eviction reads on the host which rows are due; a graph cannot.
         self._evict = CudaGraphRunner(generator, is_enabled=True) if cuda_graph and has_kernels else None
         # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
         self._reads_filled = not (self._step.is_enabled or has_kernels)
