@@ -62,7 +62,9 @@ class RolloutConfig:
         "processes; null: one per process",
         least=1,
     )
-    cuda_graph: bool | None = option(None, "capture the decode step as a CUDA graph; null: on CUDA")
+    cuda_graph: bool | None = option(
+        None, "capture the decode step as a CUDA graph; null: on CUDA, if the model can be captured"
+    )
 
     def __post_init__(self) -> None:
         for name, off in {"top_p": 1.0, "top_k": None}.items():

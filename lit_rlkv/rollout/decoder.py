@@ -10,7 +10,13 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kvcache import CacheSpec, SlotCache
-from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.backbone import (
+    can_be_captured,
+    head_logits,
+    hidden_states,
+    text_config,
+    token_positions,
+)
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.sampling import sample
 from lit_rlkv.types import TensorBatch
@@ -57,7 +63,7 @@ class Decoder:
         n_prompt_columns: columns of the longest prompt; the buffers have `max_new_tokens` more.
         settings: settings; buffers are on the device of `settings.eos_token_ids`.
         generator: random numbers of sampling and of eviction policies, on the same device.
-        cuda_graph: capture the step as a CUDA graph; needs CUDA.
+        cuda_graph: capture the step as a CUDA graph, which needs CUDA; None: if it can be captured.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class Decoder:
         settings: DecodeSettings,
         generator: torch.Generator | None,
         *,
-        cuda_graph: bool,
+        cuda_graph: bool | None,
     ) -> None:
         device = settings.eos_token_ids.device
         self.model = model
@@ -87,12 +93,13 @@ class Decoder:
         self.newest = torch.full((n_rows,), settings.pad_token_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
-        self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
-        has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
+        is_graph = device.type == "cuda" and can_be_captured(model) if cuda_graph is None else cuda_graph
+        self._has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
+        self._step = CudaGraphRunner(generator, is_enabled=is_graph, is_required=bool(cuda_graph))
         # The reference of eviction reads on the host which rows are due; a graph cannot.
-        self._evict = CudaGraphRunner(generator, is_enabled=True) if cuda_graph and has_kernels else None
-        # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
-        self._reads_filled = not (self._step.is_enabled or has_kernels)
+        self._evict = CudaGraphRunner(
+            generator, is_enabled=is_graph and self._has_kernels, is_required=bool(cuda_graph)
+        )
 
     def prefill(
         self,
@@ -115,14 +122,12 @@ class Decoder:
 
     def step(self) -> None:
         """Sample one more token for every running row. Never waits for the device."""
-        if self._reads_filled:
+        # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
+        if not (self._step.is_enabled or self._has_kernels):
             self.kv.n_read = self.kv.n_filled
         self._step(self._decode)
-        if not self.kv.levels.step():
-            return
-        if self._evict is None:
-            self.kv.evict()
-        else:
+        if self.kv.levels.step():
+            self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
             self._evict(self.kv.evict)
 
     def read_rows(self, rows: Sequence[int]) -> DecodedRows:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import can_be_captured, check_length, n_embeddings
+from lit_rlkv.models.backbone import check_length, n_embeddings
 from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
@@ -49,14 +49,15 @@ def generate(
             prompt i is row `i * num_return_sequences + j` of the rollout.
         max_rows: most sequences to decode at a time, which bounds the memory of the cache. A prompt waits
             until there are free rows for all its responses. None decodes all at once.
-        cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if the model can be captured.
+        cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if it can be captured. If the
+            capture fails, a warning is logged and steps run without a graph.
         on_progress: called during decoding with the number of tokens since the last call, as tqdm's `update`.
             A response that ends early counts in full, so the numbers add up to
             `batch * num_return_sequences * max_new_tokens`.
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
-            `num_return_sequences`; or the decode step cannot be captured.
+            `num_return_sequences`; or `cuda_graph` is True and the decode step cannot be captured.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
@@ -74,7 +75,7 @@ def generate(
             temperature=temperature,
         ),
         generator,
-        cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
+        cuda_graph=cuda_graph,
     )
     # A CUDA graph is captured on the current device.
     with (
