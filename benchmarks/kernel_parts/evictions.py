@@ -29,7 +29,8 @@ class Schedule:
 
     def compactions(self, seq: int) -> Iterator[int]:
         """Yield the tokens seen at each compaction before the sequence ends, the column of its evictions."""
-        now = self.prompt if self.prompt > self.budget else self.budget + self.interval
+        n_intervals = (self.budget - self.prompt) // self.interval + 1  # until there are more than the budget
+        now = self.prompt + max(0, n_intervals) * self.interval
         while now < seq:
             yield now
             now += self.interval

@@ -62,7 +62,9 @@ class RolloutConfig:
         "processes; null: one per process",
         least=1,
     )
-    cuda_graph: bool | None = option(None, "capture the decode step as a CUDA graph; null: on CUDA")
+    cuda_graph: bool | None = option(
+        None, "capture the decode step as a CUDA graph; null: on CUDA, if the model can be captured"
+    )
     n_splits: int | None = option(
         None,
         "parts of a row's cache that the decode attention kernel reads in parallel, as num_splits of "

@@ -23,8 +23,10 @@ class Prefill:
     """`rows` as a slice if they are consecutive, because copying to a slice is much faster."""
     is_prompt: Bool[Tensor, "batch prompt"]
     n_padding: Int[Tensor, " batch"]
+    is_due: Bool[Tensor, " batch"]
+    """Prompts longer than the budget."""
     due: Int[Tensor, " due"] | None
-    """Indices of the prompts longer than the budget; None if there are none."""
+    """Indices of those prompts; None if there are none."""
 
     @property
     def n_samples(self) -> int:
@@ -52,8 +54,8 @@ class SlotCache(Cache):
     """KV cache of a fixed number of rows, for a transformers model from `prepare_backbone`.
 
     A forward within `prefill` fills rows from prompts. After `advance`, a forward of one token per row adds
-    its keys. `evict` compacts full rows to the budget. All state that changes from step to step is in tensors
-    allocated once, so that a step can be captured as a CUDA graph.
+    its keys. `evict` compacts the rows that `is_due` names to the budget. All state that changes from step to
+    step is in tensors allocated once, so that a step can be captured as a CUDA graph.
 
     Args:
         n_rows: sequences held at a time.
@@ -83,6 +85,7 @@ class SlotCache(Cache):
         # A row that was never filled reads one slot of zeros.
         self.n_live = torch.ones(n_rows, dtype=torch.long, device=device)
         self.column = torch.zeros(n_rows, dtype=torch.long, device=device)
+        self.prompt_end = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.first = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.levels = FillLevels(spec, n_rows, self.n_slots)
         self.n_read: int | None = None
@@ -96,7 +99,8 @@ class SlotCache(Cache):
         """Within this block a forward reads prompts and fills `len(rows) / batch` rows from each."""
         n_samples, n_columns = len(rows) // len(is_prompt), is_prompt.shape[1]
         lens = is_prompt.sum(dim=1)
-        due = (lens > self.spec.budget).nonzero().flatten()
+        is_due = lens > (self.seq_len if self.spec.is_dense else self.spec.budget)
+        due = is_due.nonzero().flatten()
         index = torch.tensor(rows, device=is_prompt.device)
         span = slice(rows[0], rows[0] + len(rows))
         self.incoming = Prefill(
@@ -104,7 +108,8 @@ class SlotCache(Cache):
             span=span if list(rows) == list(range(span.start, span.stop)) else None,
             is_prompt=is_prompt,
             n_padding=n_columns - lens,
-            due=None if self.spec.is_dense or len(due) == 0 else due,
+            is_due=is_due,
+            due=due if len(due) > 0 else None,
         )
         try:
             yield
@@ -113,27 +118,38 @@ class SlotCache(Cache):
         kept = lens if self.spec.is_dense else lens.clamp(max=self.spec.budget)
         self.n_live[index] = kept.repeat_interleave(n_samples)
         self.first[index] = (n_columns - lens).repeat_interleave(n_samples)
-        self.column[index] = n_columns - 1
+        self.column[index] = self.prompt_end[index] = n_columns - 1
         self.levels.start(rows, kept.repeat_interleave(n_samples).tolist())
 
     def advance(self, is_running: Bool[Tensor, " row"] | None = None) -> None:
-        """Make room for the next token of each row; a finished row overwrites its last token."""
+        """Make room for the next token of each row.
+
+        A finished row keeps one slot, which it overwrites, so that attention reads nothing of its old keys.
+        """
         step = 1 if is_running is None else is_running
         self.n_live += step
         self.column += step
+        if is_running is not None:
+            self.n_live.masked_fill_(~is_running, 1)
 
     @property
     def n_filled(self) -> int:
         """Leading slots that hold all keys of every running row after the next `advance`."""
         return min(self.levels.highest + 1, self.n_slots)
 
+    @property
+    def is_due(self) -> Bool[Tensor, " row"]:
+        """True for rows above the budget that have decoded a multiple of `interval` tokens since prefill."""
+        n_decoded = self.column - self.prompt_end
+        return (n_decoded % self.spec.interval == 0) & (self.n_live > self.spec.budget)
+
     def evict(self) -> None:
-        """Compact every full row to the budget, in all layers."""
-        is_full = self.n_live == self.n_slots
-        with torch.autocast(is_full.device.type, enabled=False):  # scores are float32
+        """Compact every due row to the budget, in all layers."""
+        is_due = self.is_due
+        with torch.autocast(is_due.device.type, enabled=False):  # scores are float32
             for layer in self.slot_layers:
-                layer.compact(is_full)
-        self.n_live.masked_fill_(is_full, self.spec.budget)
+                layer.compact(is_due)
+        self.n_live.masked_fill_(is_due, self.spec.budget)
 
     def evicted_at(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
         """Return, for each key of these rows, the first column whose query no longer sees it."""
@@ -151,26 +167,30 @@ class SlotCache(Cache):
 
 
 IDLE = -(2**40)
-"""Level of a row without a sequence; it never becomes full."""
+"""Level of a row without a sequence; it never exceeds a budget."""
+NO_BUDGET = 2**40
 
 
 class FillLevels:
     """Counts the keys of every row on the host, to know when to compact without waiting for the device.
 
-    A row fills up to `budget + interval` keys, is compacted to `budget`, and fills up again. A finished row
-    writes nothing, but the host counts on until it knows; a compaction may then find nothing to do.
+    Every `interval` decode steps since its prefill, a row above `budget` is compacted to it. So rows that
+    start together are compacted together, whatever the lengths of their prompts, and each as it would be
+    alone. A finished row writes nothing, but the host counts on until it knows; a compaction may then find
+    nothing to do.
     """
 
     def __init__(self, spec: CacheSpec, n_rows: int, n_slots: int) -> None:
-        self.budget = n_slots if spec.is_dense else spec.budget
-        # Slots for whole sequences never fill up, because the key of a last token is not cached.
-        evicts = not spec.is_dense and n_slots == spec.budget + spec.interval
-        self.full = n_slots if evicts else IDLE
+        self.interval = spec.interval
+        # With slots for whole sequences within the budget, no row ever exceeds it.
+        self.budget = NO_BUDGET if spec.is_dense or n_slots <= spec.budget else spec.budget
         self.level = torch.full((n_rows,), IDLE)
+        self.n_decoded = torch.zeros(n_rows, dtype=torch.long)
 
     def start(self, rows: Sequence[int], prompt_lens: Sequence[int]) -> None:
         """Set the levels of rows after prefill, which keeps at most `budget` keys of a prompt."""
         self.level[list(rows)] = torch.tensor(prompt_lens).clamp(max=self.budget)
+        self.n_decoded[list(rows)] = 0
 
     def stop(self, rows: Sequence[int]) -> None:
         """Mark rows as finished."""
@@ -182,8 +202,9 @@ class FillLevels:
         return max(int(self.level.max()), 0)
 
     def step(self) -> bool:
-        """Count one more key in each row; return True if some row may be full."""
+        """Count one more key in each row; return True if some row may be due for a compaction."""
         self.level += 1
-        is_full = self.level == self.full
-        self.level[is_full] = self.budget
-        return bool(is_full.any())
+        self.n_decoded += 1
+        is_due = (self.n_decoded % self.interval == 0) & (self.level > self.budget)
+        self.level[is_due] = self.budget
+        return bool(is_due.any())

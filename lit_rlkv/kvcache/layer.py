@@ -8,13 +8,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from lit_rlkv.kernels.backend import to_autocast_dtype, uses_triton
+from lit_rlkv.kernels.backend import to_autocast_dtype
 from lit_rlkv.kernels.decode_attention import decode_attention
-from lit_rlkv.kernels.evict import choose_survivors, due_rows, evict, take_slots
+from lit_rlkv.kernels.evict import choose_survivors, evict, take_slots
 from lit_rlkv.kernels.shadow_attention import shadow_attention
 from lit_rlkv.kvcache.policies import SlotView
 from lit_rlkv.kvcache.prompt_attention import prompt_attention
 from lit_rlkv.types import NEVER
+
+UNUSED = -1
+"""Column of a slot that holds no key."""
 
 if TYPE_CHECKING:
     from lit_rlkv.kvcache.cache import Prefill, SlotCache
@@ -35,6 +38,7 @@ class SlotLayer(CacheLayerMixin):
         self.filled_by: Prefill | None = None
         self.evicted_at: Int[Tensor, "row kv_head seq"]
         self.columns: Int[Tensor, "row kv_head slot"]
+        """`UNUSED` in the slots without a key. A dense cache, which never compacts, does not allocate it."""
         self.first_slot: Int[Tensor, "row kv_head"]
         self.recent_queries: Float[Tensor, "row window kv_head group dim"] | None = None
         self.attention: Float[Tensor, "row kv_head slot"] | None = None
@@ -128,15 +132,17 @@ class SlotLayer(CacheLayerMixin):
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
         self.evicted_at = key.new_full((*shape[:2], cache.seq_len), NEVER, dtype=torch.int32)
-        self.columns = key.new_zeros(shape, dtype=torch.long)
         pools = torch.arange(cache.n_rows * n_kv_heads, device=key.device).view(shape[:2])
         self.first_slot = pools * cache.n_slots
-        if cache.policy is not None and cache.policy.sees_queries:
+        self.is_initialized = True
+        if cache.policy is None:
+            return
+        self.columns = key.new_full(shape, UNUSED, dtype=torch.long)
+        if cache.policy.sees_queries:
             window = cache.spec.window
             self.recent_queries = packed.new_zeros(cache.n_rows, window, n_kv_heads, packed.shape[2], dim)
-        if cache.policy is not None and cache.policy.tracks_attention is not None:
+        if cache.policy.tracks_attention is not None:
             self.attention = key.new_zeros(shape, dtype=torch.float32)
-        self.is_initialized = True
 
     def _fill(self, incoming: "Prefill", key: Tensor, value: Tensor, attention: Tensor | None) -> None:
         """Copy the kept keys of each prompt into all of its rows."""
@@ -144,7 +150,10 @@ class SlotLayer(CacheLayerMixin):
         keys, values = self._pools()
         width = n_columns if policy is None else min(n_columns, self.cache.spec.budget)
         kept = incoming.n_padding[:, None] + torch.arange(width, device=key.device)
+        is_unused = (kept >= n_columns)[:, None]
         kept = kept.clamp(max=n_columns - 1)[:, None].repeat(1, key.shape[1], 1)
+        if policy is not None:
+            self.columns[incoming.all_rows] = UNUSED
         for sample in range(incoming.n_samples):
             rows = incoming.rows_of(sample)
             is_new = sample == 0 or (policy is not None and policy.draws)
@@ -160,7 +169,8 @@ class SlotLayer(CacheLayerMixin):
                 kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
             keys[rows, :, :width] = kept_keys
             values[rows, :, :width] = kept_values
-            self.columns[rows, :, :width] = kept
+            if policy is not None:
+                self.columns[rows, :, :width] = kept.masked_fill(is_unused, UNUSED)
             if self.attention is not None and attention is not None:
                 self.attention[rows, :, :width] = attention.gather(2, kept)
 
@@ -171,18 +181,21 @@ class SlotLayer(CacheLayerMixin):
         spec, policy, due, n_columns = self.cache.spec, self.cache.policy, incoming.due, key.shape[2]
         assert policy is not None
         assert due is not None
-        newest, first = torch.full_like(due, n_columns - 1), incoming.n_padding[due]
+        newest, first = torch.full_like(incoming.n_padding, n_columns - 1), incoming.n_padding
         view = self._view(
-            rows=incoming.rows[:: incoming.n_samples][due],
-            keys=key[due],
-            values=value[due],
-            columns=torch.arange(n_columns, device=key.device).expand(len(due), key.shape[1], -1),
-            attention=None if attention is None else attention[due],
+            rows=incoming.rows[:: incoming.n_samples],
+            keys=key,
+            values=value,
+            columns=torch.arange(n_columns, device=key.device).expand(*key.shape[:2], -1),
+            attention=attention,
             newest=newest,
             first=first,
+            is_due=incoming.is_due,
         )
         limits = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
-        return choose_survivors(policy.score(view), view.columns, newest + 1, first, **limits)
+        return choose_survivors(
+            policy.score(view)[due], view.columns[due], newest[due] + 1, first[due], **limits
+        )
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
@@ -216,29 +229,23 @@ class SlotLayer(CacheLayerMixin):
         )
         return out.reshape(n_rows, -1, 1, value.shape[-1])
 
-    def compact(self, is_full: Bool[Tensor, " row"]) -> None:
-        """Keep the `budget` keys of highest score in each full row, in the order of their columns."""
+    def compact(self, is_due: Bool[Tensor, " row"]) -> None:
+        """Keep the `budget` keys of highest score in each due row, in the order of their columns."""
         cache, policy = self.cache, self.cache.policy
         keys, values = self._pools()
         assert policy is not None
-        runs_kernels = uses_triton(keys)
-        if not (runs_kernels or is_full.any()):
-            return
-        rows = slice(None) if runs_kernels else due_rows(is_full)
+        # Nothing is copied here: a score reads what it needs, of the due rows only.
         view = self._view(
-            rows=rows,
-            keys=keys[rows],
-            values=values[rows],
-            columns=self.columns[rows],
-            attention=None if self.attention is None else self.attention[rows],
-            newest=cache.column[rows],
-            first=cache.first[rows],
-            is_due=is_full if runs_kernels else None,
+            rows=slice(None),
+            keys=keys,
+            values=values,
+            columns=self.columns,
+            attention=self.attention,
+            newest=cache.column,
+            first=cache.first,
+            is_due=is_due,
         )
         scores = policy.score(view)
-        if not runs_kernels:
-            due_scores, scores = scores, torch.zeros_like(self.columns, dtype=torch.float32)
-            scores[rows] = due_scores
         running = self.attention if policy.tracks_attention == "sum" else None
         evict(
             scores,
@@ -247,13 +254,14 @@ class SlotLayer(CacheLayerMixin):
             self.columns,
             running,
             self.evicted_at,
-            is_full,
+            is_due,
             cache.column + 1,
             cache.first,
             budget=cache.spec.budget,
             sink=cache.spec.sink,
             window=cache.spec.window,
         )
+        self.columns[:, :, cache.spec.budget :].masked_fill_(is_due[:, None, None], UNUSED)
 
     def _pools(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows, [row, kv_head, slot, dim]."""
@@ -263,14 +271,14 @@ class SlotLayer(CacheLayerMixin):
 
     def _view(
         self,
-        rows: Int[Tensor, " due"] | slice,
-        keys: Float[Tensor, "due kv_head slot dim"],
-        values: Float[Tensor, "due kv_head slot dim_v"],
-        columns: Int[Tensor, "due kv_head slot"],
-        attention: Float[Tensor, "due kv_head slot"] | None,
-        newest: Int[Tensor, " due"],
-        first: Int[Tensor, " due"],
-        is_due: Bool[Tensor, " due"] | None = None,
+        rows: Int[Tensor, " batch"] | slice,
+        keys: Float[Tensor, "batch kv_head slot dim"],
+        values: Float[Tensor, "batch kv_head slot dim_v"],
+        columns: Int[Tensor, "batch kv_head slot"],
+        attention: Float[Tensor, "batch kv_head slot"] | None,
+        newest: Int[Tensor, " batch"],
+        first: Int[Tensor, " batch"],
+        is_due: Bool[Tensor, " batch"],
     ) -> SlotView:
         """Return the policy's input for these rows, whose latest query is at column `newest`."""
         window = self.cache.spec.window

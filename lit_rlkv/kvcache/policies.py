@@ -31,9 +31,9 @@ class SlotView:
     keys: Float[Tensor, "batch kv_head slot dim"]
     values: Float[Tensor, "batch kv_head slot dim_v"]
     columns: Int[Tensor, "batch kv_head slot"]
-    """Position of each key in the sequence, padding included."""
+    """Position of each key in the sequence, padding included; -1 in a slot without a key."""
     is_live: Bool[Tensor, "batch kv_head slot"]
-    """False on padding, which is never kept, whatever its score."""
+    """False on padding and in slots without a key, which are never kept, whatever their score."""
     is_recent: Bool[Tensor, "batch kv_head slot"]
     """True in the window of the latest keys, which are kept whatever their score."""
     queries: Float[Tensor, "batch kv_head group window dim"] | None
@@ -53,7 +53,7 @@ class SlotView:
 class Policy(ABC):
     """Interface of an eviction policy: it scores keys, and the cache does the rest.
 
-    Whenever all slots of a sequence are full, `score` is called for each layer. In each KV head the cache
+    `score` is called for each layer when sequences above the budget are compacted. In each KV head the cache
     keeps the sink tokens, the window of latest tokens, then the keys of highest score, up to the budget. It
     moves them to the front of the pool and records when the others were evicted, so that the learner can
     replay it. A policy has no state: everything it may use is in the `SlotView`.

@@ -12,16 +12,16 @@ from lit_rlkv.kvcache.policies import Policy, load_policy_class
 class CacheSpec:
     """A KV cache of `budget + interval` slots per sequence, layer and KV head.
 
-    Whenever all slots are taken, it is compacted to `budget` keys: the `sink` first and the `window` last
-    tokens of the sequence, and the keys that `policy` scores highest. Policies that look at queries see the
-    latest `window` of them.
+    Every `interval` tokens of a response, counted from its first decode step, a sequence with more than
+    `budget` keys is compacted to `budget`: the `sink` first and the `window` last tokens of the sequence, and
+    the keys that `policy` scores highest. Policies that look at queries see the latest `window` of them.
 
     Args:
         policy: a name in `POLICIES`, "dense" to keep everything, or the dotted name of a class in a trusted
             module (`lit_rlkv.trust`); in Python also a subclass of `Policy` or an instance of one.
         policy_options: arguments of the policy's constructor.
         budget: keys left after a compaction.
-        interval: keys written between two compactions.
+        interval: tokens decoded between two compactions.
         sink: first tokens of a sequence that are never evicted.
         window: latest tokens that are never evicted.
 

@@ -179,10 +179,11 @@ def _rope_configs(config: PretrainedConfig) -> list[dict[str, Any]]:
 def can_be_captured(model: PreTrainedModel) -> bool:
     """True if a forward can be captured as a CUDA graph: no communication, no device synchronization.
 
-    Dynamic RoPE scaling always synchronizes, to read the current length.
+    Dynamic RoPE scaling always synchronizes, to read the current length, and longrope copies its factors from
+    the host.
     """
-    is_dynamic = any(entry.get("rope_type") == "dynamic" for entry in _rope_configs(text_config(model)))
-    return not is_dynamic and not is_sharded(model)
+    types = {entry.get("rope_type") for entry in _rope_configs(text_config(model))}
+    return types.isdisjoint({"dynamic", "longrope"}) and not is_sharded(model)
 
 
 def optional_setting(config: PretrainedConfig, name: str) -> Any:

@@ -11,7 +11,13 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kvcache import CacheSpec, SlotCache
-from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.backbone import (
+    can_be_captured,
+    head_logits,
+    hidden_states,
+    text_config,
+    token_positions,
+)
 from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.sampling import sample
@@ -59,7 +65,7 @@ class Decoder:
         n_prompt_columns: columns of the longest prompt; the buffers have `max_new_tokens` more.
         settings: settings; buffers are on the device of `settings.eos_token_ids`.
         generator: random numbers of sampling and of eviction policies, on the same device.
-        cuda_graph: capture the step as a CUDA graph; needs CUDA.
+        cuda_graph: capture the step as a CUDA graph, which needs CUDA; None: if it can be captured.
         n_splits: see `generate`.
         compile_layers: compile the decoder layers for the step.
     """
@@ -73,7 +79,7 @@ class Decoder:
         settings: DecodeSettings,
         generator: torch.Generator | None,
         *,
-        cuda_graph: bool,
+        cuda_graph: bool | None,
         n_splits: int | None = None,
         compile_layers: bool = False,
     ) -> None:
@@ -95,12 +101,13 @@ class Decoder:
         self._layers: AbstractContextManager[None] = (
             CompiledLayers(model) if compile_layers else nullcontext()
         )
-        self._step = CudaGraphRunner(generator, is_enabled=cuda_graph)
-        has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
-        # The reference of eviction reads on the host which rows are full; a graph cannot.
-        self._evict = CudaGraphRunner(generator, is_enabled=True) if cuda_graph and has_kernels else None
-        # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
-        self._reads_filled = not (self._step.is_enabled or has_kernels)
+        is_graph = device.type == "cuda" and can_be_captured(model) if cuda_graph is None else cuda_graph
+        self._has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
+        self._step = CudaGraphRunner(generator, is_enabled=is_graph, is_required=bool(cuda_graph))
+        # The reference of eviction reads on the host which rows are due; a graph cannot.
+        self._evict = CudaGraphRunner(
+            generator, is_enabled=is_graph and self._has_kernels, is_required=bool(cuda_graph)
+        )
 
     def prefill(
         self,
@@ -123,14 +130,12 @@ class Decoder:
 
     def step(self) -> None:
         """Sample one more token for every running row. Never waits for the device."""
-        if self._reads_filled:
+        # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
+        if not (self._step.is_enabled or self._has_kernels):
             self.kv.n_read = self.kv.n_filled
         self._step(self._decode)
-        if not self.kv.levels.step():
-            return
-        if self._evict is None:
-            self.kv.evict()
-        else:
+        if self.kv.levels.step():
+            self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
             self._evict(self.kv.evict)
 
     def read_rows(self, rows: Sequence[int]) -> DecodedRows:

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.decode_attention.launch import MAX_SPLITS
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import can_be_captured, check_length, n_embeddings
+from lit_rlkv.models.backbone import check_length, n_embeddings
 from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
 from lit_rlkv.types import NEVER, Rollout
 
 STOP_CHECK_EVERY = 16
-"""Decode steps between checks for finished rows, because on CUDA each check waits for the device."""
+"""Most decode steps between checks for finished rows; on CUDA each check waits for the device."""
 
 
 @torch.no_grad()
@@ -54,7 +54,8 @@ def generate(
             prompt i is row `i * num_return_sequences + j` of the rollout.
         max_rows: most sequences to decode at a time, which bounds the memory of the cache. A prompt waits
             until there are free rows for all its responses. None decodes all at once.
-        cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if the model can be captured.
+        cuda_graph: capture the decode step as a CUDA graph; None: on CUDA, if it can be captured. If the
+            capture fails, a warning is logged and steps run without a graph.
         n_splits: parts of a row's cache that the decode attention kernel reads in parallel, at most 128.
             None: more parts for fewer rows, so that the rounding of attention depends on their number.
         compile_layers: run decode steps with decoder layers fused by torch.compile; prefill stays eager.
@@ -64,8 +65,8 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
-            `num_return_sequences`; the decode step cannot be captured, or `n_splits` is not between 1
-            and 128, or the kernel does not run.
+            `num_return_sequences`; `cuda_graph` is True and the decode step cannot be captured; or `n_splits`
+            is not between 1 and 128, or the kernel that it is for does not run.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
@@ -84,7 +85,7 @@ def generate(
             temperature=temperature,
         ),
         generator,
-        cuda_graph=input_ids.is_cuda and can_be_captured(model) if cuda_graph is None else cuda_graph,
+        cuda_graph=cuda_graph,
         n_splits=n_splits,
         compile_layers=compile_layers,
     )
@@ -95,21 +96,28 @@ def generate(
         # A compiled layer would be compiled anew for the packed weights of every rollout.
         nullcontext() if compile_layers else packed_weights(model, decoder.n_rows),
     ):
-        rows = _decode_all(decoder, input_ids, is_prompt, num_return_sequences, on_progress)
+        check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
+        rows = decode_all(decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress)
     kv_bytes = decoder.kv.kv_bytes
     del decoder  # frees its cache
     return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
 
 
-def _decode_all(
+def decode_all(
     decoder: Decoder,
     input_ids: Int[Tensor, "batch prompt"],
     is_prompt: Bool[Tensor, "batch prompt"],
     num_return_sequences: int,
-    on_progress: Callable[[int], object] | None,
+    check_every: int,
+    on_progress: Callable[[int], object] | None = None,
 ) -> DecodedRows:
-    """Decode all responses, in the order of their prompts; a prompt starts once enough rows are free."""
-    check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
+    """Decode all responses, in the order of their prompts; a prompt starts once enough rows are free.
+
+    Args:
+        check_every: most decode steps between checks for finished rows.
+        on_progress: as of `generate`.
+    """
+    interval = None if decoder.kv.spec.is_dense else decoder.kv.spec.interval
     waiting = deque(range(len(input_ids)))
     free = deque(range(decoder.n_rows))
     owner: dict[int, int] = {}
@@ -117,6 +125,8 @@ def _decode_all(
     finished: DecodedRows | None = None
     n_reported = 0
     while waiting or owner:
+        if not owner:
+            n_steps_done = 0  # all rows start together
         prompts = [waiting.popleft() for _ in range(min(len(waiting), len(free) // num_return_sequences))]
         if prompts:
             rows = [free.popleft() for _ in range(len(prompts) * num_return_sequences)]
@@ -126,7 +136,9 @@ def _decode_all(
             ]
             owner |= zip(rows, samples, strict=True)
             n_left |= dict.fromkeys(rows, decoder.settings.max_new_tokens - 1)
-        n_steps = min(check_every, max(n_left[row] for row in owner))
+        n_steps = steps_to_check(n_steps_done, check_every, interval)
+        n_steps = min(n_steps, max(n_left[row] for row in owner))
+        n_steps_done += n_steps
         for _ in range(n_steps):
             decoder.step()
         n_left = {row: n - n_steps for row, n in n_left.items()}
@@ -150,6 +162,25 @@ def _decode_all(
             free.extend(done)
     assert finished is not None
     return finished
+
+
+def steps_to_check(n_steps_done: int, check_every: int, interval: int | None) -> int:
+    """Return the decode steps until the next check for finished rows, whose places are then filled.
+
+    Rows are compacted every `interval` steps since their own prefill. Checks divide each interval into the
+    fewest equal parts of at most `check_every` steps, so that rows that start at different checks still share
+    few steps of eviction: one per interval up to `check_every`, one in about `check_every` steps beyond.
+
+    Args:
+        n_steps_done: decode steps since all rows last started together.
+        interval: None for a cache that evicts nothing.
+    """
+    if interval is None:
+        return check_every
+    if interval <= check_every:
+        return check_every // interval * interval
+    n_parts = -(-interval // check_every)
+    return min(-(-interval // n_parts), interval - n_steps_done % interval)
 
 
 def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int | None) -> int:

@@ -1,11 +1,14 @@
 """Run a function as a CUDA graph, with one launch for all its kernels."""
 
+import logging
 from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from lit_rlkv.out_of_memory import is_out_of_memory
+
+log = logging.getLogger(__name__)
 
 N_EAGER_CALLS = 2
 """Calls before the capture, in which Triton compiles and libraries allocate their workspaces."""
@@ -19,12 +22,17 @@ class CudaGraphRunner:
 
     Args:
         generator: its draws continue from replay to replay.
-        is_enabled: if False, every call runs the function without a graph.
+        is_enabled: if False, every call runs the function without a graph. It becomes False if the function
+            cannot be captured.
+        is_required: raise an error if the function cannot be captured; otherwise warn, and run it without.
     """
 
-    def __init__(self, generator: torch.Generator | None, *, is_enabled: bool) -> None:
+    def __init__(
+        self, generator: torch.Generator | None, *, is_enabled: bool, is_required: bool = False
+    ) -> None:
         self.generator = generator
         self.is_enabled = is_enabled
+        self.is_required = is_required
         self.n_calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -32,37 +40,58 @@ class CudaGraphRunner:
         """Run `function`, which must be the same at every call.
 
         Raises:
-            ValueError: the function waits for the device, so it cannot be captured.
+            ValueError: the function cannot be captured, for example because it waits for the device, and the
+                graph is required.
         """
-        if not self.is_enabled:
-            function()
-            return
-        if self.graph is None:
+        if self.is_enabled and self.graph is None:
             self.n_calls += 1
             if self.n_calls <= N_EAGER_CALLS:
                 _on_side_stream(function)
                 return
-            self.graph = self._capture(function)
-        self.graph.replay()
+            self._try_to_capture(function)
+        if self.graph is None:
+            function()
+        else:
+            self.graph.replay()
 
-    def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        if self.generator is not None:
-            graph.register_generator_state(self.generator)
+    def _try_to_capture(self, function: Callable[[], None]) -> None:
         try:
-            # Other threads of the process, for example loggers, may use the device during the capture.
-            with torch.cuda.graph(
-                graph, stream=_side_stream(torch.cuda.current_device()), capture_error_mode="thread_local"
-            ):
-                function()
+            self.graph = _capture(function, self.generator)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise ValueError(
-                f"a decode step of this model cannot be captured as a CUDA graph ({error}); start again with "
-                "rollout.cuda_graph=false, or cuda_graph=False where you call generate"
-            ) from error
-        return graph
+            if self.is_required:
+                raise ValueError(
+                    f"a decode step of this model cannot be captured as a CUDA graph ({error}); set "
+                    "rollout.cuda_graph=null, or cuda_graph=None where you call generate, to decode without "
+                    "a graph where there can be none"
+                ) from error
+            log.warning("decoding without a CUDA graph, which is slower: the capture failed (%s)", error)
+            self.is_enabled = False
+
+
+def _capture(function: Callable[[], None], generator: torch.Generator | None) -> torch.cuda.CUDAGraph:
+    """Capture the function without running it.
+
+    Raises:
+        RuntimeError: the capture failed. The generators are then as before.
+    """
+    device = torch.cuda.current_device()
+    graph = torch.cuda.CUDAGraph()
+    # A capture that fails leaves generators in a state in which they draw for graphs only.
+    used = [torch.cuda.default_generators[device], *([] if generator is None else [generator])]
+    states = [(each, each.clone_state()) for each in used]
+    if generator is not None:
+        graph.register_generator_state(generator)
+    try:
+        # Other threads of the process, for example loggers, may use the device during the capture.
+        with torch.cuda.graph(graph, stream=_side_stream(device), capture_error_mode="thread_local"):
+            function()
+    except RuntimeError:
+        for each, state in states:
+            each.graphsafe_set_state(state)
+        raise
+    return graph
 
 
 @cache

@@ -48,12 +48,13 @@ def test_broken_tables_are_told_from_simulated_ones():
 
 
 def test_the_pool_is_filled_and_emptied_as_a_cache_does_it():
-    # 24 + 8 slots are full when 32 tokens have been seen: query 31 sees 32 keys, query 32 24 and its own.
+    # A prompt of 6 exceeds the budget of 24 after 24 steps: query 29 sees 30 keys, query 30 24 and its own.
+    # From then on 24 + 8 slots are full after every 8 steps.
     n_living = visible(simulate_evictions((3,), SEQ, SHORT_PROMPT)).sum(-1)
-    assert (n_living[:, 31] == 32).all()
-    assert (n_living[:, 32] == 25).all()
-    assert (n_living[:, 39] == 32).all()
-    assert (n_living[:, 40] == 25).all()
+    assert (n_living[:, 29] == 30).all()
+    assert (n_living[:, 30] == 25).all()
+    assert (n_living[:, 37] == 32).all()
+    assert (n_living[:, 38] == 25).all()
     # A prompt of 60 is prefilled densely and compacted at once.
     n_living = visible(simulate_evictions((3,), SEQ, LONG_PROMPT)).sum(-1)
     assert (n_living[:, 59] == 60).all()

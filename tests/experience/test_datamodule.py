@@ -85,7 +85,9 @@ def test_every_response_is_learned_once_an_epoch_and_weights_sum_to_one_a_step(
 @pytest.mark.parametrize("tokens_per_pass", [64, 100])
 def test_a_step_with_one_long_response_is_cut_without_the_padding_of_a_rectangle(tokens_per_pass):
     data = make_datamodule(make_roles(), rollout={"max_new_tokens": 40}, tokens_per_pass=tokens_per_pass)
-    experience = with_short_responses(data.collect(), [40] + [3] * 15)
+    whole = data.collect()
+    longest = int(whole.rollout.response_mask.sum(dim=1).argmax())
+    experience = with_short_responses(whole, [40 if row == longest else 3 for row in range(16)])
     n_tokens = int(experience.rollout.attention_mask.sum())
     rectangle = 16 * int(experience.rollout.attention_mask.sum(dim=1).max())
     parts = list(data.splitter.minibatches(experience))

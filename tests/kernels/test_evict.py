@@ -287,6 +287,20 @@ def test_padding_is_not_kept_and_gets_no_evicted_at(kernels: str):
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_slots_without_a_key_are_not_kept_and_nothing_is_recorded_for_them(kernels: str):
+    # Columns 0..6, of which five slots of nine hold keys; the rest is old content of the highest score.
+    pool = small_pool([1.0, 5.0, 2.0, 4.0, 3.0, 9.0, NAN, torch.inf, 9.0])
+    columns = torch.tensor([0, 1, 3, 5, 6, -1, -1, -1, -1])[None, None]
+    pool = replace(pool, columns=columns, now=torch.tensor([7]), first=torch.tensor([0]))
+    after = evicted(pool, 3, kernels, sink=0, window=1)
+    assert after.columns[0, 0, :3].tolist() == [1, 5, 6]
+    assert after.keys[0, 0, :3, 0].tolist() == [1, 3, 4]
+    assert after.evicted_at[0, 0].tolist() == [{0: 7, 3: 7}.get(c, NEVER) for c in range(16)]
+    as_keys = replace(pool, columns=torch.arange(9)[None, None])
+    assert not bits_equal(evicted(as_keys, 3, kernels, sink=0, window=1).evicted_at, after.evicted_at)
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_rows_that_are_not_due_do_not_change(kernels: str):
     pool = make_pool(33)
     pool.scores[1] = NAN

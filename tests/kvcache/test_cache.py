@@ -15,7 +15,7 @@ from tests.kvcache import published
 LAYERS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
 LENS = (13, 9, 8, 3)
 EQUAL = (10, 10, 10, 10)
-"""Prompts that compact together, in a batch as wide as the ragged one."""
+"""Prompts of one length above the budget, in a batch as wide as the ragged one."""
 WIDTH, N_STEPS = max(LENS), 14
 SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 SCALING = DIM**-0.5
@@ -93,10 +93,8 @@ class SlowSequence:
         self.out = torch.zeros(KV_HEADS * GROUP, *key.shape[1:])
         for position in range(key.shape[1]):
             self.attend(position)
-            is_decoding = position >= prompt_len
-            is_full = len(self.visible[0]) == SPEC["budget"] + SPEC["interval"]
-            prompt_is_too_long = position == prompt_len - 1 and prompt_len > SPEC["budget"]
-            if (is_decoding and is_full) or prompt_is_too_long:
+            n_decoded = position - prompt_len + 1
+            if n_decoded >= 0 and n_decoded % SPEC["interval"] == 0 and len(self.visible[0]) > SPEC["budget"]:
                 self.compact(position)
 
     def attend(self, position: int) -> None:

@@ -15,16 +15,32 @@ def started(spec: CacheSpec, lens: list[int], n_slots: int | None = None) -> Fil
 
 
 def test_levels_of_ragged_prompts_match_a_worked_example():
-    # Budget 4, interval 2: a row that has written its sixth slot falls back to 4 keys. The prompt of 7 was
-    # compacted to 4 at prefill, that of 4 fits exactly, that of 2 has two slots to spare.
-    levels = started(spec_of(4, 2), [2, 4, 7])
+    # Budget 4, interval 2: after every second step a row above 4 keys falls back to 4. The prompt of 7 was
+    # compacted to 4 at prefill, that of 4 fits exactly, and that of 1 exceeds the budget in the fourth step.
+    levels = started(spec_of(4, 2), [1, 4, 7])
     seen = [(levels.step(), levels.level.tolist()) for _ in range(4)]
     assert seen == [
-        (False, [3, 5, 5]),
-        (True, [4, 4, 4]),
-        (False, [5, 5, 5]),
+        (False, [2, 5, 5]),
+        (True, [3, 4, 4]),
+        (False, [4, 5, 5]),
         (True, [4, 4, 4]),
     ]
+
+
+def test_rows_that_start_later_keep_the_clock_of_their_own_start():
+    levels = started(spec_of(4, 3), [4, 4])
+    seen = [levels.step()]
+    levels.start([1], [4])
+    seen += [levels.step() for _ in range(6)]
+    # Row 0 is due in steps 3 and 6, row 1 in steps 4 and 7.
+    assert [step + 1 for step, is_due in enumerate(seen) if is_due] == [3, 4, 6, 7]
+
+
+def test_a_cache_with_slots_for_whole_sequences_within_its_budget_is_never_due():
+    levels = started(spec_of(20, 2), [3, 9], n_slots=20)
+    assert not any(levels.step() for _ in range(60))
+    levels = started(spec_of(20, 2), [3, 9], n_slots=21)
+    assert any(levels.step() for _ in range(60))
 
 
 def test_a_dense_cache_is_never_full():
@@ -42,9 +58,9 @@ def test_rows_that_stand_idle_ask_for_nothing_until_they_start_again():
 
 def dues_by_hand(spec: CacheSpec, prompt_len: int, n_steps: int) -> list[bool]:
     n_keys, dues = min(prompt_len, spec.budget), []
-    for _ in range(n_steps):
+    for step in range(1, n_steps + 1):
         n_keys += 1
-        dues.append(n_keys == spec.budget + spec.interval)
+        dues.append(step % spec.interval == 0 and n_keys > spec.budget)
         n_keys = spec.budget if dues[-1] else n_keys
     return dues
 

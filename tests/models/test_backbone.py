@@ -290,8 +290,15 @@ def test_sequences_on_which_longrope_turns_all_keys_are_refused():
         check_length(model, 17)
 
 
-def test_a_model_whose_rotation_asks_for_the_length_is_not_captured():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0},
+    ],
+)
+def test_a_model_whose_rotation_asks_for_the_length_is_not_captured(scaling: dict[str, Any]):
+    rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 64, **scaling}
     assert not can_be_captured(build(tiny_config("llama", rope_parameters=rope)))
     assert can_be_captured(build(tiny_config("llama")))
 

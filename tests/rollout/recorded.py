@@ -42,7 +42,9 @@ class RecordedRunner:
 
     n_replays = 0
 
-    def __init__(self, generator: torch.Generator | None, *, is_enabled: bool) -> None:
+    def __init__(
+        self, generator: torch.Generator | None, *, is_enabled: bool, is_required: bool = False
+    ) -> None:
         self.is_enabled = True
         self.n_calls = 0
         self.recording = Recording()

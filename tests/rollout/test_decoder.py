@@ -117,7 +117,10 @@ def test_samples_of_a_prompt_share_what_is_kept_of_it(policy: str):
     assert not torch.equal(rollout.input_ids[0], rollout.input_ids[1])
 
 
-@pytest.mark.parametrize(("policy", "max_rows"), diagonal(DETERMINISTIC, [2, 5]))
+# Not knorm: keys of one token have equal norms, and rounding, which depends on the batch, picks among them.
+@pytest.mark.parametrize(
+    ("policy", "max_rows"), diagonal([policy for policy in DETERMINISTIC if policy != "knorm"], [2, 5])
+)
 def test_waiting_prompts_give_the_same_greedy_rollout(policy: str, max_rows: int):
     settings = {"temperature": 0.0, "eos_token_id": stops(run(policy, temperature=0.0))}
     everyone = run(policy, **settings)
@@ -142,10 +145,11 @@ def test_a_row_that_comes_free_is_taken_before_the_others_have_ended():
     with Forwards() as forwards:
         run(**settings, max_rows=2)
     n_steps = sum(shape == (2, 1) for shape in forwards.shapes)
-    # Two rows by hand: a prompt goes to the one that is free first; the first token comes from prefill.
+    # Two rows by hand: a prompt goes to the one that is free first; the first token comes from prefill, and
+    # whether it ended the response shows after a step.
     busy_until = [0, 0]
     for length in lengths:
-        busy_until[busy_until.index(min(busy_until))] += length - 1
+        busy_until[busy_until.index(min(busy_until))] += max(length - 1, 1)
     assert n_steps == max(busy_until)
     in_pairs = sum(max(pair) - 1 for pair in zip(lengths[0::2], lengths[1::2], strict=True))
     assert n_steps < in_pairs

@@ -1,3 +1,4 @@
+import sys
 from functools import cache
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.rollout import generate
+from lit_rlkv.rollout.generate import decode_all, steps_to_check
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
 from tests.tiers import slow
@@ -162,6 +164,29 @@ def test_a_row_does_not_depend_on_how_far_it_is_padded():
     assert torch.equal(bare.input_ids[0], padded.input_ids[1, 5:])
     shifted = torch.where(bare.evicted_at == NEVER, NEVER, bare.evicted_at + 5)
     assert torch.equal(shifted[0], padded.evicted_at[1, ..., 5:])
+
+
+@pytest.mark.parametrize("check_every", [2, 5, 16])
+def test_how_often_finished_rows_are_looked_for_changes_no_row(
+    check_every: int, monkeypatch: pytest.MonkeyPatch
+):
+    settings: dict[str, Any] = {"temperature": 0.0, "eos_token_id": eos(), "max_rows": 2}
+    at_once = run(**settings)
+
+    def rarely(*arguments: Any) -> Any:
+        return decode_all(*arguments[:4], check_every, *arguments[5:])
+
+    monkeypatch.setattr(sys.modules[decode_all.__module__], "decode_all", rarely)
+    assert equal(run(**settings), at_once)
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"),
+    [(None, [16, 16, 16]), (5, [15, 15, 15]), (16, [16, 16, 16]), (17, [9, 8, 9]), (40, [14, 14, 12])],
+)
+def test_checks_divide_an_interval_into_few_parts(interval: int | None, steps: list[int]):
+    n_done = [sum(steps[:i]) for i in range(3)]
+    assert [steps_to_check(n, 16, interval) for n in n_done] == steps
 
 
 def test_the_policies_evict_and_do_so_differently():

@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def evict(
@@ -29,13 +30,13 @@ def evict(
 
     Args:
         scores: read before anything moves, so it may be `attention` itself. Compared in float32.
-        keys, values, columns: the pool, changed in place. In a due row all slots are taken, in the order of
-            their columns.
+        keys, values, columns: the pool, changed in place. The keys of a due row, at least `budget`, are in
+            the order of their columns; the column of the slots behind them, which hold none, is -1.
         attention: a running score that moves along with its key, in place; None if there is none.
         evicted_at: first query column that no longer sees the key of each column, written in place.
         is_due: rows to compact.
         now: first column whose query no longer sees the evicted keys: the newest column + 1.
-        first: column of the first token; earlier columns are padding, never kept and never recorded.
+        first: column of the first token; lower ones are padding or unused slots, never kept nor recorded.
 
     Raises:
         ValueError: `budget` is above the number of slots.
@@ -48,10 +49,11 @@ def evict(
 
     is_kept = torch.zeros_like(due_columns, dtype=torch.bool).scatter(2, kept, True)
     is_evicted = ~is_kept & (due_columns >= due_first[:, None, None])
-    recorded = evicted_at[rows]
-    now_of_slot = due_now[:, None, None].to(evicted_at.dtype)
-    of_slot = torch.where(is_evicted, now_of_slot, recorded.gather(2, due_columns))
-    evicted_at[rows] = recorded.scatter(2, due_columns, of_slot)
+    n_columns = evicted_at.shape[2]
+    recorded = F.pad(evicted_at[rows], (0, 1))  # the last column takes what is not recorded
+    now_of_slot = due_now[:, None, None].to(evicted_at.dtype).expand_as(due_columns)
+    recorded = recorded.scatter(2, due_columns.where(is_evicted, n_columns), now_of_slot)
+    evicted_at[rows] = recorded[..., :n_columns]
 
     keys[rows, :, :budget] = take_slots(keys[rows], kept)
     values[rows, :, :budget] = take_slots(values[rows], kept)

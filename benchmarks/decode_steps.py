@@ -1,0 +1,133 @@
+"""Count, without a model, the decode steps that compact rows and the slots that decode attention reads.
+
+    python benchmarks/decode_steps.py [--prompts 128] [--budget 1024] [--interval 128]
+
+Responses of random lengths go through the loop of generate(), with a check for ended rows every 16 steps as
+on CUDA: all at a time, and a quarter at a time, so that rows are refilled. *full* compacts a row once all its
+slots are taken, *clock* every `interval` steps of the row, as the cache does. *kept* are the slots read if an
+ended row held its keys, *read* those read if it holds one.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from text_table import text_table
+from torch import Tensor
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.cache import FillLevels
+from lit_rlkv.rollout.decoder import DecodedRows, Decoder
+from lit_rlkv.rollout.generate import STOP_CHECK_EVERY, decode_all
+
+
+class WhenFull(FillLevels):
+    """Compacts a row when all its slots are taken, whatever the step."""
+
+    def step(self) -> bool:
+        self.level += 1
+        is_full = self.level == self.budget + self.interval
+        self.level[is_full] = self.budget
+        return bool(is_full.any())
+
+
+@dataclass
+class Counts:
+    """Totals of a rollout."""
+
+    steps: int = 0
+    evicting: int = 0
+    """Steps after which rows are compacted."""
+    read: int = 0
+    """Slots of all rows that attention reads, one of an ended row."""
+    kept: int = 0
+    """The same if an ended row held its keys."""
+
+
+class CountingDecoder(Decoder):
+    """Counts keys instead of decoding; a prompt is its length and that of its response."""
+
+    def __init__(self, spec: CacheSpec, n_rows: int, longest: int, *, when_full: bool) -> None:
+        self.n_rows = n_rows
+        self.settings: Any = SimpleNamespace(max_new_tokens=longest)
+        levels = (WhenFull if when_full else FillLevels)(spec, n_rows, spec.budget + spec.interval)
+        # Only a cache with a clock moves the checks.
+        self.kv: Any = SimpleNamespace(levels=levels, spec=CacheSpec.dense() if when_full else spec)
+        self.left = torch.zeros(n_rows, dtype=torch.long)
+        self.held = torch.ones(n_rows, dtype=torch.long)
+        self.counts = Counts()
+
+    @property
+    def is_running(self) -> Tensor:  # type: ignore[override]
+        return self.left > 0
+
+    def prefill(self, rows: Sequence[int], input_ids: Tensor, is_prompt: Tensor) -> None:
+        self.kv.levels.start(rows, input_ids[:, 0].tolist())
+        self.left[list(rows)] = input_ids[:, 1] - 1  # the first token comes from prefill
+
+    def step(self) -> None:
+        # Slots of rows that the loop knows to be free stay as they are.
+        level = self.kv.levels.level + 1
+        self.held = torch.where(self.is_running, level, self.held)
+        self.counts.kept += int(self.held.sum())
+        self.counts.read += int(self.held.where(self.is_running, 1).sum())
+        self.counts.evicting += self.kv.levels.step()
+        self.counts.steps += 1
+        self.left -= 1
+
+    def read_rows(self, rows: Sequence[int]) -> DecodedRows:
+        ids = torch.zeros(len(rows), 1, dtype=torch.long)
+        return DecodedRows(ids, ids.bool(), ids.float(), ids[:, None, None])
+
+
+def count(
+    prompt_lens: Tensor,
+    response_lens: Tensor,
+    spec: CacheSpec,
+    n_rows: int,
+    *,
+    when_full: bool = False,
+    check_every: int = STOP_CHECK_EVERY,
+) -> Counts:
+    """Decode one response to each prompt, `n_rows` at a time."""
+    decoder = CountingDecoder(spec, n_rows, int(response_lens.max()), when_full=when_full)
+    prompts = torch.stack([prompt_lens, response_lens], dim=1)
+    decode_all(decoder, prompts, torch.ones_like(prompts, dtype=torch.bool), 1, check_every)
+    return decoder.counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--interval", type=int, default=128)
+    args = parser.parse_args()
+    spec = CacheSpec("streaming", budget=args.budget, interval=args.interval, sink=1, window=3)
+    draw = torch.Generator().manual_seed(0)
+    prompt_lens = torch.randint(args.budget // 8, args.budget // 2, (args.prompts,), generator=draw)
+    response_lens = torch.randint(args.budget // 2, 4 * args.budget, (args.prompts,), generator=draw)
+    rows = []
+    for n_rows in (args.prompts, args.prompts // 4):
+        full, clock = (
+            count(prompt_lens, response_lens, spec, n_rows, when_full=is_full) for is_full in (True, False)
+        )
+        rows.append(
+            [
+                str(n_rows),
+                *(f"{found.steps:,}" for found in (full, clock)),
+                *(f"{found.evicting / found.steps:.1%}" for found in (full, clock)),
+                *(f"{slots / 1e6:.1f}" for slots in (clock.kept, clock.read)),
+            ]
+        )
+    print(f"{args.prompts} prompts, {spec.budget}+{spec.interval} slots; millions of slots")
+    headings = ["rows", "steps full", "steps clock", "evict full", "evict clock", "slots kept", "slots read"]
+    print(text_table(headings, rows, n_left=0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Captures that fail, on a CPU: what CUDA would do is replaced at its border."""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lit_rlkv.rollout import generate, graph
+from lit_rlkv.rollout.graph import CudaGraphRunner
+from tests.rollout.test_decoder import run, stops
+
+FAILURE = "operation not permitted when stream is capturing"
+
+
+@pytest.fixture
+def _fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are graphs where `Decoder` would not ask for CUDA, and no capture succeeds."""
+
+    def capture(function: Callable[[], None], generator: torch.Generator | None) -> Any:
+        raise RuntimeError(FAILURE)
+
+    monkeypatch.setattr(graph, "_capture", capture)
+    monkeypatch.setattr(graph, "_on_side_stream", lambda function: function())
+    make = CudaGraphRunner.__init__
+
+    def enabled(
+        self: CudaGraphRunner, generator: Any, *, is_enabled: bool, is_required: bool = False
+    ) -> None:
+        make(self, generator, is_enabled=True, is_required=is_required)
+
+    monkeypatch.setattr(CudaGraphRunner, "__init__", enabled)
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+@pytest.mark.parametrize("policy", ["snapkv", "dense"])
+def test_a_capture_that_fails_leaves_the_rollout_as_it_is_and_warns_once(
+    policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    settings: dict[str, Any] = {"eos_token_id": stops(run(policy)), "max_rows": 4}
+    caplog.clear()
+    fallen_back = run(policy, **settings)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage() for record in warnings] == [
+        f"decoding without a CUDA graph, which is slower: the capture failed ({FAILURE})"
+    ]
+    monkeypatch.undo()
+    plain = run(policy, **settings)
+    assert torch.equal(fallen_back.input_ids, plain.input_ids)
+    assert torch.equal(fallen_back.evicted_at, plain.evicted_at)
+    # The steps before the capture read empty slots too, and a longer sum may be rounded otherwise.
+    torch.testing.assert_close(fallen_back.rollout_logps, plain.rollout_logps, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+def test_a_graph_that_is_required_and_fails_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[generate.__module__], "_check_rows", lambda *_: None)  # refuses a CPU
+    with pytest.raises(ValueError, match=rf"cannot be captured as a CUDA graph \({FAILURE}\); set rollout"):
+        run(cuda_graph=True)
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+@pytest.mark.parametrize("is_required", [True, False])
+def test_memory_that_runs_out_in_a_capture_is_no_reason_to_go_on(
+    is_required: bool, monkeypatch: pytest.MonkeyPatch
+):
+    def capture(function: Callable[[], None], generator: torch.Generator | None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graph, "_capture", capture)
+    runner = CudaGraphRunner(None, is_enabled=True, is_required=is_required)
+    runner(int)
+    runner(int)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner(int)
+    assert runner.is_enabled
