@@ -110,3 +110,9 @@ def test_the_speed_of_decoding_and_of_ranks_is_that_of_the_last_rows():
     assert f"{rates[0] / rates[1]:.2f} times the tokens per second" in text
     assert f"({rates[0]:,.0f} against {rates[1]:,.0f}, on an AMD EPYC" in text
     assert f"{two['tokens_per_s'] / one['tokens_per_s']:.2f} times the tokens of whole" in text
+
+
+def test_the_speed_beside_transformers_and_peft_is_that_of_the_last_rows():
+    for row in {row["what"]: row for row in rows_of("cpu_speed")}.values():
+        sides = [f"{row[f'{side}_tokens_per_second']:.0f}" for side in ("ours", "theirs")]
+        assert f"| {row['what']} | {' | '.join(sides)} | {row['ratio']:.2f} |" in page("kernels")
