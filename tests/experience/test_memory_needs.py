@@ -136,7 +136,9 @@ def test_it_fails_where_it_is_made_to_in_a_rollout_and_another_error_is_left_alo
 def test_weights_that_are_packed_for_decoding_are_a_need(monkeypatch):
     monkeypatch.setattr("lit_rlkv.models.packed_linear.LEAST_ELEMENTS", 200)
     model = make_model()
-    n_large = sum(m.weight.numel() for m in model.modules() if type(m) is Linear and m.weight.numel() >= 200)
+    n_large = sum(
+        m.weight.numel() for m in model.modules() if isinstance(m, Linear) and m.weight.numel() >= 200
+    )
     needs = {need.what: need for need in rollout_needs(model, SPEC, (4, 6), SAMPLING, GROUP)}
     assert needs["weights packed for decoding"].n_bytes == 4 * n_large > 0
     assert "weights packed" in explain_rollout(model, SPEC, (4, 6), SAMPLING, GROUP)
