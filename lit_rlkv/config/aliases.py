@@ -141,7 +141,10 @@ RUN_NAME = "a run is named by its folder, 'hydra.run.dir=runs/NAME'; 'logger=wan
 DATA = "write 'task=dataset' and 'task.dataset', which takes a file, a folder or a name on the hub"
 ROLLOUTS = "rollouts are sampled in the same process by an evicting cache, see 'cache.policy'; leave it out"
 LOGGED = "every iteration is logged; 'callbacks.samples_every' is the interval of printed responses"
-ADAPTERS = "'roles.layout' decides what trains an adapter, 'roles.rank' and 'roles.alpha' its size"
+ADAPTERS = (
+    "'roles.layout' decides what trains an adapter, 'roles.rank' and 'roles.alpha' its size; 'roles=full' "
+    "trains all weights"
+)
 SHARDED = "'fabric.strategy=fsdp2' shards a large backbone over the processes"
 REWARD_MODEL = (
     "'reward=learned' takes the score of the reward head that the SFT stage trains; 'reward=endpoint' asks a "

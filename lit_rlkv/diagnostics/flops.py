@@ -6,6 +6,7 @@ for the gradient of the state and 2 for the gradient of the weight, unless it is
 products, 4·head_dim flops for each query head, query and key that it sees; its backward pass takes twice as
 much.
 
+A prompt counts once for each of its responses, although the learner may compute it once for all of them.
 Padding, masked pairs and recomputed layers (checkpointing) do not count, nor do norms, activations and
 rotations, which are small. Under LoRA the gradient of the first layer's input is not needed, but counts.
 """

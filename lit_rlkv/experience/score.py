@@ -12,11 +12,17 @@ from transformers import PreTrainedModel
 from lit_rlkv.config.schema import RolesConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter, use_adapters_by_row
-from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
+from lit_rlkv.models.backbone import check_length, hidden_states, learner_states, token_positions
 from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.packing import TOKENS_PER_PASS, passes, unpacked
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, response_logps, scatter_to_response
+from lit_rlkv.models.replay import (
+    dense_evicted_at,
+    prompt_columns,
+    replay_evicted_at,
+    response_logps,
+    scatter_to_response,
+)
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import Rollout
 
@@ -119,7 +125,9 @@ def _hidden(
         for one in mine:
             with use_adapter(lora_layers(backbone), one.adapter):
                 evicted_at = _replay_table(rollout, one.shadow)
-                found[one] = _forward(backbone, rollout.input_ids, rollout.attention_mask, evicted_at)
+                found[one] = learner_states(
+                    backbone, rollout.input_ids, rollout.attention_mask, prompt_columns(rollout), evicted_at
+                )
     return found
 
 
@@ -137,15 +145,11 @@ def _stacked(
         else use_adapters_by_row(backbone, [adapter for adapter in adapters for _ in range(n_rows)])
     )
     with chosen:
-        hidden = _forward(backbone, rollout.input_ids[rows], rollout.attention_mask[rows], evicted_at)
+        # An adapter belongs to a row, so the rows share no prompt.
+        positions = token_positions(rollout.attention_mask[rows])
+        hidden = hidden_states(backbone, rollout.input_ids[rows], positions, evicted_at=evicted_at)
     return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
 
 
 def _replay_table(rollout: Rollout, shadow: bool) -> Tensor:
     return replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
-
-
-def _forward(
-    backbone: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, evicted_at: Tensor
-) -> Float[Tensor, "batch seq dim"]:
-    return hidden_states(backbone, input_ids, token_positions(attention_mask), evicted_at=evicted_at)

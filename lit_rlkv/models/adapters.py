@@ -128,7 +128,8 @@ def use_adapter(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[No
 def use_adapters_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> Iterator[None]:
     """Activate an adapter for each row of the batch (None: disabled), so that roles share one forward.
 
-    For inference only. A layer that mixes rows of the batch raises peft's ValueError.
+    For inference by `hidden_states` only: `learner_states` has no rows. A layer that mixes rows of the batch
+    raises peft's ValueError.
     """
     names = ["__base__" if adapter is None else adapter for adapter in adapters]
 

@@ -1,6 +1,7 @@
 """The attention function registered with transformers: slot cache, replay of evictions, or plain SDPA."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lit_rlkv.kernels.shadow_attention import SlotPlan, shadow_attention
 from lit_rlkv.kvcache import SlotCache
+from lit_rlkv.models.flat_tokens import FlatTokens
 
 ATTENTION_NAME = "lit_rlkv"
 
@@ -32,9 +34,10 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     slot_cache: SlotCache | None = None,
-    evicted_at: Int[Tensor, "batch layer #kv_head seq"] | None = None,
+    evicted_at: Int[Tensor, "row layer #kv_head column"] | None = None,
     plan: SlotPlan | None = None,
     probe: Probe | None = None,
+    flat: FlatTokens | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Return the attention output of one layer; the signature is transformers'. Dropout is ignored.
@@ -45,6 +48,7 @@ def attention_forward(
             Without `slot_cache` and `evicted_at` this is SDPA, or plain attention if there is a softcap.
         plan: made from `evicted_at`; saves work in the kernels.
         probe: called at replay; does not change the output.
+        flat: (learner) queries, keys and values are a flat sequence of the tokens of `evicted_at`'s rows.
 
     Raises:
         ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache.
@@ -68,7 +72,10 @@ def attention_forward(
         layer_evicted_at = evicted_at[:, layer if evicted_at.shape[1] > 1 else 0]
         if probe is not None:
             probe(layer, query, key, scaling, softcap)
-        out = shadow_attention(query, key, value, layer_evicted_at, scaling, softcap=softcap, plan=layer_plan)
+        attend = partial(
+            shadow_attention, evicted_at=layer_evicted_at, scaling=scaling, softcap=softcap, plan=layer_plan
+        )
+        out = attend(query, key, value) if flat is None else flat.attend(attend, query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 

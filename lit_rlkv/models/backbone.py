@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
@@ -12,6 +12,7 @@ from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.attention import ATTENTION_NAME
+from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import use_float32_logits
 from lit_rlkv.types import NEVER
 
@@ -237,6 +238,29 @@ def hidden_states(
         **attention,
     ).last_hidden_state
     return hidden
+
+
+def learner_states(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch seq"],
+    attention_mask: Bool[Tensor, "batch seq"],
+    n_prompt: Int[Tensor, " batch"],
+    evicted_at: Int[Tensor, "batch layer kv_head seq"],
+    is_read: Bool[Tensor, "batch seq"] | None = None,
+) -> Float[Tensor, "batch seq dim"]:
+    """Return the last hidden states of a batch under replay; each different token is computed once.
+
+    Args:
+        n_prompt: leading columns of each row with its prompt and the padding before it.
+        is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
+    """
+    positions = token_positions(attention_mask)
+    is_token = attention_mask if is_read is None else attention_mask & is_read
+    flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at)
+    if flat is None:
+        return hidden_states(model, input_ids, positions, evicted_at=evicted_at)
+    tokens, places = flat.flatten(input_ids)[None], flat.flatten(positions)[None]
+    return flat.spread(hidden_states(model, tokens, places, evicted_at=evicted_at, flat=flat)[0])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -14,9 +14,8 @@ from lit_rlkv.models.backbone import (
     check_length,
     head_is_frozen,
     head_logits,
-    hidden_states,
+    learner_states,
     text_config,
-    token_positions,
 )
 from lit_rlkv.types import NEVER, Rollout
 
@@ -43,14 +42,21 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
     """Return the hidden states that predict the response tokens, row by row: one column before each token."""
     check_length(model, rollout.input_ids.shape[1])
     evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
-    # The last column predicts no sampled token.
-    hidden = hidden_states(
+    # The last column predicts no sampled token, and neither does the last token of a row.
+    hidden = learner_states(
         model,
         rollout.input_ids[:, :-1],
-        token_positions(rollout.attention_mask)[:, :-1],
-        evicted_at=evicted_at[..., :-1],
+        rollout.attention_mask[:, :-1],
+        prompt_columns(rollout),
+        evicted_at[..., :-1],
+        is_read=rollout.attention_mask[:, 1:],
     )
     return hidden[rollout.response_mask[:, 1:]]
+
+
+def prompt_columns(rollout: Rollout) -> Int[Tensor, " batch"]:
+    """Return the number of columns before the response of each row."""
+    return rollout.response_mask.int().argmax(dim=1)
 
 
 def response_logps(

@@ -63,7 +63,7 @@ def test_a_length_that_memory_does_not_hold_is_a_row_and_not_the_end(tmp_path, m
 
 def test_the_rollout_evicts_and_its_response_is_all_actions():
     rollout = make_rollout(SETTING, SHAPE, 30, budget=8)
-    # 2 sequences, 2 layers, 2 KV heads; a prompt of 6 tokens, and a compaction after every 4 more: 10, 14, .. 26.
+    # 2 sequences, 2 layers, 2 KV heads; 6 tokens of prompt, and a compaction every 4 more: 10, 14, .. 26.
     assert rollout.evicted_at.shape == (2, 2, 2, 30)
     assert set(rollout.evicted_at.unique().tolist()) == {10, 14, 18, 22, 26, 2**31 - 1}
     assert rollout.response_mask.sum() == 2 * (30 - 6)

@@ -12,7 +12,7 @@ from tests.config.asking import asked, refusal
         ),
         (
             ["fabric.precision=bf16-true", "stages=[rl]", "roles=ppo"],
-            "fabric.precision=bf16-true rounds small updates of the weights that roles=ppo trains away; use",
+            "rounds small updates of the weights that roles.layout=ppo trains away; use",
         ),
         (
             ["correction=tis", "correction.bypass_mode=true", "distillation=none"],

@@ -130,7 +130,9 @@ def shapes_of_forwards(layout: str, views: dict[str, bool], **options) -> list[t
     roles, shapes = roles_of(layout), []
     handles = [
         roles.named_backbone(name).base_model.register_forward_pre_hook(
-            lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+            # of the table, because the tokens may be a flat sequence
+            lambda module, args, kwargs: shapes.append((*kwargs["evicted_at"].shape[::3],)),
+            with_kwargs=True,
         )
         for name in roles.backbones
     ]

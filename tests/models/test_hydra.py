@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.adapters import LoraSpec, active_adapter, lora_layers, use_adapters_by_row
+from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as, checkpointed_layers
 from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.models.replay import replay_evicted_at, response_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models_zoo import PAD, ragged_prompts, tiny_model
@@ -231,8 +233,12 @@ def test_rows_may_have_roles_of_their_own():
     rows = [rollout().rows(slice(0, 1))] * 3
     whole = rollout().rows(torch.tensor([0, 0, 0]))
     with torch.no_grad():
-        with use_adapters_by_row(shared().backbone("policy"), adapters):
-            found = replay_logps(shared().backbone("policy"), whole)
+        backbone, positions = shared().backbone("policy"), token_positions(whole.attention_mask)
+        # Not `replay_logps`, which computes the tokens of equal rows once.
+        with use_adapters_by_row(backbone, adapters):
+            hidden = hidden_states(backbone, whole.input_ids, positions, evicted_at=replay_evicted_at(whole))
+        predicts = hidden[:, :-1][whole.response_mask[:, 1:]]
+        found = response_logps(backbone, whole, predicts, 1.0)
         for index, role in enumerate(("policy", "reference", "value")):
             with acting_as(shared(), role) as backbone:
                 expected = replay_logps(backbone, rows[index])

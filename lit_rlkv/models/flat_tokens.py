@@ -1,0 +1,133 @@
+"""Forward of the learner over each different token once: no padding, and one prompt for all its responses.
+
+Only attention carries information between tokens, as `prepare_backbone` has checked. All other layers run on
+a flat sequence of the batch's tokens, in which a prompt that several rows share stands once; attention runs
+on the rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LEAST_SAVED = 0.05
+"""Share of the cells of a batch that a flat sequence must save; the copies around attention take time too."""
+HASH_BASE = 0x9E3779B97F4A7C15 - 2**64
+"""Base of the polynomial hash of prompts, odd."""
+
+
+@dataclass(frozen=True)
+class FlatTokens:
+    """The tokens of a batch [batch, seq] as a flat sequence."""
+
+    cells: Int[Tensor, " token"]
+    """Index of each token's own cell in the flattened batch: that of the first row that has it."""
+    place: Int[Tensor, "batch seq"]
+    """Token of each cell; 0 for padding."""
+    members: Bool[Tensor, "prompt batch"]
+    """Rows that share each prompt; none for prompts of a single row."""
+    n_columns: int
+    """Columns of the longest shared prompt."""
+    shared: Int[Tensor, " shared"]
+    """Tokens of the shared prompts."""
+    shared_cells: Int[Tensor, " shared"]
+    """Their indices in the flattened [prompt, n_columns]."""
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """Return the values [token, ...] of [batch, seq, ...], each from its token's own cell."""
+        return values.flatten(0, 1)[self.cells]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return [batch, seq, ...] for [token, ...]: values of each cell's token; gradients are summed."""
+        out: Tensor = _Spread.apply(values, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def attend(self, attention: Callable[..., Tensor], *flat: Tensor) -> Tensor:
+        """Return the result of `attention` over the rows, flat as its arguments: [1, head, token, dim]."""
+        rows = (self.spread(heads[0].transpose(0, 1)).transpose(1, 2) for heads in flat)
+        return self.flatten(attention(*rows).transpose(1, 2)).transpose(0, 1)[None]
+
+
+class _Spread(torch.autograd.Function):
+    """`FlatTokens.spread`; its backward sums without atomics, so that it is deterministic on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, tokens: FlatTokens) -> Tensor:
+        ctx.tokens = tokens
+        return values.index_select(0, tokens.place.flatten()).unflatten(0, tokens.place.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        tokens: FlatTokens = ctx.tokens
+        gradient = tokens.flatten(upstream)
+        if len(tokens.shared):
+            prompts = upstream[:, : tokens.n_columns].flatten(1)
+            sums = (tokens.members.to(upstream.dtype) @ prompts).view(-1, *upstream.shape[2:])
+            gradient[tokens.shared] = sums[tokens.shared_cells]
+        return gradient, None
+
+
+def flat_tokens(
+    input_ids: Int[Tensor, "batch seq"],
+    is_token: Bool[Tensor, "batch seq"],
+    n_prompt: Int[Tensor, " batch"],
+    evicted_at: Int[Tensor, "batch layer kv_head seq"],
+) -> FlatTokens | None:
+    """Return the tokens of a batch as a flat sequence; None if it would save less than `LEAST_SAVED`.
+
+    Rows share a prompt if its tokens, its columns and what its own queries see are equal.
+
+    Args:
+        is_token: False for cells that no other cell needs, such as padding.
+        n_prompt: leading columns of each row that hold its prompt; the others are not compared.
+        evicted_at: eviction table of the forward.
+    """
+    row = torch.arange(len(input_ids), device=input_ids.device)
+    column = torch.arange(input_ids.shape[1], device=input_ids.device)
+    is_prompt = column < n_prompt[:, None]
+    leader = _leaders(input_ids, is_token, is_prompt, n_prompt, evicted_at)
+    source = torch.where(is_prompt, leader[:, None], row[:, None])
+    is_own = is_token & (source == row[:, None])
+    cells = is_own.flatten().nonzero().flatten()
+    if len(cells) > (1 - LEAST_SAVED) * input_ids.numel():
+        return None
+    number = is_own.flatten().cumsum(0).view(is_own.shape) - 1
+    place = number[source, column].masked_fill(~is_token, 0)
+    leaders = leader[leader != row].unique()
+    n_columns = int(n_prompt[leaders].max()) if len(leaders) else 0
+    is_shared = (is_prompt & is_token)[leaders, :n_columns]
+    return FlatTokens(
+        cells=cells,
+        place=place,
+        members=leader == leaders[:, None],
+        n_columns=n_columns,
+        shared=place[leaders, :n_columns][is_shared],
+        shared_cells=is_shared.flatten().nonzero().flatten(),
+    )
+
+
+def _leaders(
+    input_ids: Int[Tensor, "batch seq"],
+    is_token: Bool[Tensor, "batch seq"],
+    is_prompt: Bool[Tensor, "batch seq"],
+    n_prompt: Int[Tensor, " batch"],
+    evicted_at: Int[Tensor, "batch layer kv_head seq"],
+) -> Int[Tensor, " batch"]:
+    """Return for each row the first row with the same prompt, or itself."""
+    row = torch.arange(len(input_ids), device=input_ids.device)
+    n_columns = int(n_prompt.max())
+    is_prompt = is_prompt[:, :n_columns]
+    prompts = torch.where(is_prompt, torch.where(is_token, input_ids, -1)[:, :n_columns], -2)
+    powers = torch.full((n_columns,), HASH_BASE, device=row.device).cumprod(0)
+    _, group = (prompts * powers).sum(dim=1).unique(return_inverse=True)
+    leader = torch.full_like(row, len(row)).scatter_reduce(0, group, row, "amin")[group]
+    # A query of the prompt is before column n_prompt, so evictions from there on are equal for it.
+    seen = evicted_at[..., :n_columns].minimum(n_prompt[:, None, None, None].to(evicted_at.dtype))
+    seen = seen.masked_fill(~is_prompt[:, None, None], 0)
+    is_equal = (prompts == prompts[leader]).all(dim=1) & (seen == seen[leader]).flatten(1).all(dim=1)
+    return torch.where(is_equal, leader, row)

@@ -1,0 +1,90 @@
+"""Steps beside TRL: equal sizes, seconds that add up, and operations by kind."""
+
+import peers
+import pytest
+from peers import (
+    N_WARM,
+    PHASES,
+    Alternate,
+    Step,
+    compare,
+    context_of,
+    medians,
+    table,
+    train_here,
+    write_model,
+)
+from peers_parts.profiles import KINDS, OTHER, PYTHON, Profiles, kind_of
+from peers_parts.reward import share_of_digits
+
+
+@pytest.fixture
+def _small(monkeypatch):
+    for name, value in {"N_PROMPTS": 2, "GROUP_SIZE": 2, "N_TOKENS": 6, "N_LAYERS": 1}.items():
+        monkeypatch.setattr(peers, name, value)
+
+
+@pytest.mark.usefixtures("_small")
+def test_every_response_is_full_and_the_parts_of_a_step_add_up(tmp_path):
+    write_model(tmp_path)
+    called = []
+    context = context_of(tmp_path, peers.CACHES["all keys"], 2)
+    steps = train_here(context, tmp_path / "ours", Alternate(lambda: called.append(len(called))))
+    assert called == [0, 1]
+    assert [step.n_tokens for step in steps] == [2 * 2 * 6] * 2
+    for step in steps:
+        parts = sum(step.seconds[phase] for phase in PHASES[:-1])
+        assert 0 < parts == pytest.approx(step.seconds["total"])
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_profile_shares_out_the_time_of_both_phases(tmp_path):
+    write_model(tmp_path)
+    profiles = Profiles(n_warm=1)
+    train_here(context_of(tmp_path, peers.CACHES["random 16+5"], 4), tmp_path / "ours", profiles)
+    assert (profiles.n_timed, profiles.n_profiled) == (1, 2)
+    rows = {line[:25].strip(): line[25:].split() for line in profiles.table().splitlines()}
+    assert {*KINDS, OTHER, PYTHON, "all"} < rows.keys()
+    assert int(rows["matrix products"][1]) > 6 * 7  # in each of 6 tokens, each of 7 matrices of the layer
+    assert "aten::mm" in profiles.largest(30)
+
+
+def test_operations_go_to_their_kind():
+    names = (
+        "aten::mm",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::index_copy_",
+        "aten::mul",
+    )
+    assert [kind_of(name) for name in names] == ["matrix products", "attention", "copies, gathers", OTHER]
+
+
+def test_medians_leave_out_the_first_steps():
+    slow, fast = (Step(dict.fromkeys(PHASES, seconds), 1) for seconds in (9.0, 1.0))
+    assert medians([slow] * N_WARM + [fast] * 3) == dict.fromkeys(PHASES, 1.0)
+
+
+def test_the_reward_is_the_share_of_digits():
+    assert [share_of_digits(text) for text in ("12ab", "7", "", "a")] == [0.5, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small")
+def test_both_train_all_weights_on_as_many_tokens():
+    pytest.importorskip("trl")
+    row = compare("all keys", peers.sys.executable, 1, [])
+    assert set(row["seconds"]) == {"ours", "trl"}
+    assert row["n_trained"] > 200_000
+    assert row["times_as_fast"] > 0
+    assert "TRL" in table(row)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small")
+def test_a_python_without_trl_is_refused_in_one_line(tmp_path):
+    write_model(tmp_path)
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'trl'\" >&2\nexit 1\n")
+    fake.chmod(0o755)
+    with pytest.raises(SystemExit, match="No module named 'trl'; see --trl-python"):
+        peers.Trl(str(fake), tmp_path, 1)
