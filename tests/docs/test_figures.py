@@ -110,3 +110,18 @@ def test_the_speed_of_decoding_and_of_ranks_is_that_of_the_last_rows():
     assert f"{rates[0] / rates[1]:.2f} times the tokens per second" in text
     assert f"({rates[0]:,.0f} against {rates[1]:,.0f}, on an AMD EPYC" in text
     assert f"{two['tokens_per_s'] / one['tokens_per_s']:.2f} times the tokens of whole" in text
+
+
+def test_the_step_beside_trl_is_that_of_the_record():
+    lines = (ROOT / "benchmarks/results/peers.jsonl").read_text().splitlines()
+    last = {row["cache"]: row for row in map(json.loads, lines)}
+    text = PAGES[DOCS / "results/kernels.md"]
+    faster = [f"{last[cache]['times_as_fast']:.2f} times" for cache in ("random 16+5", "all keys")]
+    assert "{} as fast with the default cache, {} with all keys".format(*faster) in text
+    for name, phase in [("generate", "generate"), ("score", "score"), ("update", "update"), ("all", "total")]:
+        cells = [
+            f"{1e3 * last[cache]['seconds'][who][phase]:.0f}"
+            for cache in ("random 16+5", "all keys")
+            for who in ("ours", "trl")
+        ]
+        assert f"| {name} | {' | '.join(cells)} |" in text
