@@ -206,8 +206,9 @@ class Trl:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        # Libraries may print before the script turns standard output away from them.
+        line = next((text for text in self.process.stdout if text.startswith("{")), None)
+        if line is None:
             self.process.wait()
             self.log.seek(0)
             last = self.log.read().strip().splitlines()[-1:] or ["it wrote nothing"]

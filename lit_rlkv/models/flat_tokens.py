@@ -58,7 +58,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, tokens: FlatTokens) -> Tensor:
         ctx.tokens = tokens
-        return values.index_select(0, tokens.place.flatten()).unflatten(0, tokens.place.shape)
+        return values.index_select(0, tokens.place.flatten()).view(*tokens.place.shape, *values.shape[1:])
 
     @staticmethod
     @once_differentiable
@@ -98,7 +98,7 @@ def flat_tokens(
         return None
     number = is_own.flatten().cumsum(0).view(is_own.shape) - 1
     place = number[source, column].masked_fill(~is_token, 0)
-    leaders = leader[leader != row].unique()
+    leaders = torch.unique(leader[leader != row])
     n_columns = int(n_prompt[leaders].max()) if len(leaders) else 0
     is_shared = (is_prompt & is_token)[leaders, :n_columns]
     return FlatTokens(
@@ -124,7 +124,7 @@ def _leaders(
     is_prompt = is_prompt[:, :n_columns]
     prompts = torch.where(is_prompt, torch.where(is_token, input_ids, -1)[:, :n_columns], -2)
     powers = torch.full((n_columns,), HASH_BASE, device=row.device).cumprod(0)
-    _, group = (prompts * powers).sum(dim=1).unique(return_inverse=True)
+    _, group = torch.unique((prompts * powers).sum(dim=1), return_inverse=True)
     leader = torch.full_like(row, len(row)).scatter_reduce(0, group, row, "amin")[group]
     # A query of the prompt is before column n_prompt, so evictions from there on are equal for it.
     seen = evicted_at[..., :n_columns].minimum(n_prompt[:, None, None, None].to(evicted_at.dtype))

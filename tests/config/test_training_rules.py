@@ -12,7 +12,7 @@ from tests.config.asking import asked, refusal
         ),
         (
             ["fabric.precision=bf16-true", "stages=[rl]", "roles=ppo"],
-            "rounds small updates of the weights that roles.layout=ppo trains away; use",
+            "fabric.precision=bf16-true rounds small updates of the weights that roles.layout=ppo trains",
         ),
         (
             ["correction=tis", "correction.bypass_mode=true", "distillation=none"],

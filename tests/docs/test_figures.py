@@ -116,3 +116,18 @@ def test_the_speed_beside_transformers_and_peft_is_that_of_the_last_rows():
     for row in {row["what"]: row for row in rows_of("cpu_speed")}.values():
         sides = [f"{row[f'{side}_tokens_per_second']:.0f}" for side in ("ours", "theirs")]
         assert f"| {row['what']} | {' | '.join(sides)} | {row['ratio']:.2f} |" in page("kernels")
+
+
+def test_the_step_beside_trl_is_that_of_the_record():
+    lines = (ROOT / "benchmarks/results/peers.jsonl").read_text().splitlines()
+    last = {row["cache"]: row for row in map(json.loads, lines)}
+    text = PAGES[DOCS / "results/kernels.md"]
+    faster = [f"{last[cache]['times_as_fast']:.2f} times" for cache in ("random 16+5", "all keys")]
+    assert "{} as fast with the default cache, {} with all keys".format(*faster) in text
+    for name, phase in [("generate", "generate"), ("score", "score"), ("update", "update"), ("all", "total")]:
+        cells = [
+            f"{1e3 * last[cache]['seconds'][who][phase]:.0f}"
+            for cache in ("random 16+5", "all keys")
+            for who in ("ours", "trl")
+        ]
+        assert f"| {name} | {' | '.join(cells)} |" in text
