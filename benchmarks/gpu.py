@@ -32,7 +32,9 @@ def main() -> None:
         ended = run_stage(stage, args.out, args.minutes, is_toy=args.toy)
         page, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
         print("\n" + page, flush=True)
-        is_good = is_good and ended.outcome != "crashed" and (meets_targets or args.toy)
+        # Of the tests none may be left out; a benchmark that runs out of time goes on when it is run again.
+        has_ended = ended.outcome == "done" or (ended.outcome == "out of time" and stage != "A")
+        is_good = is_good and has_ended and (meets_targets or args.toy)
     sys.exit(0 if is_good else 1)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 OWN_SHARE = 0.85
-"""Of a stage's time; after it a command starts no new measurement, and the rest is for the one it is in."""
+"""Share of a stage's time after which a command starts no new measurement."""
 GRACE_S = 15.0
 """Seconds between the signal that ends a command as Ctrl-C does, and the one that it cannot refuse."""
 N_LAST_LINES = 30

@@ -12,7 +12,7 @@ Records = Mapping[str, Sequence[Row]]
 """Rows by the name of their record, of one device and version of the package."""
 
 DECODE_SHARE = 0.80
-"""Of copy bandwidth, for decode attention that adds up the scores, batch 64."""
+"""Least share of copy bandwidth, for decode attention that adds up the scores, batch 64."""
 DECODE_SLOTS = (2048, 4096, 8192)
 SHADOW_TOKENS = 16_384
 SHADOW_OVER_FLASH = {1024: 4.0, 2048: 2.4, 4096: 1.4}
@@ -20,12 +20,12 @@ SHADOW_OVER_FLASH = {1024: 4.0, 2048: 2.4, 4096: 1.4}
 ROLLOUT = {"preset": "1.5b", "batch": 256, "new": 8192, "budget": 1024}
 ROLLOUT_OVER_GENERATE = 6.0
 ROLLOUT_TOKENS_PER_S = 30_000
-"""On an H100."""
+"""Least rate on an H100."""
 GAP_MODEL = "1.5b"
 BF16_GAP = {"mean": 2e-3, "p99": 2e-2}
 """|replayed − sampled| in nats, per response token."""
 FLOAT32_GAP = 1e-4
-"""The largest."""
+"""Largest gap of a token in nats."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def rollout(records: Records) -> Iterator[Figure]:
     unit = "tokens/s, extrapolated" if ours and ours["integrated"] else "tokens/s"
     is_h100 = ours is not None and "H100" in ours["device"]
     yield Figure("C", "rollout", speed, ROLLOUT_TOKENS_PER_S if is_h100 else None, unit=unit)
-    yield Figure("C", "transformers.generate", theirs and theirs["tokens_per_s"], unit="tokens/s")
+    batch = f", batch {theirs['batch']}" if theirs and "batch" in theirs else ""
+    yield Figure("C", f"transformers.generate{batch}", theirs and theirs["tokens_per_s"], unit="tokens/s")
     gaps = records.get("replay_gap", ())
     models = dict.fromkeys([GAP_MODEL, *(row["model"] for row in gaps)])
     for model in models:

@@ -150,9 +150,9 @@ def replay_gap(
     """
     size = (old_logps - rollout_logps).abs()[response_mask]
     return {
-        "kv/replay_gap_mean": size.mean(),
+        "kv/replay_gap_mean": size.sum() / max(len(size), 1),
         "kv/replay_gap_p99": _p99(size),
-        "kv/replay_gap_max": size.max(),
+        "kv/replay_gap_max": size.max() if len(size) else size.sum(),
     }
 
 

@@ -82,7 +82,7 @@ def rollout_needs(
         ),
         Need(
             "logits of a step",
-            {"rows": n_rows, "tokens": int(config.vocab_size), "bytes": itemsize + SAMPLING_BYTES},
+            {"rows": n_rows, "tokens": int(config.vocab_size), "bytes": max(itemsize, 4) + SAMPLING_BYTES},
             [fewer],
         ),
     ]
@@ -96,7 +96,7 @@ def rollout_needs(
                 [f"lower cache.window={cache.window}", fewer],
             )
         )
-    if n_packed := packed_size(model):
+    if (n_packed := packed_size(model)) and not settings.compile_layers:
         needs.append(Need("weights packed for decoding", {"elements": n_packed, "bytes": itemsize}, []))
     return sorted(needs, key=lambda need: need.n_bytes, reverse=True)
 

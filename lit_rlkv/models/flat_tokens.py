@@ -78,7 +78,7 @@ def flat_tokens(
     n_prompt: Int[Tensor, " batch"],
     evicted_at: Int[Tensor, "batch layer kv_head seq"],
 ) -> FlatTokens | None:
-    """Return the tokens of a batch as a flat sequence; None if it would save less than `LEAST_SAVED`.
+    """Return the tokens of a batch as a flat sequence; None if empty or if it saves less than `LEAST_SAVED`.
 
     Rows share a prompt if its tokens, its columns and what its own queries see are equal.
 
@@ -94,7 +94,7 @@ def flat_tokens(
     source = torch.where(is_prompt, leader[:, None], row[:, None])
     is_own = is_token & (source == row[:, None])
     cells = is_own.flatten().nonzero().flatten()
-    if len(cells) > (1 - LEAST_SAVED) * input_ids.numel():
+    if len(cells) == 0 or len(cells) > (1 - LEAST_SAVED) * input_ids.numel():
         return None
     number = is_own.flatten().cumsum(0).view(is_own.shape) - 1
     place = number[source, column].masked_fill(~is_token, 0)

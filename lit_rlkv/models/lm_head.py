@@ -103,7 +103,7 @@ def float32_product(
         return torch.mm(rows, weight.to(rows.dtype).T, out_dtype=torch.float32)
     wide = rows.float()
     products = torch.empty(len(rows), len(weight), dtype=torch.float32, device=rows.device)
-    size = max(CHUNK_ELEMENTS // weight.shape[1], 1)
+    size = max(CHUNK_ELEMENTS // max(weight.shape[1], 1), 1)
     for part, place in zip(torch.split(weight, size), torch.split(products, size, dim=1), strict=True):
         torch.mm(wide, part.to(rows.dtype).float().T, out=place)
     return products

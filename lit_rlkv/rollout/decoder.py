@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -55,6 +56,10 @@ class DecodedRows(TensorBatch):
             getattr(self, field.name)[index] = getattr(rows, field.name)
 
 
+NOT_CAPTURED: WeakSet[PreTrainedModel] = WeakSet()
+"""Models whose decode step could not be captured; their later rollouts do not try again."""
+
+
 class Decoder:
     """Decodes `n_rows` sequences at a time; a finished sequence frees its row for another.
 
@@ -101,12 +106,15 @@ class Decoder:
         self._layers: AbstractContextManager[None] = (
             CompiledLayers(model) if compile_layers else nullcontext()
         )
-        is_graph = device.type == "cuda" and can_be_captured(model) if cuda_graph is None else cuda_graph
+        is_graph = cuda_graph
+        if cuda_graph is None:
+            is_graph = device.type == "cuda" and can_be_captured(model) and model not in NOT_CAPTURED
+        self._is_graph = bool(is_graph)
         self._has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
-        self._step = CudaGraphRunner(generator, is_enabled=is_graph, is_required=bool(cuda_graph))
+        self._step = CudaGraphRunner(generator, is_enabled=self._is_graph, is_required=bool(cuda_graph))
         # The reference of eviction reads on the host which rows are due; a graph cannot.
         self._evict = CudaGraphRunner(
-            generator, is_enabled=is_graph and self._has_kernels, is_required=bool(cuda_graph)
+            generator, is_enabled=self._is_graph and self._has_kernels, is_required=bool(cuda_graph)
         )
 
     def prefill(
@@ -134,6 +142,8 @@ class Decoder:
         if not (self._step.is_enabled or self._has_kernels):
             self.kv.n_read = self.kv.n_filled
         self._step(self._decode)
+        if self._is_graph and not self._step.is_enabled:
+            NOT_CAPTURED.add(self.model)
         if self.kv.levels.step():
             self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
             self._evict(self.kv.evict)

@@ -60,13 +60,14 @@ class CudaGraphRunner:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
+            cause = error.__context__ or error  # the end of a capture tells only that something broke it
             if self.is_required:
                 raise ValueError(
-                    f"a decode step of this model cannot be captured as a CUDA graph ({error}); set "
+                    f"a decode step of this model cannot be captured as a CUDA graph ({cause}); set "
                     "rollout.cuda_graph=null, or cuda_graph=None where you call generate, to decode without "
                     "a graph where there can be none"
                 ) from error
-            log.warning("decoding without a CUDA graph, which is slower: the capture failed (%s)", error)
+            log.warning("decoding without a CUDA graph, which is slower: the capture failed (%s)", cause)
             self.is_enabled = False
 
 
@@ -79,6 +80,7 @@ def _capture(function: Callable[[], None], generator: torch.Generator | None) ->
     device = torch.cuda.current_device()
     graph = torch.cuda.CUDAGraph()
     # A capture that fails leaves generators in a state in which they draw for graphs only.
+    before = torch.cuda.current_stream(device)
     used = [torch.cuda.default_generators[device], *([] if generator is None else [generator])]
     states = [(each, each.clone_state()) for each in used]
     if generator is not None:
@@ -88,6 +90,7 @@ def _capture(function: Callable[[], None], generator: torch.Generator | None) ->
         with torch.cuda.graph(graph, stream=_side_stream(device), capture_error_mode="thread_local"):
             function()
     except RuntimeError:
+        torch.cuda.set_stream(before)  # the end of a broken capture raises before torch restores it
         for each, state in states:
             each.graphsafe_set_state(state)
         raise

@@ -136,3 +136,9 @@ def test_a_batch_without_padding_and_equal_prompts_stays_as_it_is():
     never = torch.full((2, 1, 1, 6), NEVER)
     assert flat_tokens(ids, mask, torch.tensor([3, 3]), never) is None
     assert flat_tokens(ids[:1].expand(2, -1), mask, torch.tensor([3, 3]), never) is not None
+
+
+def test_a_batch_of_which_no_token_is_read_has_no_flat_sequence():
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    evicted_at = torch.zeros(2, 1, 1, 3, dtype=torch.int32)
+    assert flat_tokens(torch.ones(2, 3, dtype=torch.long), nothing, torch.tensor([1, 1]), evicted_at) is None

@@ -204,3 +204,10 @@ def test_log_probs_of_a_learner_and_of_a_decode_step_see_the_same_logits():
     torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-5)
     rounded = logits.bfloat16().double().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     assert (rounded - true).abs().max() > 1e-4
+
+
+def test_no_position_at_all_has_gradients_of_0_under_autocast():
+    head = LMHead(8, 5, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        head(torch.zeros(0, 8, requires_grad=True)).sum().backward()
+    assert torch.equal(head.weight.grad, torch.zeros(5, 8))

@@ -76,3 +76,15 @@ def test_memory_that_runs_out_in_a_capture_is_no_reason_to_go_on(
     with pytest.raises(torch.OutOfMemoryError):
         runner(int)
     assert runner.is_enabled
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_restores_the_stream_and_is_told_by_its_cause(caplog: pytest.LogCaptureFixture):
+    before, number = torch.cuda.current_stream(), torch.ones((), device="cuda")
+    runner = CudaGraphRunner(None, is_enabled=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            runner(lambda: number.item())
+    assert torch.cuda.current_stream() == before
+    assert not runner.is_enabled
+    assert "capturing" in caplog.text
