@@ -56,10 +56,13 @@ def test_two_ranks_equal_one_process_with_two_shards(folder, name, options):
     assert len({row["loss"] for row in one}) > 1
     assert max(row["grad_norm"] for row in one) > 1e-3
     for ours, theirs in zip(one, two, strict=True):
+        # The gap is rounding alone, which depends on the rows of a pass.
+        assert max(row.pop("kv/replay_gap", 0.0) for row in (ours, theirs)) < 1e-5
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7)
     weights = weights_of(folder / f"{name}-two")
     for parameter, value in weights_of(folder / name).items():
-        torch.testing.assert_close(value, weights[parameter], rtol=1e-6, atol=1e-9)
+        # Norms and rotations of transformers are float32 here too, and a step of AdamW moves by up to 1e-3.
+        torch.testing.assert_close(value, weights[parameter], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow

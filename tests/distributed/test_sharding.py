@@ -33,6 +33,8 @@ SHARDED = ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]
 
 def assert_same(folder, one, two):
     for ours, theirs in zip(rows_of(folder / one), rows_of(folder / two), strict=True):
+        # The gap is rounding alone, which depends on the rows of a pass.
+        assert max(row.pop("kv/replay_gap", 0.0) for row in (ours, theirs)) < 1e-5
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
     weights = weights_of(folder / two)
     for parameter, value in weights_of(folder / one).items():

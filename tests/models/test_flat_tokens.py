@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import hidden_states, learner_states, token_positions
+from lit_rlkv.models.backbone import hidden_states, learner_states, prepare_backbone, token_positions
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.packing import packed
 from lit_rlkv.models.replay import dense_evicted_at, prompt_columns, replay_evicted_at
@@ -79,6 +80,15 @@ def test_states_and_gradients_are_those_of_the_whole_batch(model, rollout, view,
     table = replay_evicted_at(rollout) if view == "shadow" else dense_evicted_at(rollout.attention_mask)
     expected = states_and_gradients(plain, model, rollout, table)
     assert error(states_and_gradients(flat, model, rollout, table), expected) < 1e-5
+
+
+def test_in_float64_they_agree_to_its_rounding(rollout):
+    """On a GPT-2, whose norms are in the precision of its weights."""
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    model = prepare_backbone(GPT2LMHeadModel(config).double())
+    table = replay_evicted_at(rollout)[:, :, :1]
+    expected = states_and_gradients(plain, model, rollout, table)
+    assert error(states_and_gradients(flat, model, rollout, table), expected) < 1e-12
 
 
 def test_a_gradient_that_reaches_a_prompt_from_its_first_row_alone_is_found(model, rollout, monkeypatch):
