@@ -73,7 +73,9 @@ class RolloutConfig:
         most=128,
     )
     compile_layers: bool = option(
-        False, "fuse the decoder layers of decode steps by torch.compile, at seconds per layer once"
+        False,
+        "fuse the decoder layers of decode steps by torch.compile; compiling takes seconds per layer, again "
+        "for another number of rows",
     )
 
     def __post_init__(self) -> None:

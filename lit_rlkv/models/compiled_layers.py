@@ -13,6 +13,26 @@ VARIANTS_PER_LAYER = 8
 """Most variants of each layer, for other numbers of rows or another dtype; then a layer runs eagerly."""
 
 
+def check_compiler(device: torch.device) -> None:
+    """Check that torch.compile has the C++ compiler that it needs on a CPU.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler  # not at the top: slow, and rarely needed
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ValueError(
+            "rollout.compile_layers=true needs a C++ compiler, and none was found; install g++, or use "
+            "rollout.compile_layers=false"
+        ) from error
+
+
 class CompiledLayers(AbstractContextManager[None]):
     """A `with` block in which the decoder layers of a model run compiled; it can be entered many times.
 
@@ -21,7 +41,7 @@ class CompiledLayers(AbstractContextManager[None]):
     for the life of the process. Results differ from those of eager layers by rounding.
 
     Raises:
-        ValueError: the model is sharded, or has no decoder layers of transformers.
+        ValueError: the model is sharded, or has no decoder layers of transformers; or there is no compiler.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,6 +56,7 @@ class CompiledLayers(AbstractContextManager[None]):
                 f"{type(model).__name__} has no decoder layers that rollout.compile_layers=true could "
                 "compile; use rollout.compile_layers=false"
             )
+        check_compiler(next(model.parameters()).device)
         self._compiled = [torch.compile(layer.forward, dynamic=False) for layer in self._layers]
         # A layer's index is a constant to the compiler, which therefore compiles the attention of each layer.
         n_variants = VARIANTS_PER_LAYER * len(self._layers)

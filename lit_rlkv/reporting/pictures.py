@@ -171,9 +171,9 @@ def _cache(report: RunReport) -> Iterator[Plan]:
         yield Plan(
             partial(kept_keys.cache_fill, report.evictions["fill"], report.budget, report.interval),
             "Cache fill",
-            "After every `interval` decode steps a cache above its budget is compacted to it, so it never holds "
-            "more than budget + interval keys. A dense cache grows with the text. The prompt is read before "
-            "any key is evicted.",
+            "After every `interval` decode steps a cache above its budget is compacted to it, so it never "
+            "holds more than budget + interval keys. A dense cache grows with the text. The prompt is read "
+            "before any key is evicted.",
         )
     if retained := report.measured("cache"):
         last = retained[-1]

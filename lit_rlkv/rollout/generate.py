@@ -219,6 +219,11 @@ def _check_prompts(
     max_new_tokens: int,
     temperature: float,
 ) -> None:
+    if input_ids.ndim != 2 or input_ids.dtype != torch.long:
+        raise ValueError(
+            f"input_ids must be a torch.long tensor [batch, prompt], got {input_ids.dtype} of shape "
+            f"{tuple(input_ids.shape)}; take them from tokenizer(texts, return_tensors='pt')"
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if temperature < 0:

@@ -19,6 +19,7 @@ from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.rewards import RewardFunction, RewardManager
 from lit_rlkv.run_files import BACKBONE as BACKBONE
@@ -147,6 +148,9 @@ def _check_device(cfg: Config, device: torch.device) -> None:
         not cfg.rollout.compile_layers or cfg.fabric.strategy != "fsdp2",
         "rollout.compile_layers=true cannot compile sharded layers (fabric.strategy=fsdp2); leave it out",
     )
+    if cfg.rollout.compile_layers:
+        with as_config_errors("rollout.compile_layers"):
+            check_compiler(device)
     if cfg.rollout.cuda_graph:
         require(
             cfg.fabric.strategy != "fsdp2",

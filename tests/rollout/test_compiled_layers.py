@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.compiled_layers import CompiledLayers
+from lit_rlkv.models.compiled_layers import CompiledLayers, check_compiler
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models_zoo import PAD, ragged_prompts, tiny_model
@@ -87,3 +87,16 @@ def test_layers_run_compiled_within_the_block_only():
 def test_a_model_without_decoder_layers_is_refused():
     with pytest.raises(ValueError, match="Linear has no decoder layers that"):
         CompiledLayers(nn.Linear(2, 2))
+
+
+def test_a_machine_without_a_compiler_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fails() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", fails)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler"):
+        check_compiler(torch.device("cpu"))
+    check_compiler(torch.device("cuda"))

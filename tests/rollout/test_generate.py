@@ -240,6 +240,11 @@ def test_prompts_that_are_not_left_padded_are_refused(rows: list[list[int]], mes
         run(torch.ones(len(rows), 3, dtype=torch.long), mask)
 
 
+def test_token_ids_of_another_type_are_refused():
+    with pytest.raises(ValueError, match=r"a torch.long tensor \[batch, prompt\], got torch.int32"):
+        run(torch.ones(1, 3, dtype=torch.int32), torch.ones(1, 3, dtype=torch.long))
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_no_prompts_are_refused(shape: tuple[int, int]):
     with pytest.raises(ValueError, match=r"input_ids must hold at least one prompt of one token"):
