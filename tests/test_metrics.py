@@ -16,6 +16,7 @@ ON_CUDA = "CUDA"
 RUNS = {
     "smd": [
         "experiment=smd",
+        "correction.bypass_mode=false",
         "diagnostics.gradient_sources.counterfactual=tis",
         "diagnostics.performance.peak_flops=1e12",
     ],

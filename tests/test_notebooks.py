@@ -110,6 +110,8 @@ def fresh_clone(tmp_path: Path) -> Path:
         if path.name not in ("notebooks", "runs", "dist", "build") and not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "notebooks").mkdir()
+    for script in (ROOT / "notebooks").glob("*.py"):
+        (tmp_path / "notebooks" / script.name).symlink_to(script)
     return tmp_path
 
 
