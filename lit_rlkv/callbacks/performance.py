@@ -2,7 +2,6 @@
 
 import re
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,14 +119,12 @@ class FlopCounter:
         work = learner_work(
             kwargs["evicted_at"], text_config(backbone).num_hidden_layers, n_kv_heads(backbone)
         )
-        costs, flat = self._costs_now(backbone), kwargs.get("flat")
-        # Of tokens that several rows share, attention alone is computed for each row.
-        computed = work if flat is None else replace(work, n_tokens=torch.tensor(len(flat.cells)))
+        costs = self._costs_now(backbone)
         if costs is not None:
-            self._flops.append(costs.forward(computed))
+            self._flops.append(costs.forward(work))
         hidden: Tensor = output.last_hidden_state
         if hidden.requires_grad:
-            flops = [] if costs is None else [costs.backward(computed)]
+            flops = [] if costs is None else [costs.backward(work)]
 
             def on_gradient(gradient: Tensor) -> None:
                 self._flops += flops

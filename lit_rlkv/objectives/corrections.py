@@ -35,13 +35,9 @@ class Correction:
     replays: bool
     """True if the learner replays the evictions of the rollout."""
     weight_fn: WeightFn
-    bypass_mode: bool | None = None
+    bypass_mode: bool = False
     """True if the sampler's log-probs are π_old, so that every weight is 1; False if π_old is scored under
-    the learner's view before the update. None: `replays`. The name is verl's."""
-
-    def __post_init__(self) -> None:
-        if self.bypass_mode is None:
-            object.__setattr__(self, "bypass_mode", self.replays)
+    the learner's view before the update. Name and default are verl's (`rollout_correction.bypass_mode`)."""
 
 
 def global_is_weights(

@@ -113,7 +113,7 @@ def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
         yield names, has_term, f"choose a distillation with distillation.{key} above 0"
     replays = cfg.correction.replays
     yield "kv/replay_gap", replays, "choose correction=shadow"
-    scores_replay = replays and not cfg.correction.get("bypass_mode", replays)
+    scores_replay = replays and not cfg.correction.get("bypass_mode", False)
     yield (
         "kv/replay_gap_(mean|p99|max)",
         scores_replay,

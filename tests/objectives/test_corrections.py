@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.objectives.corrections import (
-    Correction,
-    ISWeights,
-    WeightFn,
-    masked,
-    sparse_rl,
-    truncated,
-    unweighted,
-)
+from lit_rlkv.objectives.corrections import ISWeights, WeightFn, masked, sparse_rl, truncated, unweighted
 
 # π_old/μ of two sequences; the second one ends with a column of padding.
 RATIOS = torch.tensor([[0.4, 0.5, 1.0, 3.0], [1.0, 1.5, 2.0, 1.0]])
@@ -110,13 +102,3 @@ def test_a_huge_ratio_gives_no_infinite_weight(function: WeightFn):
     log_ratio = RATIOS.log()
     log_ratio[0, 3] = 1000.0
     assert function(log_ratio, IS_ACTION).weight.isfinite().all()
-
-
-@pytest.mark.parametrize("replays", [True, False])
-def test_old_log_probs_are_the_sampler_s_under_replay_unless_it_is_asked_for(replays: bool):
-    def bypass(**asked: bool) -> bool | None:
-        return Correction(samples_dense=False, replays=replays, weight_fn=unweighted, **asked).bypass_mode
-
-    assert bypass() is replays  # also of a run that was saved before there was a choice
-    assert bypass(bypass_mode=False) is False
-    assert bypass(bypass_mode=True) is True
