@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 
 LEAST_SAVED = 0.05
 """Share of the cells of a batch that a flat sequence must save; the copies around attention take time too."""
-HASH_BASE = 0x9E3779B97F4A7C15 - 2**64
-"""Base of the polynomial hash of prompts, odd."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,10 @@ def _leaders(
     n_columns = int(n_prompt.max())
     is_prompt = is_prompt[:, :n_columns]
     prompts = torch.where(is_prompt, torch.where(is_token, input_ids, -1)[:, :n_columns], -2)
-    powers = torch.full((n_columns,), HASH_BASE, device=row.device).cumprod(0)
-    _, group = torch.unique((prompts * powers).sum(dim=1), return_inverse=True)
+    _, group = torch.unique(prompts, dim=0, return_inverse=True)
     leader = torch.full_like(row, len(row)).scatter_reduce(0, group, row, "amin")[group]
     # A query of the prompt is before column n_prompt, so evictions from there on are equal for it.
     seen = evicted_at[..., :n_columns].minimum(n_prompt[:, None, None, None].to(evicted_at.dtype))
     seen = seen.masked_fill(~is_prompt[:, None, None], 0)
-    is_equal = (prompts == prompts[leader]).all(dim=1) & (seen == seen[leader]).flatten(1).all(dim=1)
+    is_equal = (seen == seen[leader]).flatten(1).all(dim=1)
     return torch.where(is_equal, leader, row)

@@ -53,7 +53,12 @@ def _convert(file: Path, folder: Path, ends: list[int]) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **_dequantizing())
-    except (ValueError, NotImplementedError, KeyError, OSError) as error:  # its ways to refuse a file
+    except (
+        ValueError,
+        NotImplementedError,
+        KeyError,
+        OSError,
+    ) as error:  # what it raises for a file that it cannot read
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{file} cannot be converted by transformers: {reason}; give a checkpoint folder of safetensors, "

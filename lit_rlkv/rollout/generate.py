@@ -115,7 +115,7 @@ def decode_all(
 
     Args:
         check_every: most decode steps between checks for finished rows.
-        on_progress: as of `generate`.
+        on_progress: see `generate`.
     """
     interval = None if decoder.kv.spec.is_dense else decoder.kv.spec.interval
     waiting = deque(range(len(input_ids)))

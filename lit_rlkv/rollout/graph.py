@@ -79,8 +79,8 @@ def _capture(function: Callable[[], None], generator: torch.Generator | None) ->
     """
     device = torch.cuda.current_device()
     graph = torch.cuda.CUDAGraph()
-    # A capture that fails leaves generators in a state in which they draw for graphs only.
     before = torch.cuda.current_stream(device)
+    # A capture that fails leaves generators in a state in which they draw for graphs only.
     used = [torch.cuda.default_generators[device], *([] if generator is None else [generator])]
     states = [(each, each.clone_state()) for each in used]
     if generator is not None:

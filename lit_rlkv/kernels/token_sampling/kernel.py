@@ -8,7 +8,7 @@ With temperature T, x a row of logits, and G independent Gumbel noise, argmax(ln
     entropy = ln s − Σ exp((x_v − m) / T) (x_v − m) / (s T)
 
 A block is drawn by its mass, and a token by its share of the block. Noise is therefore needed for the blocks
-and for the tokens of one block, instead of for the whole vocabulary, where it would cost more than the reads.
+and for the tokens of one block, instead of for the whole vocabulary.
 
 G = −ln(−ln u) with u from Philox (doi:10.1145/2063384.2063405), whose key is a seed in device memory and
 whose counter is the token or block, the row, and which of the two it is.
