@@ -29,32 +29,15 @@ NAME = "decode_operations"
 ATTENTION = "attention over the cache"
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 FUSED = "cpp_fused"
+# fmt: off
 NO_WORK = {
-    *(
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "transpose",
-        "t",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-    ),
-    *("permute", "detach", "alias", "split", "as_strided", "_reshape_alias", "unbind", "chunk", "narrow"),
-    *(
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "resize_",
-        "result_type",
-        "resolve_conj",
-        "resolve_neg",
-        "contiguous",
-    ),
-    *("lift_fresh", "is_nonzero", "item", "_local_scalar_dense", "numpy_T", "linear", "matmul", "to"),
+    "view", "_unsafe_view", "reshape", "transpose", "t", "slice", "select", "unsqueeze", "squeeze",
+    "expand", "permute", "detach", "alias", "split", "as_strided", "_reshape_alias", "unbind", "chunk",
+    "narrow", "empty", "empty_like", "empty_strided", "resize_", "result_type", "resolve_conj",
+    "resolve_neg", "contiguous", "lift_fresh", "is_nonzero", "item", "_local_scalar_dense", "numpy_T",
+    "linear", "matmul", "to",
 }
+# fmt: on
 """Operators that start no kernel."""
 BATCH, PROMPT = 4, 6
 

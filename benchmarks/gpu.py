@@ -6,8 +6,8 @@
 A correctness, B kernels, C rollout and replay gap, D learner, E tuning. Each stage takes at most `--minutes`,
 is useful alone, and keeps every measurement in FOLDER as it is made; started again with the same FOLDER, it
 goes on. A stage that crashes does not stop the next. Printed after each stage and written to FOLDER/gpu.md is
-what was measured against its target (gpu_parts/targets.py). The exit status is 1 if a stage crashed or a
-target was not met.
+what was measured against its target (gpu_parts/targets.py). The exit status is 1 if a stage crashed, a target
+was not met, or the tests of stage A did not all run.
 
 Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package.
 """

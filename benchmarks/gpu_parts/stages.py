@@ -25,7 +25,7 @@ TITLES = {
     "D": "learner",
     "E": "tuning",
 }
-GPU_TESTS = ("tests/kernels", "tests/rollout/test_decoder.py")
+GPU_TESTS = ("tests/kernels", "tests/rollout/test_decoder.py", "tests/rollout/test_graph.py")
 TOY_TESTS = ("tests/kernels/test_triton_functions.py", "tests/kernels/test_device.py")
 
 
@@ -57,7 +57,7 @@ REAL = {
     "B": [
         "kernels.py --record --ops decode_attention",
         "kernels.py --record --ops shadow_attention --only 16384",
-        "kernels.py --record --ops token_logps slot_scores evict shadow_attention",
+        "kernels.py --record --ops token_logps token_sampling slot_scores evict shadow_attention",
     ],
     "C": [
         "rollout.py --record --rounds 1 --budgets 1024",
