@@ -124,7 +124,8 @@ def test_a_learner_out_of_memory_is_named():
 
 
 def test_make_takes_the_machines_own_python_and_builds_no_environment():
-    command = ["make", "-n", "gpu", "PYTHON=python3", "ARGS=--out x --stages A"]
+    # Under `make test` the inner make would tell which folder it enters, too.
+    command = ["make", "--no-print-directory", "-n", "gpu", "PYTHON=python3", "ARGS=--out x --stages A"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "python3 benchmarks/gpu.py --out x --stages A\n"
 
