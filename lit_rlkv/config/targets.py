@@ -102,6 +102,8 @@ def user_code(functions: Mapping[str, Any]) -> dict[str, str]:
     """Return the Python file or command line that reward functions run, by the name of the function."""
     found = {}
     for name, node in functions.items():
+        if not isinstance(node, Mapping | DictConfig):
+            continue
         if str(node.get("_target_")).endswith(".PythonFunction"):
             found[str(name)] = str(node.get("path")).rpartition(":")[0]
         elif str(node.get("_target_")).endswith(".Command"):

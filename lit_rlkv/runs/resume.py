@@ -117,27 +117,28 @@ def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path
         check_same_config(read_config(run_dir), cfg, run_dir)
         return run_dir
     runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
-    unfinished = [run for run in runs if _is_unfinished(run)]
     busy: BusyError | None = None
-    for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
-        if not differences(read_config(run), cfg):
-            try:
-                lock.take(run)
-            except BusyError as error:
-                busy = error
-            except ConfigError as error:
-                log.warning("resume=%s skips a run: %s", AUTO, error)
-            else:
-                return run
+    for run in sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
+        if not _is_unfinished(run, cfg):
+            continue
+        try:
+            lock.take(run)
+        except BusyError as error:
+            busy = error
+        except ConfigError as error:
+            log.warning("resume=%s skips a run: %s", AUTO, error)
+        else:
+            return run
     if busy is not None:
         # The other process may be about to end, as after a requeue; a new run would start from scratch.
         raise busy
     return None
 
 
-def _is_unfinished(run_dir: Path) -> bool:
+def _is_unfinished(run_dir: Path, cfg: DictConfig) -> bool:
+    """True if a run has this config and is not complete; a damaged one costs a warning."""
     try:
-        return not is_done(run_dir)
+        return not is_done(run_dir) and not differences(read_config(run_dir), cfg)
     except ConfigError as error:
         log.warning("resume=%s skips a run: %s", AUTO, error)
         return False
