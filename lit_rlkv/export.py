@@ -106,13 +106,13 @@ def main() -> None:
         import_slow_modules("lit_rlkv.stages.export", "lit_rlkv.runs.open_run")
     with unwind_on_ctrl_c(f"interrupted; {asked.to} was not written"), exit_in_one_line(ConfigError):
         folder, exported = export(asked)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")
     if not exported.has_adapter:
         console.print("no adapter: this layout trains the whole backbone")
     if exported.critics and not exported.heads:
         console.print(f"no {' or '.join(exported.critics)} head written; heads=true writes it")
-    console.print(f"written to {folder}")
+    console.print(f"written to {folder}", soft_wrap=True)
 
 
 if __name__ == "__main__":

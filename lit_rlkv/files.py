@@ -1,5 +1,6 @@
 """Atomic writes of files and folders, and reads of files that anybody may have changed."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,11 @@ ABANDONED_S = 24 * 3600.0
 """Age from which a partial file or folder counts as left by a killed process."""
 MAX_CONFIG_BYTES, MAX_BYTES, MAX_LOG_BYTES = 1 << 20, 64 << 20, 4 << 30
 """Largest config, largest file that is read as one value, and largest file of lines that a run appends to."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SAYS_FULL = (*map(os.strerror, FULL), "inline_container")
+"""What errors without a number say on a full disk; torch.save does not say why a write failed."""
+MAX_FILES = 10_000
+"""Most files of a folder of data or of a model."""
 DAMAGED = ".damaged"
 """Ending of the new name of a file that a run cannot use."""
 _Content = TypeVar("_Content")
@@ -175,6 +182,16 @@ def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def is_disk_full(error: BaseException | None) -> bool:
+    """True if an error, or one that caused it, says that a disk or a quota is full."""
+    while error is not None:
+        is_full = isinstance(error, OSError) and any(text in str(error) for text in SAYS_FULL)
+        if is_full or getattr(error, "errno", None) in FULL:
+            return True
+        error = error.__cause__
+    return False
+
+
 @contextmanager
 def _os_errors() -> Iterator[None]:
     """Raise OSError if a library cannot write a file within the block."""
@@ -268,7 +285,14 @@ def fingerprint(folder: Path, *patterns: str) -> str:
 
 
 def stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of a file, or of all files in a folder; none if the path does not exist."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
+    """Return name, size and time of a file, or of all files in a folder; none if the path does not exist.
+
+    Raises:
+        ValueError: a folder has more than MAX_FILES, as one that was given by mistake.
+    """
+    walk = sorted(islice(path.rglob("*"), MAX_FILES + 1)) if path.is_dir() else []
+    if len(walk) > MAX_FILES:
+        raise ValueError(f"{path} has more than {MAX_FILES:,} files; give a folder of data alone")
+    files = walk if path.is_dir() else [path] if path.is_file() else []
     named = [(path.name if file == path else file.relative_to(path).as_posix(), file) for file in files]
     return [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in named if file.is_file()]

@@ -12,6 +12,7 @@ from lit_rlkv.files import (
     check_yaml,
     complete_lines,
     fingerprint,
+    is_disk_full,
     json_lines,
     parse_json,
     read_bytes,
@@ -185,3 +186,21 @@ def test_a_damaged_file_costs_a_warning_and_is_kept(tmp_path, caplog, sets_aside
     kept = tmp_path / ("rows.jsonl.damaged" if sets_aside else "rows.jsonl")
     assert names_in(tmp_path) == [kept.name]
     assert kept.read_text() == "1\n{\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (OSError(122, "Disk quota exceeded"), True),
+        (OSError("I/O error: No space left on device (os error 28)"), True),
+        (OSError("torch.save: [enforce fail at inline_container.cc:664]"), True),
+        (FileNotFoundError(2, "No such file or directory"), False),
+        (ValueError("No space left on device"), False),
+    ],
+)
+def test_a_full_disk_is_known_also_by_the_cause_of_an_error(error, expected):
+    assert is_disk_full(error) is expected
+    outer = OSError("the last checkpoint cannot be saved")
+    outer.__cause__ = error
+    assert is_disk_full(outer) is expected

@@ -16,6 +16,8 @@ from lit_rlkv.trust import KEY, can_be_trusted, is_trusted, is_trusted_code, tru
 
 GGUF, GGUF_MAGIC, GGUF_PART = ".gguf", b"GGUF", re.compile(r"-\d+-of-\d+$")
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
+INSTANTIATE = ("_target_", "_partial_")
+"""Keys that a node may have beside named arguments; `_args_` would pass a signature check unseen."""
 HOMES = (
     "lit_rlkv.callbacks.",
     "lit_rlkv.reporting.loggers.",
@@ -189,7 +191,12 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Every (path, target, arguments) in a plain config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
-            yield path, node["_target_"], {k: v for k, v in node.items() if not k.startswith("_")}
+            unnamed = sorted(str(key) for key in node if str(key).startswith("_") and key not in INSTANTIATE)
+            require(
+                not unnamed,
+                f"{path}.{', '.join(unnamed)} must be arguments by name, beside {' and '.join(INSTANTIATE)}",
+            )
+            yield path, node["_target_"], {k: v for k, v in node.items() if not str(k).startswith("_")}
         for key, value in node.items():
             yield from _targets(value, f"{path}.{key}".lstrip("."))
     elif isinstance(node, list):

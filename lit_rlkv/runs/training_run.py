@@ -27,7 +27,7 @@ from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger
 from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
 from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
 from lit_rlkv.reporting.pictures import Picture, figures
-from lit_rlkv.reporting.progress import ProgressBar
+from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.reporting.report import write_report
 from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
@@ -113,7 +113,7 @@ class TrainingRun:
         self.checkpoints = CheckpointDir(run_dir / CHECKPOINTS, retention)
         self.resume_from = broadcast_from_rank_zero(fabric, self.checkpoints.latest)
         if self.resume_from is not None:
-            console.print(f"resume after iteration {self.resume_from.iteration} of {run_dir}")
+            say(console, f"resume after iteration {self.resume_from.iteration} of {run_dir}")
             warn_of_other_ranks(self.resume_from, fabric.world_size)
         self.resumed_at = 0 if self.resume_from is None else self.resume_from.iteration
         fabric.barrier()  # every rank has read the folder before rank 0 writes to it
