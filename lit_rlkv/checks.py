@@ -1,7 +1,7 @@
 """Predicates for values of a config or a file, and dataclasses from the values of a file."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -59,4 +59,4 @@ def from_json(kind: type[_Built], values: Any) -> _Built:
     return kind(**values)
 
 
-_hints = cache(get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)

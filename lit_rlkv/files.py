@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from safetensors import SafetensorError
@@ -117,7 +117,7 @@ def json_lines(path: Path) -> list[Any]:
 
 
 def read_if_intact(
-    path: Path, read: Callable[[Path], _Content], absent: _Content, *, sets_aside: bool = False
+    path: Path, read: Callable[[Path], _Content], absent: Any, *, sets_aside: bool = False
 ) -> _Content:
     """Return what `read` finds in a file that a run can do without; `absent` if there is none.
 
@@ -127,7 +127,7 @@ def read_if_intact(
         sets_aside: rename a damaged file to NAME.damaged, because the caller writes a new one.
     """
     try:
-        return read(path) if path.exists() else absent
+        return read(path) if path.exists() else cast(_Content, absent)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         kept = path.with_name(f"{path.name}{DAMAGED}") if sets_aside else path
         if sets_aside:
@@ -135,7 +135,7 @@ def read_if_intact(
         where = f"; it is kept as {kept.name}" if sets_aside else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         log.warning("%s is damaged and is left out (%s)%s", path, reason, where)
-        return absent
+        return cast(_Content, absent)
 
 
 def append_if_possible(path: Path, text: str) -> None:

@@ -128,7 +128,7 @@ def fit(
         ConfigError: the folder holds a run, and `resumes` is False.
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
-    from lit_rlkv.reporting.header import header
+    from lit_rlkv.reporting.header import header, trained_parameters
     from lit_rlkv.reporting.progress import say
     from lit_rlkv.runs.checkpoint import load_trainable
     from lit_rlkv.runs.context import CONFIG, build_context
@@ -163,6 +163,7 @@ def fit(
         module = make_policy(context, start)
         backbone = broadcast_from_rank_zero(context.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
+        say(console, trained_parameters(module), stage="roles")
         diagnostics = make_diagnostics(cfg, module)
         run.interruption.raise_if_requested(context.fabric)
         if "eval" in cfg.stages:

@@ -37,7 +37,7 @@ N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
 NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric", "correction", "optimizer")
 """Nodes that the config of every run has."""
-OPTIONAL = {"diagnostics": {}, "logger": None}
+OPTIONAL: dict[str, Any] = {"diagnostics": {}, "logger": None}
 """Nodes without which a run trains the same."""
 
 
