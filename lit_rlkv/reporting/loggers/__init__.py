@@ -190,10 +190,13 @@ class LoggingCallback(RLCallback):
 
     def _record(self, logger: RunLogger, metrics: dict[str, float], place: AxisValues) -> None:
         iteration = int(place[ITERATION])
+        latest = [sample for sample in self.samples.latest if sample.iteration == iteration]
         if iteration <= logger.last_iteration:
+            if not logger.keeps_tables:  # the file lost the samples of an iteration that is repeated
+                _send_samples(logger, latest, place)
             return
         logger.scalars(metrics, place)
-        _send_samples(logger, [s for s in self.samples.latest if s.iteration == iteration], place)
+        _send_samples(logger, latest, place)
         if self._rollout is not None:
             logger.figures(self.draw(self._rollout), place)
 

@@ -86,15 +86,19 @@ def test_rows_that_the_logger_lost_are_sent_again_after_a_resume(tmp_path):
         (3, True, []),  # all there
         (1, True, [2]),  # 3 is done again, and sent then
         (1, False, [1, 2]),  # a new table, and 3 comes
-        (3, False, [1, 2, 3]),  # a new table, to which 3 is not sent again
+        (3, False, [1, 2]),  # a new table, and 3 comes, whose metrics are there
         (0, True, [1, 2]),
     ],
 )
 def test_a_table_has_each_sample_once_after_a_resume(tmp_path, last_iteration, keeps_tables, restored):
     write_samples(tmp_path, 1, 2, 3)
     logger = KeepingLogger(last_iteration=last_iteration, keeps_tables=keeps_tables)
-    make(tmp_path, logger, [row(1), row(2)])
+    callback = make(tmp_path, logger, [row(1), row(2)], resumed_at=2)
     assert [cells[0] for _, rows, _, _ in logger.named("table") for cells in rows] == restored
+    callback.samples.latest = [LoggedSample("p", "c", 1.0, 3)]
+    end(callback, 3)
+    is_sent = last_iteration < 3 or not keeps_tables
+    assert [cells[0] for _, rows, _, _ in logger.named("table") for cells in rows] == restored + [3] * is_sent
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
