@@ -133,14 +133,16 @@ def read_environments(path: Path) -> list[dict[str, Any]]:
         ValueError: the file does not hold them.
     """
     starts = read_json(path)
-    keys = {"python": str, "platform": str, "packages": dict[str, str], "device": dict[str, Any]}
-    keys["git"] = dict[str, Any] | None  # type: ignore[assignment]
+    objects = {"packages": dict[str, str], "device": dict[str, Any], "git": dict[str, Any] | None}
     if not isinstance(starts, list) or not all(fits(start, dict[str, Any]) for start in starts):
         raise ValueError("it must be a list of objects")
     for start in starts:
-        odd = [key for key, kind in keys.items() if not fits(start.get(key), kind)]
-        if odd:
-            raise ValueError(f"{odd[0]} is missing, or no {keys[odd[0]]}")
+        for key in ("python", "platform"):
+            if not isinstance(start.get(key), str):
+                raise ValueError(f"{key} must be a text, got {start.get(key)!r}")
+        for key, kind in objects.items():
+            if not fits(start.get(key), kind):
+                raise ValueError(f"{key} must be an object, got {type(start.get(key)).__name__}")
     return starts
 
 

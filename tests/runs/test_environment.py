@@ -74,7 +74,15 @@ def test_packages_that_are_not_installed_have_no_version():
 
 
 def test_each_start_of_a_run_is_kept(tmp_path):
-    record(tmp_path, {"started_at": "first"})
-    record(tmp_path, {"started_at": "second"})
+    known = {"git": None, "device": {}, "platform": "Linux", "python": "3.11", "packages": {"torch": "2"}}
+    record(tmp_path, known | {"started_at": "first"})
+    record(tmp_path, known | {"started_at": "second"})
     starts = json.loads((tmp_path / environment.FILE_NAME).read_text())
     assert [start["started_at"] for start in starts] == ["first", "second"]
+
+
+def test_a_damaged_list_of_starts_is_set_aside(tmp_path, caplog):
+    (tmp_path / environment.FILE_NAME).write_text('[{"python": 3}]')
+    record(tmp_path, {"started_at": "now"})
+    assert json.loads((tmp_path / environment.FILE_NAME).read_text()) == [{"started_at": "now"}]
+    assert "environment.json is damaged and is left out (ValueError: python must be a text" in caplog.text
