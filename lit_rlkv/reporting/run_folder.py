@@ -133,13 +133,12 @@ def read_environments(path: Path) -> list[dict[str, Any]]:
         ValueError: the file does not hold them.
     """
     starts = read_json(path)
-    objects = {"packages": dict[str, str], "device": dict[str, Any], "git": dict[str, Any] | None}
+    objects = {"packages": dict[str, str], "device": dict[str, Any] | None, "git": dict[str, Any] | None}
     if not isinstance(starts, list) or not all(fits(start, dict[str, Any]) for start in starts):
         raise ValueError("it must be a list of objects")
     for start in starts:
-        for key in ("python", "platform"):
-            if not isinstance(start.get(key), str):
-                raise ValueError(f"{key} must be a text, got {start.get(key)!r}")
+        if not isinstance(start.get("python"), str):
+            raise ValueError(f"python must be a text, got {start.get('python')!r}")
         for key, kind in objects.items():
             if not fits(start.get(key), kind):
                 raise ValueError(f"{key} must be an object, got {type(start.get(key)).__name__}")
