@@ -122,8 +122,21 @@ def decode_all(
     free = deque(range(decoder.n_rows))
     owner: dict[int, int] = {}
     n_left: dict[int, int] = {}
+    done: list[int] = []
     finished: DecodedRows | None = None
     n_reported = 0
+
+    def collect() -> None:
+        nonlocal finished
+        rows, places = decoder.read_rows(done), [owner.pop(row) for row in done]
+        if len(done) == num_return_sequences * len(input_ids):
+            finished = rows  # all at once, so already in order
+            return
+        # Written in place, because memory may not hold a second copy of the eviction tables.
+        finished = finished or rows.new_empty(num_return_sequences * len(input_ids))
+        finished.write(places, rows)
+        free.extend(done)
+
     while waiting or owner:
         if not owner:
             n_steps_done = 0  # all rows start together
@@ -139,6 +152,15 @@ def decode_all(
         n_steps = steps_to_check(n_steps_done, check_every, interval)
         n_steps = min(n_steps, max(n_left[row] for row in owner))
         n_steps_done += n_steps
+        if not (waiting or decoder.kv.has_room(n_steps)):
+            # What grows are only the rows that still run; no prompt takes the others over.
+            if done:
+                collect()
+            kept = list(owner)
+            decoder.grow(kept)
+            owner = {row: owner[old] for row, old in enumerate(kept)}
+            n_left = {row: n_left[old] for row, old in enumerate(kept)}
+            free.clear()
         for _ in range(n_steps):
             decoder.step()
         n_left = {row: n - n_steps for row, n in n_left.items()}
@@ -153,13 +175,8 @@ def decode_all(
             on_progress(n_tokens - n_reported)
             n_reported = n_tokens
         if done and (waiting or len(done) == len(owner)):
-            rows_done, places = decoder.read_rows(done), [owner.pop(row) for row in done]
-            if len(places) == num_return_sequences * len(input_ids):
-                return rows_done  # all at once, so already in order
-            # Written in place, because memory may not hold a second copy of the eviction tables.
-            finished = finished or rows_done.new_empty(num_return_sequences * len(input_ids))
-            finished.write(places, rows_done)
-            free.extend(done)
+            collect()
+            done = []
     assert finished is not None
     return finished
 
