@@ -166,10 +166,15 @@ class Decoder:
             self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
             self._evict(self.kv.evict)
 
+    @property
+    def next_size(self) -> int:
+        """Slots of a row after a dense cache has grown once more."""
+        return min(self.seq_len, int(GROWTH * self.kv.n_slots) + 1)
+
     def grow(self, rows: Sequence[int]) -> None:
         """Give a dense cache more slots, and go on with these rows alone, numbered anew in this order."""
         index = torch.tensor(rows, device=self.newest.device)
-        self.kv.resize(index, min(self.seq_len, int(GROWTH * self.kv.n_slots) + 1))
+        self.kv.resize(index, self.next_size)
         self.input_ids, self.logps = self.input_ids[index], self.logps[index]
         self.response_mask, self.newest = self.response_mask[index], self.newest[index]
         self.is_running = self.is_running[index]
