@@ -232,7 +232,7 @@ class RolloutDataModule(L.LightningDataModule):
         width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
         settings, group_size = self.settings, self.algorithm.group_size
-        rollouts = []
+        rollouts: list[Rollout] = []
         with acting_as(self.roles, "policy") as backbone:
             for number, part in encoded.items():
                 prompts = padded(part, width, pad).to(backbone.device)
