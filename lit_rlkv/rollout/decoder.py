@@ -191,6 +191,11 @@ class Decoder:
             evicted_at=self.kv.evicted_at(index),
         )
 
+    def read_tokens(self, rows: Sequence[int]) -> tuple[Int[Tensor, "row seq"], Bool[Tensor, "row seq"]]:
+        """Return a copy of `input_ids` and `response_mask` of rows on the CPU; waits for the device."""
+        index = torch.tensor(rows, device=self.newest.device)
+        return self.input_ids[index, :-1].cpu(), self.response_mask[index, :-1].cpu()
+
     def _decode(self) -> None:
         self.kv.advance(self.is_running)
         positions = (self.kv.column - self.kv.first)[:, None]
