@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lit_rlkv.rewards import Command, PythonFunction
+from lit_rlkv.rewards.graders import MAX_BYTES
 from lit_rlkv.rewards.isolated import supervisor
 from lit_rlkv.types import Message
 from tests.rewards.helpers import is_running, opened, score, wait_until
@@ -171,6 +172,31 @@ def test_errors_of_a_program_are_raised(argv, completion, says):
         score(Command(argv=argv, timeout_s=1), completion, level=0)
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_program_that_writes_too_much_is_killed(tmp_path, stream):
+    endless = f"""
+import os, sys
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+while True:
+    sys.{stream}.write("y\\n" * 1000)
+"""
+    with pytest.raises(RuntimeError, match=f"the program must write at most {MAX_BYTES} bytes"):
+        score(Command(argv=[sys.executable, "-S", "-c", endless], timeout_s=20, retries=1), "")
+    assert wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+
+
+def test_all_output_up_to_the_bound_is_read():
+    program = [sys.executable, "-S", "-c", "import sys; sys.stdout.write('1'.rjust(int(sys.argv[1])))"]
+    assert score(Command(argv=[*program, str(MAX_BYTES)]), "") == 1.0
+    with pytest.raises(RuntimeError, match="the program must write at most"):
+        score(Command(argv=[*program, str(MAX_BYTES + 1)]), "")
+
+
+def test_a_question_may_be_longer_than_a_pipe_and_need_not_be_read(argv):
+    assert score(Command(argv=argv), "x" * 3_000_000, level=0) == 3_000_000
+    assert score(Command(argv=["echo", "1"]), "x" * 3_000_000) == 1.0
+
+
 def test_a_failure_is_tried_again(tmp_path):
     (tmp_path / "second.sh").write_text(
         f"test -e {tmp_path / 'done'} && echo 1 || {{ touch {tmp_path / 'done'}; exit 2; }}\n"
@@ -246,7 +272,7 @@ def test_background_processes_end_with_their_program(tmp_path):
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
 def test_a_timeout_ends_a_program_and_its_processes(tmp_path):
     place = tmp_path / "pid"
-    with pytest.raises(TimeoutError):
+    with pytest.raises(RuntimeError, match="no answer within 2 seconds"):
         score(Command(argv=[sys.executable, "-S", "-c", BACKGROUND, str(place), "wait"], timeout_s=2), "")
     assert wait_until(lambda: not is_running(int(place.read_text())))
 
