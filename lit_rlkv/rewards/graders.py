@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from threading import Event, Lock
 from typing import Any
 
 from lit_rlkv.rewards.isolated import WORKER
+from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Grader(ABC):
 
     @abstractmethod
     def submit(self, question: Question) -> "Future[float]":
-        """Return the future of a finite number or an exception; each grader has its own timeout."""
+        """Return the future of a score or an exception; each grader has its own timeout."""
 
     def close(self) -> None:
         """End all threads and processes; pending questions fail."""
@@ -276,8 +276,11 @@ def question_of(problem: Problem, completion: str) -> Question:
 
 def as_score(value: Any) -> float:
     """Return the score of a reward function as a float."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"the score must be a finite number, got {value!r:.{MAX_ERROR_LENGTH}}")
+    if not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
+        raise ValueError(
+            f"the score must be a finite number of size at most {MAX_SCORE:g}, got "
+            f"{value!r:.{MAX_ERROR_LENGTH}}"
+        )
     return float(value)
 
 
