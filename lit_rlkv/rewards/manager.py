@@ -11,13 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.rewards.functions.base import RewardFunction
-from lit_rlkv.rewards.graders import Grader, question_of
+from lit_rlkv.rewards.graders import MAX_ERROR_LENGTH, Grader, question_of
 from lit_rlkv.rewards.verifier import check_lengths
 from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
-MAX_ERROR_LENGTH = 300
-"""Characters of an error that are kept."""
 
 
 @dataclass(frozen=True)
