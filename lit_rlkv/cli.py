@@ -1,5 +1,6 @@
 """Functions of all command lines: compose the config, and print errors in one line."""
 
+import errno
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_tru
 from lit_rlkv.config.help import asked_help
 from lit_rlkv.interrupts import is_first_process
 
+MAX_SHOWN = 60
+"""Characters of a name that is too long."""
 PRINTING_OPTIONS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 """Options of Hydra that print and run nothing."""
 
@@ -60,8 +63,14 @@ def import_slow_modules(*modules: str) -> None:
 
 @contextmanager
 def exit_in_one_line(*kinds: type[BaseException]) -> Iterator[None]:
-    """End the process with `error: ...` and exit code 1 on errors of these kinds."""
+    """End the process with `error: ...` and exit code 1 on errors of these kinds, and on names too long."""
     try:
         yield
     except kinds as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        sys.exit(
+            f"error: the name {str(error.filename)[:MAX_SHOWN]}... is too long for a file; give a shorter one"
+        )

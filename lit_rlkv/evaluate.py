@@ -148,7 +148,7 @@ def main() -> None:
     line = "interrupted; results are written at the end, so there are none, and the run is as it was"
     with unwind_on_ctrl_c(line), exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
         found = evaluate(asked)
-        console = Console()
+        console = Console(markup=False, emoji=False)
         if not console.is_terminal:
             console.width = PLAIN_WIDTH
         try:
@@ -157,7 +157,7 @@ def main() -> None:
             sys.exit(f"error: the results cannot be written: {error}")
         finally:
             _show(found, asked.level, console)
-    console.print(f"written to {result} and {result.stem}_samples.jsonl")
+    console.print(f"written to {result} and {result.stem}_samples.jsonl", soft_wrap=True)
 
 
 def _show(found: Evaluation, level: float, console: Console) -> None:

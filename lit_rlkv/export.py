@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
-from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config
+from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config, require
 from lit_rlkv.config.commands import ExportConfig
-from lit_rlkv.files import atomic_dir
+from lit_rlkv.files import atomic_dir, read_json
 from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from lit_rlkv.runs.open_run import SavedRun
 
 MANIFEST = "export.json"
-"""File in every export that describes it; only folders with this file may be overwritten."""
+"""File in every export that describes it and lists its files; only such a folder may be overwritten."""
 
 
 def export(asked: ExportConfig) -> "tuple[Path, Exported]":
@@ -41,7 +42,8 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     _check_target(folder, asked.overwrite)
     if asked.heads and not needed_roles(parse_config(run.cfg)) & set(CRITICS):
         raise ConfigError(
-            "heads=true needs a reward or value head, and this run has neither; leave heads out"
+            "heads=true needs a run whose RL uses a reward or value head, and this run's uses neither; leave "
+            "heads out"
         )
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
@@ -52,18 +54,39 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
             module.roles, context.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
         )
         (partial / "README.md").write_text(model_card(run, exported), encoding="utf-8")
-        (partial / MANIFEST).write_text(json.dumps(_manifest(run) | asdict(exported), indent=1))
+        manifest = _manifest(run) | asdict(exported) | {"files": [*_files(partial)]}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     return folder, exported
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not overwrite:
         raise ConfigError(f"to={folder} exists already; give another folder, or overwrite=true")
-    if folder.exists() and not (folder / MANIFEST).is_file():
-        raise ConfigError(
-            f"to={folder} must be an earlier export to be replaced, found no {MANIFEST}; give another "
-            "folder, or remove it yourself"
-        )
+    if not folder.exists():
+        return
+    other = "give another folder, or remove it yourself"
+    try:
+        manifest = read_json(folder / MANIFEST)
+        written = {*manifest["files"], MANIFEST} if "run" in manifest else set()
+    except (OSError, ValueError, TypeError, LookupError):
+        written = set()
+    require(
+        bool(written),
+        f"to={folder} must be an earlier export to be replaced, found no {MANIFEST} that lists its files; "
+        f"{other}",
+    )
+    foreign = next((name for name in _files(folder) if name not in written), None)
+    require(
+        foreign is None,
+        f"to={folder} has {foreign}, which no export wrote and overwrite=true would remove; {other}",
+    )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Yield the relative paths of all that a folder contains but folders."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            yield path.relative_to(folder).as_posix()
 
 
 def _manifest(run: "SavedRun") -> dict[str, str | int]:
@@ -83,13 +106,13 @@ def main() -> None:
         import_slow_modules("lit_rlkv.stages.export", "lit_rlkv.runs.open_run")
     with unwind_on_ctrl_c(f"interrupted; {asked.to} was not written"), exit_in_one_line(ConfigError):
         folder, exported = export(asked)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")
     if not exported.has_adapter:
         console.print("no adapter: this layout trains the whole backbone")
-    if not exported.heads:
-        console.print("no reward or value head written (heads=true writes those that the run has)")
-    console.print(f"written to {folder}")
+    if exported.critics and not exported.heads:
+        console.print(f"no {' or '.join(exported.critics)} head written; heads=true writes it")
+    console.print(f"written to {folder}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,38 @@
-"""Atomic writes of files and folders, so that no reader and no resumed run sees a partial one."""
+"""Atomic writes of files and folders, and reads of files that anybody may have changed."""
 
+import errno
 import hashlib
 import json
 import logging
 import math
 import os
 import shutil
+import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import yaml
 from safetensors import SafetensorError
 
 log = logging.getLogger(__name__)
 ABANDONED_S = 24 * 3600.0
 """Age from which a partial file or folder counts as left by a killed process."""
+MAX_CONFIG_BYTES, MAX_BYTES, MAX_LOG_BYTES = 1 << 20, 64 << 20, 4 << 30
+"""Largest config, largest file that is read as one value, and largest file of lines that a run appends to."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SAYS_FULL = (*map(os.strerror, FULL), "inline_container")
+"""What errors without a number say on a full disk; torch.save does not say why a write failed."""
+MAX_FILES = 10_000
+"""Most files of a folder of data or of a model."""
+DAMAGED = ".damaged"
+"""Ending of the new name of a file that a run cannot use."""
+_Content = TypeVar("_Content")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -32,18 +46,96 @@ def write_atomically(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file; a pipe or a device could keep the reader waiting forever.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a regular file, or has more than `most` bytes.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it must be a regular file, and is a folder, a pipe or a device")
+        if found.st_size > most:
+            raise ValueError(f"it must have at most {most:,} bytes, and has {found.st_size:,}")
+        return file.read(most)
+
+
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
+    """Return the text of a regular file (UTF-8); raises what `read_bytes` raises."""
+    return read_bytes(path, most).decode()
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file; raises what `read_bytes` and `parse_json` raise."""
+    return parse_json(read_text(path))
+
+
+def check_yaml(text: str) -> None:
+    """Check that a YAML text says everything once: a few aliases can stand for more than memory holds.
+
+    Raises:
+        ValueError: it has an alias, or more than MAX_CONFIG_BYTES.
+        YAMLError: it is not YAML.
+    """
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ValueError(f"a config must have at most {MAX_CONFIG_BYTES:,} bytes, and has {len(text):,}")
+    for event in yaml.parse(text, Loader=yaml.SafeLoader) if "*" in text else ():
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"line {event.start_mark.line + 1} has an alias (*{event.anchor})")
+
+
 def complete_lines(path: Path) -> list[str]:
     """Return the complete lines of a file (UTF-8), without their ends; none if there is no file.
 
     A last line without an end is left out: it is being written, or a crash or a full disk cut it.
+
+    Raises:
+        ValueError: it is not a regular file, has more than MAX_LOG_BYTES, or is not UTF-8.
     """
-    written = path.read_bytes() if path.is_file() else b""
+    written = read_bytes(path, MAX_LOG_BYTES) if path.exists() else b""
     return [line.decode() for line in written.split(b"\n")[:-1]]
 
 
 def json_lines(path: Path) -> list[Any]:
     """Return the values of a JSON Lines file, one for each complete line; none if there is no file."""
-    return [json.loads(line) for line in complete_lines(path)]
+    return [parse_json(line) for line in complete_lines(path)]
+
+
+def read_if_intact(
+    path: Path, read: Callable[[Path], _Content], absent: Any, *, sets_aside: bool = False
+) -> _Content:
+    """Return what `read` finds in a file that a run can do without; `absent` if there is none.
+
+    A damaged file costs a warning and counts as absent.
+
+    Args:
+        sets_aside: rename a damaged file to NAME.damaged, because the caller writes a new one.
+    """
+    try:
+        return read(path) if path.exists() else cast(_Content, absent)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        kept = path.with_name(f"{path.name}{DAMAGED}") if sets_aside else path
+        if sets_aside:
+            os.replace(path, kept)
+        where = f"; it is kept as {kept.name}" if sets_aside else ""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        log.warning("%s is damaged and is left out (%s)%s", path, reason, where)
+        return cast(_Content, absent)
 
 
 def append_if_possible(path: Path, text: str) -> None:
@@ -88,6 +180,16 @@ def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
         sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """True if an error, or one that caused it, says that a disk or a quota is full."""
+    while error is not None:
+        is_full = isinstance(error, OSError) and any(text in str(error) for text in SAYS_FULL)
+        if is_full or getattr(error, "errno", None) in FULL:
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager
@@ -183,7 +285,14 @@ def fingerprint(folder: Path, *patterns: str) -> str:
 
 
 def stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of a file, or of all files in a folder; none if the path does not exist."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
+    """Return name, size and time of a file, or of all files in a folder; none if the path does not exist.
+
+    Raises:
+        ValueError: a folder has more than MAX_FILES, as one that was given by mistake.
+    """
+    walk = sorted(islice(path.rglob("*"), MAX_FILES + 1)) if path.is_dir() else []
+    if len(walk) > MAX_FILES:
+        raise ValueError(f"{path} has more than {MAX_FILES:,} files; give a folder of data alone")
+    files = walk if path.is_dir() else [path] if path.is_file() else []
     named = [(path.name if file == path else file.relative_to(path).as_posix(), file) for file in files]
     return [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in named if file.is_file()]

@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING
 
 from hydra.core.utils import configure_log
@@ -21,6 +22,7 @@ from lit_rlkv.config import (
 )
 from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
+from lit_rlkv.files import is_disk_full
 from lit_rlkv.interrupts import abort_on_ctrl_c, exit_soon
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def main() -> None:
     from lit_rlkv.experience.reward import RewardsFailedError
     from lit_rlkv.non_finite import NonFiniteError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
-    from lit_rlkv.reporting.progress import stderr_console
+    from lit_rlkv.reporting.progress import say, stderr_console
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.runs.context import REPORT
     from lit_rlkv.runs.resume import discard_if_empty, open_session
@@ -86,6 +88,12 @@ def main() -> None:
     except MemoryExhaustedError as error:
         log.error("the allocation that failed:", exc_info=error)
         sys.exit(f"error: {error}")
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        kept = run_dir if old_dir is None else old_dir.absolute()
+        again, _ = end_of_run(InterruptedRunError(f"the disk is full: {error}", SIGINT), kept, overrides)
+        sys.exit(f"error: {again}")
     except InterruptedRunError as error:
         stopped = run_dir if old_dir is None else old_dir.absolute()
         message, code = end_of_run(error, stopped, overrides)
@@ -95,7 +103,7 @@ def main() -> None:
     finally:
         discard_if_empty(run_dir)
     console.print(summary_table(results.before, results.after, results.stage_seconds, results.reward_model))
-    console.print(f"report: {run_dir / REPORT}")
+    say(console, f"report: {run_dir / REPORT}")
 
 
 def fit(
@@ -120,7 +128,8 @@ def fit(
         ConfigError: the folder holds a run, and `resumes` is False.
         InterruptedRunError: a signal asked the run to end; its state is saved.
     """
-    from lit_rlkv.reporting.header import header
+    from lit_rlkv.reporting.header import header, trained_parameters
+    from lit_rlkv.reporting.progress import say
     from lit_rlkv.runs.checkpoint import load_trainable
     from lit_rlkv.runs.context import CONFIG, build_context
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
@@ -154,13 +163,14 @@ def fit(
         module = make_policy(context, start)
         backbone = broadcast_from_rank_zero(context.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
+        say(console, trained_parameters(module), stage="roles")
         diagnostics = make_diagnostics(cfg, module)
         run.interruption.raise_if_requested(context.fabric)
         if "eval" in cfg.stages:
             evaluate_before_training(run, module, start)
         if "rl" in cfg.stages:
             run.interruption.raise_if_requested(context.fabric)  # before the first rollout
-            console.print(f"[bold]rl[/] {cfg.algorithm.n_iterations} iterations")
+            say(console, f"{cfg.algorithm.n_iterations} iterations", stage="rl")
             with run.timed("rl", lambda: f"iteration {run.progress.iteration}"):
                 train_policy(
                     context,
@@ -173,13 +183,13 @@ def fit(
                 )
             run.keep_trained_seconds()
         else:
-            console.print("[bold]rl[/] not in stages")
+            say(console, "not in stages", stage="rl")
             if run.resume_from is not None:
                 load_trainable(module, run.resume_from.weights())
         if "eval" in cfg.stages:
             evaluate_after_training(run, module)
         else:
-            console.print("[bold]eval[/] not in stages")
+            say(console, "not in stages", stage="eval")
         # 3. report
         run.write_report()
     return run.results

@@ -1,8 +1,9 @@
 import math
+from dataclasses import dataclass, field
 
 import pytest
 
-from lit_rlkv.checks import is_count, is_finite, is_number, is_whole
+from lit_rlkv.checks import from_json, is_count, is_finite, is_number, is_whole
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,40 @@ def test_a_count_has_a_least_value():
     assert not is_count(0)
     assert is_count(0, least=0)
     assert not is_count(True)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    share: float
+    n: int | None
+    counts: list[int]
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+RIGHT = {"name": "a", "share": 1, "n": None, "counts": [1, 2], "extra": {"x": 0.5}}
+
+
+def test_an_object_becomes_a_dataclass():
+    assert from_json(Row, RIGHT) == Row("a", 1, None, [1, 2], {"x": 0.5})
+    assert from_json(Row, {key: RIGHT[key] for key in ("name", "share", "n", "counts")}).extra == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": 3},
+        {"share": "1"},
+        {"share": True},
+        {"n": 1.5},
+        {"counts": [1, "2"]},
+        {"counts": 3},
+        {"extra": {"x": None}},
+        {"more": 1},
+    ],
+)
+def test_a_value_of_another_type_is_refused(wrong):
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        from_json(Row, RIGHT | wrong)
+    with pytest.raises(TypeError, match="must be an object, got list"):
+        from_json(Row, [RIGHT])

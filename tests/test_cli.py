@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 
-from lit_rlkv.cli import import_slow_modules
+from lit_rlkv.cli import exit_in_one_line, import_slow_modules
+from lit_rlkv.config import ConfigError
 
 RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
@@ -22,3 +25,11 @@ def test_the_first_process_alone_announces_slow_imports(monkeypatch, capsys, env
         monkeypatch.setenv(name, value)
     import_slow_modules("json")
     assert capsys.readouterr().err == "loading torch and transformers\n" * is_announced
+
+
+def test_a_name_that_is_too_long_for_a_file_is_one_line():
+    says = r"error: the name /tmp/x+\.\.\. is too long for a file"
+    with pytest.raises(SystemExit, match=says), exit_in_one_line(ConfigError):
+        Path(f"/tmp/{'x' * 300}").exists()
+    with pytest.raises(FileNotFoundError), exit_in_one_line(ConfigError):
+        Path("/tmp/nothing/there").stat()

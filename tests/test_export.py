@@ -328,17 +328,27 @@ def test_only_an_earlier_export_is_overwritten_and_only_when_asked(runs, tmp_pat
     with pytest.raises(ConfigError, match=r"must be an earlier export to be replaced, found no export\.json"):
         export(asking(runs, "ppo", target, overwrite=True))
     assert [path.name for path in target.iterdir()] == ["thesis.txt"]
-    (target / "thesis.txt").rename(tmp_path / "thesis.txt")
-    (target / "export.json").write_text("{}")
+    for other in ("{}", "[]", '{"files": ["thesis.txt"]}', "not JSON"):  # export.json of another program
+        (target / "export.json").write_text(other)
+        with pytest.raises(ConfigError, match=r"found no export\.json that lists its files"):
+            export(asking(runs, "ppo", target, overwrite=True))
+    assert (target / "thesis.txt").read_text() == "mine"
+    rmtree(target)
+    export(asking(runs, "ppo", target))
     export(asking(runs, "ppo", target, overwrite=True))
     assert json.loads((target / "export.json").read_text())["layout"] == "ppo"
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "thesis.txt"}
+    (target / "adapter").mkdir()
+    (target / "adapter" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"has adapter/thesis\.txt, which no export wrote"):
+        export(asking(runs, "ppo", target, overwrite=True))
+    assert (target / "adapter" / "thesis.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_heads_are_refused_where_the_run_has_none(runs, tmp_path):
     copytree(runs / "hydra", runs / "grpo")
     OmegaConf.save(config(tmp_path).source, runs / "grpo" / "config.yaml")
-    with pytest.raises(ConfigError, match="heads=true needs a reward or value head"):
+    with pytest.raises(ConfigError, match="heads=true needs a run whose RL uses a reward or value head"):
         export(asking(runs, "grpo", tmp_path / "out", heads=True))
 
 
@@ -348,5 +358,5 @@ def test_the_command_line_says_what_it_wrote_and_what_not(runs, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "no adapter: this layout trains the whole backbone" in done.stdout
-    assert "no reward or value head written (heads=true writes those that the run has)" in done.stdout
+    assert "no value head written; heads=true writes it" in done.stdout
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -9,8 +9,15 @@ from lit_rlkv.files import (
     ABANDONED_S,
     append_if_possible,
     atomic_dir,
+    check_yaml,
     complete_lines,
     fingerprint,
+    is_disk_full,
+    json_lines,
+    parse_json,
+    read_bytes,
+    read_if_intact,
+    read_json,
     sweep_partial,
     write_atomically,
 )
@@ -137,3 +144,63 @@ def test_a_failed_append_leaves_complete_lines_and_a_warning(tmp_path, monkeypat
     append_if_possible(path, "three\n")
     assert path.read_text() == "one\nthree\n"
     assert "No space left on device" in caplog.text
+
+
+def test_a_pipe_a_folder_and_a_file_that_is_too_large_are_refused_at_once(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    os.mkfifo(tmp_path / "pipe")
+    assert read_bytes(tmp_path / "file", most=5) == b"12345"
+    with pytest.raises(ValueError, match="at most 4 bytes, and has 5"):
+        read_bytes(tmp_path / "file", most=4)
+    for read in (read_bytes, read_json, complete_lines):
+        with pytest.raises(ValueError, match="must be a regular file"):
+            read(tmp_path / "pipe")  # a plain read would wait forever
+    with pytest.raises(OSError, match="Is a directory"):
+        read_bytes(tmp_path)
+
+
+def test_json_that_is_nested_too_deeply_is_a_value_error(tmp_path):
+    assert parse_json('{"a": [1]}') == {"a": [1]}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 200_000 + "]" * 200_000)
+
+
+def test_yaml_with_an_alias_is_refused_before_it_is_expanded():
+    check_yaml("a: 'x * y'\nb: [1, 2]")
+    with pytest.raises(ValueError, match=r"line 2 has an alias \(\*a\)"):
+        check_yaml("a: &a [1]\nb: *a")
+    with pytest.raises(ValueError, match="at most 1,048,576 bytes"):
+        check_yaml("a: " + "x" * (1 << 20))
+
+
+@pytest.mark.parametrize("sets_aside", [False, True])
+def test_a_damaged_file_costs_a_warning_and_is_kept(tmp_path, caplog, sets_aside):
+    path = tmp_path / "rows.jsonl"
+    assert read_if_intact(path, json_lines, [0], sets_aside=sets_aside) == [0]
+    path.write_text("1\n2\n")
+    assert read_if_intact(path, json_lines, [0], sets_aside=sets_aside) == [1, 2]
+    assert caplog.text == ""
+    path.write_text("1\n{\n")
+    assert read_if_intact(path, json_lines, [0], sets_aside=sets_aside) == [0]
+    assert f"{path} is damaged and is left out (JSONDecodeError: " in caplog.text
+    kept = tmp_path / ("rows.jsonl.damaged" if sets_aside else "rows.jsonl")
+    assert names_in(tmp_path) == [kept.name]
+    assert kept.read_text() == "1\n{\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (OSError(122, "Disk quota exceeded"), True),
+        (OSError("I/O error: No space left on device (os error 28)"), True),
+        (OSError("torch.save: [enforce fail at inline_container.cc:664]"), True),
+        (FileNotFoundError(2, "No such file or directory"), False),
+        (ValueError("No space left on device"), False),
+    ],
+)
+def test_a_full_disk_is_known_also_by_the_cause_of_an_error(error, expected):
+    assert is_disk_full(error) is expected
+    outer = OSError("the last checkpoint cannot be saved")
+    outer.__cause__ = error
+    assert is_disk_full(outer) is expected

@@ -342,3 +342,25 @@ def test_help_and_config_are_shown_without_running(tmp_path, flags, says):
     done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, check=True)
     assert says in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line_and_the_run_can_be_resumed(sft_runs, monkeypatch, capsys):
+    folder = sft_runs / "full [" / "bold] :smile:"  # neither is markup
+    options = [*TINY, "stages=[rl]", "diagnostics=none", f"runs_dir={sft_runs}", f"hydra.run.dir='{folder}'"]
+    monkeypatch.setattr("sys.argv", ["fit", *options])
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lit_rlkv.runs.training_run.write_report", fail)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert str(ended.value.code).startswith(
+        "error: the disk is full: [Errno 28] No space left on device; resume"
+    )
+    assert "\n" not in str(ended.value.code)
+    assert len(list((folder / "checkpoints").glob("iteration-*"))) == 2
+    monkeypatch.setattr("sys.argv", ["fit", f"resume='{folder}'"])
+    main()
+    assert f"report: {folder}/report.html" in capsys.readouterr().err

@@ -47,13 +47,42 @@ def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
     return convert(schema, cast(dict[str, Any], values), **others)
 
 
+def check_types(cfg: DictConfig) -> Config:
+    """Return the config of a run, of which only the types and ranges of its keys are checked.
+
+    Raises:
+        ConfigError: a key is unknown or not given, or a value has the wrong type or is out of its range.
+    """
+    config = parse(Config, cfg, source=OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+    algorithm = config.algorithm
+    nodes = {
+        "task": config.task,
+        "model.preset": config.model.preset or None,
+        "algorithm.advantage": algorithm.advantage,
+        "algorithm.loss": algorithm.loss,
+        "correction": config.correction,
+        "distillation": config.distillation,
+        "optimizer": config.optimizer,
+        "sft.optimizer": config.sft.optimizer,
+        "logger": config.logger,
+        **{f"diagnostics.{name}": node for name, node in named_items(config.diagnostics)},
+    }
+    for name, node in nodes.items():
+        target = node.get("_target_") if isinstance(node, DictConfig) else node
+        require(
+            node is None or (isinstance(node, DictConfig) and isinstance(target, str)),
+            f"{name} must name its class or function in _target_, got {show(target)}; give {name}._target_",
+        )
+    return config
+
+
 def parse_config(cfg: DictConfig) -> Config:
     """Return the config of a run, checked as far as that needs no objects.
 
     Raises:
         ConfigError: the first rule that is broken.
     """
-    config = parse(Config, cfg, source=OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+    config = check_types(cfg)
     for check in (
         _check_stages,
         _check_sft,

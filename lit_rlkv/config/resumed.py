@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_rlkv.config.errors import ConfigError, one_line, require
-from lit_rlkv.config.parsing import AUTO
-from lit_rlkv.config.run_labels import LABELS, Choices
+from lit_rlkv.config.options import default_values, leaves
+from lit_rlkv.config.parsing import AUTO, check_types
+from lit_rlkv.config.run_labels import LABELS, OURS, Choices
+from lit_rlkv.config.schema import Config
 from lit_rlkv.config.targets import check_saved_code
 from lit_rlkv.config.unknown_keys import PRESETS
+from lit_rlkv.files import MAX_CONFIG_BYTES, check_yaml, read_text
 from lit_rlkv.run_files import CONFIG
 from lit_rlkv.trust import KEY
 
@@ -32,30 +35,43 @@ DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
 N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
-NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric")
+NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric", "correction", "optimizer")
 """Nodes that the config of every run has."""
+OPTIONAL: dict[str, Any] = {"diagnostics": {}, "logger": None}
+"""Nodes without which a run trains the same."""
 
 
 def read_config(run_dir: Path) -> DictConfig:
-    """Return the saved config of a run folder.
+    """Return the saved config of a run folder, with the defaults of keys that are newer than the run.
 
     Raises:
         ConfigError: the file cannot be read, or is not the config of a run.
     """
     path = run_dir / CONFIG
     try:
-        saved = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        text = read_text(path, MAX_CONFIG_BYTES)
+        check_yaml(text)
+        saved = OmegaConf.create(text)
+        OmegaConf.resolve(saved)
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} cannot be read: {one_line(error)}; restore it, or start a new run"
         ) from error
     nodes = saved if isinstance(saved, DictConfig) else OmegaConf.create()
     missing = [key for key in NODES if not isinstance(nodes.get(key), DictConfig)]
+    missing += [] if "distillation" in nodes else ["distillation"]
     require(
         not missing,
         f"{path} is damaged, as it lacks {', '.join(missing)}; restore it, or start a new run",
     )
-    return nodes
+    nodes.correction.setdefault("bypass_mode", nodes.correction.get("replays"))  # runs from before this key
+    try:
+        completed = cast(DictConfig, OmegaConf.merge(default_values(Config), OPTIONAL, nodes))
+        OmegaConf.resolve(completed)
+        check_types(completed)
+    except (ConfigError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is damaged: {one_line(error)}; restore it, or start a new run") from error
+    return completed
 
 
 def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
@@ -73,10 +89,33 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
         )
     saved = read_config(run_dir)
     asked = _with_overrides(saved, cfg, overrides)
+    check_saved_logger(asked.logger, run_dir, overrides)
     _keep_labels(saved, asked)
     check_same_config(saved, asked, run_dir)
     check_saved_code(saved.reward.functions)
     return run_dir, asked
+
+
+def check_saved_logger(logger: DictConfig | None, run_dir: Path, overrides: Sequence[str] = ()) -> None:
+    """Check that a saved logger writes into the folder of its run alone, unless the command line says where.
+
+    Raises:
+        ConfigError: naming the path, and how the command line allows it.
+    """
+    if logger is None or logger._target_.startswith(OURS):  # ours know no other folder
+        return
+    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    for key, value in leaves(OmegaConf.to_container(logger), "logger"):
+        name, is_given = key.rpartition(".")[2], any(f"{key}.".startswith(f"{one}.") for one in given)
+        if is_given or not isinstance(value, str) or name == "_target_":
+            continue
+        is_folder = name.endswith(("dir", "uri", "path", "location"))
+        is_path = is_folder or bool({"/", "\\", ":"} & {*value}) or value.startswith(("~", ".."))
+        require(
+            not is_path or Path(value).expanduser().resolve().is_relative_to(run_dir.resolve()),
+            f"{key}={value} of the saved config is outside of {run_dir}; if the logger may write there, give "
+            "logger=... with its keys again on the command line, else logger=csv",
+        )
 
 
 def resumed_choices(run_dir: Path, choices: Choices) -> Choices | None:

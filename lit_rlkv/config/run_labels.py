@@ -7,7 +7,8 @@ from pathlib import Path, PurePath
 
 from omegaconf import DictConfig
 
-from lit_rlkv.files import write_atomically
+from lit_rlkv.checks import fits
+from lit_rlkv.files import read_json, write_atomically
 from lit_rlkv.run_files import CHOICES
 from lit_rlkv.trust import KEY
 
@@ -50,9 +51,12 @@ class Choices:
     def load(cls, run_dir: Path) -> "Choices | None":
         """Return the choices with which a run was started; None if its folder does not tell."""
         try:
-            return cls(**json.loads((run_dir / CHOICES).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            saved = read_json(run_dir / CHOICES)
+            options, overrides = saved["options"], saved["overrides"]
+            is_whole = fits(options, dict[str, str | None]) and fits(overrides, list[str])
+        except (OSError, ValueError, TypeError, LookupError):
             return None
+        return cls(options, overrides) if is_whole else None
 
 
 def label_logger(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:

@@ -16,6 +16,8 @@ from lit_rlkv.trust import KEY, can_be_trusted, is_trusted, is_trusted_code, tru
 
 GGUF, GGUF_MAGIC, GGUF_PART = ".gguf", b"GGUF", re.compile(r"-\d+-of-\d+$")
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
+INSTANTIATE = ("_target_", "_partial_")
+"""Keys that a node may have beside named arguments; `_args_` would pass a signature check unseen."""
 HOMES = (
     "lit_rlkv.callbacks.",
     "lit_rlkv.reporting.loggers.",
@@ -102,6 +104,8 @@ def user_code(functions: Mapping[str, Any]) -> dict[str, str]:
     """Return the Python file or command line that reward functions run, by the name of the function."""
     found = {}
     for name, node in functions.items():
+        if not isinstance(node, Mapping | DictConfig):
+            continue
         if str(node.get("_target_")).endswith(".PythonFunction"):
             found[str(name)] = str(node.get("path")).rpartition(":")[0]
         elif str(node.get("_target_")).endswith(".Command"):
@@ -187,7 +191,12 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Every (path, target, arguments) in a plain config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
-            yield path, node["_target_"], {k: v for k, v in node.items() if not k.startswith("_")}
+            unnamed = sorted(str(key) for key in node if str(key).startswith("_") and key not in INSTANTIATE)
+            require(
+                not unnamed,
+                f"{path}.{', '.join(unnamed)} must be arguments by name, beside {' and '.join(INSTANTIATE)}",
+            )
+            yield path, node["_target_"], {k: v for k, v in node.items() if not str(k).startswith("_")}
         for key, value in node.items():
             yield from _targets(value, f"{path}.{key}".lstrip("."))
     elif isinstance(node, list):

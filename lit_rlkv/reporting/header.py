@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from lit_rlkv.config import CONF_DIR, Config
 from lit_rlkv.config.composing import options_of
 from lit_rlkv.config.options import leaves, named_items, show
+from lit_rlkv.models.layouts import LAYOUTS
 
 SMOKE_TEST = "debug=fast is a smoke test: every stage runs, and nothing is learned"
 
@@ -33,6 +35,7 @@ def header(
         "algorithm": f"{_name(algorithm.loss)}, {algorithm.n_iterations} iterations of {rollout.n_prompts} "
         f"prompts × {algorithm.group_size} responses",
         "arm": arm(cfg, choices.get("experiment")),
+        "roles": _roles(cfg),
         "cache": pool,
         "seed": str(cfg.seed),
         "devices": f"{n_ranks} × {where}, precision {fabric.precision}{quantized}",
@@ -40,6 +43,23 @@ def header(
     }
     lines = [f"{name:<10} {value}" for name, value in fields.items()]
     return lines + ([SMOKE_TEST] if choices.get("debug") == "fast" else [])
+
+
+def _roles(cfg: Config) -> str:
+    """Return the layout of the roles, what is trained of their weights, and the learning rate."""
+    rate = f"learning rate {show(cfg.optimizer.get('lr'))}"
+    if LAYOUTS[cfg.roles.layout].trains_backbones:
+        return (
+            f"{cfg.roles.layout}: all weights, no adapters (roles.rank and roles.alpha are not used), {rate}"
+        )
+    return f"{cfg.roles.layout}: adapters of rank {cfg.roles.rank}, {rate}"
+
+
+def trained_parameters(module: nn.Module) -> str:
+    """Return the number of trained parameters and their share of all."""
+    counts = [(each.numel(), each.requires_grad) for each in module.parameters()]
+    n_all, n_trained = sum(n for n, _ in counts), sum(n for n, is_trained in counts if is_trained)
+    return f"{n_trained:,} of {n_all:,} parameters are trained ({n_trained / n_all:.1%})"
 
 
 def arm(cfg: Config, experiment: str | None) -> str:

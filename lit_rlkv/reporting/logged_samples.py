@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_rlkv.checks import from_json
 from lit_rlkv.files import json_lines
 
 MAX_REPORTED = 8
@@ -26,8 +27,18 @@ class LoggedSample:
 
 def read_samples(path: Path) -> list[LoggedSample]:
     """Return all samples of a file; samples drawn again after a resume replace the earlier ones."""
-    latest = {(row["iteration"], row["prompt"]): LoggedSample(**row) for row in json_lines(path)}
+    latest = {(sample.iteration, sample.prompt): sample for sample in all_samples(path)}
     return sorted(latest.values(), key=lambda sample: sample.iteration)
+
+
+def all_samples(path: Path) -> list[LoggedSample]:
+    """Return the samples of a file, one for each line.
+
+    Raises:
+        ValueError: a line is not JSON.
+        TypeError: a line is not a sample.
+    """
+    return [from_json(LoggedSample, row) for row in json_lines(path)]
 
 
 def select_samples(samples: Sequence[LoggedSample]) -> dict[int, list[LoggedSample]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.files import write_atomically
+from lit_rlkv.files import read_if_intact, write_atomically
 from lit_rlkv.reporting.run_metrics import SECONDS, TOKENS, History, last_axis_values, read_metrics
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class MetricsFile(RLCallback):
 
     def __init__(self, path: Path, resumed_at: int = 0) -> None:
         self.path = path
-        earlier = read_metrics(path) if resumed_at else []
+        earlier = read_if_intact(path, read_metrics, [], sets_aside=True) if resumed_at else []
         self.history = [row for row in earlier if row["iteration"] <= resumed_at]
         self.columns = dict.fromkeys(name for row in self.history for name in row)
         self._is_behind = False

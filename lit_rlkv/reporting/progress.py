@@ -15,6 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.units import human_seconds
@@ -38,7 +39,12 @@ Field = float | int | str
 @cache
 def stderr_console() -> Console:
     """Return the shared console; printing on another one would break the progress bar."""
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False, emoji=False)
+
+
+def say(console: Console, text: str, *, stage: str = "") -> None:
+    """Print a line behind the name of a stage; brackets in paths and names of users are no markup."""
+    console.print(Text.assemble((stage, "bold"), " " if stage and text else "", text), soft_wrap=True)
 
 
 class ProgressMeter:

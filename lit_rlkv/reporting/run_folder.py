@@ -1,6 +1,5 @@
 """Read the contents of a report from a run folder; without torch."""
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from lit_rlkv.checks import fits, from_json
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
-from lit_rlkv.files import json_lines
+from lit_rlkv.files import check_yaml, json_lines, read_json, read_text
 from lit_rlkv.reporting.facts import run_facts
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.plots import style
@@ -103,12 +103,12 @@ def read_run(run_dir: Path, *, is_strict: bool = True) -> RunReport:
     return RunReport(
         title=run_dir.name,
         config_yaml=_read(run_dir / CONFIG, _yaml, ""),
-        environments=_read(run_dir / ENVIRONMENT, _json, []),
+        environments=_read(run_dir / ENVIRONMENT, read_environments, []),
         history=_read(run_dir / METRICS, read_metrics, []),
         sft_history=_read(run_dir / SFT_METRICS, read_metrics, []),
-        evictions=_read(run_dir / EVICTIONS, _json, None),
+        evictions=_read(run_dir / EVICTIONS, _evictions, None),
         samples=_read(run_dir / SAMPLES, read_samples, []),
-        diagnostics=_read(run_dir / DIAGNOSTICS, json_lines, []),
+        diagnostics=_read(run_dir / DIAGNOSTICS, _diagnostics, []),
         **_read(run_dir / EVALUATION, _results, {}),
     )
 
@@ -116,8 +116,8 @@ def read_run(run_dir: Path, *, is_strict: bool = True) -> RunReport:
 def _read_file(path: Path, read: Callable[[Path], Any], absent: Any, *, is_strict: bool) -> Any:
     """Return what `read` finds in a file, or `absent` if there is no file; its errors name the file."""
     try:
-        return read(path) if path.is_file() else absent
-    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        return read(path) if path.exists() else absent
+    except (LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())  # one line, as YAML's errors are several
         message = f"{path} does not hold what lit_rlkv writes: {reason}"
         if is_strict:
@@ -126,24 +126,56 @@ def _read_file(path: Path, read: Callable[[Path], Any], absent: Any, *, is_stric
         return absent
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_environments(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of environment.json, one for each start.
+
+    Raises:
+        ValueError: the file does not hold them.
+    """
+    starts = read_json(path)
+    keys = {"python": str, "platform": str, "packages": dict[str, str], "device": dict[str, Any]}
+    keys["git"] = dict[str, Any] | None  # type: ignore[assignment]
+    if not isinstance(starts, list) or not all(fits(start, dict[str, Any]) for start in starts):
+        raise ValueError("it must be a list of objects")
+    for start in starts:
+        odd = [key for key, kind in keys.items() if not fits(start.get(key), kind)]
+        if odd:
+            raise ValueError(f"{odd[0]} is missing, or no {keys[odd[0]]}")
+    return starts
 
 
 def _yaml(path: Path) -> str:
-    """Return the text of a YAML file that can be parsed."""
-    text = path.read_text(encoding="utf-8")
-    yaml.safe_load(text)
+    """Return the text of a YAML file that holds a mapping."""
+    text = read_text(path)
+    check_yaml(text)
+    if not isinstance(yaml.safe_load(text), dict):
+        raise ValueError("it must be a mapping")
     return text
+
+
+def _evictions(path: Path) -> dict[str, Any]:
+    saved = read_json(path)
+    if not (isinstance(saved, dict) and {"fill", "lifetimes"} <= saved.keys()):
+        raise ValueError("it must be an object with fill and lifetimes")
+    return saved
+
+
+def _diagnostics(path: Path) -> list[dict[str, Any]]:
+    rows = json_lines(path)
+    if not all(isinstance(row, dict) and {"iteration", "name"} <= row.keys() for row in rows):
+        raise ValueError("every line must be an object with iteration and name")
+    return rows
 
 
 def _results(path: Path) -> dict[str, Any]:
     """Return the fields of a report that evaluation.json holds."""
-    saved = _json(path)
+    saved = read_json(path)
     judged = saved["reward_model"]
+    if not fits(saved["stage_seconds"], dict[str, float]):
+        raise ValueError("stage_seconds must be numbers")
     return {
-        "before": [EvalRow(**row) for row in saved["before"]],
-        "after": [EvalRow(**row) for row in saved["after"]],
+        "before": [from_json(EvalRow, row) for row in saved["before"]],
+        "after": [from_json(EvalRow, row) for row in saved["after"]],
         "stage_seconds": saved["stage_seconds"],
-        "reward_model": None if judged is None else RewardReport(**judged),
+        "reward_model": None if judged is None else from_json(RewardReport, judged),
     }

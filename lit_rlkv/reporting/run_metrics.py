@@ -18,13 +18,22 @@ History = Sequence[Mapping[str, float | int]]
 
 
 def last_axis_values(history: History) -> AxisValues:
-    """Return the axis values of the last row; zeros if there is none."""
-    return {axis: float(history[-1][axis]) if history else 0.0 for axis in AXES}
+    """Return the axis values of the last row; zeros if there is none, or if it lacks them."""
+    return {axis: float(history[-1].get(axis, 0.0)) if history else 0.0 for axis in AXES}
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the complete rows of a metrics file, without empty cells."""
-    rows = csv.DictReader(complete_lines(path))
+    """Return the complete rows of a metrics file, without empty cells.
+
+    Raises:
+        ValueError: a cell is not a number, or a row has no iteration or more cells than the heading.
+    """
+    try:
+        rows = list(csv.DictReader(complete_lines(path)))
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    if any(None in row or not row.get(ITERATION) for row in rows):
+        raise ValueError("every row must have an iteration, and at most one cell for each heading")
     return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from rich.text import Text
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.files import append_if_possible, complete_lines, write_atomically
-from lit_rlkv.reporting.logged_samples import LoggedSample
+from lit_rlkv.files import append_if_possible, read_if_intact, write_atomically
+from lit_rlkv.reporting.logged_samples import LoggedSample, all_samples
 from lit_rlkv.reporting.progress import stderr_console
 from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.run_files import SAMPLES
@@ -29,11 +30,12 @@ class Samples(RLCallback):
     """Shows the first response to each of the first `n` prompts, every `every_n_iterations` iterations.
 
     The choice does not depend on rewards, so samples are typical. `latest` are the latest samples;
-    samples.jsonl in `run_dir` has all of them, also those from before a resume.
+    samples.jsonl in `run_dir` has all of them; a resumed run keeps those up to its checkpoint.
 
     Args:
         accuracy: component of the reward that says if a response is correct; the task's verifier, or the
             function that `reward.accuracy` names.
+        resumed_at: iterations in the checkpoint that the run resumes from.
     """
 
     def __init__(
@@ -43,23 +45,28 @@ class Samples(RLCallback):
         n: int = 3,
         console: Console | None = None,
         accuracy: str = EXACT_MATCH,
+        resumed_at: int = 0,
     ) -> None:
         self.path = run_dir / SAMPLES
         self.every_n_iterations = every_n_iterations
         self.n = n
         self.accuracy = accuracy
         self.console = console or stderr_console()
-        if self.path.is_file():  # drops a line that a crash cut short
-            write_atomically(self.path, "".join(f"{line}\n" for line in complete_lines(self.path)))
+        earlier = read_if_intact(self.path, all_samples, [], sets_aside=True)
+        if self.path.exists():  # drops a line that a crash cut short, and iterations that are sampled again
+            write_atomically(self.path, _lines([one for one in earlier if one.iteration <= resumed_at]))
         self.latest: list[LoggedSample] = []
 
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every_n_iterations:
             return
         self.latest = draw_samples(experience, self.n, self.accuracy)
-        lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.latest]
-        append_if_possible(self.path, "".join(lines))
+        append_if_possible(self.path, _lines(self.latest))
         self.console.print(render(self.latest))
+
+
+def _lines(samples: Sequence[LoggedSample]) -> str:
+    return "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
 
 
 def draw_samples(experience: Experience, n: int, accuracy: str = EXACT_MATCH) -> list[LoggedSample]:

@@ -138,7 +138,7 @@ def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         # Headings may wrap in a narrow terminal, but cells may not.
         widest = max((len(row[number]) for row in rows), default=0)
         side: JustifyMethod = "left" if number == 0 else "right"
-        table.add_column(heading, justify=side, no_wrap=number == 0, min_width=widest)
+        table.add_column(Text(heading), justify=side, no_wrap=number == 0, min_width=widest)
     for row in rows:
         # Text instead of str, so that brackets are not parsed as markup.
         table.add_row(*(Text(cell) for cell in row))

@@ -33,7 +33,7 @@ def generate(
     cache: CacheSpec,
     max_new_tokens: int,
     eos_token_id: int | Sequence[int] | None,
-    pad_token_id: int,
+    pad_token_id: int | None,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
     num_return_sequences: int = 1,
@@ -51,6 +51,8 @@ def generate(
         input_ids: left-padded prompts.
         attention_mask: as in transformers, 0 or False on padding.
         eos_token_id: token or tokens that end a response, included in it; None: always `max_new_tokens`.
+        pad_token_id: token after the end of a response; None: the first of `eos_token_id`, as in
+            transformers.
         temperature: temperature of the softmax; 0 decodes greedily, with log-prob 0 for every token.
         generator: random numbers, on the model's device; the same state gives the same rollout.
         num_return_sequences: responses to each prompt, which is prefilled once for all of them. Response j to
@@ -71,14 +73,17 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
-            `num_return_sequences`; `cuda_graph` is True and the decode step cannot be captured; or `n_splits`
-            is not between 1 and 128, or the kernel that it is for does not run.
+            `num_return_sequences`; there is neither a pad nor an end token; `cuda_graph` is True and the decode
+            step cannot be captured; or `n_splits` is not between 1 and 128, or the kernel that it is for does
+            not run.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
     _check_splits(n_splits, torch.empty(0, dtype=model.dtype, device=input_ids.device))
     eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
+    if pad_token_id is None and not eos_list:
+        raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
     decoder = Decoder(
         model,
         cache,
@@ -87,7 +92,7 @@ def generate(
         DecodeSettings(
             max_new_tokens=max_new_tokens,
             eos_token_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
-            pad_token_id=pad_token_id,
+            pad_token_id=eos_list[0] if pad_token_id is None else pad_token_id,
             temperature=temperature,
         ),
         generator,

@@ -15,10 +15,11 @@ from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lit_rlkv.checks import from_json
 from lit_rlkv.config import ConfigError
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full, shard_like
-from lit_rlkv.files import atomic_dir, discard, sweep_partial
+from lit_rlkv.files import atomic_dir, discard, read_json, sweep_partial
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
@@ -220,11 +221,13 @@ def _broken(file: Path) -> BrokenCheckpointError:
 def _read(path: Path) -> Checkpoint | None:
     """Read the state file of a checkpoint; None if it is missing or changed."""
     try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        state: dict[str, Any] = read_json(path / STATE)
         is_intact = state.pop("digest") == _digest_of(state)
+        found = from_json(Checkpoint, {"path": path, "data_state": state.pop("data"), **state})
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
-    return Checkpoint(path, data_state=state.pop("data"), **state) if is_intact else None
+    # Names of files elsewhere, such as of a device, are not written here.
+    return found if is_intact and found.files.keys() == {WEIGHTS, LEARNER} else None
 
 
 def digest(path: Path) -> str:

@@ -1,6 +1,5 @@
 """The model card of an export: how to load it, its scores, its origin."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,8 @@ from jinja2 import StrictUndefined, Template
 
 from lit_rlkv.config import is_local
 from lit_rlkv.evaluation.results import EvalRow
+from lit_rlkv.files import read_if_intact
+from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.reporting.tables import markdown_table
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import SavedRun
@@ -41,6 +42,9 @@ class Exported:
     has_adapter: bool
     has_value_adapter: bool
     heads: tuple[str, ...]
+    """Roles whose head was written."""
+    critics: tuple[str, ...] = ()
+    """Roles with a head that the run uses."""
 
 
 def model_card(run: SavedRun, exported: Exported) -> str:
@@ -49,7 +53,7 @@ def model_card(run: SavedRun, exported: Exported) -> str:
     cache = cfg.cache.policy
     if cache != "dense":
         cache += f", {cfg.cache.budget} keys per head and up to {cfg.cache.interval} more"
-    starts = json.loads(path.read_text()) if path.is_file() else []
+    starts = read_if_intact(path, read_environments, [])
     now = {
         "git": environment.git_state(environment.PACKAGE_DIR),
         "packages": environment.installed(environment.PACKAGES),

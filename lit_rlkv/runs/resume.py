@@ -1,6 +1,7 @@
 """Start or resume a run: check its config, start the processes, find and lock its folder."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from lit_rlkv.config import AUTO, Config, ConfigError
 from lit_rlkv.config.parsing import STAGES
 from lit_rlkv.config.resumed import check_same_config, differences, read_config
 from lit_rlkv.files import sweep_partial
+from lit_rlkv.reporting.progress import say
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
@@ -24,6 +26,17 @@ from lit_rlkv.runs.starting_model import SFT_MODELS
 
 log = logging.getLogger(__name__)
 LOG = "fit.log"
+
+
+class LogFile(logging.FileHandler):
+    """A log file; a full disk costs lines of it, which the console has too, and no traceback for each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print nothing."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +82,13 @@ def open_session(
         own_dir, run_dir = run_dir, broadcast_from_rank_zero(fabric, lambda: run_dir)
         old_dir = broadcast_from_rank_zero(fabric, lambda: lock_run_dir(cfg, run_dir, old_dir, lock, is_auto))
         if is_auto and old_dir is None:
-            console.print(f"no run with this config to resume; a new one in {run_dir}")
+            say(console, f"no run with this config to resume; a new one in {run_dir}")
         run_dir = old_dir or run_dir
         if own_dir != run_dir:
             discard_if_empty(own_dir)
-        if fabric.is_global_zero:
-            logging.getLogger().addHandler(logging.FileHandler(run_dir / LOG, delay=True))
+        # A link or a pipe of that name would lead elsewhere, or wait for a reader.
+        if fabric.is_global_zero and _is_own_file(run_dir / LOG):
+            logging.getLogger().addHandler(LogFile(run_dir / LOG, delay=True))
         with mark_interrupted(run_dir, is_rank_zero=fabric.is_global_zero):
             yield Session(cfg, run_dir, fabric, is_resumed=old_dir is not None)
 
@@ -94,6 +108,11 @@ def lock_run_dir(
     for root in (old_dir or run_dir, Path(cfg.runs_dir) / SFT_MODELS):
         sweep_partial(root, is_shared=True)  # evaluations and exports write beside a run, without its lock
     return old_dir
+
+
+def _is_own_file(path: Path) -> bool:
+    """True if a path is free, or a regular file and no link."""
+    return not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
 
 
 def discard_if_empty(folder: Path) -> None:
@@ -117,27 +136,28 @@ def find_resumable_run(cfg: DictConfig, run_dir: Path, lock: FolderLock) -> Path
         check_same_config(read_config(run_dir), cfg, run_dir)
         return run_dir
     runs = [path.parent for path in Path(cfg.runs_dir).glob(f"*/{CONFIG}")]
-    unfinished = [run for run in runs if _is_unfinished(run)]
     busy: BusyError | None = None
-    for run in sorted(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
-        if not differences(read_config(run), cfg):
-            try:
-                lock.take(run)
-            except BusyError as error:
-                busy = error
-            except ConfigError as error:
-                log.warning("resume=%s skips a run: %s", AUTO, error)
-            else:
-                return run
+    for run in sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
+        if not _is_unfinished(run, cfg):
+            continue
+        try:
+            lock.take(run)
+        except BusyError as error:
+            busy = error
+        except ConfigError as error:
+            log.warning("resume=%s skips a run: %s", AUTO, error)
+        else:
+            return run
     if busy is not None:
         # The other process may be about to end, as after a requeue; a new run would start from scratch.
         raise busy
     return None
 
 
-def _is_unfinished(run_dir: Path) -> bool:
+def _is_unfinished(run_dir: Path, cfg: DictConfig) -> bool:
+    """True if a run has this config and is not complete; a damaged one costs a warning."""
     try:
-        return not is_done(run_dir)
+        return not is_done(run_dir) and not differences(read_config(run_dir), cfg)
     except ConfigError as error:
         log.warning("resume=%s skips a run: %s", AUTO, error)
         return False

@@ -145,7 +145,8 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
     """Return the line and the exit code with which an interrupted run ends.
 
     Args:
-        overrides: of the command line; trust in modules is not saved, so resuming needs it again.
+        overrides: of the command line; trust in modules is not saved, and a saved logger may write into its
+            run's folder alone, so resuming needs both again.
     """
     is_saved = (run_dir / CONFIG).is_file()
     if not error.is_ctrl_c:
@@ -156,8 +157,8 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
         return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
-    trust = [override for override in overrides if override.startswith("trusted_modules=")]
-    command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *trust])
+    repeated = [one for one in overrides if re.match(r"trusted_modules=|\+?logger[.=]", one)]
+    command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *repeated])
     return f"{error}; resume with {command}", interrupts.EXIT_CODE
 
 

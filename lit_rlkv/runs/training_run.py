@@ -17,16 +17,17 @@ from rich.console import Console
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
 from lit_rlkv.callbacks.reward_watch import RewardWatch
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
+from lit_rlkv.checks import from_json
 from lit_rlkv.config import Config, as_config_errors, build
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
-from lit_rlkv.files import atomic_dir, link_tree, write_atomically
+from lit_rlkv.files import atomic_dir, link_tree, read_if_intact, read_json, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
 from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
 from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
 from lit_rlkv.reporting.pictures import Picture, figures
-from lit_rlkv.reporting.progress import ProgressBar
+from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.reporting.report import write_report
 from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
@@ -71,15 +72,17 @@ class Results:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Results":
-        """Load the results of a run folder; empty results if there are none."""
-        if not (run_dir / EVALUATION).is_file():
-            return cls()
-        saved = json.loads((run_dir / EVALUATION).read_text())
+        """Load the results of a run folder; empty results if there are none, or if the file is damaged."""
+        return read_if_intact(run_dir / EVALUATION, cls._read, cls())
+
+    @classmethod
+    def _read(cls, path: Path) -> "Results":
+        saved = read_json(path)
         for when in ("before", "after"):
-            saved[when] = [EvalRow(**row) for row in saved[when]]
+            saved[when] = [from_json(EvalRow, row) for row in saved[when]]
         if saved["reward_model"] is not None:
-            saved["reward_model"] = RewardReport(**saved["reward_model"])
-        return cls(**saved)
+            saved["reward_model"] = from_json(RewardReport, saved["reward_model"])
+        return from_json(cls, saved)
 
 
 class TrainingRun:
@@ -110,7 +113,7 @@ class TrainingRun:
         self.checkpoints = CheckpointDir(run_dir / CHECKPOINTS, retention)
         self.resume_from = broadcast_from_rank_zero(fabric, self.checkpoints.latest)
         if self.resume_from is not None:
-            console.print(f"resume after iteration {self.resume_from.iteration} of {run_dir}")
+            say(console, f"resume after iteration {self.resume_from.iteration} of {run_dir}")
             warn_of_other_ranks(self.resume_from, fabric.world_size)
         self.resumed_at = 0 if self.resume_from is None else self.resume_from.iteration
         fabric.barrier()  # every rank has read the folder before rank 0 writes to it
@@ -130,6 +133,7 @@ class TrainingRun:
             every_n_iterations=keep.samples_every,
             console=console,
             accuracy=cfg.reward.accuracy or EXACT_MATCH,
+            resumed_at=self.resumed_at,
         )
 
     @contextmanager

@@ -20,7 +20,7 @@ from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles, acting_as, make_head
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.reporting.progress import track
+from lit_rlkv.reporting.progress import say, track
 from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import RunContext, cache_of
@@ -47,7 +47,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
     settings.pop("batch_size")  # fits the memory of a machine, so it may differ on resume
     if results.before and results.settings in ({}, settings):
         return
-    run.console.print("[bold]eval[/] before training")
+    say(run.console, "before training", stage="eval")
     with run.timed("eval", lambda: "the evaluation before training"):
         results.before, results.rollout = evaluate_policy(context, module.roles, run.interruption)
         results.settings = settings
@@ -56,7 +56,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
 def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     """Score the policy as it is now and save all results of the run."""
     context, results = run.context, run.results
-    run.console.print("[bold]eval[/]" + (" after training" if "rl" in context.cfg.stages else ""))
+    say(run.console, "after training" if "rl" in context.cfg.stages else "", stage="eval")
     with run.timed("eval", lambda: "the evaluation after training"):
         results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
     budget = None if context.cache.is_dense else context.cache.budget

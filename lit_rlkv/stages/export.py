@@ -71,7 +71,8 @@ def export_policy(
         assert value is not None
         save_adapter(roles.backbone("value"), value, critic_dir(start), folder / VALUE_ADAPTER)
     name = str(merged.dtype).removeprefix("torch.")
-    return Exported(name, gap, adapter is not None, has_value_adapter, heads)
+    critics = tuple(role for role in CRITICS if role in roles.heads)
+    return Exported(name, gap, adapter is not None, has_value_adapter, heads, critics)
 
 
 def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | None) -> PreTrainedModel:

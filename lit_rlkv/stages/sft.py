@@ -10,7 +10,6 @@ from pathlib import Path
 
 from lightning import Callback
 from omegaconf import OmegaConf
-from rich.markup import escape
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -24,7 +23,7 @@ from lit_rlkv.models.hydra import make_head
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
-from lit_rlkv.reporting.progress import StepProgressBar
+from lit_rlkv.reporting.progress import StepProgressBar, say
 from lit_rlkv.run_files import SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
 from lit_rlkv.runs.context import RunContext, pretrained_path
@@ -50,7 +49,7 @@ SFT_WORK = "sft"
 def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Path:
     """Return the model that RL and evaluation start from; train it by SFT if there is none yet."""
     if start is None:
-        run.console.print("[bold]sft[/] supervised fine-tuning (its model is kept for later runs)")
+        say(run.console, "supervised fine-tuning (its model is kept for later runs)", stage="sft")
         every = run.context.cfg.callbacks.checkpoint_every
         stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
         bar = StepProgressBar(stage.steps_done(), stage.resumed_at, run.console)
@@ -60,7 +59,7 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next
     else:
-        run.console.print(f"[bold]sft[/] {escape(why_skipped(run, Path(start)))}", soft_wrap=True)
+        say(run.console, why_skipped(run, Path(start)), stage="sft")
     run.keep_backbone(Path(start))
     return start
 

@@ -102,9 +102,9 @@ def results_table(sweep: Sweep, ended: Ended) -> Table:
     headings = columns_of(sweep, ended)
     swept = [parameter.name for parameter in without_seed(sweep.parameters)]
     for name in swept:
-        table.add_column(headings[name])
+        table.add_column(Text(headings[name]))
     for heading in ("runs", *metrics):
-        table.add_column(heading, justify="right")
+        table.add_column(Text(heading), justify="right")
     for setting in found if sweep.method == "grid" else ranked[:N_ROWS]:
         is_best = setting is ranked[0] and bool(setting.found(sweep.metric.name))
         cells = [_short(setting.values[name]) for name in swept]

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import json
 import reprlib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
@@ -58,7 +59,6 @@ def _cached_until_changed(read: _Reader) -> _Reader:
     return cast(_Reader, reader)
 
 
-@_cached_until_changed
 def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
     """Parse every line of a file of JSON objects.
 
@@ -66,7 +66,13 @@ def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> 
         FileNotFoundError: the file does not exist.
         ValueError: `parse` refuses lines; the error names them after all lines were read.
     """
-    return _parse_lines(str(path), parse)
+    _require_file(Path(path))
+    return _read_lines(str(path), parse)
+
+
+@_cached_until_changed
+def _read_lines(path: str, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
+    return _parse_lines(path, parse)
 
 
 @_cached_until_changed
@@ -116,24 +122,63 @@ def path_of(dataset: str) -> str:
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Return `file:number` and text of every line that is not blank."""
+    _require_file(path)
+    with path.expanduser().open("rb") as file:
+        start = file.read(len(BOM_UTF8))
+        if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise ValueError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {path}")
+        file.seek(len(BOM_UTF8) if start == BOM_UTF8 else 0)  # some editors write one
+        n_lines = 0
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.rstrip(b"\n").decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}:{number}: not UTF-8 ({error}); convert the file to UTF-8"
+                ) from error
+            if text.strip():
+                n_lines += 1
+                yield f"{path}:{number}", text
+    if n_lines == 0:
+        raise ValueError(f"{str(path)!r} must have lines, got none; write one JSON object per line")
+
+
+def _require_file(path: Path) -> None:
+    """Raise a FileNotFoundError unless a path is a regular file, before anything walks through a folder."""
     if not path.expanduser().is_file():
         raise FileNotFoundError(f"there is no file at {str(path)!r}; give the path of a file of JSON lines")
-    # Not splitlines: it would also cut at characters that JSON allows inside a text.
-    lines = path.expanduser().read_text(encoding="utf-8-sig").split("\n")  # some editors write a BOM
-    if not any(line.strip() for line in lines):
-        raise ValueError(f"{str(path)!r} must have lines, got none; write one JSON object per line")
-    return ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
 
 
 def parse_object(line: str) -> dict[str, Any]:
     """Return the JSON object of a line; raise a ValueError for anything else."""
     try:
-        entry = json.loads(line)
+        entry = _DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error}); write one JSON object per line") from error
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply; write one JSON object per line") from error
     if not isinstance(entry, dict):
         raise ValueError(f"got a {type(entry).__name__}; write one JSON object per line")
+    if "\\ud" in line or "\\uD" in line:  # half of a character cannot be encoded, by a tokenizer either
+        try:
+            json.dumps(entry, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"a text has half of a surrogate pair ({error.reason}); drop the line or fix it"
+            ) from error
     return entry
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is given twice; leave one")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed]) -> list[_Parsed]:

@@ -150,3 +150,92 @@ def test_a_run_can_be_resumed_again_after_a_resume_that_changed_a_group(tmp_path
     (folder / "choices.json").write_text(before)
     with pytest.raises(ConfigError, match="unknown key"):
         resumed(folder)
+
+
+def change(folder, **nodes):
+    """Change nodes of a saved config; None takes one away."""
+    cfg = OmegaConf.load(folder / "config.yaml")
+    for key, value in nodes.items():
+        cfg.pop(key) if value is None else OmegaConf.update(cfg, key, value, merge=False)
+    OmegaConf.save(cfg, folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"), [("shadow", True), ("dense", True), ("naive", False), ("tis", False)]
+)
+def test_a_run_from_before_bypass_mode_is_resumed_with_what_its_correction_says(
+    tmp_path, correction, expected
+):
+    folder = leave_run(tmp_path / "run", f"correction={correction}", "distillation=none")
+    saved = OmegaConf.load(folder / "config.yaml")
+    assert saved.correction.pop("bypass_mode") is expected
+    OmegaConf.save(saved, folder / "config.yaml")
+    assert resumed(folder)[0].correction.bypass_mode is expected
+
+
+def test_a_key_that_is_newer_than_a_run_gets_its_default(tmp_path):
+    folder = leave_run(tmp_path / "run", "seed=3")
+    change(folder, evaluation=None, logger=None, stages=None)
+    cfg = read_config(folder)
+    assert (cfg.evaluation.n_mismatch, cfg.logger, cfg.seed) == (128, None, 3)
+    assert list(cfg.stages) == ["sft", "rl", "eval"]
+    change(folder, distillation=None)
+    with pytest.raises(ConfigError, match=r"is damaged, as it lacks distillation; restore it"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rollout.top_p", "x[/y]", r"rollout\.top_p must be a number"),
+        ("reward.functions", [1], "Cannot merge"),
+        ("optimizer", {"lr": 1}, "optimizer must name its class or function in _target_, got null"),
+        ("logger", "csv", "logger must be a mapping or null, got csv"),
+        ("diagnostics.cache", [1], r"diagnostics\.cache must name its class or function in _target_"),
+    ],
+)
+def test_a_damaged_config_is_refused_with_the_key(tmp_path, key, value, says):
+    folder = leave_run(tmp_path / "run")
+    change(folder, **{key: value})
+    with pytest.raises(ConfigError, match=rf"config\.yaml is damaged: .*{says}.*; restore it"):
+        resumed(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is damaged, as it lacks task, model"),
+        ("[1, 2]", "is damaged, as it lacks task, model"),
+        ("a: " + "[" * 2000 + "]" * 2000, "cannot be read: maximum recursion depth"),
+        ("a: &a [x]\nb: *a", r"cannot be read: line 2 has an alias \(\*a\)"),
+        ("a: ${no.such}", "cannot be read: Interpolation key 'no.such' not found"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text, says):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says) as found:
+        read_config(tmp_path)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("save_dir", "/elsewhere"),
+        ("save_dir", "elsewhere"),
+        ("save_dir", "~/elsewhere"),
+        ("name", "../../elsewhere"),
+        ("version", "/elsewhere"),
+        ("tracking_uri", "file:/elsewhere"),
+    ],
+)
+def test_a_saved_logger_writes_elsewhere_only_if_the_command_line_says_so(tmp_path, key, value):
+    sign, inside = "" if key == "name" else "+", tmp_path / "run" / "logs"
+    folder = leave_run(tmp_path / "run", "logger=lightning_csv", f"{sign}logger.{key}={inside}")
+    assert resumed(folder)[0].logger[key] == str(inside)
+    change(folder, **{f"logger.{key}": value})
+    with pytest.raises(ConfigError, match=rf"logger\.{key}={value} of the saved config is outside of"):
+        resumed(folder)
+    assert resumed(folder, "logger=csv")[0].logger is None
+    cfg, _ = resumed(folder, "logger=lightning_csv", f"{sign}logger.{key}='{value}'")
+    assert cfg.logger[key] == value

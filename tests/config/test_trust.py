@@ -181,3 +181,11 @@ def test_files_and_programs_of_a_saved_run_must_be_named_letter_for_letter():
 def test_the_key_that_the_error_names_is_read_by_the_command_line():
     compose_arguments("config", ["trusted_modules=['a/rewards.py','sh score.sh']"])
     check_saved_code(FUNCTIONS)
+
+
+@pytest.mark.parametrize("key", ["_args_", "_recursive_", "_convert_"])
+def test_a_node_takes_named_arguments_alone(key):
+    node = {"_target_": "lit_rlkv.tasks.ChainSum", "n_terms": 3}
+    check_targets(OmegaConf.create({"task": node}))
+    with pytest.raises(ConfigError, match=rf"task\.{key} must be arguments by name"):
+        check_targets(OmegaConf.create({"task": node | {key: [3, 9]}}))

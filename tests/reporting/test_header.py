@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from lit_rlkv.reporting.header import SMOKE_TEST, header
+from lit_rlkv.reporting.header import SMOKE_TEST, header, trained_parameters
 from tests.whole_runs import config
 
 CPU = torch.device("cpu")
@@ -23,6 +23,7 @@ def test_a_header_says_what_is_trained_how_and_where(tmp_path):
         "model": "tiny_qwen3, from random weights",
         "algorithm": "PPO, 2 iterations of 8 prompts × 2 responses",
         "arm": "correction shadow, distillation sparse_student (experiment=smd)",
+        "roles": "hydra: adapters of rank 32, learning rate 0.001",
         "cache": "random, budget 7 + 2",
         "seed": "3",
         "devices": "1 × cpu, precision 32-true",
@@ -34,6 +35,20 @@ def test_an_arm_is_named_by_its_config_without_the_choices_of_the_command_line(t
     assert fields(tmp_path, "experiment=tis")["arm"] == "correction tis, distillation none"
     own = fields(tmp_path, "experiment=tis", "correction.weight_fn.cap=3")["arm"]
     assert own == "correction tis with weight_fn.cap=3, distillation none"
+
+
+def test_a_header_says_that_full_fine_tuning_has_no_adapters_and_its_learning_rate(tmp_path):
+    found = fields(tmp_path, "roles=full", "roles.rank=8", "optimizer.lr=1e-5")["roles"]
+    assert (
+        found
+        == "ppo: all weights, no adapters (roles.rank and roles.alpha are not used), learning rate 1e-05"
+    )
+
+
+def test_trained_parameters_are_counted():
+    module = torch.nn.Linear(3, 1)
+    module.bias.requires_grad_(False)
+    assert trained_parameters(module) == "3 of 4 parameters are trained (75.0%)"
 
 
 def test_a_smoke_test_says_that_nothing_is_learned(tmp_path):

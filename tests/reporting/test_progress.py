@@ -5,10 +5,18 @@ import re
 
 import pytest
 from rich.console import Console
+from rich.errors import MarkupError
 
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.reporting import progress
-from lit_rlkv.reporting.progress import ProgressBar, StepProgressBar, format_fields, stderr_console, track
+from lit_rlkv.reporting.progress import (
+    ProgressBar,
+    StepProgressBar,
+    format_fields,
+    say,
+    stderr_console,
+    track,
+)
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -204,3 +212,11 @@ def test_numbers_beside_the_bar_are_short():
 def test_everything_shares_one_console_on_stderr():
     assert stderr_console() is stderr_console()
     assert stderr_console().stderr
+
+
+def test_brackets_and_colons_of_users_are_no_markup():
+    file = io.StringIO()
+    say(Console(file=file, width=20), "after a[/b]c/:smile:/" + "long" * 9, stage="eval")
+    assert file.getvalue() == "eval after a[/b]c/:smile:/" + "long" * 9 + "\n"
+    with pytest.raises(MarkupError):  # the control
+        Console(file=file).print("a[/b]c")

@@ -121,18 +121,6 @@ def test_samples_of_earlier_versions_have_no_answer(tmp_path):
     assert read_samples(path) == [LoggedSample("p", "c", 1.0, 2, answer="", is_right=None)]
 
 
-def test_a_resumed_run_keeps_its_samples_and_draws_the_lost_ones_again(tmp_path):
-    first = make_samples(tmp_path, every_n_iterations=1, n=1)
-    for iteration in range(4):
-        first.on_rollout_end(make_experience(iteration))
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write('{"prompt": "cut sh')
-    again = make_samples(tmp_path, every_n_iterations=1, n=1)
-    again.on_rollout_end(make_experience(2))
-    assert [sample.iteration for sample in read_samples(again.path)] == [1, 2, 3, 4]
-    assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4, 3]
-
-
 def test_a_text_is_neither_markup_nor_terminal_codes():
     text = shown([LoggedSample("[bold]", "[/nonsense] \x1b[2J", 1.0, 1)])
     assert "[bold]" in text
@@ -151,3 +139,24 @@ def test_the_console_shows_each_draw(tmp_path):
     callback.on_rollout_end(make_experience())
     assert "samples of iteration 1" in callback.console.file.getvalue()
     assert "answer 0 of 0" in callback.console.file.getvalue()
+
+
+def test_a_resumed_run_drops_the_samples_that_it_draws_again(tmp_path):
+    samples = make_samples(tmp_path, every_n_iterations=1, n=1)
+    for iteration in range(3):
+        samples.on_rollout_end(make_experience(iteration))
+    with samples.path.open("a") as file:
+        file.write('{"prompt": "cut sh')
+    samples = make_samples(tmp_path, every_n_iterations=1, n=1, resumed_at=2)  # the third was interrupted
+    assert [row["iteration"] for row in read(tmp_path)] == [1, 2]
+    samples.on_rollout_end(make_experience(2))
+    assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3]
+
+
+def test_damaged_samples_are_set_aside(tmp_path, caplog):
+    (tmp_path / "samples.jsonl").write_text('{"iteration": "one"}\n')
+    samples = make_samples(tmp_path, every_n_iterations=1, n=1, resumed_at=2)
+    samples.on_rollout_end(make_experience(2))
+    assert [row["iteration"] for row in read(tmp_path)] == [3]
+    assert "samples.jsonl is damaged and is left out" in caplog.text
+    assert (tmp_path / "samples.jsonl.damaged").is_file()

@@ -53,6 +53,15 @@ def eos() -> int:
     raise AssertionError("no token of these rollouts stops rows at different lengths")
 
 
+def test_without_a_pad_token_responses_are_padded_by_the_end_token():
+    found = run(eos_token_id=[eos(), PAD], pad_token_id=None, temperature=0.0)
+    known = run(eos_token_id=[eos(), PAD], pad_token_id=eos(), temperature=0.0)
+    assert equal(found, known)
+    assert bool((found.input_ids[:, WIDTH:][~found.attention_mask[:, WIDTH:].bool()] == eos()).all())
+    with pytest.raises(ValueError, match="pad_token_id must be given where there is no eos_token_id"):
+        run(pad_token_id=None)
+
+
 def equal(a: Rollout, b: Rollout) -> bool:
     names = ("input_ids", "attention_mask", "response_mask", "rollout_logps", "evicted_at")
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

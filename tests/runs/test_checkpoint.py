@@ -276,3 +276,18 @@ def test_parameters_of_another_model_are_refused():
         load_trainable(module, {"weight": torch.zeros(2, 2)})
     with pytest.raises(ValueError, match=r"weight has shape \(3, 2\) .* give the model and the roles\.rank"):
         load_trainable(module, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})
+
+
+def test_a_state_file_that_is_a_pipe_or_names_files_elsewhere_is_broken_and_hangs_nothing(tmp_path):
+    path = save(tmp_path, 1)
+    state = json.loads((path / STATE).read_text())
+    state.pop("digest")
+    for names in ({"/dev/zero": "", WEIGHTS: "", LEARNER: ""}, {}, [WEIGHTS, LEARNER]):
+        changed = state | {"files": names}
+        (path / STATE).write_text(json.dumps(changed | {"digest": checkpoint._digest_of(changed)}))
+        with pytest.raises(BrokenCheckpointError, match="has changed since it was written"):
+            load_checkpoint(path)
+    (path / STATE).unlink()
+    os.mkfifo(path / STATE)
+    with pytest.raises(BrokenCheckpointError, match=STATE):
+        load_checkpoint(path)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences
+from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences, rows
 from lit_rlkv.tasks.rows import numbered_lines, parse_object, parse_rows
 
 
@@ -73,8 +73,8 @@ ROW = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}
     ],
 )
 def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch, build):
-    read, parse = [], json.loads
-    monkeypatch.setattr(json, "loads", lambda line: read.append(line) or parse(line))
+    read, parse = [], rows.parse_object
+    monkeypatch.setattr(rows, "parse_object", lambda line: read.append(line) or parse(line))
     path = tmp_path / "rows.jsonl"
     for n_rows in (3, 2):
         path.write_text(f"{json.dumps(ROW)}\n" * n_rows)
@@ -91,3 +91,39 @@ def test_each_format_of_a_file_is_cached_apart(tmp_path):
     assert load_problems(str(path), answer_after="####").at(0).solution == "#### 2"
     assert JsonlTask(path).at(0).solution == "2"
     assert read_preferences(path).at(0).answer == "2"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl:2: not UTF-8"),
+        ('{"a": 1}\n'.encode("utf-16"), r"a\.jsonl is UTF-16; convert it: iconv"),
+        (b'{"a": "\\ud800"}\n', r"a\.jsonl:1: a text has half of a surrogate pair"),
+        (b"[" * 200_000 + b"\n", r"a\.jsonl:1: the JSON is nested too deeply"),
+        (b'{"a": 1}\n{"b": {"a": 1, "a": 2}}\n', r"a\.jsonl:2: the key 'a' is given twice"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_with_the_line(tmp_path, content, says):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        parse_rows(numbered_lines(path), parse_object)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n')
+    assert parse_rows(numbered_lines(tmp_path / "a.jsonl"), parse_object) == [{"a": "\U0001f600"}]
+
+
+def test_a_folder_is_refused_before_it_is_walked(tmp_path, monkeypatch):
+    monkeypatch.setattr(type(tmp_path), "rglob", lambda *_: pytest.fail("the folder was walked"))
+    with pytest.raises(FileNotFoundError, match="give the path of a file of JSON lines"):
+        JsonlTask(tmp_path)
+
+
+def test_a_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_rlkv.files.MAX_FILES", 2)
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}')
+    with pytest.raises(ValueError, match="has more than 2 files; give a folder of data alone"):
+        load_problems(str(tmp_path))

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, Literal
 from uuid import uuid4
 
-from lit_rlkv.files import write_atomically
+from lit_rlkv.files import read_if_intact, read_json, write_atomically
 from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart, checked_interval
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots.style import pixels
@@ -45,6 +45,14 @@ def run_files(run_dir: Path, run_id: str) -> list[Path]:
     """Return the files of a W&B run, one per start, in order."""
     # Two starts within a second differ by a number at the end of their folders' names.
     return sorted(run_dir.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb"))
+
+
+def _read_id(path: Path) -> str | None:
+    """Return the id of the W&B run in FILE_NAME; it becomes part of paths."""
+    found = read_json(path)["id"]
+    if not isinstance(found, str) or not re.fullmatch(r"[\w.-]+", found):
+        raise ValueError(f"{found!r} is no id of a W&B run")
+    return found
 
 
 def truncate_incomplete(path: Path) -> None:
@@ -153,7 +161,7 @@ class WandbRun(RunLogger):
         self._wandb = wandb
         self.run_dir = start.run_dir
         id_file = start.run_dir / FILE_NAME
-        kept_id = json.loads(id_file.read_text())["id"] if id_file.is_file() else None
+        kept_id = read_if_intact(id_file, _read_id, None, sets_aside=True)
         earlier = [] if kept_id is None else run_files(start.run_dir, kept_id)
         held = max((last_iteration(path, ITERATION) for path in earlier), default=0)
         for path in earlier:

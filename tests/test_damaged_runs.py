@@ -1,0 +1,67 @@
+"""A run whose side files are damaged resumes, is scored and is exported without them."""
+
+import json
+import os
+from shutil import copytree
+
+import pytest
+
+from lit_rlkv.config.commands import ExportConfig
+from lit_rlkv.config.options import convert
+from lit_rlkv.evaluate import evaluate
+from lit_rlkv.export import export
+from lit_rlkv.reporting.run_folder import read_run
+from tests.tiers import short_tier
+from tests.whole_runs import run, scoring
+
+OPTIONS = ["diagnostics=light", "evaluation.budgets=[]", "evaluation.n_prompts=2", "evaluation.n_mismatch=2"]
+SIDE_FILES = (
+    "metrics.csv", "samples.jsonl", "diagnostics.jsonl",
+    "evaluation.json", "environment.json", "evictions.json",
+)  # fmt: skip
+DAMAGE = {
+    "binary": b"\xff\x00\n\xfe\n",
+    "a list": b"[1]\n[2]\n",
+    "other keys": b'{"iteration": 1}\n{"iteration": []}\n',
+    "deep": b"[" * 200_000 + b"\n",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run of two iterations."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "whole", *OPTIONS)
+    return folder
+
+
+def damaged(runs, folder, write):
+    copytree(runs / "whole", folder)
+    (folder / "report.html").unlink()
+    for name in SIDE_FILES:
+        (folder / name).unlink()
+        write(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("kind", short_tier([*DAMAGE, "pipe"], ["other keys", "pipe"]))
+def test_a_run_resumes_without_damaged_side_files(runs, tmp_path, caplog, kind):
+    write = os.mkfifo if kind == "pipe" else lambda path: path.write_bytes(DAMAGE[kind])
+    folder = damaged(runs, runs / f"resumed {kind}", write)
+    results = run(runs, folder.name, *OPTIONS, resumes=True)
+    assert len(results.after) == 2
+    for name in set(SIDE_FILES) - {"evictions.json"}:  # which is written anew
+        assert f"{folder / name} is damaged and is left out" in caplog.text
+        assert (folder / f"{name}.damaged").exists() or name == "evaluation.json"
+    assert (folder / "report.html").is_file()
+    assert len(read_run(folder).after) == 2  # all that was written since is intact
+
+
+def test_a_damaged_run_is_scored_and_exported(runs, tmp_path, caplog):
+    folder = damaged(runs, tmp_path / "damaged", lambda path: path.write_bytes(b"[1]\n"))
+    (folder / "choices.json").write_text("[1]")
+    assert len(evaluate(scoring(folder)).rows) == 2
+    written, _ = export(convert(ExportConfig, {"ckpt": str(folder), "to": str(tmp_path / "out")}))
+    assert json.loads((written / "export.json").read_text())["iteration"] == 2
+    assert "evaluation.json is damaged and is left out" in caplog.text
+    assert [path.name for path in folder.iterdir() if path.name.endswith(".damaged")] == []
