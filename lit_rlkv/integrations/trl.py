@@ -2,8 +2,8 @@
 
     from lit_rlkv.integrations.trl import EvictingGRPOConfig, EvictingGRPOTrainer
 
-Data, rewards, advantages, losses, logs and checkpoints are TRL's. Four of its methods are extended: the rollout
-(`_generate_single_turn`), the batch (`_generate_and_score_completions`), the log-probs
+Data, rewards, advantages, losses, logs and checkpoints are TRL's. Four of its methods are extended: the
+rollout (`_generate_single_turn`), the batch (`_generate_and_score_completions`), the log-probs
 (`_get_per_token_logps_and_entropies`) and the loss (`_compute_loss`). They are private, so TRL is pinned.
 """
 
@@ -68,7 +68,7 @@ CORRECTIONS: dict[str, WeightFn] = {
     "tis": truncated,
     "mis": masked,
 }
-"""Weight functions by name of the correction; with `shadow` the learner replays, with the others it is dense."""
+"""Weight functions by correction; with `shadow` the learner replays, with the others it is dense."""
 DISTILLATIONS = ("none", "dense_student", "sparse_student")
 
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -120,8 +120,8 @@ class EvictingGRPOConfig(GRPOConfig):  # type: ignore[misc]
         self.cache_spec()
         if self.correction == "sparse_rl":
             raise ValueError(
-                "correction='sparse_rl' counts fewer tokens in the loss's denominator, which TRL's losses do not "
-                "take; choose one of shadow, naive, tis, mis"
+                "correction='sparse_rl' counts fewer tokens in the loss's denominator, which TRL's losses do "
+                "not take; choose one of shadow, naive, tis, mis"
             )
         for name, known in (("correction", tuple(CORRECTIONS)), ("distillation", DISTILLATIONS)):
             if getattr(self, name) not in known:
@@ -130,8 +130,8 @@ class EvictingGRPOConfig(GRPOConfig):  # type: ignore[misc]
                 )
         if not (is_number(self.distillation_weight) and 0 < self.distillation_weight < math.inf):
             raise ValueError(
-                f"distillation_weight must be a number above 0, got {self.distillation_weight!r}; raise it, or "
-                "set distillation='none'"
+                f"distillation_weight must be a number above 0, got {self.distillation_weight!r}; raise it, "
+                "or set distillation='none'"
             )
         for name, (neutral, reason) in _NEUTRAL.items():
             if getattr(self, name) not in neutral:
@@ -158,10 +158,12 @@ class EvictingGRPOConfig(GRPOConfig):  # type: ignore[misc]
 class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer whose rollouts evict keys, and whose learner replays the evictions.
 
-    Arguments are those of `GRPOTrainer`, with an `EvictingGRPOConfig` as `args`. Metrics are TRL's, with
-    `kv/replay_gap` (the largest |log π − log sampler| of a completion token before the first update on a rollout,
-    in nats; with a correction other than "shadow" it is the mismatch of the dense learner), `kv/bytes` (allocated
-    keys and values, summed over processes) and `smd/kl` (the distillation's KL, in nats).
+    Arguments are those of `GRPOTrainer`, with an `EvictingGRPOConfig` as `args`. Metrics are TRL's, and
+
+    - `kv/replay_gap`: the largest |log π − log sampler| of a completion token before the first update on a
+      rollout, in nats; with a correction other than "shadow" it is the mismatch of the dense learner;
+    - `kv/bytes`: allocated keys and values, summed over processes;
+    - `smd/kl`: the KL of the distillation, mean over completion tokens, in nats.
 
     Dropout is set to 0, because sampler and learner must compute the same function.
 
@@ -174,7 +176,7 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self,
         model: "str | PreTrainedModel | Any",
         reward_funcs: Any = None,
-        args: EvictingGRPOConfig | None = None,
+        args: GRPOConfig | None = None,
         **arguments: Any,
     ) -> None:
         if args is None:
@@ -195,8 +197,8 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         prepare_backbone(_causal_lm(self.model))
         if self.is_fsdp_enabled or self._dist.is_zero3:
             raise ValueError(
-                "EvictingGRPOTrainer must have the whole weights on each process, and FSDP and DeepSpeed ZeRO-3 "
-                "shard them; use DDP, or lit_rlkv.fit, which shards by FSDP2"
+                "EvictingGRPOTrainer must have the whole weights on each process, and FSDP and DeepSpeed "
+                "ZeRO-3 shard them; use DDP, or lit_rlkv.fit, which shards by FSDP2"
             )
         if args.distillation == "sparse_student" and self.ref_model is None and not _has_adapter(self.model):
             raise ValueError(
@@ -212,7 +214,7 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample a completion for each prompt under the evicting cache; equal neighbours are prefilled once."""
+        """Sample a completion for each prompt under the evicting cache; equal neighbours share a prefill."""
         n = math.gcd(*(len(list(run)) for _, run in groupby(prompt_ids)))
         prompts = [torch.tensor(ids) for ids in prompt_ids[::n]]
         options = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
@@ -289,7 +291,9 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rows = slice(start, start + batch_size)
             changed = _attention_arguments(model, evicted_at[rows])
             changed["position_ids"] = positions[rows]
-            if not compute_aux_loss:  # which reads the real mask; otherwise transformers builds none of its own
+            if (
+                not compute_aux_loss
+            ):  # which reads the real mask; otherwise transformers builds none of its own
                 changed["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
             found = super()._get_per_token_logps_and_entropies(
                 partial(_call_with, model, changed),
@@ -364,7 +368,9 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         to_sparse = self.args.distillation == "sparse_student"
         student = policy_states(shadow=to_sparse, trains=True)
         if to_sparse:
-            teacher_model = policy if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+            teacher_model = (
+                policy if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+            )
             with torch.no_grad(), _as_reference(teacher_model) if self.ref_model is None else nullcontext():
                 teacher = states(teacher_model, shadow=False)
         else:
@@ -395,7 +401,7 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 def _check_arguments(model: Any, args: Any, arguments: dict[str, Any]) -> None:
     if not isinstance(args, EvictingGRPOConfig):
         raise TypeError(
-            f"args must be an EvictingGRPOConfig, got {type(args).__name__}; it takes the same fields and more"
+            f"args must be an EvictingGRPOConfig, got {type(args).__name__}; it takes the same fields"
         )
     refused = {
         "tools": "a tool's answer enters the context between turns, and the record of evictions has one turn",
@@ -410,7 +416,7 @@ def _check_arguments(model: Any, args: Any, arguments: dict[str, Any]) -> None:
     given = (args.model_init_kwargs or {}).get("attn_implementation", ATTENTION_NAME)
     if given != ATTENTION_NAME:
         raise ValueError(
-            f"model_init_kwargs must leave attn_implementation out, got {given!r}: replay needs {ATTENTION_NAME!r}"
+            f"model_init_kwargs must leave attn_implementation out, got {given!r}; replay has its own"
         )
     configs = [arguments.get("peft_config"), *getattr(model, "peft_config", {}).values()]
     if any(getattr(config, "is_prompt_learning", False) for config in configs):

@@ -45,7 +45,10 @@ def score(completions, **_):
 
 
 class Recorder:
-    """Reward function that keeps the completions it sees, for `replayed` to give them to another trainer."""
+    """Reward function that keeps the completions it sees, for `rollout_func` to give them to another trainer.
+
+    It also seeds torch, because TRL then shuffles the rollout, and samplers have drawn differently before.
+    """
 
     __name__ = "score"
 
@@ -54,6 +57,7 @@ class Recorder:
 
     def __call__(self, completions, completion_ids, **_):
         self.completions.append([list(ids) for ids in completion_ids])
+        torch.manual_seed(len(self.completions))
         return score(completions)
 
     def rollout_func(self):
@@ -78,7 +82,7 @@ def build(model, folder, *, trainer=EvictingGRPOTrainer, reward=score, arguments
     defaults = {
         "output_dir": str(folder),
         "max_steps": 3,
-        "logging_steps": 1,
+        "logging_steps": 1.0,  # of TRL's type, which the test run checks
         "report_to": "none",
         "save_strategy": "no",
         "per_device_train_batch_size": 8,
@@ -113,4 +117,7 @@ def train_plain(model, folder, recorder, **options):
     """Train TRL's own GRPOTrainer on the completions of another training."""
     options = {name: value for name, value in options.items() if name not in EVICTS}
     arguments = {**(options.pop("arguments", None) or {}), "rollout_func": recorder.rollout_func()}
-    return train(model, folder, trainer=GRPOTrainer, arguments=arguments, **options)
+    own = Recorder()
+    found = train(model, folder, trainer=GRPOTrainer, reward=own, arguments=arguments, **options)
+    assert own.completions == recorder.completions
+    return found
