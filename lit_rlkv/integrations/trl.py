@@ -286,7 +286,7 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         evicted_at = self._view(input_ids, attention_mask, shadow=self._replays)
         positions = token_positions(attention_mask)
         batch_size = batch_size or len(input_ids)
-        logps, entropies, aux_losses = [], [], []
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for start in range(0, len(input_ids), batch_size):
             rows = slice(start, start + batch_size)
             changed = _attention_arguments(model, evicted_at[rows])
@@ -295,7 +295,7 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 not compute_aux_loss
             ):  # which reads the real mask; otherwise transformers builds none of its own
                 changed["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
-            found = super()._get_per_token_logps_and_entropies(
+            part = super()._get_per_token_logps_and_entropies(
                 partial(_call_with, model, changed),
                 input_ids[rows],
                 attention_mask[rows],
@@ -303,8 +303,8 @@ class EvictingGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 compute_entropy=compute_entropy,
                 compute_aux_loss=compute_aux_loss,
             )
-            for part, parts in zip(found, (logps, entropies, aux_losses), strict=True):
-                parts.append(part)
+            parts.append(part)
+        logps, entropies, aux_losses = zip(*parts, strict=True)
         self._learner_logps = torch.cat(logps)
         return (
             self._learner_logps,

@@ -1,4 +1,4 @@
-"""Trains under torchrun with TRL's GRPOTrainer and ours, and leaves what the test compares in FOLDER/found.json.
+"""Trains under torchrun with TRL's GRPOTrainer and ours; what the test compares goes to FOLDER/found.json.
 
 python -m torch.distributed.run --nproc-per-node 2 trl_ranks.py MODEL FOLDER
 """
