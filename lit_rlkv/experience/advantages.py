@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_rlkv.experience import group_baselines as group
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.experience.gae import gae, returns, token_rewards, whiten
+from lit_rlkv.experience.gae import discounted_sums, gae, returns, token_rewards, whiten
 from lit_rlkv.objectives.preference import best_and_worst
 from lit_rlkv.rewards.judges import tournament
 from lit_rlkv.tasks import Task
@@ -154,6 +154,39 @@ class GAEAdvantage(AdvantageEstimator):
             units=_single_rows(rollout),
             returns=returns(advantages, values, response_mask),
         )
+
+
+class ReturnAdvantage(AdvantageEstimator):
+    """Discounted returns, whitened over the tokens of all responses: REINFORCE++ (arXiv:2501.03262).
+
+    No group baseline and no critic, so one response to a prompt is enough.
+
+    Args:
+        gamma: discount per response token.
+        whiten_advantages: scale the returns to mean 0 and standard deviation 1.
+
+    Raises:
+        ValueError: `gamma` is not between 0 and 1.
+    """
+
+    def __init__(self, gamma: float | int = 1.0, whiten_advantages: bool = True) -> None:
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma={gamma} is no discount; give a number between 0 and 1")
+        self.gamma = gamma
+        self.whiten_advantages = whiten_advantages
+
+    def compute(self, experience: Experience) -> Advantages:
+        """Return Σ_n γ^n·r_{t+n} at each token, of r_t = −β·KL_t plus the total reward at the last token.
+
+        Returns:
+            Advantages [batch, seq], 0 outside `response_mask`, in standard deviations or the reward's unit;
+            units [batch, 1], one row each; no returns.
+        """
+        rollout, is_counted = experience.rollout, experience.weights.is_counted
+        rewards = token_rewards(experience.rewards.total, rollout.response_mask, experience.kl_penalty)
+        sums = discounted_sums(rewards, self.gamma).masked_fill(~rollout.response_mask, 0.0)
+        advantages = whiten(sums, is_counted) if self.whiten_advantages else sums
+        return Advantages(advantages, is_counted, _single_rows(rollout))
 
 
 class PairAdvantage(AdvantageEstimator):
