@@ -148,8 +148,12 @@ class AlgorithmConfig:
     aggregation: Literal["token", "sequence", "constant"] = option(
         "token", "how token losses become one: mean of tokens, of responses, or over a constant length"
     )
-    advantage: Node = chosen("advantage estimator: GroupAdvantage, GAEAdvantage, PairAdvantage, or your own")
-    loss: Node = chosen("LightningModule with the policy's loss: GRPO, PPO, OnlineDPO, or your own")
+    advantage: Node = chosen(
+        "advantage estimator: GroupAdvantage, GAEAdvantage, ReturnAdvantage, PairAdvantage, or your own"
+    )
+    loss: Node = chosen(
+        "LightningModule with the policy's loss: GRPO, CISPO, Reinforce, PPO, OnlineDPO, or your own"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from torch import Tensor
 from lit_rlkv.experience import group_baselines as group
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, gae, returns, token_rewards, whiten
+from lit_rlkv.experience.score import ENTROPY
+from lit_rlkv.objectives.entropy import has_high_entropy
 from lit_rlkv.objectives.preference import best_and_worst
 from lit_rlkv.rewards.judges import tournament
 from lit_rlkv.tasks import Task
@@ -36,6 +38,8 @@ class AdvantageEstimator(ABC):
 
     needs: tuple[str, ...] = ()
     """Roles that must score each rollout, for example `("value",)`."""
+    statistics: tuple[str, ...] = ()
+    """Statistics of the policy to score each rollout for: `lit_rlkv.experience.score.ENTROPY`, or none."""
     min_group_size = 1
     gamma: float | int = 1.0
 
@@ -64,18 +68,32 @@ class GroupAdvantage(AdvantageEstimator):
     Args:
         estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`.
         filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
+        top_entropy_quantile: share of the response tokens, those of the highest entropy, that the policy's
+            objective learns from; see `has_high_entropy`. The others stay in denominators, as in TRL.
 
     Raises:
-        ValueError: the estimator is unknown.
+        ValueError: the estimator is unknown, or `top_entropy_quantile` is not between 0 and 1.
     """
 
     min_group_size = 2
 
-    def __init__(self, estimator: str, filter_zero_std_groups: bool = False) -> None:
+    def __init__(
+        self,
+        estimator: str,
+        filter_zero_std_groups: bool = False,
+        top_entropy_quantile: float | int = 1.0,
+    ) -> None:
         if estimator not in group.ESTIMATORS:
             raise ValueError(
                 f"estimator={estimator!r} is unknown; choose one of {', '.join(group.ESTIMATORS)}"
             )
+        if not 0 <= top_entropy_quantile <= 1:
+            raise ValueError(
+                f"top_entropy_quantile must be between 0 and 1, got {top_entropy_quantile}; 1 learns from "
+                "all tokens"
+            )
+        self.top_entropy_quantile = top_entropy_quantile
+        self.statistics = () if top_entropy_quantile == 1 else (ENTROPY,)
         self.estimate = group.ESTIMATORS[estimator]
         self.filter_zero_std_groups = filter_zero_std_groups
 
@@ -105,6 +123,9 @@ class GroupAdvantage(AdvantageEstimator):
         else:
             found = self.estimate(rewards)
         advantages = group.broadcast_to_response(found.flatten(), rollout.response_mask)
+        if experience.entropy is not None:
+            is_learned = has_high_entropy(experience.entropy, is_counted, self.top_entropy_quantile)
+            advantages = advantages.masked_fill(~is_learned, 0.0)
         return Advantages(advantages, is_counted, _single_rows(rollout))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_rlkv.objectives.clipped import clipped_surrogate, clipped_weight, sequence_log_ratio
 from lit_rlkv.objectives.corrections import ISWeights, masked, sequence_masked, sequence_truncated, truncated
-from lit_rlkv.objectives.entropy import token_entropy
+from lit_rlkv.objectives.entropy import has_high_entropy, token_entropy
 from lit_rlkv.objectives.kl import bias_corrected, k3
 from lit_rlkv.objectives.reduction import AGGREGATIONS, weighted_sum
 
@@ -301,3 +301,23 @@ def test_entropy_and_its_gradient_are_those_of_the_definition(vocab_size):
     other = entropy_and_gradients(lambda h, w: token_entropy(h, lambda x: x @ w.T, 1.0, vocab_size))
     assert all((a - b).abs().max() > 1e-2 for a, b in zip(other, expected, strict=True))
     assert expected[1].abs().max() > 0.1
+
+
+# top-entropy quantile
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 1 / 3, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("n_decimals", [8, 0])  # without and with ties
+def test_tokens_of_high_entropy_are_those_of_trl(share, n_decimals):
+    # get_high_entropy_mask: entropy >= torch.quantile(entropies of the completion tokens, 1 - share).
+    entropy = draw(1.0, 5).abs().round(decimals=n_decimals)
+    threshold = torch.quantile(entropy[IS_ACTION], 1 - share)
+    expected = (entropy >= threshold) & IS_ACTION
+    found = has_high_entropy(entropy.masked_fill(~IS_ACTION, math.nan), IS_ACTION, share)
+    assert torch.equal(found, expected)
+    n_without_ties = math.floor(share * 31 + 1e-9) + 1  # of 32 tokens
+    assert found.sum() > n_without_ties if n_decimals == 0 and share < 1 else found.sum() == n_without_ties
+
+
+def test_nothing_is_chosen_from_nothing():
+    assert not has_high_entropy(draw(1.0, 5), torch.zeros_like(IS_ACTION), 0.2).any()
