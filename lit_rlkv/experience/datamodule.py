@@ -23,7 +23,7 @@ from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, e
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart, RolloutSplit
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.experience.sample import generate_options, joined
-from lit_rlkv.experience.score import critic_sees_shadow, score_rollout
+from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS
@@ -195,6 +195,7 @@ class RolloutDataModule(L.LightningDataModule):
             kl_coef=kl_coef,
             kl_penalty=kl_penalty,
             values=scores.get("value"),
+            entropy=scores.get(ENTROPY),
             weights=global_is_weights(self.correction.weight_fn, log_ratio, response_mask, self.ranks),
             group_size=group_size,
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
@@ -275,10 +276,11 @@ class RolloutDataModule(L.LightningDataModule):
         views = {
             "policy": replay,
             "reference": replay,
+            ENTROPY: replay,
             "reward": dense_view,
             "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
-        wanted = set(self.roles.needed)
+        wanted = {*self.roles.needed, *self.advantage.statistics}
         if self.correction.bypass_mode:
             wanted.remove("policy")  # π_old is the sampler
         stacks_passes = self.roles_config.stack_passes
