@@ -6,6 +6,10 @@ Responses of random lengths go through the loop of generate(), with a check for 
 on CUDA: all at a time, and a quarter at a time, so that rows are refilled. *full* compacts a row once all its
 slots are taken, *clock* every `interval` steps of the row, as the cache does. *kept* are the slots read if an
 ended row held its keys, *read* those read if it holds one.
+
+The same responses with a dense cache: *used* are the most keys of running rows at a time, *grown* the most
+slots that the cache has, which grows with the rows that run, *reserved* those for the longest response in
+every row.
 """
 
 import argparse
@@ -18,9 +22,9 @@ import torch
 from text_table import text_table
 from torch import Tensor
 
-from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.kvcache.cache import FillLevels
-from lit_rlkv.rollout.decoder import DecodedRows, Decoder
+from lit_rlkv.rollout.decoder import FIRST_TOKENS, DecodedRows, Decoder
 from lit_rlkv.rollout.generate import STOP_CHECK_EVERY, decode_all
 
 
@@ -45,17 +49,26 @@ class Counts:
     """Slots of all rows that attention reads, one of an ended row."""
     kept: int = 0
     """The same if an ended row held its keys."""
+    used: int = 0
+    """Most keys of running rows at a time."""
+    grown: int = 0
+    """Most slots of the cache at a time."""
 
 
 class CountingDecoder(Decoder):
     """Counts keys instead of decoding; a prompt is its length and that of its response."""
 
-    def __init__(self, spec: CacheSpec, n_rows: int, longest: int, *, when_full: bool) -> None:
+    def __init__(
+        self, spec: CacheSpec, n_rows: int, longest_prompt: int, longest: int, *, when_full: bool
+    ) -> None:
         self.n_rows = n_rows
         self.settings: Any = SimpleNamespace(max_new_tokens=longest)
-        levels = (WhenFull if when_full else FillLevels)(spec, n_rows, spec.budget + spec.interval)
-        # Only a cache with a clock moves the checks.
-        self.kv: Any = SimpleNamespace(levels=levels, spec=CacheSpec.dense() if when_full else spec)
+        self.seq_len = longest_prompt + longest
+        first = min(self.seq_len, longest_prompt + FIRST_TOKENS)
+        self.kv = SlotCache(spec, 0, n_rows, self.seq_len, torch.device("cpu"), n_slots=first)
+        if when_full:
+            self.kv.levels = WhenFull(spec, n_rows, self.kv.n_slots)
+            self.kv.spec = CacheSpec.dense()  # only a cache with a clock moves the checks
         self.left = torch.zeros(n_rows, dtype=torch.long)
         self.held = torch.ones(n_rows, dtype=torch.long)
         self.counts = Counts()
@@ -68,11 +81,19 @@ class CountingDecoder(Decoder):
         self.kv.levels.start(rows, input_ids[:, 0].tolist())
         self.left[list(rows)] = input_ids[:, 1] - 1  # the first token comes from prefill
 
+    def grow(self, rows: Sequence[int]) -> None:
+        self.kv.resize(torch.tensor(rows), self.next_size)
+        self.left, self.held, self.n_rows = self.left[list(rows)], self.held[list(rows)], len(rows)
+
     def step(self) -> None:
+        if not self.kv.has_room(1):
+            self.grow(range(self.n_rows))
+        self.counts.grown = max(self.counts.grown, self.n_rows * self.kv.n_slots)
         # Slots of rows that the loop knows to be free stay as they are.
         level = self.kv.levels.level + 1
         self.held = torch.where(self.is_running, level, self.held)
         self.counts.kept += int(self.held.sum())
+        self.counts.used = max(self.counts.used, int(self.held[self.is_running].sum()))
         self.counts.read += int(self.held.where(self.is_running, 1).sum())
         self.counts.evicting += self.kv.levels.step()
         self.counts.steps += 1
@@ -93,7 +114,8 @@ def count(
     check_every: int = STOP_CHECK_EVERY,
 ) -> Counts:
     """Decode one response to each prompt, `n_rows` at a time."""
-    decoder = CountingDecoder(spec, n_rows, int(response_lens.max()), when_full=when_full)
+    longest = int(prompt_lens.max()), int(response_lens.max())
+    decoder = CountingDecoder(spec, n_rows, *longest, when_full=when_full)
     prompts = torch.stack([prompt_lens, response_lens], dim=1)
     decode_all(decoder, prompts, torch.ones_like(prompts, dtype=torch.bool), 1, check_every)
     return decoder.counts
@@ -111,8 +133,12 @@ def main() -> None:
     draw = torch.Generator().manual_seed(0)
     prompt_lens = torch.randint(args.budget // 8, args.budget // 2, (args.prompts,), generator=draw)
     response_lens = torch.randint(args.budget // 2, 4 * args.budget, (args.prompts,), generator=draw)
-    rows = []
+    rows, dense_rows = [], []
     for n_rows in (args.prompts, args.prompts // 4):
+        dense = count(prompt_lens, response_lens, CacheSpec.dense(), n_rows)
+        reserved = n_rows * int(prompt_lens.max() + response_lens.max())
+        slots = (dense.used, dense.grown, reserved)
+        dense_rows.append([str(n_rows), *(f"{n:,}" for n in slots), f"{dense.grown / reserved:.2f}"])
         full, clock = (
             count(prompt_lens, response_lens, spec, n_rows, when_full=is_full) for is_full in (True, False)
         )
@@ -127,6 +153,9 @@ def main() -> None:
     print(f"{args.prompts} prompts, {spec.budget}+{spec.interval} slots; millions of slots")
     headings = ["rows", "steps full", "steps clock", "evict full", "evict clock", "slots kept", "slots read"]
     print(text_table(headings, rows, n_left=0))
+    print("\nDense cache; slots")
+    headings = ["rows", "used", "grown", "reserved", "grown / reserved"]
+    print(text_table(headings, dense_rows, n_left=0))
 
 
 if __name__ == "__main__":

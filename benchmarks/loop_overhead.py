@@ -6,7 +6,7 @@ A run of `python -m lit_rlkv.fit` with its callbacks, diagnostics, logger and ch
 default the default run on one thread), each of whose parts stops the clock of what it is called from: a
 callback in an update counts as a callback and not as the update. Means over all iterations but the first, so
 that what happens every tenth iteration counts a tenth. `loader` is what else happens until there is a batch:
-the next problems, completions as text, credit. `rest` is all that is left: the loop itself, and its logging.
+the next problems, credit. `rest` is all that is left: the loop itself, and its logging.
 Rows go to benchmarks/results/loop_overhead.jsonl.
 """
 

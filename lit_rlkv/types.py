@@ -105,9 +105,9 @@ class Rewards(TensorBatch):
     total: Float[Tensor, " batch"]
     """Reward to learn from: weighted, normalised, clipped, minus penalties."""
     components: dict[str, Float[Tensor, " batch"]]
-    """Scores by component; NaN where a reward function failed."""
+    """Scores by component; NaN where a score failed."""
     is_failed: Bool[Tensor, " batch"] | None = None
-    """True for responses whose reward failed; their total is the mean of their group. None: cannot fail."""
+    """True for responses whose reward failed; their total is the mean of their group. None: none failed."""
     weighted: Float[Tensor, " batch"] | None = None
     """Weighted sum of the components, before normalisation; None if it equals `total`."""
 

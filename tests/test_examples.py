@@ -54,13 +54,9 @@ def test_trl_learns_from_replayed_rollouts():
 
 
 @pytest.mark.slow
-def test_without_the_hook_the_learner_of_trl_is_off_policy(tmp_path):
+def test_without_replay_the_learner_of_trl_is_off_policy():
     pytest.importorskip("trl")
-    text = (EXAMPLES / "trl_grpo.py").read_text()
-    hook = "model.base_model.register_forward_pre_hook(self.add_evictions, with_kwargs=True)"
-    (tmp_path / "trl_grpo.py").write_text(text.replace(hook, "pass"))
-    (tmp_path / "plain_pytorch.py").write_text((EXAMPLES / "plain_pytorch.py").read_text())
-    last = run(str(tmp_path / "trl_grpo.py"), "--steps", "1").splitlines()[-1]
+    last = run("examples/trl_grpo.py", "--steps", "1", "--correction", "naive").splitlines()[-1]
     assert float(re.findall(NUMBER, last)[-1]) > 1e-3
 
 

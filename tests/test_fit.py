@@ -216,7 +216,12 @@ def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [slow("dr_grpo"), slow("dapo"), slow("rloo"), slow("reinforce++"), "ppo", "online_dpo"]
+    "algorithm",
+    [
+        *map(slow, ("dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_plain", "gspo", "cispo")),
+        "ppo",
+        "online_dpo",
+    ],
 )
 def test_every_algorithm_runs(sft_runs, algorithm):
     # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.

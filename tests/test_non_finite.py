@@ -15,6 +15,7 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import MAX_SKIPPED, NonFiniteError, NonFiniteGuard
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.trainer import Learner
+from tests.tiers import slow
 from tests.whole_runs import run
 
 FABRIC = Fabric(accelerator="cpu")
@@ -78,6 +79,26 @@ def test_a_scaler_that_begins_too_high_has_the_steps_it_needs():
     assert n_skipped(1e36, n_steps=10) == 8 > MAX_SKIPPED
     with pytest.raises(NonFiniteError):
         n_skipped(torch.inf, n_steps=16 + MAX_SKIPPED + 1)
+
+
+@pytest.mark.parametrize(("score", "normalize"), [("1e39", "running"), slow("-1e20", "none")])
+def test_rewards_that_float32_cannot_square_reach_no_loss(tmp_path, score, normalize):
+    (tmp_path / "rewards.py").write_text(
+        f"""def score(completion, solution):
+    return {score} if completion != solution and sum(map(ord, completion)) % 2 else len(completion)
+"""
+    )
+    run(
+        tmp_path, "run", "stages=[sft,rl]", "algorithm=ppo", "reward=python", "diagnostics=none",
+        f"reward.functions.custom.path={tmp_path}/rewards.py:score", f"reward.normalize={normalize}",
+        "reward.max_failed=1", "algorithm.n_iterations=2",
+    )  # fmt: skip
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(0 < float(row["reward/failed_fraction"]) < 1 for row in rows)
+    for name in ("skipped_steps", "reward", "loss", "value_loss", "grad_norm", "rewards/custom/mean"):
+        assert all(0 <= abs(float(row[name])) < 1e6 for row in rows), name
+    assert all(float(row["skipped_steps"]) == 0 for row in rows)
 
 
 @pytest.mark.parametrize(("broken", "n_iterations"), [({2}, 3), (range(2, 99), 9)], ids=["once", "always"])

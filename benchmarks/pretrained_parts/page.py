@@ -1,5 +1,6 @@
 """The page docs/results/pretrained.md: page.md with the claims and tables of the recorded cells."""
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
@@ -7,7 +8,7 @@ from string import Template
 from pretrained_parts import claims, tables
 from pretrained_parts.claims import KIND_NAMES, SHOWN_BUDGET
 from pretrained_parts.results import Results
-from pretrained_parts.setting import DENSE, SINK, WINDOW, Cell
+from pretrained_parts.setting import DENSE, SINK, WINDOW
 
 from lit_rlkv.reporting.tables import markdown_table
 
@@ -65,16 +66,14 @@ def reweighting(results: Results) -> Iterator[str]:
         return
     n_rows, n_tokens, _ = shares
     row = next(iter(results.rollouts("wide").values()))
-    budget, lengths = row["cell"]["budget"], row["n_prompt_tokens"]
-    cache = Cell("wide", row["cell"]["policy"], budget).cache
-    first = cache.budget + cache.interval - round(sum(lengths) / len(lengths))
+    budget, n_prompt = row["cell"]["budget"], round(statistics.mean(row["n_prompt_tokens"]))
     yield "## What reweighting keeps"
     yield from claims.clipping(results)
     yield tables.weights(results)
     text = (
-        f"{n_rows} sequences of {n_tokens} tokens, sampled at temperature 1 under {budget} keys, past end "
-        f"tokens; the first eviction comes after about {max(first, 1)} tokens. *sequences* and *tokens* are "
-        f"effective shares; the least possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}."
+        f"{n_rows} sequences of {n_tokens} tokens behind prompts of about {n_prompt}, sampled at temperature "
+        f"1 under {budget} keys, past end tokens. *sequences* and *tokens* are effective shares; the least "
+        f"possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}."
     )
     if long := results.rollouts("long"):
         cell = next(iter(long.values()))["cell"]

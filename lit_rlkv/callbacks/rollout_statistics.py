@@ -58,10 +58,10 @@ def reward_statistics(rewards: Rewards) -> dict[str, Tensor]:
     """Return the mean of each reward component before weights, and for reward functions the std too."""
     found = {}
     for name, scores in rewards.components.items():
-        if name in OWN:
-            found[f"rewards/{name}"] = scores.mean()
-            continue
         answered = scores[~scores.isnan()]
+        if name in OWN:
+            found[f"rewards/{name}"] = answered.mean()
+            continue
         found[f"rewards/{name}/mean"] = answered.mean()
         found[f"rewards/{name}/std"] = answered.std(unbiased=len(answered) > 1)
     if rewards.is_failed is not None:

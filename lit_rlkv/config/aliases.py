@@ -33,6 +33,13 @@ SAME = {
     "clip_ratio_high": "algorithm.loss.clip_high",
     "epsilon_low": "algorithm.loss.clip_low",
     "clip_ratio_low": "algorithm.loss.clip_low",
+    "delta": "algorithm.loss.delta",
+    "clip_ratio_c": "algorithm.loss.delta",
+    "importance_sampling_level": "algorithm.loss.importance_sampling_level",
+    "entropy_coef": "algorithm.entropy_coef",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "top_entropy_quantile": "algorithm.advantage.top_entropy_quantile",
+    "use_bias_correction_kl": "algorithm.kl.bias_correction",
     "cliprange_value": "algorithm.loss.value_clip",
     "vf_coef": "algorithm.loss.value_weight",
     "gae_lambda": "algorithm.advantage.lam",
@@ -132,7 +139,7 @@ EVALUATED = (
 )
 ESTIMATOR = (
     "'algorithm.advantage.estimator' chooses how rewards are scaled: grpo divides by the std of the group, "
-    "dr_grpo does not, and reinforce++ divides by the std of the batch"
+    "dr_grpo by none, and batch_std by that of all rewards of the batch"
 )
 CLIPPED = "write 'algorithm.loss.clip_low' and 'algorithm.loss.clip_high', the bounds below and above 1"
 LOGGERS = "choose by 'logger=wandb', 'logger=tensorboard' or 'logger=csv'"
@@ -152,6 +159,14 @@ REWARD_MODEL = (
 )
 REWARD_FUNCTIONS = "'reward.functions' holds reward functions, each with its weight; such as 'reward=python'"
 PRECISIONS = "'fabric.precision' is one of 32-true, 64-true, bf16-true, 16-mixed and bf16-mixed"
+UPPER_BOUND = (
+    "it is 'correction.weight_fn.cap' of 'correction=tis' and 'correction=sequence_tis', and "
+    "'correction.weight_fn.high' of the corrections that mask"
+)
+ONE_REFERENCE = (
+    "the reference stays the start model: it is the backbone without its adapter, which other roles share, "
+    "so merging the policy into it would change them; start another run from an export"
+)
 OFF_POLICY = "'correction' chooses replay or importance weights, such as 'correction=tis'"
 
 DIFFERENT = {
@@ -182,9 +197,10 @@ DIFFERENT = {
     "norm_adv_by_std_in_grpo": ESTIMATOR,
     "adv_estimator": "choose by 'algorithm', such as 'algorithm=grpo', or 'algorithm=ppo' for GAE",
     "loss_type": (
-        "'algorithm' chooses the method, such as 'algorithm=dapo' or 'algorithm=dr_grpo', and "
-        "'algorithm.aggregation' how token losses become one"
+        "'algorithm' chooses the method, such as 'algorithm=dapo', 'algorithm=dr_grpo' or 'algorithm=cispo', "
+        "and 'algorithm.aggregation' how token losses become one"
     ),
+    "loss_mode": "choose by 'algorithm', such as 'algorithm=gspo' or 'algorithm=cispo'",
     "loss_agg_mode": (
         "'algorithm.aggregation' is token (token-mean), sequence (seq-mean-token-mean) or constant "
         "(seq-mean-token-sum-norm)"
@@ -199,9 +215,14 @@ DIFFERENT = {
     "kl_ctrl.kl_coef": "write 'algorithm.kl.weight', with 'algorithm.kl.place=reward'",
     "kl_penalty": "'algorithm.kl.estimator' is k1, k2 or k3, and 'algorithm.kl.place' is loss or reward",
     "whiten_rewards": "write 'reward.normalize=batch'",
-    "importance_sampling_level": "the weights are per token; " + OFF_POLICY,
     "vllm_importance_sampling_correction": OFF_POLICY,
-    "rollout_is": OFF_POLICY,
+    "vllm_importance_sampling_mode": (
+        "token_truncate is 'correction=tis', token_mask 'correction=mis', sequence_truncate "
+        "'correction=sequence_tis' and sequence_mask 'correction=sequence_mis'"
+    ),
+    "vllm_importance_sampling_clip_max": UPPER_BOUND,
+    "rollout_is": "token is 'correction=tis', sequence is 'correction=sequence_tis'",
+    "rollout_is_threshold": UPPER_BOUND,
     "cast_lm_head_to_fp32": "logits are always float32; leave it out",
     "critic.optim.lr": "in 'algorithm=ppo', it is 'algorithm.loss.value_lr_scale' times 'optimizer.lr'",
     "warmup_ratio": "'algorithm.n_warmup_steps' counts optimizer steps",
@@ -293,10 +314,9 @@ DIFFERENT = {
     "max_length": "prompts are never cut; 'rollout.max_new_tokens' bounds the response",
     "disable_dropout": "dropout is always 0; leave it out",
     "push_to_hub": "python -m lit_rlkv.export writes a folder that huggingface_hub uploads; leave it out",
-    "sync_ref_model": "the reference is the start model and stays so; leave it out",
-    "ref_model_mixup_alpha": "the reference is the start model and stays so; leave it out",
-    "top_entropy_quantile": "all response tokens are learned from; leave it out",
-    "delta": CLIPPED,
+    "sync_ref_model": ONE_REFERENCE,
+    "ref_model_sync_steps": ONE_REFERENCE,
+    "ref_model_mixup_alpha": ONE_REFERENCE,
     "tensor_model_parallel_size": SHARDED,
 }
 """Advice for names that no key means the same as. Single quotes hold a key, or key=value."""

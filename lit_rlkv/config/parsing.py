@@ -24,7 +24,8 @@ SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File name of the model of `recipe=smollm2`."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
 WEIGHT_FUNCTIONS = tuple(
-    f"lit_rlkv.objectives.corrections.{name}" for name in ("truncated", "masked", "sparse_rl")
+    f"lit_rlkv.objectives.corrections.{name}"
+    for name in ("truncated", "masked", "sequence_truncated", "sequence_masked", "sparse_rl")
 )
 
 

@@ -97,6 +97,9 @@ class KLConfig:
         "loss", "a loss term with a gradient, or a penalty on the reward of each token"
     )
     estimator: Literal["k1", "k2", "k3"] = option("k3", "of the KL per token; k1 only in the reward")
+    bias_correction: bool = option(
+        False, "multiply k3 in the loss by π/π_old: its gradient is then that of the KL (arXiv:2512.02556)"
+    )
     target: Number | None = option(
         None, "nats per response that the weight is steered to (arXiv:1909.08593); null: it is fixed", above=0
     )
@@ -107,6 +110,11 @@ class KLConfig:
             self.estimator != "k1" or self.place == "reward",
             "algorithm.kl.estimator=k1 has no useful gradient, so it does not serve in the loss; use k2 or "
             "k3, or algorithm.kl.place=reward",
+        )
+        require(
+            not self.bias_correction or (self.place, self.estimator) == ("loss", "k3"),
+            f"algorithm.kl.bias_correction=true corrects k3 in the loss, got algorithm.kl.place={self.place} "
+            f"and algorithm.kl.estimator={self.estimator}; use loss and k3, or bias_correction=false",
         )
         require(
             self.target is None or self.weight > 0,
@@ -131,14 +139,21 @@ class AlgorithmConfig:
     policy_weight: Number = option(
         1.0, "weight of the algorithm's own loss; 0 trains by distillation alone", least=0
     )
+    entropy_coef: Number = option(
+        0.0, "weight of an entropy bonus, over the tokens and by the mean of the loss; 0: none", least=0
+    )
     n_warmup_steps: int = option(0, "first optimizer steps, in which the learning rate rises", least=0)
     lr_schedule: Literal["linear", "constant"] = option("linear", "linear falls to 0 at the last iteration")
     kl: KLConfig = group(KLConfig)
     aggregation: Literal["token", "sequence", "constant"] = option(
         "token", "how token losses become one: mean of tokens, of responses, or over a constant length"
     )
-    advantage: Node = chosen("advantage estimator: GroupAdvantage, GAEAdvantage, PairAdvantage, or your own")
-    loss: Node = chosen("LightningModule with the policy's loss: GRPO, PPO, OnlineDPO, or your own")
+    advantage: Node = chosen(
+        "advantage estimator: GroupAdvantage, GAEAdvantage, ReturnAdvantage, PairAdvantage, or your own"
+    )
+    loss: Node = chosen(
+        "LightningModule with the policy's loss: GRPO, CISPO, Reinforce, PPO, OnlineDPO, or your own"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Statistics of importance ratios: verl's `rollout_corr/*`, and the effect of each correction.
 
-Names and formulas are those of verl/trainer/ppo/rollout_corr_helper.py in github.com/volcengine/verl, with
-importance ratios of tokens (`rollout_is="token"`). ρ = learner / sampler, on the sampler's own tokens.
+Names and formulas are those of verl/trainer/ppo/rollout_corr_helper.py in github.com/volcengine/verl, version
+0.9.1, with weights of tokens truncated at 2, the default there. ρ = learner / sampler, on the sampler's own
+tokens.
 """
 
 import math
@@ -61,20 +62,20 @@ def off_policy(
 def importance_ratios(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
 ) -> Scalars:
-    """Return statistics of the untruncated ratios (verl's `compute_is_metrics`), log ρ kept within ±20.
+    """Return statistics of the weights w = min(ρ, 2) (verl's `compute_is_metrics`), log ρ kept within ±20.
 
-    std and eff_sample_size = (E[w])² / E[w²] are of ratios clamped to [1/2, 2], so neither shows a heavy
-    tail. `seq` statistics are of the mean ratio of each sequence.
+    eff_sample_size = (E[w])² / E[w²]. `seq` statistics are of the mean weight of each sequence. The fractions
+    are of ρ itself, and of its mean over each sequence.
     """
     ratio = _bounded_exp(log_ratio.masked_fill(~response_mask, 0.0))
-    clamped = ratio.clamp(1 / THRESHOLD, THRESHOLD)
-    mean, square = masked_mean(clamped, response_mask), masked_mean(clamped.square(), response_mask)
-    of_rows = _row_means(ratio, response_mask)
+    weight = ratio.clamp(max=THRESHOLD)
+    mean, square = masked_mean(weight, response_mask), masked_mean(weight.square(), response_mask)
+    of_rows, raw_rows = _row_means(weight, response_mask), _row_means(ratio, response_mask)
     return {
-        "rollout_is_mean": masked_mean(ratio, response_mask),
+        "rollout_is_mean": mean,
         "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
-        "rollout_is_max": ratio.masked_fill(~response_mask, -torch.inf).max(),
-        "rollout_is_min": ratio.masked_fill(~response_mask, torch.inf).min(),
+        "rollout_is_max": weight.masked_fill(~response_mask, -torch.inf).max(),
+        "rollout_is_min": weight.masked_fill(~response_mask, torch.inf).min(),
         "rollout_is_eff_sample_size": mean.square() / square,
         "rollout_is_ratio_fraction_high": masked_mean((ratio > THRESHOLD).float(), response_mask),
         "rollout_is_ratio_fraction_low": masked_mean((ratio < 1 / THRESHOLD).float(), response_mask),
@@ -83,8 +84,24 @@ def importance_ratios(
         "rollout_is_seq_max": of_rows.max(),
         "rollout_is_seq_min": of_rows.min(),
         "rollout_is_seq_max_deviation": (of_rows - 1).abs().max(),
-        "rollout_is_seq_fraction_high": (of_rows > THRESHOLD).float().mean(),
-        "rollout_is_seq_fraction_low": (of_rows < 1 / THRESHOLD).float().mean(),
+        "rollout_is_seq_fraction_high": (raw_rows > THRESHOLD).float().mean(),
+        "rollout_is_seq_fraction_low": (raw_rows < 1 / THRESHOLD).float().mean(),
+    }
+
+
+def untruncated_ratios(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Scalars:
+    """Return `kv/ratio_*`: ρ before any truncation, and its mean over each sequence, log ρ within ±20."""
+    ratio = _bounded_exp(log_ratio.masked_fill(~response_mask, 0.0))
+    of_rows = _row_means(ratio, response_mask)
+    return {
+        "kv/ratio_mean": masked_mean(ratio, response_mask),
+        "kv/ratio_max": ratio.masked_fill(~response_mask, -torch.inf).max(),
+        "kv/ratio_min": ratio.masked_fill(~response_mask, torch.inf).min(),
+        "kv/ratio_seq_mean": of_rows.mean(),
+        "kv/ratio_seq_max": of_rows.max(),
+        "kv/ratio_seq_min": of_rows.min(),
     }
 
 
@@ -114,14 +131,18 @@ def rollout_correction(
     weight: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> Scalars:
-    """Return `rollout_corr/*` of one rollout: distances, token ratios and the correction's rejections."""
+    """Return `rollout_corr/*` of one rollout: distances, weights and the correction's rejections.
+
+    With them comes `kv/ratio_*`, the ratios before truncation.
+    """
     log_ratio = learner_logps - rollout_logps
     found = {
         **off_policy(learner_logps, rollout_logps, response_mask),
         **importance_ratios(log_ratio, response_mask),
         **rejections(log_ratio, weight, response_mask),
     }
-    return {f"rollout_corr/{name}": value for name, value in found.items()}
+    scalars = {f"rollout_corr/{name}": value for name, value in found.items()}
+    return scalars | untruncated_ratios(log_ratio, response_mask)
 
 
 def dense_mismatch(

@@ -22,6 +22,7 @@ from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager, score
+from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.rng import stream
 from lit_rlkv.tasks import Task
 from lit_rlkv.types import Problem, Rollout, prompt_text
@@ -185,7 +186,8 @@ class Evaluator:
         if n_failed > self.max_failed * n_scored:
             raise RewardsFailedError(
                 f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
-                f"{self.max_failed} allows; see fit.log for the errors of reward.accuracy"
+                f"{self.max_failed} allows; see fit.log for the errors of reward.accuracy, or scale the "
+                f"task's score, which must be a number of size at most {MAX_SCORE:g}"
             )
         row = EvalRow(
             cache=cache.label,

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lit_rlkv.experience import group_baselines as group
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.experience.gae import gae, returns, token_rewards, whiten
+from lit_rlkv.experience.gae import discounted_sums, gae, returns, token_rewards, whiten
+from lit_rlkv.experience.score import ENTROPY
+from lit_rlkv.objectives.entropy import has_high_entropy
 from lit_rlkv.objectives.preference import best_and_worst
 from lit_rlkv.rewards.judges import tournament
 from lit_rlkv.tasks import Task
@@ -36,6 +38,8 @@ class AdvantageEstimator(ABC):
 
     needs: tuple[str, ...] = ()
     """Roles that must score each rollout, for example `("value",)`."""
+    statistics: tuple[str, ...] = ()
+    """Statistics of the policy to score each rollout for: `lit_rlkv.experience.score.ENTROPY`, or none."""
     min_group_size = 1
     gamma: float | int = 1.0
 
@@ -64,18 +68,32 @@ class GroupAdvantage(AdvantageEstimator):
     Args:
         estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`.
         filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
+        top_entropy_quantile: share of the response tokens, those of the highest entropy, that the policy's
+            objective learns from; see `has_high_entropy`. The others stay in denominators, as in TRL.
 
     Raises:
-        ValueError: the estimator is unknown.
+        ValueError: the estimator is unknown, or `top_entropy_quantile` is not between 0 and 1.
     """
 
     min_group_size = 2
 
-    def __init__(self, estimator: str, filter_zero_std_groups: bool = False) -> None:
+    def __init__(
+        self,
+        estimator: str,
+        filter_zero_std_groups: bool = False,
+        top_entropy_quantile: float | int = 1.0,
+    ) -> None:
         if estimator not in group.ESTIMATORS:
             raise ValueError(
                 f"estimator={estimator!r} is unknown; choose one of {', '.join(group.ESTIMATORS)}"
             )
+        if not 0 <= top_entropy_quantile <= 1:
+            raise ValueError(
+                f"top_entropy_quantile must be between 0 and 1, got {top_entropy_quantile}; 1 learns from "
+                "all tokens"
+            )
+        self.top_entropy_quantile = top_entropy_quantile
+        self.statistics = () if top_entropy_quantile == 1 else (ENTROPY,)
         self.estimate = group.ESTIMATORS[estimator]
         self.filter_zero_std_groups = filter_zero_std_groups
 
@@ -105,6 +123,9 @@ class GroupAdvantage(AdvantageEstimator):
         else:
             found = self.estimate(rewards)
         advantages = group.broadcast_to_response(found.flatten(), rollout.response_mask)
+        if experience.entropy is not None:
+            is_learned = has_high_entropy(experience.entropy, is_counted, self.top_entropy_quantile)
+            advantages = advantages.masked_fill(~is_learned, 0.0)
         return Advantages(advantages, is_counted, _single_rows(rollout))
 
 
@@ -154,6 +175,39 @@ class GAEAdvantage(AdvantageEstimator):
             units=_single_rows(rollout),
             returns=returns(advantages, values, response_mask),
         )
+
+
+class ReturnAdvantage(AdvantageEstimator):
+    """Discounted returns, whitened over the tokens of all responses: REINFORCE++ (arXiv:2501.03262).
+
+    No group baseline and no critic, so one response to a prompt is enough.
+
+    Args:
+        gamma: discount per response token.
+        whiten_advantages: scale the returns to mean 0 and standard deviation 1.
+
+    Raises:
+        ValueError: `gamma` is not between 0 and 1.
+    """
+
+    def __init__(self, gamma: float | int = 1.0, whiten_advantages: bool = True) -> None:
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma={gamma} is no discount; give a number between 0 and 1")
+        self.gamma = gamma
+        self.whiten_advantages = whiten_advantages
+
+    def compute(self, experience: Experience) -> Advantages:
+        """Return Σ_n γ^n·r_{t+n} at each token, of r_t = −β·KL_t plus the total reward at the last token.
+
+        Returns:
+            Advantages [batch, seq], 0 outside `response_mask`, in standard deviations or the reward's unit;
+            units [batch, 1], one row each; no returns.
+        """
+        rollout, is_counted = experience.rollout, experience.weights.is_counted
+        rewards = token_rewards(experience.rewards.total, rollout.response_mask, experience.kl_penalty)
+        sums = discounted_sums(rewards, self.gamma).masked_fill(~rollout.response_mask, 0.0)
+        advantages = whiten(sums, is_counted) if self.whiten_advantages else sums
+        return Advantages(advantages, is_counted, _single_rows(rollout))
 
 
 class PairAdvantage(AdvantageEstimator):

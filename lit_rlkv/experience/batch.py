@@ -43,6 +43,8 @@ class Experience:
     """Discount per response token, used for the returns that a critic learns."""
     is_replayed: bool = False
     """True if `old_logps` were scored under replay: they differ from the sampler's by rounding only."""
+    entropy: Float[Tensor, "batch seq"] | None = None
+    """Entropy of the policy at each response token before the update, in nats; None if nothing needs it."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 
@@ -65,6 +67,7 @@ class Experience:
             ref_logps=_each(gather, self.ref_logps),
             kl_penalty=gather(self.kl_penalty),
             values=_each(gather, self.values),
+            entropy=_each(gather, self.entropy),
             weights=ISWeights(gather(weights.weight), gather(weights.is_counted)),
             verdicts=_each(gather, self.verdicts),
             ranks=SINGLE_PROCESS,

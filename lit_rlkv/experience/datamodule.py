@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -22,13 +23,14 @@ from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, e
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart, RolloutSplit
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.experience.sample import generate_options, joined
-from lit_rlkv.experience.score import critic_sees_shadow, score_rollout
+from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.corrections import Correction, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager
+from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import Task
@@ -56,7 +58,8 @@ class RolloutDataModule(L.LightningDataModule):
         algorithm: group size, how a rollout is cut into optimizer steps, and the KL to the reference.
         roles_config: the critic's view, and if passes are stacked; None: the defaults.
         reward: components and weights; None: the verifier's score alone.
-        rewards: reward functions, which run while the roles score; None without any.
+        rewards: reward functions, which score a response once it has ended, while others are sampled and the
+            roles score; None without any.
         learner_parts, warmup_part: attributes of the module: roles that learn together from a micro-batch.
         on_rollout_end: called with each experience before it is cut into minibatches.
         on_update_start: called next, with the function that splits it into parts.
@@ -146,17 +149,17 @@ class RolloutDataModule(L.LightningDataModule):
     def collect(self) -> Experience:
         """Sample, score and reward this rank's share of the responses of one iteration."""
         group_size = self.algorithm.group_size
-        # 1. sample
+        # 1. sample; reward functions score each response from its end on
         prompts = self._next_prompts()
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
+        pending = self.rewards.begin(problems)
         with self._phase("rollout", len(problems) * self.settings.max_new_tokens) as progress:
-            rollout = self._sample(prompts, progress.advance)
+            rollout = self._sample(prompts, pending, progress.advance)
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
-        completions = decode_completions(self.tokenizer, rollout.input_ids, response_mask)
+        completions = [pending.completions[row] for row in range(len(problems))]
         has_eos = (is_end(self.tokenizer, rollout.input_ids) & response_mask).any(dim=1)
-        # 2. score; reward functions run concurrently
-        pending = self.rewards.ask(problems, completions)
+        # 2. score
         with self._phase("score", len(problems)) as progress:
             scores = self._score(rollout, progress.advance)
         old_logps = scores.get("policy", rollout.rollout_logps)
@@ -192,6 +195,7 @@ class RolloutDataModule(L.LightningDataModule):
             kl_coef=kl_coef,
             kl_penalty=kl_penalty,
             values=scores.get("value"),
+            entropy=scores.get(ENTROPY),
             weights=global_is_weights(self.correction.weight_fn, log_ratio, response_mask, self.ranks),
             group_size=group_size,
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
@@ -214,16 +218,22 @@ class RolloutDataModule(L.LightningDataModule):
         return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
 
     def _sample(
-        self, shards: Mapping[int, Sequence[Problem]], on_progress: Callable[[int], object]
+        self,
+        shards: Mapping[int, Sequence[Problem]],
+        pending: PendingRewards,
+        on_progress: Callable[[int], object],
     ) -> Rollout:
-        """Sample a group of responses to each problem: groups side by side, shard after shard."""
+        """Sample a group of responses to each problem: groups side by side, shard after shard.
+
+        Each response is added to `pending` once it has ended.
+        """
         texts = {number: [p.prompt for p in problems] for number, problems in shards.items()}
         encoded = {number: encode_prompts(self.tokenizer, prompts) for number, prompts in texts.items()}
         # All ranks use the same columns, on which the random numbers of an eviction depend.
         width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
         settings, group_size = self.settings, self.algorithm.group_size
-        rollouts = []
+        rollouts: list[Rollout] = []
         with acting_as(self.roles, "policy") as backbone:
             for number, part in encoded.items():
                 prompts = padded(part, width, pad).to(backbone.device)
@@ -239,11 +249,24 @@ class RolloutDataModule(L.LightningDataModule):
                         generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
                         num_return_sequences=group_size,
                         on_progress=on_progress,
+                        on_finished=partial(self._add, pending, sum(len(r.input_ids) for r in rollouts)),
                         **generate_options(self.tokenizer, settings),
                     )
                 rollouts.append(rollout)
         n_columns = self.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
         return joined(rollouts, n_columns, pad)
+
+    def _add(
+        self,
+        pending: PendingRewards,
+        first_row: int,
+        rows: list[int],
+        input_ids: Int[Tensor, "row seq"],
+        response_mask: Bool[Tensor, "row seq"],
+    ) -> None:
+        """Add responses that have ended to the batch; `first_row` is that of their shard."""
+        completions = decode_completions(self.tokenizer, input_ids, response_mask)
+        pending.add([first_row + row for row in rows], completions)
 
     def _score(self, rollout: Rollout, on_progress: Callable[[int], object]) -> dict[str, Tensor]:
         """Return log-probs, values or rewards by role; without "policy" if π_old is the sampler."""
@@ -253,10 +276,11 @@ class RolloutDataModule(L.LightningDataModule):
         views = {
             "policy": replay,
             "reference": replay,
+            ENTROPY: replay,
             "reward": dense_view,
             "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
-        wanted = set(self.roles.needed)
+        wanted = {*self.roles.needed, *self.advantage.statistics}
         if self.correction.bypass_mode:
             wanted.remove("policy")  # π_old is the sampler
         stacks_passes = self.roles_config.stack_passes

@@ -35,25 +35,50 @@ def reinforce_pp(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "promp
     return advantages / (advantages.std() + STD_FLOOR)
 
 
-ESTIMATORS = {"grpo": grpo, "dr_grpo": centred, "dapo": grpo, "rloo": rloo, "reinforce++": reinforce_pp}
+def batch_std(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """Return (R − group mean) / std of all rewards of the batch: `scale_rewards=batch` of TRL.
+
+    Different prompts spread the rewards of a batch, so it is never below `reinforce_pp`'s std.
+    """
+    return centred(rewards) / (rewards.std() + STD_FLOOR)
+
+
+ESTIMATORS = {
+    "grpo": grpo,
+    "dr_grpo": centred,
+    "dapo": grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_pp,
+    "batch_std": batch_std,
+}
+
+Estimate = Callable[[Tensor], Tensor]
+"""Rewards to advantages, both [prompt, group]."""
+
+SCALED_BY_BATCH: dict[Estimate, Callable[[Tensor, Tensor], Tensor]] = {
+    reinforce_pp: lambda rewards, advantages: advantages,
+    batch_std: lambda rewards, advantages: rewards,
+}
+"""For estimators with a std over the batch: what it is the std of, of rewards and centred advantages."""
 
 
 def without_failures(
-    estimate: Callable[[Tensor], Tensor], rewards: Float[Tensor, "prompt group"], is_valid: Tensor
+    estimate: Estimate, rewards: Float[Tensor, "prompt group"], is_valid: Tensor
 ) -> Float[Tensor, "prompt group"]:
     """Apply an estimator to groups without their failed responses.
 
     Failed responses get advantage 0, and so does a single valid one. `is_valid` is [prompt, group].
     """
-    within = centred if estimate is reinforce_pp else estimate
+    scaled = SCALED_BY_BATCH.get(estimate)
+    within = estimate if scaled is None else centred
     advantages = within(rewards)
     for row in (~is_valid).any(dim=1).nonzero().flatten().tolist():
         kept = is_valid[row]
         advantages[row] = 0.0
         if int(kept.sum()) > 1:
             advantages[row, kept] = within(rewards[row, kept][None])[0]
-    if estimate is reinforce_pp and int(is_valid.sum()) > 1:
-        advantages = advantages / (advantages[is_valid].std() + STD_FLOOR)
+    if scaled is not None and int(is_valid.sum()) > 1:
+        advantages = advantages / (scaled(rewards, advantages)[is_valid].std() + STD_FLOOR)
     return advantages
 
 

@@ -12,7 +12,7 @@ from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.experience.group_baselines import STD_FLOOR
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
-from lit_rlkv.rewards.verifier import EXACT_MATCH, score
+from lit_rlkv.rewards.verifier import EXACT_MATCH, MAX_SCORE, bounded, score
 from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import Problem, Rewards
 
@@ -76,7 +76,7 @@ class RewardRule:
         if task.is_verifiable:
             components |= score(task.score, problems, completions).components
         if learned is not None:
-            components["learned"] = learned
+            components["learned"] = bounded(learned)
         answers = pending.collect(on_progress=on_progress)
         components |= answers.scores
         errors = dict(ranks.all_gather_object([*answers.errors.items()]))
@@ -94,8 +94,9 @@ class RewardRule:
         """Return the rewards for these components.
 
         Args:
-            components: scores by name; NaN where a function failed. Such a response gets the mean of the
-                rewards of its group, or of all responses if its whole group failed.
+            components: scores by name; NaN where a score failed. A response without a score, or with a
+                weighted sum above MAX_SCORE in size, gets the mean of the rewards of its group, or of all
+                responses if its whole group failed.
             group_size: responses to each prompt, side by side.
             errors: messages of failed functions.
 
@@ -104,10 +105,11 @@ class RewardRule:
             RewardsFailedError: more responses failed than `max_failed` allows.
         """
         config = self.config
-        is_failed = self._failed(components, has_eos)
-        check_failed(is_failed, errors or {}, config.max_failed)
         parts = [weight * components[name] for name, weight in self._weights(components).items()]
-        weighted = sum(parts[1:], start=parts[0]).masked_fill(is_failed, 0.0)
+        weighted = sum(parts[1:], start=parts[0])
+        is_failed = bounded(weighted).isnan()
+        check_failed(is_failed, errors or {}, config.max_failed)
+        weighted = weighted.masked_fill(is_failed, 0.0)
         total = weighted.clone()
         if config.normalize == "batch":
             total[~is_failed] = normalise_batch(total[~is_failed])
@@ -119,7 +121,8 @@ class RewardRule:
         total = torch.where(has_eos, total, total - config.missing_eos_penalty)
         if is_failed.any():
             total, weighted = (imputed(values, is_failed, group_size) for values in (total, weighted))
-        return Rewards(total, dict(components), is_failed if self.functions else None, weighted)
+        can_fail = bool(self.functions) or bool(is_failed.any())
+        return Rewards(total, dict(components), is_failed if can_fail else None, weighted)
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
         """Return the non-zero weights by component."""
@@ -133,16 +136,6 @@ class RewardRule:
                 )
         weights |= {name: function.weight for name, function in self.functions.items()}
         return {name: weight for name, weight in weights.items() if weight != 0}
-
-    def _failed(
-        self, components: Mapping[str, Tensor], has_eos: Bool[Tensor, " batch"]
-    ) -> Bool[Tensor, " batch"]:
-        """Return True for responses that a function with a weight has not scored."""
-        is_failed = torch.zeros_like(has_eos)
-        for name in self._weights(components):
-            if name in self.functions:
-                is_failed |= components[name].isnan()
-        return is_failed
 
     def state_dict(self) -> dict[str, Any]:
         return self.moments.state_dict()
@@ -164,10 +157,14 @@ def check_failed(
     """
     if float(is_failed.float().mean()) > max_failed:
         said = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        why = (
+            f"reward.functions failed ({said}); fix these errors, or raise timeout_s and retries"
+            if errors
+            else f"scores and their weighted sum must be numbers of size at most {MAX_SCORE:g}; scale them"
+        )
         raise RewardsFailedError(
             f"{int(is_failed.sum())} of {len(is_failed)} responses have no reward, more than "
-            f"reward.max_failed={max_failed} allows, since reward.functions failed ({said}); fix these "
-            "errors, or raise timeout_s and retries"
+            f"reward.max_failed={max_failed} allows, since {why}"
         )
 
 

@@ -21,6 +21,7 @@ from lit_rlkv.models.replay import (
     prompt_columns,
     replay_evicted_at,
     response_logps,
+    response_logps_and_entropy,
     scatter_to_response,
 )
 from lit_rlkv.objectives.corrections import Correction
@@ -36,6 +37,10 @@ class ForwardPass:
     shadow: bool
 
 
+ENTROPY = "entropy"
+"""Not a role: the entropy of the policy, from the policy's own pass."""
+
+
 def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheSpec) -> bool:
     """True if the critic has the shadow view; without evictions it has the policy's view."""
     if correction.samples_dense or cache.is_dense:
@@ -45,6 +50,7 @@ def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheS
 
 def forward_pass_of(roles: Roles, role: str, shadow: bool) -> ForwardPass:
     """Return the forward pass of a role; roles with equal passes share it and differ only in their heads."""
+    role = "policy" if role == ENTROPY else role
     return ForwardPass(roles.layout.backbone[role], roles.layout.adapter[role], shadow)
 
 
@@ -61,7 +67,8 @@ def score_rollout(
 ) -> dict[str, Tensor]:
     """Return by role log-probs [batch, seq] of policy and reference, values [batch, seq], rewards [batch].
 
-    Log-probs and values are 0 outside `response_mask`; a value is that of the state before the token.
+    `ENTROPY` is the entropy of the policy [batch, seq]. Log-probs, entropies and values are 0 outside
+    `response_mask`; a value is that of the state before the token.
 
     Args:
         views: True for roles with the shadow view (the keys that the sampler saw), False for the dense view.
@@ -107,6 +114,8 @@ def _read(
     predicts = hidden[:, :-1][rollout.response_mask[:, 1:]]
     if role == "value":
         return scatter_to_response(rollout, roles.head(role)(predicts))
+    if role == ENTROPY:
+        return response_logps_and_entropy(roles.backbone("policy"), rollout, predicts, temperature)[1]
     return response_logps(roles.backbone(role), rollout, predicts, temperature)
 
 

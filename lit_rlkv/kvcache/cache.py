@@ -62,6 +62,7 @@ class SlotCache(Cache):
         seq_len: columns of a sequence, prompt and response.
         generator: for policies that draw; on `device`.
         n_splits: see `lit_rlkv.kernels.decode_attention`.
+        n_slots: slots of a row of a dense cache until it grows; None: `seq_len`, so that it never does.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SlotCache(Cache):
         generator: torch.Generator | None = None,
         *,
         n_splits: int | None = None,
+        n_slots: int | None = None,
     ) -> None:
         self.spec = spec
         self.n_splits = n_splits
@@ -81,7 +83,9 @@ class SlotCache(Cache):
         self.generator = generator
         self.n_rows = n_rows
         self.seq_len = seq_len
-        self.n_slots = spec.n_slots(seq_len)
+        self.n_slots = n_slots if spec.is_dense and n_slots is not None else spec.n_slots(seq_len)
+        self.most_bytes = 0
+        """Most bytes of the pools so far, but for what is allocated while they grow."""
         # A row that was never filled reads one slot of zeros.
         self.n_live = torch.ones(n_rows, dtype=torch.long, device=device)
         self.column = torch.zeros(n_rows, dtype=torch.long, device=device)
@@ -143,6 +147,21 @@ class SlotCache(Cache):
         n_decoded = self.column - self.prompt_end
         return (n_decoded % self.spec.interval == 0) & (self.n_live > self.spec.budget)
 
+    def has_room(self, n_steps: int) -> bool:
+        """Return False if a dense cache must `resize` before so many calls of `advance`."""
+        is_fixed = self.n_slots >= self.spec.n_slots(self.seq_len)
+        return is_fixed or self.levels.highest + n_steps <= self.n_slots
+
+    def resize(self, rows: Int[Tensor, " kept"], n_slots: int) -> None:
+        """Keep these rows of a dense cache alone, in pools of `n_slots` a row, which hold all their keys."""
+        self.most_bytes = self.kv_bytes
+        self.n_rows, self.n_slots = len(rows), n_slots
+        self.n_live, self.column = self.n_live[rows], self.column[rows]
+        self.prompt_end, self.first = self.prompt_end[rows], self.first[rows]
+        self.levels.keep(rows.tolist())
+        for layer in self.slot_layers:
+            layer.resize(rows)
+
     def evict(self) -> None:
         """Compact every due row to the budget, in all layers."""
         is_due = self.is_due
@@ -162,8 +181,8 @@ class SlotCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the pools, allocated once at the first prefill."""
-        return sum(layer.kv_bytes for layer in self.slot_layers)
+        """Most bytes of the pools at a time: those of the first prefill, unless a dense cache grew."""
+        return max(self.most_bytes, sum(layer.kv_bytes for layer in self.slot_layers))
 
 
 IDLE = -(2**40)
@@ -195,6 +214,10 @@ class FillLevels:
     def stop(self, rows: Sequence[int]) -> None:
         """Mark rows as finished."""
         self.level[list(rows)] = IDLE
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all other rows; these are numbered anew, in the order given."""
+        self.level, self.n_decoded = self.level[list(rows)], self.n_decoded[list(rows)]
 
     @property
     def highest(self) -> int:

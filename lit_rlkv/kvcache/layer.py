@@ -132,8 +132,7 @@ class SlotLayer(CacheLayerMixin):
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
         self.evicted_at = key.new_full((*shape[:2], cache.seq_len), NEVER, dtype=torch.int32)
-        pools = torch.arange(cache.n_rows * n_kv_heads, device=key.device).view(shape[:2])
-        self.first_slot = pools * cache.n_slots
+        self._number_slots()
         self.is_initialized = True
         if cache.policy is None:
             return
@@ -143,6 +142,21 @@ class SlotLayer(CacheLayerMixin):
             self.recent_queries = packed.new_zeros(cache.n_rows, window, n_kv_heads, packed.shape[2], dim)
         if cache.policy.tracks_attention is not None:
             self.attention = key.new_zeros(shape, dtype=torch.float32)
+
+    def _number_slots(self) -> None:
+        n_rows, n_kv_heads, n_slots = self._pools()[0].shape[:3]
+        pools = torch.arange(n_rows * n_kv_heads, device=self.evicted_at.device)
+        self.first_slot = pools.view(n_rows, n_kv_heads) * n_slots
+
+    def resize(self, rows: Int[Tensor, " kept"]) -> None:
+        """Move these rows to pools of the cache's present sizes; the old ones are freed one by one."""
+        n_slots = self.cache.n_slots
+        keys, values = self._pools()
+        self.keys = _widened(keys, rows, n_slots)
+        del keys
+        self.values = _widened(values, rows, n_slots)
+        self.evicted_at = self.evicted_at[rows]
+        self._number_slots()
 
     def _fill(self, incoming: "Prefill", key: Tensor, value: Tensor, attention: Tensor | None) -> None:
         """Copy the kept keys of each prompt into all of its rows."""
@@ -310,3 +324,10 @@ class SlotLayer(CacheLayerMixin):
         recent = torch.arange(max(n_columns - window, 0), n_columns, device=query.device)
         latest = query[:, :, :, recent].permute(0, 3, 1, 2, 4).repeat_interleave(incoming.n_samples, dim=0)
         self.recent_queries[incoming.rows[:, None], recent % window] = latest
+
+
+def _widened(pool: Float[Tensor, "row kv_head slot dim"], rows: Int[Tensor, " kept"], n_slots: int) -> Tensor:
+    """Return a copy of some rows with more slots; zeroed, because NaN in an unused slot could spread."""
+    wider = pool.new_zeros(len(rows), pool.shape[1], n_slots, pool.shape[3])
+    wider[:, :, : pool.shape[2]] = pool[rows]
+    return wider

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
-from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.models.backbone import head_is_frozen, head_logits, is_sharded, text_config
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
+from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy, scatter_to_response
 from lit_rlkv.objectives import kl
+from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.objectives.reduction import masked_sum, weighted_sum
 from lit_rlkv.types import TrainBatch
 
@@ -59,7 +60,9 @@ class PolicyModule(L.LightningModule, ABC):
         n_decay_steps: optimizer steps over which the learning rate decays linearly to 0; None: no decay.
         n_warmup_steps: optimizer steps of linear warmup.
         kl_estimator: estimator of the KL to the reference in the loss; its coefficient is in the batch.
-        policy_weight: weight of the algorithm's objective; the KL and callbacks' terms are not scaled.
+        kl_bias_correction: multiply the KL of each token by π/π_old; see `kl.bias_corrected`.
+        entropy_coef: weight of the entropy, averaged like the loss, that is subtracted from the loss.
+        policy_weight: weight of the algorithm's objective; KL, entropy and callbacks' terms are not scaled.
     """
 
     advantage_estimator: ClassVar[type[AdvantageEstimator]] = GroupAdvantage
@@ -76,6 +79,8 @@ class PolicyModule(L.LightningModule, ABC):
         n_decay_steps: int | None = None,
         n_warmup_steps: int = 0,
         kl_estimator: str = "k3",
+        kl_bias_correction: bool = False,
+        entropy_coef: float | int = 0.0,
         policy_weight: float | int = 1.0,
     ) -> None:
         super().__init__()
@@ -86,6 +91,8 @@ class PolicyModule(L.LightningModule, ABC):
         self.n_decay_steps = n_decay_steps
         self.n_warmup_steps = n_warmup_steps
         self.estimate_kl = kl.LOSSES[kl_estimator]
+        self.kl_bias_correction = kl_bias_correction
+        self.entropy_coef = entropy_coef
         self.policy_weight = policy_weight
         self.loss_terms: Sequence[LossTerm] = ()
 
@@ -147,7 +154,7 @@ class PolicyModule(L.LightningModule, ABC):
             outputs = StepOutputs(hidden, *found)
             objective, metrics = self.objective(batch, outputs)
             losses = {name: self.policy_weight * loss for name, loss in objective.items()}
-            for term in (PolicyModule._reference_kl, *self.loss_terms):
+            for term in (PolicyModule._reference_kl, PolicyModule._entropy_bonus, *self.loss_terms):
                 more_losses, more_metrics = term(self, batch, outputs)
                 losses, metrics = losses | more_losses, metrics | more_metrics
         metrics["entropy"] = outputs.entropy.sum() / batch.n_response_tokens
@@ -160,8 +167,24 @@ class PolicyModule(L.LightningModule, ABC):
         if batch.kl_coef == 0:
             return {}, {}
         token_kl = self.estimate_kl(outputs.logps, batch.ref_logps)
+        if self.kl_bias_correction:
+            token_kl = kl.bias_corrected(token_kl, outputs.logps, batch.old_logps)
         mean_kl = masked_sum(token_kl, batch.rollout.response_mask) / batch.n_response_tokens
         return {"kl_loss": batch.kl_coef * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
+
+    def _entropy_bonus(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
+        if self.entropy_coef == 0:
+            return {}, {}
+        backbone = self.roles.backbone("policy")
+        of_actions = token_entropy(
+            outputs.hidden,
+            partial(head_logits, backbone),
+            self.temperature,
+            text_config(backbone).vocab_size,
+            head_is_frozen=head_is_frozen(backbone),
+        )
+        entropy = scatter_to_response(batch.rollout, of_actions)
+        return {"entropy_loss": -self.entropy_coef * weighted_sum(entropy, batch.loss_weight)}, {}
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
         """Return the trained parameters that get no gradient in a step of these learners on one rank."""

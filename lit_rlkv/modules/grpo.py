@@ -1,56 +1,133 @@
-"""GRPO, and the clipped surrogate that it shares with PPO."""
+"""GRPO, CISPO and REINFORCE++, and the loss of clipped ratios that they share with PPO."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from lit_rlkv.checks import is_number
+from lit_rlkv.experience.advantages import ReturnAdvantage
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
-from lit_rlkv.objectives.clipped import clipped_surrogate
+from lit_rlkv.objectives.clipped import LOG_RATIOS, Surrogate, clipped_surrogate, clipped_weight
 from lit_rlkv.objectives.kl import k3
 from lit_rlkv.objectives.reduction import masked_sum, weighted_sum
 from lit_rlkv.types import TrainBatch
 
 
-class ClippedPolicy(PolicyModule):
-    """Policy loss −Σ weight·correction·min(ratio·A, clip(ratio)·A), with A and the weights of the batch.
+class RatioPolicy(PolicyModule):
+    """Policy loss −Σ weight·correction·gain, with a gain that bounds the ratio π/π_old; weights of the batch.
 
     Args:
-        clip_low, clip_high: the ratio π/π_old is clipped to [1 − clip_low, 1 + clip_high] where that lowers
-            the objective; infinity does not clip on its side.
+        clip_low, clip_high: the ratio is clipped to [1 − clip_low, 1 + clip_high]; see `surrogate`.
+        importance_sampling_level: token, or sequence for one ratio per response (GSPO).
     """
 
     required_options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
 
-    def __init__(self, *args: Any, clip_low: float, clip_high: float, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        clip_low: float,
+        clip_high: float,
+        importance_sampling_level: str = "token",
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.clip_low = clip_low
         self.clip_high = clip_high
+        self.log_ratio_at_level = LOG_RATIOS[importance_sampling_level]
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
         check_positive(options, ("clip_low", "clip_high"))
+        level = options.get("importance_sampling_level", "token")
+        if level not in LOG_RATIOS:
+            raise ValueError(
+                f"importance_sampling_level={level!r} is unknown; choose one of {', '.join(LOG_RATIOS)}"
+            )
+
+    @abstractmethod
+    def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:
+        """Return the objective at each token, from log-ratio, log π and advantages [batch, seq]."""
 
     def objective(self, batch: TrainBatch, outputs: StepOutputs) -> tuple[Terms, Terms]:
         """Return the policy loss, and metrics under TRL's names; `approx_kl` is KL(π_old ‖ π) by k3."""
-        surrogate = clipped_surrogate(
-            outputs.logps, batch.old_logps, batch.advantages, self.clip_low, self.clip_high
-        )
-        losses = {"policy_loss": -weighted_sum(batch.correction * surrogate.gain, batch.loss_weight)}
         response_mask, n = batch.rollout.response_mask, batch.n_response_tokens
-        low = masked_sum(surrogate.is_clipped_low.float(), response_mask) / n
-        high = masked_sum(surrogate.is_clipped_high.float(), response_mask) / n
+        log_ratio = self.log_ratio_at_level(outputs.logps - batch.old_logps, response_mask)
+        surrogate = self.surrogate(log_ratio, outputs.logps, batch.advantages)
+        losses = {"policy_loss": -weighted_sum(batch.correction * surrogate.gain, batch.loss_weight)}
+        low, high, delta = (
+            masked_sum(is_clipped.float(), response_mask) / n
+            for is_clipped in (
+                surrogate.is_clipped_low,
+                surrogate.is_clipped_high,
+                surrogate.is_clipped_delta,
+            )
+        )
         metrics = {
             **losses,
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
+            "clip_ratio/delta_mean": delta,
             "approx_kl": masked_sum(k3(batch.old_logps, outputs.logps.detach()), response_mask) / n,
         }
         return losses, metrics
 
 
+class ClippedPolicy(RatioPolicy):
+    """Gain min(ratio·A, clip(ratio)·A); see `clipped_surrogate`.
+
+    Args:
+        clip_low, clip_high: the ratio is clipped to [1 − clip_low, 1 + clip_high] where that lowers the
+            objective; infinity does not clip on its side.
+        delta: upper bound of the ratio where the advantage is negative (TRL's `delta`, verl's
+            `clip_ratio_c`); None: no bound.
+    """
+
+    def __init__(self, *args: Any, delta: float | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.delta = delta
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        super().check_options(**options)
+        check_positive(options, (), nullable=("delta",))
+        delta, least = options.get("delta"), 1 + options["clip_high"]
+        if delta is not None and not delta > least:
+            raise ValueError(
+                f"delta must be above 1 + clip_high = {least:g}, got {delta}: a lower one would clip good "
+                "tokens too; raise it, or use null"
+            )
+
+    def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:
+        return clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.delta)
+
+
 class GRPO(ClippedPolicy):
-    """GRPO, Dr. GRPO, DAPO, RLOO and REINFORCE++, which differ in advantage, aggregation and clipping."""
+    """GRPO, Dr. GRPO, DAPO, GSPO, RLOO and REINFORCE++ with group baseline.
+
+    They differ in advantage, aggregation, level of the ratio and clipping.
+    """
+
+
+class Reinforce(ClippedPolicy):
+    """REINFORCE++ without group baseline: the clipped loss on whitened returns (arXiv:2501.03262)."""
+
+    advantage_estimator = ReturnAdvantage
+
+
+class CISPO(RatioPolicy):
+    """Gain sg(clip(ratio))·A·log π; see `clipped_weight`.
+
+    Args:
+        clip_low, clip_high: the weight is clipped to [1 − clip_low, 1 + clip_high]; clip_low=1 is no lower
+            bound, as in the paper and TRL, whose `epsilon_high` is 1 + clip_high.
+    """
+
+    def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:
+        return clipped_weight(log_ratio, logps, advantages, self.clip_low, self.clip_high)
 
 
 def check_positive(

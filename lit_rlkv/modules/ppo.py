@@ -24,7 +24,7 @@ class PPO(ClippedPolicy):
     Policy and critic share one forward if they have the same adapter and view (j_hydra).
 
     Args:
-        clip_low, clip_high: see `ClippedPolicy`.
+        clip_low, clip_high, delta, importance_sampling_level: see `ClippedPolicy`.
         value_weight: weight of the critic's loss.
         value_clip: values are clipped to this distance from the old values; None does not clip.
         value_shadow: the critic has the shadow view (True) or the dense view (False).
@@ -60,7 +60,8 @@ class PPO(ClippedPolicy):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        names = ("clip_low", "clip_high", "value_weight", "value_lr_scale")
+        super().check_options(**options)
+        names = ("value_weight", "value_lr_scale")
         check_positive(options, names, nullable=("value_clip", "target_kl"))
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:

@@ -1,4 +1,4 @@
-"""Clipped losses of PPO and GRPO, per token: the policy's surrogate and the critic's value loss."""
+"""Clipped losses of PPO, GRPO, GSPO and CISPO, per token: the policy's and the critic's."""
 
 from dataclasses import dataclass
 
@@ -14,22 +14,77 @@ class Surrogate:
     gain: Float[Tensor, "batch seq"]
     is_clipped_low: Bool[Tensor, "batch seq"]
     is_clipped_high: Bool[Tensor, "batch seq"]
+    is_clipped_delta: Bool[Tensor, "batch seq"]
+    """Tokens of negative advantage with a ratio above `delta`."""
+
+
+def token_log_ratio(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """Return log π − log π_old of each token, as it is given."""
+    return log_ratio
+
+
+def sequence_log_ratio(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """Return at each token the mean log-ratio of its response, (log π(y) − log π_old(y)) / |y| (GSPO).
+
+    The gradient at a token is that of its own log π, as in GSPO-token (arXiv:2507.18071): the sum over a
+    response has the gradient of the mean if its tokens have equal weights and advantages.
+    """
+    n_tokens = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = log_ratio.detach().masked_fill(~response_mask, 0.0).sum(dim=1, keepdim=True) / n_tokens
+    return mean + (log_ratio - log_ratio.detach())
+
+
+LOG_RATIOS = {"token": token_log_ratio, "sequence": sequence_log_ratio}
+"""Log-ratios of policy and old policy, by TRL's `importance_sampling_level`."""
 
 
 def clipped_surrogate(
+    log_ratio: Float[Tensor, "batch seq"],
+    advantages: Float[Tensor, "batch seq"],
+    clip_low: float,
+    clip_high: float,
+    delta: float | None = None,
+) -> Surrogate:
+    """Return min(min(ratio, delta)·A, clip(ratio, 1 − clip_low, 1 + clip_high)·A) (arXiv:1707.06347).
+
+    Args:
+        log_ratio: log π − log π_old, one of `LOG_RATIOS`.
+        delta: upper bound of the ratio where A is negative (arXiv:1912.09729, arXiv:2505.07291); above
+            1 + clip_high. None: no bound.
+    """
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    limit = torch.inf if delta is None else delta
+    return Surrogate(
+        gain=torch.minimum(ratio.clamp(max=limit) * advantages, bounded * advantages),
+        is_clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
+        is_clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
+        is_clipped_delta=(ratio > limit) & (advantages < 0),
+    )
+
+
+def clipped_weight(
+    log_ratio: Float[Tensor, "batch seq"],
     logps: Float[Tensor, "batch seq"],
-    old_logps: Float[Tensor, "batch seq"],
     advantages: Float[Tensor, "batch seq"],
     clip_low: float,
     clip_high: float,
 ) -> Surrogate:
-    """Return min(ratio·A, clip(ratio, 1 − clip_low, 1 + clip_high)·A), ratio = π/π_old (arXiv:1707.06347)."""
-    ratio = (logps - old_logps).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    """Return sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·log π: CISPO (arXiv:2506.13585).
+
+    A clipped token keeps its gradient, with a bounded weight.
+    """
+    ratio = log_ratio.detach().exp()
+    is_clipped_low, is_clipped_high = ratio < 1 - clip_low, ratio > 1 + clip_high
     return Surrogate(
-        gain=torch.minimum(ratio * advantages, bounded * advantages),
-        is_clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
-        is_clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
+        gain=ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logps,
+        is_clipped_low=is_clipped_low,
+        is_clipped_high=is_clipped_high,
+        is_clipped_delta=torch.zeros_like(is_clipped_low),
     )
 
 

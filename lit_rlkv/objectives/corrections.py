@@ -75,6 +75,23 @@ def masked(
     return ISWeights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), response_mask)
 
 
+def sequence_truncated(
+    log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"], cap: float = 2.0
+) -> ISWeights:
+    """Return min(Π_t ρ_t, cap) at each token of a response: truncated importance sampling per sequence."""
+    return truncated(_sequence_log_ratio(log_ratio, response_mask), response_mask, cap)
+
+
+def sequence_masked(
+    log_ratio: Float[Tensor, "batch seq"],
+    response_mask: Bool[Tensor, "batch seq"],
+    low: float = 0.5,
+    high: float = 2.0,
+) -> ISWeights:
+    """Return Π_t ρ_t at each token if it is inside [low, high], else 0; all tokens count in denominators."""
+    return masked(_sequence_log_ratio(log_ratio, response_mask), response_mask, low, high)
+
+
 def sparse_rl(
     log_ratio: Float[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
@@ -98,6 +115,11 @@ def sparse_rl(
 
 CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl": sparse_rl}
 """Weight functions by name, with default options."""
+
+
+def _sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
+    """Return log Π_t ρ_t of each response at all its columns."""
+    return log_ratio.masked_fill(~response_mask, 0.0).sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 
 def _ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:

@@ -27,6 +27,16 @@ LOSSES = {"k2": k2, "k3": k3}
 """Estimators for losses; k1 is not one, because its expected gradient is 0."""
 
 
+def bias_corrected(
+    token_kl: Float[Tensor, "*shape"], logps: Float[Tensor, "*shape"], old_logps: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return KL·π/π_old; for k3 its expected gradient is that of the KL (DeepSeek-V3.2, arXiv:2512.02556).
+
+    The ratio has a gradient, which matters also where it is 1.
+    """
+    return token_kl * (logps - old_logps).exp()
+
+
 def kl_penalty(
     estimator: str,
     old_logps: Float[Tensor, "batch seq"],

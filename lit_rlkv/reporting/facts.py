@@ -10,7 +10,13 @@ from lit_rlkv.units import human_bytes, human_seconds
 Tree = Mapping[str, Any]
 """A config or an environment in plain types."""
 
-CORRECTIONS = {"unweighted": "naive", "truncated": "tis", "masked": "mis"}
+CORRECTIONS = {
+    "unweighted": "naive",
+    "truncated": "tis",
+    "masked": "mis",
+    "sequence_truncated": "sequence_tis",
+    "sequence_masked": "sequence_mis",
+}
 """Name of the experiment for weight functions that are called otherwise."""
 
 NOTHING: tuple[Any, ...] = (None, {}, [])
@@ -23,6 +29,8 @@ METHODS = {
     "naive": "dense learner, no correction",
     "tis": "dense learner, truncated importance sampling",
     "mis": "dense learner, masked importance sampling",
+    "sequence_tis": "dense learner, truncated importance sampling per response",
+    "sequence_mis": "dense learner, masked importance sampling per response",
     "sparse_rl": "dense learner, rejection and reweighting of Sparse-RL",
 }
 """Meaning of each arm (way to train on compressed rollouts)."""
@@ -94,12 +102,15 @@ def arm(config: Tree) -> str:
 
 
 def algorithm_name(node: Tree) -> str:
-    """Return the advantage estimator of a group algorithm, or the class of the loss; and the group size."""
+    """Return the advantage estimator of GRPO's variants, or the class of the loss; and the group size."""
     if not node:
         return ""
-    estimator = (node.get("advantage") or {}).get("estimator")
-    name = str(estimator) if estimator else _last((node.get("loss") or {}).get("_target_"))
-    return f"{name}, {node.get('group_size')} responses to a prompt"
+    loss = node.get("loss") or {}
+    estimator, kind = (node.get("advantage") or {}).get("estimator"), _last(loss.get("_target_"))
+    name = str(estimator) if estimator and kind in ("GRPO", "None") else kind
+    level = loss.get("importance_sampling_level")
+    ratio = " with one ratio per response" if level == "sequence" else ""
+    return f"{name}{ratio}, {node.get('group_size')} responses to a prompt"
 
 
 def cache(node: Tree) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from threading import Event, Lock
 from typing import Any
 
 from lit_rlkv.rewards.isolated import WORKER
+from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ START_LIMIT_S = 120.0
 """Longest time for a worker to import the function's file."""
 MAX_SLOW_STARTS = 2
 """Consecutive workers that may exceed START_LIMIT_S; then no more are started."""
+MAX_BYTES = 1 << 20
+"""Longest output of a program, a worker or a service that is read."""
+MAX_ERROR_LENGTH = 300
+"""Characters of an error that are kept."""
 _GRACE_S = 5.0
 """Time after its timeout at which a worker that was not killed ends itself."""
 
@@ -45,7 +49,7 @@ class Grader(ABC):
 
     @abstractmethod
     def submit(self, question: Question) -> "Future[float]":
-        """Return the future of a finite number or an exception; each grader has its own timeout."""
+        """Return the future of a score or an exception; each grader has its own timeout."""
 
     def close(self) -> None:
         """End all threads and processes; pending questions fail."""
@@ -63,7 +67,7 @@ class Immediate(Grader):
         try:
             future.set_result(as_score(self._score(question)))
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(_shortened(error))
         return future
 
 
@@ -99,6 +103,13 @@ class Threads(Grader):
         self._pool.shutdown(wait=True)
 
     def _answer(self, question: Question) -> float:
+        try:
+            return self._try(question)
+        except Exception as error:
+            failure = _shortened(error)
+        raise failure  # out here, because it would keep the error as its context in there
+
+    def _try(self, question: Question) -> float:
         backoff_s = BACKOFF_S
         for _ in range(self._retries):
             try:
@@ -227,6 +238,8 @@ class _Worker:
         except OSError as error:
             raise RuntimeError("its process has died") from error
         while b"\n" not in self._unread:
+            if len(self._unread) > MAX_BYTES:
+                raise RuntimeError(f"an answer must have at most {MAX_BYTES} bytes")
             self._unread += self._read(deadline, timeout_s)
         line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
@@ -263,6 +276,14 @@ def question_of(problem: Problem, completion: str) -> Question:
 
 def as_score(value: Any) -> float:
     """Return the score of a reward function as a float."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"the score must be a finite number, got {value!r}")
+    if not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
+        raise ValueError(
+            f"the score must be a finite number of size at most {MAX_SCORE:g}, got "
+            f"{value!r:.{MAX_ERROR_LENGTH}}"
+        )
     return float(value)
+
+
+def _shortened(error: Exception) -> RuntimeError:
+    """Return an error with the first characters of the message, and nothing else that needs memory."""
+    return RuntimeError(str(error)[:MAX_ERROR_LENGTH] or type(error).__name__)

@@ -11,13 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.rewards.functions.base import RewardFunction
-from lit_rlkv.rewards.graders import Grader, question_of
+from lit_rlkv.rewards.graders import MAX_ERROR_LENGTH, Grader, question_of
 from lit_rlkv.rewards.verifier import check_lengths
 from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
-MAX_ERROR_LENGTH = 300
-"""Characters of an error that are kept."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +29,47 @@ class Answers:
 
 
 class PendingRewards:
-    """Questions that graders are answering."""
+    """A batch of completions that graders are scoring; completions may be added one after another.
 
-    def __init__(self, futures: "dict[str, list[Future[float]]]", warned: set[str]) -> None:
-        self._futures = futures
+    Args:
+        problems: one for each completion of the batch.
+        graders: graders by function name.
+        warned: functions whose errors were shown; `collect` adds to it.
+    """
+
+    def __init__(self, problems: Sequence[Problem], graders: Mapping[str, Grader], warned: set[str]) -> None:
+        self.problems = problems
+        self.completions: dict[int, str] = {}
+        """The completions added so far by place in the batch."""
+        self._graders = graders
+        self._futures: dict[str, dict[int, Future[float]]] = {name: {} for name in graders}
         self._warned = warned
 
     def __len__(self) -> int:
         return sum(len(futures) for futures in self._futures.values())
 
+    def add(self, places: Sequence[int], completions: Sequence[str]) -> None:
+        """Send the completions at these places of the batch to all graders without waiting."""
+        for place, completion in zip(places, completions, strict=True):
+            question = question_of(self.problems[place], completion)
+            self.completions[place] = completion
+            for name, grader in self._graders.items():
+                self._futures[name][place] = grader.submit(question)
+
     def collect(
         self, *, warns: bool = True, on_progress: Callable[[int], object] = lambda n_answers: None
     ) -> Answers:
-        """Wait for all answers; the order in which they come does not matter. Warn once per function.
+        """Wait for all answers, in the order of the batch. Warn once per function.
+
+        The order in which completions were added, or answers come, does not matter.
 
         Args:
             on_progress: called with the number of further answers.
         """
+        assert len(self.completions) == len(self.problems)
         scores, errors = {}, {}
         for name, futures in self._futures.items():
-            answers = _results(futures, on_progress)
+            answers = _results([futures[place] for place in range(len(self.problems))], on_progress)
             failures = [answer for answer in answers if isinstance(answer, str)]
             if failures:
                 errors[name] = failures[0]
@@ -92,18 +111,22 @@ class RewardManager:
         """End all threads and processes; the next question starts new ones."""
         _close(self._graders)
 
+    def begin(self, problems: Sequence[Problem], names: Sequence[str] | None = None) -> PendingRewards:
+        """Return a batch without completions for the functions with these names (all if None)."""
+        chosen = list(self.functions if names is None else names)
+        for name in chosen:
+            if name not in self._graders:
+                self._graders[name] = self.functions[name].open()
+        return PendingRewards(problems, {name: self._graders[name] for name in chosen}, self._warned)
+
     def ask(
         self, problems: Sequence[Problem], completions: Sequence[str], names: Sequence[str] | None = None
     ) -> PendingRewards:
         """Send every completion to the functions with these names (all if None) without waiting."""
         check_lengths(problems, completions)
-        questions = [question_of(*pair) for pair in zip(problems, completions, strict=True)]
-        futures = {}
-        for name in self.functions if names is None else names:
-            if name not in self._graders:
-                self._graders[name] = self.functions[name].open()
-            futures[name] = [self._graders[name].submit(question) for question in questions]
-        return PendingRewards(futures, self._warned)
+        pending = self.begin(problems, names)
+        pending.add(range(len(problems)), completions)
+        return pending
 
 
 def _close(graders: dict[str, Grader]) -> None:

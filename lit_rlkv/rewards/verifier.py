@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from lit_rlkv.types import Problem, Rewards
 
@@ -10,6 +12,9 @@ Verifier = Callable[[Problem, str], float]
 
 EXACT_MATCH = "exact_match"
 """Component of the reward that holds the score of the task's verifier."""
+
+MAX_SCORE = 1e6
+"""Largest size of a score and of a reward: squares of such numbers and sums of them are finite in float32."""
 
 
 def final_answer(completion: str, answer_after: str | None) -> str | None:
@@ -24,10 +29,16 @@ def final_answer(completion: str, answer_after: str | None) -> str | None:
 
 
 def score(verifier: Verifier, problems: Sequence[Problem], completions: Sequence[str]) -> Rewards:
-    """Score each completion against its own problem."""
+    """Score each completion against its own problem; NaN where the score is no number up to MAX_SCORE."""
     check_lengths(problems, completions)
-    total = torch.tensor([verifier(p, c) for p, c in zip(problems, completions, strict=True)])
+    scores = [float(verifier(p, c)) for p, c in zip(problems, completions, strict=True)]
+    total = bounded(torch.tensor(scores, dtype=torch.float32))
     return Rewards(total=total, components={EXACT_MATCH: total})
+
+
+def bounded(scores: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """Return scores with NaN for those that are infinite or above MAX_SCORE in size."""
+    return scores.masked_fill(~(scores.abs() <= MAX_SCORE), float("nan"))
 
 
 def check_lengths(problems: Sequence[Problem], completions: Sequence[str]) -> None:

@@ -56,6 +56,10 @@ class DecodedRows(TensorBatch):
             getattr(self, field.name)[index] = getattr(rows, field.name)
 
 
+FIRST_TOKENS, GROWTH = 256, 1.5
+"""Response tokens for which a dense cache has slots at first, and the factor by which its rows grow. A larger
+factor leaves more slots unused; a smaller one copies more, and captures more CUDA graphs."""
+
 NOT_CAPTURED: WeakSet[PreTrainedModel] = WeakSet()
 """Models whose decode step could not be captured; their later rollouts do not try again."""
 
@@ -64,6 +68,9 @@ class Decoder:
     """Decodes `n_rows` sequences at a time; a finished sequence frees its row for another.
 
     The last column of the buffers is scratch space, to which finished rows write.
+
+    A dense cache begins with slots for the prompt and `FIRST_TOKENS` tokens of the response, and grows as the
+    responses do. An evicting cache never does.
 
     Args:
         model: model from `prepare_backbone`.
@@ -95,7 +102,16 @@ class Decoder:
         self.n_rows = n_rows
         self.seq_len = n_prompt_columns + settings.max_new_tokens
         n_layers = text_config(model).num_hidden_layers
-        self.kv = SlotCache(cache, n_layers, n_rows, self.seq_len, device, generator, n_splits=n_splits)
+        self.kv = SlotCache(
+            cache,
+            n_layers,
+            n_rows,
+            self.seq_len,
+            device,
+            generator,
+            n_splits=n_splits,
+            n_slots=min(self.seq_len, n_prompt_columns + FIRST_TOKENS),
+        )
         shape = (n_rows, self.seq_len + 1)
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)
         self.logps = torch.zeros(shape, device=device, dtype=torch.float32)
@@ -137,7 +153,9 @@ class Decoder:
         self._append(index, logits.repeat_interleave(n_samples, dim=0))
 
     def step(self) -> None:
-        """Sample one more token for every running row. Never waits for the device."""
+        """Sample one more token for every running row. Waits for the device only when a dense cache grows."""
+        if not self.kv.has_room(1):
+            self.grow(range(self.n_rows))
         # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
         if not (self._step.is_enabled or self._has_kernels):
             self.kv.n_read = self.kv.n_filled
@@ -148,6 +166,21 @@ class Decoder:
             self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
             self._evict(self.kv.evict)
 
+    @property
+    def next_size(self) -> int:
+        """Slots of a row after a dense cache has grown once more."""
+        return min(self.seq_len, int(GROWTH * self.kv.n_slots) + 1)
+
+    def grow(self, rows: Sequence[int]) -> None:
+        """Give a dense cache more slots, and go on with these rows alone, numbered anew in this order."""
+        index = torch.tensor(rows, device=self.newest.device)
+        self.kv.resize(index, self.next_size)
+        self.input_ids, self.logps = self.input_ids[index], self.logps[index]
+        self.response_mask, self.newest = self.response_mask[index], self.newest[index]
+        self.is_running = self.is_running[index]
+        self.n_rows, self.all_rows = len(rows), torch.arange(len(rows), device=index.device)
+        self._step.forget()
+
     def read_rows(self, rows: Sequence[int]) -> DecodedRows:
         """Return a copy of finished rows, which may then be reused."""
         index = torch.tensor(rows, device=self.newest.device)
@@ -157,6 +190,11 @@ class Decoder:
             logps=self.logps[index, :-1],
             evicted_at=self.kv.evicted_at(index),
         )
+
+    def read_tokens(self, rows: Sequence[int]) -> tuple[Int[Tensor, "row seq"], Bool[Tensor, "row seq"]]:
+        """Return a copy of `input_ids` and `response_mask` of rows on the CPU; waits for the device."""
+        index = torch.tensor(rows, device=self.newest.device)
+        return self.input_ids[index, :-1].cpu(), self.response_mask[index, :-1].cpu()
 
     def _decode(self) -> None:
         self.kv.advance(self.is_running)

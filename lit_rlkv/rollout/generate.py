@@ -1,7 +1,7 @@
 """generate(): sample responses to prompts under an evicting cache, with continuous batching."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -18,6 +18,8 @@ from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
 from lit_rlkv.types import NEVER, Rollout
 
+OnFinished = Callable[[list[int], Int[Tensor, "row seq"], Bool[Tensor, "row seq"]], object]
+"""Called with rows of the rollout that have ended, and their `input_ids` and `response_mask` on the CPU."""
 STOP_CHECK_EVERY = 16
 """Most decode steps between checks for finished rows; on CUDA each check waits for the device."""
 
@@ -40,6 +42,7 @@ def generate(
     n_splits: int | None = None,
     compile_layers: bool = False,
     on_progress: Callable[[int], object] | None = None,
+    on_finished: OnFinished | None = None,
 ) -> Rollout:
     """Sample responses to each prompt with a KV cache of fixed size, and record when each key was evicted.
 
@@ -64,6 +67,9 @@ def generate(
         on_progress: called during decoding with the number of tokens since the last call, as tqdm's `update`.
             A response that ends early counts in full, so the numbers add up to
             `batch * num_return_sequences * max_new_tokens`.
+        on_finished: called during decoding with responses that have ended, each once and in no fixed order:
+            their rows in the rollout, `input_ids` [row, seq] and `response_mask` [row, seq] on the CPU. seq
+            is the longest prompt plus `max_new_tokens`, of which the rollout cuts unused columns.
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
@@ -102,9 +108,14 @@ def generate(
         nullcontext() if compile_layers else packed_weights(model, decoder.n_rows),
     ):
         check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
-        rows = decode_all(decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress)
+        handover = None if on_finished is None else _Handover(decoder, on_finished)
+        rows = decode_all(
+            decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress, handover
+        )
+    if handover is not None:
+        handover.give()
     kv_bytes = decoder.kv.kv_bytes
-    del decoder  # frees its cache
+    del decoder, handover  # frees the cache
     return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
 
 
@@ -115,20 +126,35 @@ def decode_all(
     num_return_sequences: int,
     check_every: int,
     on_progress: Callable[[int], object] | None = None,
+    handover: "_Handover | None" = None,
 ) -> DecodedRows:
     """Decode all responses, in the order of their prompts; a prompt starts once enough rows are free.
 
     Args:
         check_every: most decode steps between checks for finished rows.
         on_progress: see `generate`.
+        handover: gets all responses; it gives those of the last check when it is next called.
     """
     interval = None if decoder.kv.spec.is_dense else decoder.kv.spec.interval
     waiting = deque(range(len(input_ids)))
     free = deque(range(decoder.n_rows))
     owner: dict[int, int] = {}
     n_left: dict[int, int] = {}
+    done: list[int] = []
     finished: DecodedRows | None = None
     n_reported = 0
+
+    def collect() -> None:
+        nonlocal finished
+        rows, places = decoder.read_rows(done), [owner.pop(row) for row in done]
+        if len(done) == num_return_sequences * len(input_ids):
+            finished = rows  # all at once, so already in order
+            return
+        # Written in place, because memory may not hold a second copy of the eviction tables.
+        finished = finished or rows.new_empty(num_return_sequences * len(input_ids))
+        finished.write(places, rows)
+        free.extend(done)
+
     while waiting or owner:
         if not owner:
             n_steps_done = 0  # all rows start together
@@ -144,13 +170,26 @@ def decode_all(
         n_steps = steps_to_check(n_steps_done, check_every, interval)
         n_steps = min(n_steps, max(n_left[row] for row in owner))
         n_steps_done += n_steps
+        if not (waiting or decoder.kv.has_room(n_steps)):
+            # What grows are only the rows that still run; no prompt takes the others over.
+            if done:
+                collect()
+            kept = list(owner)
+            decoder.grow(kept)
+            owner = {row: owner[old] for row, old in enumerate(kept)}
+            n_left = {row: n_left[old] for row, old in enumerate(kept)}
+            free.clear()
         for _ in range(n_steps):
             decoder.step()
+        if handover is not None:
+            handover.give()
         n_left = {row: n - n_steps for row, n in n_left.items()}
         is_running = decoder.is_running.tolist()
         done = [row for row in owner if not is_running[row]]
         assert done or n_steps > 0  # otherwise the loop would never end
         decoder.kv.levels.stop(done)
+        if handover is not None:
+            handover.read({row: owner[row] for row in done})
         if on_progress is not None:
             n_begun = num_return_sequences * (len(input_ids) - len(waiting))
             n_unsampled = sum(n_left[row] for row in owner if is_running[row])
@@ -158,15 +197,41 @@ def decode_all(
             on_progress(n_tokens - n_reported)
             n_reported = n_tokens
         if done and (waiting or len(done) == len(owner)):
-            rows_done, places = decoder.read_rows(done), [owner.pop(row) for row in done]
-            if len(places) == num_return_sequences * len(input_ids):
-                return rows_done  # all at once, so already in order
-            # Written in place, because memory may not hold a second copy of the eviction tables.
-            finished = finished or rows_done.new_empty(num_return_sequences * len(input_ids))
-            finished.write(places, rows_done)
-            free.extend(done)
+            collect()
+            done = []
     assert finished is not None
     return finished
+
+
+class _Handover:
+    """Gives each ended response to a function once, while the device is busy with further steps.
+
+    Tokens are read directly after a check for finished rows, when the device is idle, and given after the
+    steps up to the next check are queued. So neither the host nor the device waits for the other.
+    """
+
+    def __init__(self, decoder: Decoder, on_finished: OnFinished) -> None:
+        self._decoder = decoder
+        self._on_finished = on_finished
+        self._known: set[int] = set()
+        self._read: tuple[list[int], Tensor, Tensor] | None = None
+
+    def read(self, ended: Mapping[int, int]) -> None:
+        """Read the responses among these that are new.
+
+        Args:
+            ended: row of the rollout by row of the decoder.
+        """
+        new = {row: place for row, place in ended.items() if place not in self._known}
+        if new:
+            self._known.update(new.values())
+            self._read = (list(new.values()), *self._decoder.read_tokens(list(new)))
+
+    def give(self) -> None:
+        """Call the function with the responses that were read last, if any."""
+        if self._read is not None:
+            read, self._read = self._read, None
+            self._on_finished(*read)
 
 
 def steps_to_check(n_steps_done: int, check_every: int, interval: int | None) -> int:

@@ -54,6 +54,10 @@ class CudaGraphRunner:
         else:
             self.graph.replay()
 
+    def forget(self) -> None:
+        """Drop the graph, because tensors have moved; the third call from now captures another."""
+        self.graph, self.n_calls = None, 0
+
     def _try_to_capture(self, function: Callable[[], None]) -> None:
         try:
             self.graph = _capture(function, self.generator)

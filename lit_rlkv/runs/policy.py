@@ -185,7 +185,8 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
     cfg, algorithm = context.cfg, context.cfg.algorithm
     n_steps = algorithm.n_iterations * algorithm.n_epochs * algorithm.n_minibatches
     # Only a KL in the loss has an estimator there; one in the reward may be k1, which has no gradient.
-    in_loss = {"kl_estimator": algorithm.kl.estimator} if algorithm.kl.place == "loss" else {}
+    kl = algorithm.kl
+    in_loss = {"kl_estimator": kl.estimator} if kl.place == "loss" else {}
     has_critic = "value" in build(algorithm.advantage).needs
     sees_shadow = critic_sees_shadow(cfg.roles, build(cfg.correction), context.cache)
     critic = {"value_shadow": sees_shadow} if has_critic else {}
@@ -197,6 +198,8 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
             build(cfg.optimizer),
             replays=cfg.correction.replays,
             temperature=cfg.rollout.temperature,
+            kl_bias_correction=kl.bias_correction,
+            entropy_coef=algorithm.entropy_coef,
             policy_weight=algorithm.policy_weight,
             n_warmup_steps=algorithm.n_warmup_steps,
             n_decay_steps=n_steps if algorithm.lr_schedule == "linear" else None,

@@ -5,9 +5,13 @@ import pytest
 import torch
 
 from lit_rlkv.kvcache import CacheSpec, SlotCache
+from lit_rlkv.rollout import decoder
+from tests.models_zoo import HEAD_DIM, LAYERS
 from tests.rollout.test_decoder import LENS, run, stops
 from tests.rollout.test_ended_rows import read_by
 
+SLOT_BYTES = 2 * LAYERS * 2 * HEAD_DIM * 4
+"""Keys and values of a token, in two KV heads, float32."""
 SPEC = CacheSpec("streaming", budget=64, interval=32, sink=1, window=3)
 
 
@@ -28,6 +32,18 @@ def test_the_counts_are_those_of_a_real_rollout(max_rows: int | None, monkeypatc
     found = decode_steps.count(torch.tensor(LENS), lengths, spec, max_rows or len(LENS), check_every=1)
     assert (found.steps, found.evicting, found.read) == (len(slots), n_evictions, int(slots.sum()))
     assert found.read < found.kept
+
+
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_a_dense_cache_has_as_many_slots_as_counted(max_rows: int | None, monkeypatch: pytest.MonkeyPatch):
+    for module in (decoder, decode_steps):
+        monkeypatch.setattr(module, "FIRST_TOKENS", 3)
+    settings: dict[str, Any] = {"eos_token_id": stops(run("dense")), "max_rows": max_rows}
+    rollout = run("dense", **settings)
+    lengths, n_rows = rollout.response_mask.sum(dim=1), max_rows or len(LENS)
+    found = decode_steps.count(torch.tensor(LENS), lengths, CacheSpec.dense(), n_rows, check_every=1)
+    assert rollout.kv_bytes == found.grown * SLOT_BYTES
+    assert 0 < found.used <= found.grown
 
 
 def random_lengths(n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ def test_the_loader_is_what_no_phase_and_no_callback_took_of_the_data():
         marks.on_phase_start("rollout", iteration)
         hand.at += 8.0
         marks.on_phase_end("rollout", iteration)
-        hand.at += 1.0  # texts
+        hand.at += 1.0  # credit
         with clock("Callback"):
             hand.at += 4.0
         data_s = hand.at - began_at
@@ -51,7 +51,7 @@ def test_the_loader_is_what_no_phase_and_no_callback_took_of_the_data():
         marks.on_phase_end("update", iteration)
         hand.at += 32.0
         marks.on_iteration_end(iteration + 1, 2, {"time/data": data_s})
-    # The first iteration is not counted; problems and texts of the second are 2 + 1.
+    # The first iteration is not counted; problems and credit of the second are 2 + 1.
     expected = {"rollout": 8.0, "Callback": 4.0, "update": 16.0, LOADER: 3.0, REST: 32.0}
     assert marks.found == expected
     assert marks.n_iterations == 1

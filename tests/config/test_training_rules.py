@@ -57,6 +57,28 @@ from tests.config.asking import asked, refusal
             ["algorithm.kl.weight=0.1", "algorithm.kl.target=abc"],
             "algorithm.kl.target must be a number above 0 or null, got abc",
         ),
+        (
+            ["algorithm.kl.bias_correction=true", "algorithm.kl.estimator=k2"],
+            "algorithm.kl.bias_correction=true corrects k3 in the loss, got algorithm.kl.place=loss and ",
+        ),
+        (
+            ["algorithm.kl.bias_correction=true", "algorithm.kl.place=reward"],
+            "algorithm.kl.bias_correction=true corrects k3 in the loss, got algorithm.kl.place=reward and ",
+        ),
+        (["algorithm.entropy_coef=-1"], "algorithm.entropy_coef must be a number of at least 0, got -1"),
+        (
+            ["algorithm.loss.delta=1.1"],
+            "lit_rlkv.modules.grpo.GRPO: delta must be above 1 + clip_high = 1.2, got 1.1",
+        ),
+        (
+            ["algorithm.loss.importance_sampling_level=group"],
+            "lit_rlkv.modules.grpo.GRPO: importance_sampling_level='group' is unknown",
+        ),
+        (["algorithm=cispo", "+algorithm.loss.delta=4"], "lit_rlkv.modules.grpo.CISPO: unexpected 'delta'"),
+        (
+            ["correction=sequence_mis", "correction.bypass_mode=true"],
+            "correction.bypass_mode=true takes the sampler's log-probs for π_old",
+        ),
     ],
 )
 def test_values_that_would_fail_later_or_never_are_refused(overrides, says):

@@ -12,6 +12,7 @@ from lit_rlkv.diagnostics.importance_ratios import (
     off_policy,
     rejections,
     rollout_correction,
+    untruncated_ratios,
 )
 from lit_rlkv.objectives import corrections
 
@@ -53,23 +54,38 @@ def test_the_divergence_of_learner_and_sampler_is_not_that_of_sampler_and_learne
 
 def test_ratios_match_hand_arithmetic():
     log_ratio = torch.tensor([[4.0, 1.0], [0.25, math.nan]]).log()
-    # within [1/2, 2] the ratios are 2, 1 and 1/2: mean 7/6, mean square 7/4; means of the rows 5/2 and 1/4
+    # the weights are 2, 1 and 1/4: mean 13/12, mean square 27/16; means of the rows 3/2 and 1/4
     assert as_floats(importance_ratios(log_ratio, RESPONSE_MASK)) == pytest.approx(
         {
-            "rollout_is_mean": 1.75,
-            "rollout_is_std": (7 / 4 - 49 / 36) ** 0.5,
-            "rollout_is_max": 4.0,
+            "rollout_is_mean": 13 / 12,
+            "rollout_is_std": (27 / 16 - 169 / 144) ** 0.5,
+            "rollout_is_max": 2.0,
             "rollout_is_min": 0.25,
-            "rollout_is_eff_sample_size": (49 / 36) / (7 / 4),
+            "rollout_is_eff_sample_size": (169 / 144) / (27 / 16),
             "rollout_is_ratio_fraction_high": 1 / 3,
             "rollout_is_ratio_fraction_low": 1 / 3,
-            "rollout_is_seq_mean": 1.375,
-            "rollout_is_seq_std": 2.25 / 2**0.5,  # of two numbers 2.25 apart
-            "rollout_is_seq_max": 2.5,
+            "rollout_is_seq_mean": 0.875,
+            "rollout_is_seq_std": 1.25 / 2**0.5,  # of two numbers 1.25 apart
+            "rollout_is_seq_max": 1.5,
             "rollout_is_seq_min": 0.25,
-            "rollout_is_seq_max_deviation": 1.5,
-            "rollout_is_seq_fraction_high": 0.5,
+            "rollout_is_seq_max_deviation": 0.75,
+            "rollout_is_seq_fraction_high": 0.5,  # of the mean ratio, 5/2
             "rollout_is_seq_fraction_low": 0.5,
+        },
+        abs=1e-6,
+    )
+
+
+def test_ratios_before_truncation_match_hand_arithmetic():
+    log_ratio = torch.tensor([[4.0, 1.0], [0.25, math.nan]]).log()
+    assert as_floats(untruncated_ratios(log_ratio, RESPONSE_MASK)) == pytest.approx(
+        {
+            "kv/ratio_mean": 1.75,
+            "kv/ratio_max": 4.0,
+            "kv/ratio_min": 0.25,
+            "kv/ratio_seq_mean": 1.375,
+            "kv/ratio_seq_max": 2.5,
+            "kv/ratio_seq_min": 0.25,
         },
         abs=1e-6,
     )
@@ -78,7 +94,8 @@ def test_ratios_match_hand_arithmetic():
 def test_ratios_are_bounded_before_they_are_squared():
     log_ratio = torch.tensor([[60.0]])
     response_mask = torch.ones(1, 1, dtype=torch.bool)
-    assert importance_ratios(log_ratio, response_mask)["rollout_is_max"] == pytest.approx(math.exp(20))
+    assert untruncated_ratios(log_ratio, response_mask)["kv/ratio_max"] == pytest.approx(math.exp(20))
+    assert importance_ratios(log_ratio, response_mask)["rollout_is_max"] == 2.0
     found = off_policy(log_ratio, torch.zeros(1, 1), response_mask)
     assert found["chi2_seq"].item() == pytest.approx(math.exp(40), rel=1e-5)
     assert not math.isfinite(torch.tensor(60.0).exp().square())  # what it would have been
@@ -103,6 +120,9 @@ def test_a_learner_that_sees_what_the_sampler_saw_has_no_mismatch():
     ones |= {"rollout_is_seq_mean", "rollout_is_seq_max", "rollout_is_seq_min"}
     perplexities = {"training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl"}
     for name, value in found.items():
+        if name.startswith("kv/ratio_"):
+            assert value == 1.0, name
+            continue
         assert name.startswith("rollout_corr/")
         if (bare := name.removeprefix("rollout_corr/")) not in perplexities:
             assert value == (1.0 if bare in ones else 0.0), name

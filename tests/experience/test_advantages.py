@@ -5,7 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.experience.advantages import Advantages, GAEAdvantage, GroupAdvantage, PairAdvantage
+from lit_rlkv.experience.advantages import (
+    Advantages,
+    GAEAdvantage,
+    GroupAdvantage,
+    PairAdvantage,
+    ReturnAdvantage,
+)
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.rewards.judges import right_then_short
@@ -136,6 +142,42 @@ def test_advantages_are_whitened_over_what_counts():
     assert torch.equal(found.returns, everything.returns)  # the critic learns from every action
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_plain_reinforce_pp_whitens_the_returns_of_verl(gamma: float):
+    # verl 0.9, compute_reinforce_plus_plus_outcome_advantage: running returns from the last token on,
+    # whitened over all tokens. verl adds 1e-8 to the variance, and here 1e-4 is added to the std.
+    scores = [8.0, 1.0, 0.0, 4.0]
+    returns: list[float] = []
+    for row, length in enumerate(LENGTHS):
+        running, of_row = 0.0, []
+        for column in range(length, 0, -1):
+            reward = (scores[row] if column == length else 0.0) - PENALTY[row, column].item()
+            running = reward + gamma * running
+            of_row.insert(0, running)
+        returns += of_row
+    mean = sum(returns) / len(returns)
+    std = math.sqrt(sum((one - mean) ** 2 for one in returns) / (len(returns) - 1))
+    experience = make_experience(scores, kl_penalty=PENALTY)
+    found = ReturnAdvantage(gamma).compute(experience)
+    assert found.advantages[IS_ACTION].tolist() == pytest.approx(
+        [(one - mean) / (std + 1e-4) for one in returns], abs=1e-6
+    )
+    plain = ReturnAdvantage(gamma, whiten_advantages=False).compute(experience)
+    assert plain.advantages[IS_ACTION].tolist() == pytest.approx(returns)
+    assert (plain.advantages[~IS_ACTION] == 0).all()
+    assert found.returns is None
+    with_baseline = GroupAdvantage("reinforce++").compute(experience)
+    assert (found.advantages - with_baseline.advantages).abs().max() > 0.1
+
+
+def test_plain_reinforce_pp_whitens_over_what_counts():
+    is_counted = IS_ACTION & torch.tensor([True, True, False, True])[:, None]
+    experience = counting(make_experience([8.0, 1.0, 100.0, 4.0]), is_counted)
+    counted = ReturnAdvantage().compute(experience).advantages[is_counted]
+    assert counted.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert counted.std().item() == pytest.approx(1.0, abs=1e-3)
+
+
 def test_the_better_response_of_a_pair_has_advantage_one_and_the_worse_minus_one():
     credit = PairAdvantage().compute(make_experience([1.0, 2.0, 0.5, 0.25]))
     assert credit.units.tolist() == [[1, 0], [2, 3]]
@@ -201,3 +243,7 @@ def test_options_that_cannot_work_are_refused():
         name = "lam" if 0 <= options["gamma"] <= 1 else "gamma"
         with pytest.raises(ValueError, match=f"{name}={options[name]} is no discount"):
             GAEAdvantage(**options)
+    with pytest.raises(ValueError, match=r"top_entropy_quantile must be between 0 and 1, got 1\.2"):
+        GroupAdvantage("grpo", top_entropy_quantile=1.2)
+    with pytest.raises(ValueError, match=r"gamma=1\.5 is no discount"):
+        ReturnAdvantage(1.5)

@@ -1,4 +1,3 @@
-import threading
 import zlib
 from dataclasses import fields, replace
 
@@ -258,38 +257,6 @@ def test_watchers_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
 
 def of_functions(**functions):
     return {"reward": RewardConfig(max_failed=1.0), "functions": functions}
-
-
-def test_rewards_are_under_way_while_the_roles_score():
-    is_asked, is_scored = threading.Event(), threading.Event()
-
-    def slow(question):
-        is_asked.set()
-        assert is_scored.wait(20)  # asked after the scoring, this would come first
-        return len(question["completion"])
-
-    def on_end(phase, iteration):
-        if phase == "score":
-            assert is_asked.wait(20)
-            is_scored.set()
-
-    data = make_datamodule(make_roles(), **of_functions(slow=InThreads(ask=slow)))
-    data.on_phase_end = [on_end]
-    experience = data.collect()
-    assert is_scored.is_set()
-    assert experience.rewards.total.tolist() == [len(text) for text in experience.completions]
-
-
-def test_rewards_are_those_of_asking_one_after_the_other():
-    def score(question):
-        return zlib.crc32(question["completion"].encode()) % 7
-
-    many, one = (
-        make_datamodule(make_roles(), **of_functions(own=InThreads(ask=score, n_workers=n))).collect()
-        for n in (8, 1)
-    )
-    assert torch.equal(many.rewards.total, one.rewards.total)
-    assert len(set(one.rewards.total.tolist())) > 2
 
 
 def flaky(question):

@@ -6,6 +6,7 @@ import torch
 from lit_rlkv.experience.group_baselines import (
     ESTIMATORS,
     STD_FLOOR,
+    batch_std,
     broadcast_to_response,
     centred,
     grpo,
@@ -42,6 +43,19 @@ def test_reinforce_pp_divides_by_the_deviation_of_the_whole_batch():
     # Deviations ±1/2 four times and 0 four times: mean 0, unbiased variance 4·(1/4)/7 = 1/7.
     expected = 0.5 / (math.sqrt(1 / 7) + 1e-4)
     assert reinforce_pp(REWARDS)[0].tolist() == pytest.approx([expected, -expected, expected, -expected])
+
+
+def test_batch_std_is_scale_rewards_batch_of_trl():
+    # TRL 1.16, GRPOTrainer: (R − group mean) / (std of all rewards of the batch + 1e-4).
+    rewards = RANDOM.double()
+    flat = [reward for group in rewards.tolist() for reward in group]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in flat) / (len(flat) - 1))
+    for group, found in zip(rewards.tolist(), batch_std(rewards).tolist(), strict=True):
+        expected = [(reward - sum(group) / len(group)) / (std + 1e-4) for reward in group]
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert (batch_std(rewards) - grpo(rewards)).abs().max() > 0.1  # the std of the group
+    assert (batch_std(rewards) - reinforce_pp(rewards)).abs().max() > 0.01  # the std of what is centred
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -89,6 +103,8 @@ def test_responses_without_a_reward_leave_the_others_as_if_they_were_alone(name)
         alone = torch.tensor([[0.5, -0.5], [1.0, -1.0]]) / (
             torch.tensor([0.5, -0.5, 1.0, -1.0, 0.0]).std() + STD_FLOOR
         )
+    elif name == "batch_std":
+        alone = torch.tensor([[0.5, -0.5], [1.0, -1.0]]) / (rewards[is_valid].std() + STD_FLOOR)
     torch.testing.assert_close(found[:2, :2], alone)
     assert found[~is_valid].abs().sum() == 0
     assert found[2].abs().sum() == 0

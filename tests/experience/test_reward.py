@@ -194,6 +194,30 @@ def test_too_many_failures_stop_the_run_and_say_why():
         rewards_of([NAN, NAN, NAN, 1.0], [0.0] * 4, max_failed=0.5)
 
 
+@pytest.mark.parametrize("size", [1.001e6, 1e20, 1e39, math.inf, NAN])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_score_of_the_task_or_the_reward_model_that_is_too_large_fails(size: float, sign: int):
+    rule = RewardRule(config_of(learned=1.0))
+    for name in ("exact_match", "learned"):
+        components = {"exact_match": EXACT, "learned": LEARNED}
+        components[name] = torch.where(torch.arange(4) == 1, torch.tensor(sign * size), components[name])
+        rewards = rule(components, ALL_END, group_size=4)
+        assert rewards.is_failed.tolist() == [False, True, False, False]
+        assert rewards.total.tolist() == pytest.approx([4.0, 5 / 3, 0.0, 1.0])
+
+
+def test_a_weighted_sum_that_is_too_large_fails_though_no_score_is():
+    # 2e6·a − 0.5·b, for a of 0.5 and 1: the one is at the bound, the other above
+    rule = RewardRule(RewardConfig(max_failed=0.5), {"a": ExactMatch(weight=2e6), "b": ExactMatch(weight=-1)})
+    rewards = rule({"a": torch.tensor([0.5, 1.0]), "b": torch.zeros(2)}, ALL_END[:2], group_size=2)
+    assert rewards.is_failed.tolist() == [False, True]
+    assert rewards.total.tolist() == [1e6, 1e6]
+    with pytest.raises(
+        RewardsFailedError, match=r"1 of 1 .*weighted sum must be numbers of size at most 1e\+06"
+    ):
+        rule({"a": torch.ones(1), "b": torch.zeros(1)}, ALL_END[:1])
+
+
 def test_nothing_is_left_where_all_fail_and_that_is_allowed():
     for normalize in ("none", "batch", "running"):
         assert rewards_of([NAN, NAN], [0.0, 0.0], group_size=2, normalize=normalize).total.tolist() == [0, 0]

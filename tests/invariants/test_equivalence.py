@@ -92,7 +92,7 @@ def loss_of(rollout: Rollout, n_response_tokens: Tensor) -> Tensor:
     logps = replay_logps(tiny_model("qwen3"), rollout)
     # The advantage follows from the prompt's last token, so that it moves with its row.
     advantages = torch.where(rollout.response_mask, rollout.input_ids.sum(1, keepdim=True) % 7 - 3.0, 0.0)
-    gain = clipped_surrogate(logps, rollout.rollout_logps - 0.1, advantages, 0.2, 0.2).gain
+    gain = clipped_surrogate(logps - rollout.rollout_logps + 0.1, advantages, 0.2, 0.2).gain
     return -gain.masked_fill(~rollout.response_mask, 0.0).sum() / n_response_tokens
 
 

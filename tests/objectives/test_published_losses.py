@@ -91,7 +91,7 @@ def our_loss(
     """The policy's loss and its KL on some rows of a step, whose weights were settled as a whole."""
     weight = AGGREGATIONS[aggregation](IS_ACTION, MAX_NEW_TOKENS)[rows]
     advantages = torch.where(IS_ACTION, ADVANTAGES[:, None], 0.0)[rows]
-    gain = clipped_surrogate(LOGPS[rows], OLD_LOGPS[rows], advantages, clip_low, clip_high).gain
+    gain = clipped_surrogate(LOGPS[rows] - OLD_LOGPS[rows], advantages, clip_low, clip_high).gain
     kl = k3(LOGPS[rows], REF_LOGPS[rows])
     return (beta * weighted_sum(kl, weight) - weighted_sum(gain, weight)).item()
 
@@ -179,7 +179,7 @@ def ppo_by_definition(clip: float, value_clip: float, value_weight: float) -> fl
 def our_ppo(clip: float, value_clip: float | None, value_weight: float) -> float:
     weight = AGGREGATIONS["token"](IS_ACTION, MAX_NEW_TOKENS)
     policy_loss = -weighted_sum(
-        clipped_surrogate(LOGPS, OLD_LOGPS, TOKEN_ADVANTAGES, clip, clip).gain, weight
+        clipped_surrogate(LOGPS - OLD_LOGPS, TOKEN_ADVANTAGES, clip, clip).gain, weight
     )
     value_loss = weighted_sum(clipped_value(VALUES, OLD_VALUES, RETURNS, value_clip).loss, weight)
     return (policy_loss + value_weight * value_loss).item()

@@ -42,6 +42,9 @@ def test_the_default_run_is_described_by_its_config():
 
 def test_algorithms_without_an_estimator_have_the_name_of_their_loss():
     assert facts_of("experiment=online_dpo_smd")["Algorithm"].startswith("OnlineDPO, ")
+    assert facts_of("algorithm=cispo")["Algorithm"].startswith("CISPO, ")
+    assert facts_of("algorithm=gspo")["Algorithm"].startswith("grpo with one ratio per response, ")
+    assert facts_of("algorithm=grpo")["Algorithm"].startswith("grpo, ")
     assert facts_of("model.path=some/model")["Model"] == "some/model"
 
 

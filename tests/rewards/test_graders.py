@@ -1,9 +1,11 @@
 """Worker processes of reward functions."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -39,6 +41,16 @@ def ends_others(completion):
         other.terminate()
     forked.join()
     return -forked.exitcode + (program.wait() == forked.exitcode) / 2
+
+def raises_a_long_text(completion):
+    raise ValueError("x" * 30_000_000)
+
+def floods_the_pipe(completion):
+    for pipe in range(3, 10):
+        try:
+            os.write(pipe, b"x" * 3_000_000)
+        except OSError:
+            pass
 
 def hang(completion):
     open(completion, "w").write(str(os.getpid()))
@@ -99,6 +111,48 @@ def test_a_hanging_worker_ends_with_its_killed_parent(file, tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert wait_until(lambda: not is_running(worker))
+
+
+def test_an_error_is_cut_but_for_its_line(file):
+    pool = GraderPool(str(file), "raises_a_long_text", {}, 20)
+    with pytest.raises(RuntimeError, match=r"^ValueError: x{188} \(rewards\.py, line \d+\)$"):
+        pool.ask({"completion": ""})
+    pool.close()
+
+
+def test_a_worker_that_floods_its_pipe_is_killed(file):
+    pool = GraderPool(str(file), "floods_the_pipe", {}, 20)
+    with pytest.raises(RuntimeError, match=f"an answer must have at most {graders.MAX_BYTES} bytes"):
+        pool.ask({"completion": ""})
+    pool.close()
+
+
+class Large:
+    """Stands for an object that takes much memory."""
+
+
+@pytest.mark.parametrize(
+    "open_grader",
+    [graders.Immediate, lambda ask: graders.Threads(ask, n_workers=1)],
+    ids=["at once", "threads"],
+)
+def test_a_failure_keeps_nothing_alive_that_the_function_used(open_grader):
+    used = []
+
+    def ask(question):
+        large = Large()
+        used.append(weakref.ref(large))
+        try:
+            raise KeyError(large)
+        except KeyError:
+            raise ValueError("x" * 1000) from None
+
+    grader = open_grader(ask)
+    failure = grader.submit({}).exception(timeout=10)
+    gc.collect()
+    assert str(failure) == "x" * 300
+    assert used[0]() is None
+    grader.close()
 
 
 def test_no_worker_starts_after_two_slow_starts(tmp_path, monkeypatch):

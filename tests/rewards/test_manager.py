@@ -44,6 +44,24 @@ def test_scores_do_not_depend_on_the_order_of_answers():
     assert torch.equal(answers.scores["late"], answers.scores["one"])
 
 
+def test_completions_may_be_added_in_parts_and_in_any_order():
+    def score(question):
+        if question["answer"] in "12":
+            raise RuntimeError(f"no {question['answer']}")
+        return 10 * int(question["answer"]) + len(question["completion"])
+
+    with RewardManager({"odd": InThreads(ask=score)}) as manager:
+        whole = manager.ask(PROBLEMS, ["a", "bb", "ccc", "dddd"]).collect()
+        pending = manager.begin(PROBLEMS)
+        pending.add([3, 2], ["dddd", "ccc"])
+        pending.add([0], ["a"])
+        pending.add([1], ["bb"])
+        parts = pending.collect()
+    assert parts.scores["odd"][[0, 3]].tolist() == whole.scores["odd"][[0, 3]].tolist() == [1.0, 34.0]
+    assert parts.scores["odd"].isnan().tolist() == [False, True, True, False]
+    assert parts.errors == whole.errors == {"odd": "no 1"}  # the first of the batch, not of those added
+
+
 def test_a_failure_scores_nan_and_warns_once(caplog):
     def sometimes_fails(question):
         if question["answer"] in "12":

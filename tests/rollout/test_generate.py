@@ -1,3 +1,4 @@
+import re
 import sys
 from functools import cache
 from typing import Any
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.rollout import generate
+from lit_rlkv.rollout.decoder import Decoder
 from lit_rlkv.rollout.generate import decode_all, steps_to_check
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
@@ -175,6 +177,15 @@ def test_a_row_does_not_depend_on_how_far_it_is_padded():
     assert torch.equal(shifted[0], padded.evicted_at[1, ..., 5:])
 
 
+def check_rarely(check_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for finished rows after this many steps, as on a GPU."""
+
+    def rarely(*arguments: Any) -> Any:
+        return decode_all(*arguments[:4], check_every, *arguments[5:])
+
+    monkeypatch.setattr(sys.modules[decode_all.__module__], "decode_all", rarely)
+
+
 @pytest.mark.parametrize("check_every", [2, 5, 16])
 def test_how_often_finished_rows_are_looked_for_changes_no_row(
     check_every: int, monkeypatch: pytest.MonkeyPatch
@@ -182,10 +193,7 @@ def test_how_often_finished_rows_are_looked_for_changes_no_row(
     settings: dict[str, Any] = {"temperature": 0.0, "eos_token_id": eos(), "max_rows": 2}
     at_once = run(**settings)
 
-    def rarely(*arguments: Any) -> Any:
-        return decode_all(*arguments[:4], check_every, *arguments[5:])
-
-    monkeypatch.setattr(sys.modules[decode_all.__module__], "decode_all", rarely)
+    check_rarely(check_every, monkeypatch)
     assert equal(run(**settings), at_once)
 
 
@@ -296,3 +304,59 @@ def test_progress_of_a_rollout_is_even_if_no_response_ends_early():
     reports: list[int] = []
     run(on_progress=reports.append)
     assert reports == [2 * len(LENS)] + [len(LENS)] * (N_NEW - 2)
+
+
+def handed_over(**settings: Any) -> tuple[Rollout, dict[int, tuple[Tensor, Tensor]]]:
+    """Return a rollout, and by row the tokens and the response mask that `on_finished` was given."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def on_finished(rows: list[int], input_ids: Tensor, response_mask: Tensor) -> None:
+        assert found.keys().isdisjoint(rows)
+        found.update(zip(rows, zip(input_ids, response_mask, strict=True), strict=True))
+
+    return run(temperature=0.0, eos_token_id=eos(), on_finished=on_finished, **settings), found
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_rows": 2}, {"max_rows": 4, "num_return_sequences": 2}])
+def test_each_ended_response_is_given_once_with_the_tokens_of_its_row(settings: dict[str, Any]):
+    rollout, found = handed_over(**settings)
+    assert sorted(found) == list(range(len(rollout.input_ids)))
+    for row, (input_ids, response_mask) in found.items():
+        assert len(input_ids) == len(response_mask) == WIDTH + N_NEW
+        expected = rollout.input_ids[row][rollout.response_mask[row]]
+        assert torch.equal(input_ids[response_mask], expected)
+    n_tokens = rollout.response_mask.sum(dim=1)
+    order = n_tokens[list(found)].tolist()
+    if not settings:  # all rows start together
+        assert order == sorted(order) != n_tokens.tolist()
+
+
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_ended_responses_are_read_where_the_host_waits_anyway_and_given_while_steps_are_queued(
+    max_rows: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    events: list[str] = []
+
+    def recorded(owner: type, method: str, event: str) -> None:
+        original = getattr(owner, method)
+
+        def call(*arguments: Any) -> Any:
+            events.append(event)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, method, call)
+
+    recorded(Decoder, "prefill", "P")
+    recorded(Decoder, "step", "s")
+    recorded(Decoder, "read_tokens", "r")
+    check_rarely(3, monkeypatch)
+    settings = {"temperature": 0.0, "eos_token_id": eos(), "max_rows": max_rows, "max_new_tokens": 19}
+    plain, without = run(**settings), "".join(events)
+    events.clear()
+    watched = run(**settings, on_finished=lambda *_: events.append("g"))
+    order = "".join(events)
+    assert equal(watched, plain)
+    assert without == order.replace("r", "").replace("g", "")
+    assert order.count("r") == order.count("g") >= 2
+    # 18 steps with a check after every third. What was read then is given after three more, or at the end.
+    assert re.fullmatch("(?:P?sssg?r?)+g", order) is not None

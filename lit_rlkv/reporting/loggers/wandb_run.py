@@ -26,7 +26,7 @@ FORBIDDEN = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
 INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
 HIDDEN = re.compile(
-    "gradient/(loss|policy)/layer_.+|kv/layer_kl/.+|"
+    "gradient/(loss|policy)/layer_.+|kv/layer_kl/.+|kv/ratio_seq_.+|"
     "rollout_corr/(log_ppl_diff|rollout_is_seq)_.+|rollout_corr/(rollout|training)_log_ppl"
 )
 """Metrics without a panel of their own: those of each layer, which figures show, and variants of others."""

@@ -13,7 +13,7 @@ from lit_rlkv.types import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction(ABC):
-    """Scores completions."""
+    """Scores completions, each by itself and in any order, while others are still sampled."""
 
     weight: float | int = 1.0
     """Weight of the score in the reward; 0 only logs the score, below 0 it is a penalty."""

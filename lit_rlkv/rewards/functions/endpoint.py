@@ -14,10 +14,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from lit_rlkv.rewards.functions.base import SlowFunction
-from lit_rlkv.rewards.graders import Grader, NonRetryableError, Question, Threads
+from lit_rlkv.rewards.graders import MAX_BYTES, Grader, NonRetryableError, Question, Threads
 
-MAX_BYTES = 1 << 20
-"""Longest response that is read."""
 _RETRYABLE_STATUS = (408, 425, 429)
 """Client errors that may pass with time, as all server errors may."""
 

@@ -3,20 +3,23 @@
 import ast
 import json
 import os
+import selectors
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import IO, cast
 
 from lit_rlkv.rewards.functions.base import SlowFunction
-from lit_rlkv.rewards.graders import Grader, NonRetryableError, Question, Threads
+from lit_rlkv.rewards.graders import MAX_BYTES, Grader, NonRetryableError, Question, Threads
 from lit_rlkv.rewards.isolated import SUPERVISOR
 
-_MAX_SHOWN = 300
-"""Characters of a program's output that an error message repeats."""
+_MAX_SHOWN = 200
+"""Characters of a program's output that an error message repeats; fewer than MAX_ERROR_LENGTH."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,8 @@ class Command(SlowFunction):
 
     It reads one JSON object with `prompt`, `answer`, `solution`, `completion` and the task's extra columns
     from its standard input. There is no shell, so no text of a model becomes part of a command. The program
-    and what it starts, except in a session of its own, end with the run, also if the run is killed.
+    and what it starts, except in a session of its own, end with the run, also if the run is killed. They end,
+    and the reward has failed, once more than 1 MiB is on its standard output or on its standard error.
     """
 
     argv: Sequence[str]
@@ -132,7 +136,7 @@ class _Programs:
             start_new_session=True,
         ) as process:
             try:
-                output, errors = process.communicate(json.dumps(question).encode(), timeout=self._timeout_s)
+                output, errors = _communicate(process, json.dumps(question).encode(), self._timeout_s)
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"no answer within {self._timeout_s:g} seconds") from None
             finally:
@@ -143,6 +147,50 @@ class _Programs:
         self._is_closed = True
         for lifeline in list(self._lifelines):
             lifeline.close()
+
+
+def _communicate(
+    process: "subprocess.Popen[bytes]", question: bytes, timeout_s: float
+) -> tuple[bytes, bytes]:
+    """Return output and errors of a process, as `Popen.communicate` does, which reads without a bound.
+
+    Raises:
+        NonRetryableError: the process has written more than MAX_BYTES to one of them.
+        TimeoutExpired: it has not ended in time.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    deadline, unsent = time.monotonic() + timeout_s, memoryview(question)
+    found = {process.stdout: bytearray(), process.stderr: bytearray()}
+    os.set_blocking(process.stdin.fileno(), False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        for pipe in found:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(process.args, timeout_s)
+            for key, _ in ready:
+                pipe = cast(IO[bytes], key.fileobj)
+                if pipe is process.stdin:
+                    try:
+                        unsent = unsent[os.write(key.fd, unsent) :]
+                    except BrokenPipeError:  # the program does not read its question
+                        unsent = unsent[:0]
+                    is_done = not unsent
+                else:
+                    data = os.read(key.fd, MAX_BYTES)
+                    found[pipe] += data
+                    is_done = not data
+                if len(found.get(pipe, b"")) > MAX_BYTES:
+                    raise NonRetryableError(f"the program must write at most {MAX_BYTES} bytes")
+                if is_done:
+                    selector.unregister(pipe)
+                    pipe.close()
+    process.wait(max(0.0, deadline - time.monotonic()))
+    return bytes(found[process.stdout]), bytes(found[process.stderr])
 
 
 def _shown(output: bytes) -> str:

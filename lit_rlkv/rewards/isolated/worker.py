@@ -20,6 +20,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
+_MAX_MESSAGE = 200
+"""Characters of an error that are sent; file and line follow."""
+
 
 def main() -> None:
     """Load the function that the first line names, then answer each further line with one."""
@@ -96,7 +99,7 @@ def _message(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inner = [frame for frame in frames if frame.filename != __file__]
     at = f" ({Path(inner[-1].filename).name}, line {inner[-1].lineno})" if inner else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{type(error).__name__}: {error}"[:_MAX_MESSAGE] + at
 
 
 def _read(questions: TextIO, lines: "SimpleQueue[str]") -> None:

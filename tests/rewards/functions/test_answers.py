@@ -136,7 +136,7 @@ def test_a_difference_up_to_the_tolerance_scores():
 def test_an_answer_that_is_not_one_number_is_refused(answer):
     with pytest.raises(ValueError, match="the answer must be one number"):
         Numeric().check(Problem("?", "", answer))
-    with pytest.raises(ValueError, match="the answer must be one number"):
+    with pytest.raises(RuntimeError, match="the answer must be one number"):
         score(Numeric(), "3", answer)
 
 
@@ -193,7 +193,7 @@ def test_a_group_needs_an_answer():
 
 def test_an_endless_match_times_out():
     with opened(Regex(pattern=r"^(a+)+$", timeout_s=0.3)) as ask:
-        with pytest.raises(TimeoutError, match=r"no answer within 0\.3 seconds"):
+        with pytest.raises(RuntimeError, match=r"no answer within 0\.3 seconds"):
             ask("a" * 40 + "b")
         assert ask("aaa") == 1.0
 

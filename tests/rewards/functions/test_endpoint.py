@@ -109,7 +109,7 @@ def test_close_ends_pending_requests(server):
         time.sleep(0.01)
     started_at = time.perf_counter()
     grader.close()
-    assert isinstance(future.exception(timeout=10), TimeoutError)
+    assert "no complete response within" in str(future.exception(timeout=10))
     assert time.perf_counter() - started_at < 10
 
 

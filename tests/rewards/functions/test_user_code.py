@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lit_rlkv.rewards import Command, PythonFunction
+from lit_rlkv.rewards.graders import MAX_BYTES
 from lit_rlkv.rewards.isolated import supervisor
 from lit_rlkv.types import Message
 from tests.rewards.helpers import is_running, opened, score, wait_until
@@ -48,6 +49,8 @@ def whimsical(completion):
     if completion == "die":
         import os
         os._exit(1)
+    if completion == "large":
+        return -1000001
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1"}.get(completion, 0.5)
 
 async_score = whimsical
@@ -85,8 +88,9 @@ def test_a_function_answers_again_after_an_error(file):
             "hang": r"no answer within 0\.5 seconds",
             "exit": "SystemExit: 3",
             "die": "its process died in the middle of a question",
-            "nan": "the score must be a finite number, got nan",
-            "inf": "the score must be a finite number, got inf",
+            "nan": r"the score must be a finite number of size at most 1e\+06, got nan",
+            "inf": r"the score must be a finite number of size at most 1e\+06, got inf",
+            "large": r"the score must be a finite number of size at most 1e\+06, got -1000001\.0",
             "none": "it returned None; return a number",
             "text": "it returned '1'; return a number",
         }.items():
@@ -162,13 +166,38 @@ def test_a_completion_is_never_run(argv, tmp_path):
     [
         ("fail", "the program ended with status 1: no model loaded"),
         ("hang", r"no answer within 1 seconds"),
-        ("nan", "the score must be a finite number, got nan"),
+        ("nan", r"the score must be a finite number of size at most 1e\+06, got nan"),
         ("words", "the program must write a number, got 'great'"),
     ],
 )
 def test_errors_of_a_program_are_raised(argv, completion, says):
     with pytest.raises(Exception, match=says):
         score(Command(argv=argv, timeout_s=1), completion, level=0)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_program_that_writes_too_much_is_killed(tmp_path, stream):
+    endless = f"""
+import os, sys
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+while True:
+    sys.{stream}.write("y\\n" * 1000)
+"""
+    with pytest.raises(RuntimeError, match=f"the program must write at most {MAX_BYTES} bytes"):
+        score(Command(argv=[sys.executable, "-S", "-c", endless], timeout_s=20, retries=1), "")
+    assert wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+
+
+def test_all_output_up_to_the_bound_is_read():
+    program = [sys.executable, "-S", "-c", "import sys; sys.stdout.write('1'.rjust(int(sys.argv[1])))"]
+    assert score(Command(argv=[*program, str(MAX_BYTES)]), "") == 1.0
+    with pytest.raises(RuntimeError, match="the program must write at most"):
+        score(Command(argv=[*program, str(MAX_BYTES + 1)]), "")
+
+
+def test_a_question_may_be_longer_than_a_pipe_and_need_not_be_read(argv):
+    assert score(Command(argv=argv), "x" * 900_000, level=0) == 900_000
+    assert score(Command(argv=["echo", "1"]), "x" * 900_000) == 1.0
 
 
 def test_a_failure_is_tried_again(tmp_path):
@@ -246,7 +275,7 @@ def test_background_processes_end_with_their_program(tmp_path):
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
 def test_a_timeout_ends_a_program_and_its_processes(tmp_path):
     place = tmp_path / "pid"
-    with pytest.raises(TimeoutError):
+    with pytest.raises(RuntimeError, match="no answer within 2 seconds"):
         score(Command(argv=[sys.executable, "-S", "-c", BACKGROUND, str(place), "wait"], timeout_s=2), "")
     assert wait_until(lambda: not is_running(int(place.read_text())))
 

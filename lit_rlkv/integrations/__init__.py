@@ -1,0 +1,1 @@
+"""This project inside other libraries: TRL's GRPOTrainer, and `generate` of transformers."""

@@ -1,0 +1,176 @@
+"""A rollout once more without this package: transformers' models, own attention under an explicit mask.
+
+Every eviction is also recomputed from the keys, values and queries of that forward.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.types import Rollout
+from tests.kvcache.published import Head, scores_of_layer
+
+NAME = "explicit_mask"
+
+
+@dataclass
+class Layers:
+    """What a query sees in each layer, and what the attention of each layer was given: float, by layer."""
+
+    is_seen: Tensor
+    """[row, layer, kv_head, query, key]"""
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    probs: dict[int, Tensor] = field(default_factory=dict)
+    scaling: float = 1.0
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    layers: Layers,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    n_groups = query.shape[1] // key.shape[1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = query @ key.repeat_interleave(n_groups, 1).transpose(2, 3) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    is_seen = layers.is_seen[:, layer].repeat_interleave(n_groups, 1)
+    # A query of padding sees nothing; its row of -inf would be NaN.
+    probs = logits.masked_fill(~is_seen, -1e30).softmax(-1) * is_seen
+    layers.queries[layer], layers.keys[layer] = query.detach(), key.detach()
+    layers.values[layer], layers.probs[layer] = value.detach(), probs.detach()
+    layers.scaling = scaling
+    out = probs @ value.repeat_interleave(n_groups, 1)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def seen(rollout: Rollout) -> Tensor:
+    """[row, layer, kv_head, query, key]: real keys of earlier columns and the own one, not evicted yet."""
+    column = torch.arange(rollout.input_ids.shape[1])
+    is_causal = column <= column[:, None]
+    is_real = rollout.attention_mask[:, None, None, :, None] & rollout.attention_mask[:, None, None, None]
+    return is_causal & is_real & (column[:, None] < rollout.evicted_at[..., None, :])
+
+
+def log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> tuple[Tensor, Layers]:
+    """Log-probs of the response tokens in the rollout's columns, 0 elsewhere; and what the attention saw."""
+    layers = Layers(seen(rollout))
+    model.set_attn_implementation(NAME)
+    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    logits = model(rollout.input_ids, position_ids=positions, use_cache=False, layers=layers).logits
+    logps = (logits[:, :-1].float() / temperature).log_softmax(-1)
+    chosen = logps.gather(2, rollout.input_ids[:, 1:, None])[..., 0]
+    padded = torch.cat([torch.zeros_like(chosen[:, :1]), chosen], 1)
+    return padded.masked_fill(~rollout.response_mask, 0.0), layers
+
+
+def wrong_evictions(rollout: Rollout, layers: Layers, spec: CacheSpec, tolerance: float = 1e-4) -> list[str]:
+    """Say where the record is not that of the policy: step by step, head by head, by the published formulas.
+
+    Keys whose scores are closer than `tolerance`, relative to the largest, may change places by rounding.
+    """
+    wrong = []
+    n_prompt = int(rollout.response_mask.int().argmax(1)[0])
+    for row in range(len(rollout.input_ids)):
+        first = int(rollout.attention_mask[row].int().argmax())
+        last_query = int(rollout.response_mask[row].nonzero().max()) - 1
+        for layer, keys in layers.keys.items():
+            n_heads = keys.shape[1]
+            held = [list(range(first, n_prompt)) for _ in range(n_heads)]
+            for column in range(n_prompt - 1, last_query + 1):
+                if column >= n_prompt:
+                    for each in held:
+                        each.append(column)
+                is_prompt = column == n_prompt - 1
+                is_due = len(held[0]) > spec.budget and (
+                    is_prompt or (column - n_prompt + 1) % spec.interval == 0
+                )
+                recorded = [
+                    [k for k in held[h] if int(rollout.evicted_at[row, layer, h, k]) == column + 1]
+                    for h in range(n_heads)
+                ]
+                if not is_due or column == last_query:  # what no later query could see is not recorded
+                    if any(recorded):
+                        wrong.append(f"row {row} layer {layer} column {column}: evicts out of turn")
+                    held = [[k for k in held[h] if k not in recorded[h]] for h in range(n_heads)]
+                    continue
+                scores = _scores(layers, row, layer, held, first, column, spec)
+                for h in range(n_heads):
+                    why = _wrong(held[h], recorded[h], scores[h], first, column, spec, tolerance)
+                    if why:
+                        wrong.append(f"row {row} layer {layer} head {h} column {column}: {why}")
+                    held[h] = [k for k in held[h] if k not in recorded[h]]
+    return wrong
+
+
+def _wrong(
+    held: list[int],
+    evicted: list[int],
+    scores: dict[int, float] | None,
+    first: int,
+    column: int,
+    spec: CacheSpec,
+    tolerance: float,
+) -> str | None:
+    if len(held) - len(evicted) != spec.budget:
+        return f"keeps {len(held) - len(evicted)} keys"
+    protected = {k for k in held if k < first + spec.sink or k > column - spec.window}
+    if protected & set(evicted):
+        return f"evicts protected keys {sorted(protected & set(evicted))}"
+    if scores is None:
+        return None
+    kept = [k for k in held if k not in evicted and k not in protected]
+    if not kept or not evicted:
+        return None
+    best_lost, worst_kept = max(scores[k] for k in evicted), min(scores[k] for k in kept)
+    if best_lost - worst_kept > tolerance * max(abs(s) for s in scores.values()):
+        return f"evicts a key of score {best_lost} and keeps one of {worst_kept}"
+    return None
+
+
+def _scores(
+    layers: Layers, row: int, layer: int, held: list[list[int]], first: int, column: int, spec: CacheSpec
+) -> list[dict[int, float] | None]:
+    """Scores of the keys outside the window, by column; None if the policy draws them."""
+    if spec.policy == "random":
+        return [None] * len(held)
+    keys, values, queries = (part[layer][row] for part in (layers.keys, layers.values, layers.queries))
+    probs = layers.probs[layer][row]
+    n_groups = queries.shape[0] // keys.shape[0]
+    window = [c for c in range(column - spec.window + 1, column + 1) if c >= first]
+    heads = []
+    for h, columns in enumerate(held):
+        group = range(h * n_groups, (h + 1) * n_groups)
+        received = probs[list(group)].mean(0)  # [query, key]
+        heads.append(
+            Head(
+                keys=[keys[h, k] for k in columns],
+                values=[values[h, k] for k in columns],
+                positions=columns,
+                queries=[[queries[g, c] for c in window] for g in group],
+                query_positions=window,
+                attention_sum=[float(received[first : column + 1, k].double().sum()) for k in columns],
+                last_attention=[float(received[column, k]) for k in columns],
+                scaling=layers.scaling,
+            )
+        )
+    assert isinstance(spec.policy, str)
+    found = scores_of_layer(spec.policy, heads)
+    older = [[k for k in columns if k <= column - spec.window] for columns in held]
+    return [dict(zip(columns, scores, strict=False)) for columns, scores in zip(older, found, strict=True)]

@@ -1,0 +1,214 @@
+"""Random models, caches and prompts: the sampler's log-probs, the replayed ones and those of an own forward.
+
+Gradients too, and every eviction by the published formula of its policy.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from lit_rlkv import generate, prepare_backbone, replay_logps
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.types import NEVER, Rollout
+from tests.fuzz import explicit
+
+VOCAB, PAD = 48, 0
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": True},
+    "mistral": {"sliding_window": None},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {},
+    "cohere": {},
+    "starcoder2": {"sliding_window": None},
+    "arcee": {},
+    "gemma": {"head_dim": True},
+    "gemma2": {"head_dim": True, "attn_logit_softcapping": 0.5, "sliding_window": 4096},
+    "gemma3_text": {"head_dim": True, "sliding_window": 4096},
+}
+"""Names of `CONFIG_MAPPING`; with `head_dim` the width of a head is free, and the sliding window is off."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random model, cache and batch of prompts."""
+
+    family: str
+    n_layers: int
+    n_kv_heads: int
+    n_groups: int
+    head_dim: int
+    spec: CacheSpec
+    lens: tuple[int, ...]
+    max_new_tokens: int
+    n_samples: int
+    max_rows: int | None
+    temperature: float
+    n_eos: int
+    seed: int
+
+    def model(self) -> PreTrainedModel:
+        """A new model with sharp attention, so that a wrong mask shows."""
+        n_heads = self.n_kv_heads * self.n_groups
+        given = dict(FAMILIES[self.family])
+        is_free = given.pop("head_dim", False)
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCAB,
+            "hidden_size": n_heads * (6 if is_free else self.head_dim),
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "intermediate_size": 32,
+            "max_position_embeddings": 256,
+            "pad_token_id": None,  # whose embedding would be 0, and so its keys
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **({"head_dim": self.head_dim} if is_free else {}),
+            **given,
+        }
+        torch.manual_seed(self.seed)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[self.family](**sizes)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4.0)
+        return model
+
+    def rollout(self, model: PreTrainedModel) -> Rollout:
+        generator = torch.Generator().manual_seed(self.seed)
+        width = max(self.lens)
+        is_prompt = torch.arange(width) >= width - torch.tensor(self.lens)[:, None]
+        input_ids = torch.randint(1, VOCAB, (len(self.lens), width), generator=generator)
+        return generate(
+            model,
+            input_ids.masked_fill(~is_prompt, PAD),
+            is_prompt,
+            cache=self.spec,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=list(range(1, 1 + self.n_eos)) or None,
+            pad_token_id=PAD,
+            temperature=self.temperature,
+            num_return_sequences=self.n_samples,
+            max_rows=self.max_rows,
+            generator=generator,
+        )
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    sink, window = draw(st.integers(0, 3)), draw(st.integers(1, 6))
+    budget = sink + window + draw(st.integers(1, 10))
+    n_samples = draw(st.integers(1, 3))
+    return Case(
+        family=draw(st.sampled_from(sorted(FAMILIES))),
+        n_layers=draw(st.integers(1, 3)),
+        n_kv_heads=draw(st.sampled_from([1, 2, 3])),
+        n_groups=draw(st.sampled_from([1, 2, 4, 8])),
+        head_dim=draw(st.sampled_from([4, 6, 8, 10, 14])),  # RoPE needs an even width
+        spec=CacheSpec(
+            policy=draw(st.sampled_from(sorted(POLICIES))),
+            budget=budget,
+            interval=draw(st.integers(1, 7)),
+            sink=sink,
+            window=window,
+        ),
+        lens=tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
+        max_new_tokens=draw(st.integers(1, 24)),
+        n_samples=n_samples,
+        max_rows=draw(st.none() | st.integers(n_samples, 4)),
+        temperature=draw(st.sampled_from([1.0, 0.7, 1.5])),
+        n_eos=draw(st.sampled_from([0, 0, 2])),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def check(case: Case) -> tuple[Rollout, explicit.Layers]:
+    """Compare sampler, replay and own forward, values and gradients, and every eviction."""
+    model = prepare_backbone(case.model())
+    rollout = case.rollout(model)
+    weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
+    replayed = replay_logps(model, rollout, temperature=case.temperature)
+    (replayed * weight).sum().backward()
+    own_model = case.model()
+    own, layers = explicit.log_probs(own_model, rollout, case.temperature)
+    (own * weight).sum().backward()
+    assert (replayed - rollout.rollout_logps).abs().max() < 1e-4
+    assert (own - rollout.rollout_logps).abs().max() < 1e-4
+    theirs = dict(own_model.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = theirs[name].grad
+        if parameter.grad is None or expected is None:
+            assert parameter.grad is expected, name
+            continue
+        error = (parameter.grad - expected).abs().max()
+        assert error <= 1e-3 * max(float(expected.abs().max()), 1e-2), (name, float(error))
+    assert explicit.wrong_evictions(rollout, layers, case.spec) == []
+    return rollout, layers
+
+
+PROFILE = settings(
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
+
+
+@settings(PROFILE, max_examples=25, derandomize=True)
+@given(cases())
+def test_sampler_replay_and_an_own_forward_agree(case: Case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=500)
+@given(cases())
+def test_many_of_them_agree(case: Case):
+    check(case)
+
+
+EXAMPLE = Case(
+    family="llama",
+    n_layers=2,
+    n_kv_heads=2,
+    n_groups=2,
+    head_dim=8,
+    spec=CacheSpec("h2o", budget=8, interval=3, sink=1, window=3),
+    lens=(11, 6),
+    max_new_tokens=20,
+    n_samples=2,
+    max_rows=None,
+    temperature=1.0,
+    n_eos=0,
+    seed=0,
+)
+
+
+def test_a_record_shifted_by_one_column_is_caught_by_the_own_forward():
+    rollout, _ = check(EXAMPLE)
+    is_evicted = (rollout.evicted_at > 0) & (rollout.evicted_at != NEVER)
+    shifted = replace(rollout, evicted_at=rollout.evicted_at + is_evicted)
+    own, _ = explicit.log_probs(EXAMPLE.model(), shifted, 1.0)
+    assert (own - rollout.rollout_logps).abs().max() > 1e-2
+
+
+def test_a_record_of_another_policy_is_caught_by_the_formulas():
+    rollout, layers = check(EXAMPLE)
+    other = replace(EXAMPLE.spec, policy="tova")
+    assert len(explicit.wrong_evictions(rollout, layers, other)) > 10
+
+
+def test_a_record_whose_heads_are_swapped_is_caught_by_the_formulas():
+    case = replace(EXAMPLE, spec=replace(EXAMPLE.spec, policy="keydiff"))
+    rollout, layers = check(case)
+    swapped = replace(rollout, evicted_at=rollout.evicted_at.flip(2))
+    assert len(explicit.wrong_evictions(swapped, layers, case.spec)) > 10

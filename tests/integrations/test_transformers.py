@@ -1,0 +1,155 @@
+"""`custom_generate` of transformers: its own tokens without evictions, and the record with them."""
+
+import re
+
+import pytest
+import torch
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
+from lit_rlkv import generate as sample_rollout
+from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.integrations.transformers import EvictingGenerateOutput, generate
+from lit_rlkv.models.presets import tiny_qwen3
+from lit_rlkv.types import NEVER
+
+EVICTS = CacheSpec("snapkv", budget=8, interval=2, sink=1, window=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_task_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    model = tiny_qwen3(
+        len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, hidden_size=32, num_hidden_layers=2
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)
+    return prepare_backbone(model.eval())
+
+
+@pytest.fixture
+def prompts(tokenizer):
+    return tokenizer(["2+3=", "100+2=", "7"], return_tensors="pt", padding=True)
+
+
+@pytest.mark.parametrize("cache", [CacheSpec.dense(), CacheSpec("snapkv", budget=64)], ids=["dense", "large"])
+def test_greedy_decoding_without_evictions_is_that_of_transformers(model, prompts, cache):
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**prompts, **options)
+    assert torch.equal(model.generate(**prompts, custom_generate=generate, cache=cache, **options), expected)
+    sparse = model.generate(**prompts, custom_generate=generate, cache=EVICTS, **options)
+    assert sparse.shape != expected.shape or not torch.equal(sparse, expected)
+
+
+def test_the_output_holds_what_replay_needs(model, prompts):
+    output = model.generate(
+        **prompts,
+        custom_generate=generate,
+        cache=EVICTS,
+        max_new_tokens=20,
+        do_sample=True,
+        top_k=0,
+        temperature=0.8,
+        return_dict_in_generate=True,
+    )
+    assert isinstance(output, EvictingGenerateOutput)
+    rollout = output.rollout
+    assert torch.equal(output.sequences, rollout.input_ids)
+    assert torch.equal(output["sequences"], output[0])
+    assert ((rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)).any()
+    gap = (replay_logps(model, rollout, temperature=0.8) - rollout.rollout_logps).abs().max()
+    dense_gap = (replay_logps(model, rollout, temperature=0.8, shadow=False) - rollout.rollout_logps).abs()
+    assert gap < 1e-4
+    assert dense_gap.max() > 1e-2
+
+
+def test_it_samples_what_the_public_generate_samples(model, tokenizer, prompts):
+    output = model.generate(
+        **prompts,
+        custom_generate=generate,
+        cache=EVICTS,
+        generator=torch.Generator().manual_seed(1),
+        max_new_tokens=12,
+        num_return_sequences=3,
+        do_sample=True,
+        top_k=0,
+    )
+    expected = sample_rollout(
+        model,
+        prompts.input_ids,
+        prompts.attention_mask,
+        cache=EVICTS,
+        generator=torch.Generator().manual_seed(1),
+        max_new_tokens=12,
+        num_return_sequences=3,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    assert torch.equal(output, expected.input_ids)
+
+
+def test_max_rows_reaches_the_rollout(model, prompts):
+    options = {"custom_generate": generate, "cache": EVICTS, "max_new_tokens": 8, "do_sample": False}
+    options["return_dict_in_generate"] = True
+    whole, parts = (model.generate(**prompts, **options, max_rows=n).rollout for n in (None, 1))
+    assert parts.kv_bytes < whole.kv_bytes
+    assert torch.equal(parts.input_ids, whole.input_ids)
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids, scores, **_):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def filled_cache(model, prompts):
+    return model(prompts.input_ids[:, :2], past_key_values=DynamicCache(), use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache": None}, "cache must be given to model.generate"),
+        ({"do_sample": True}, "got TopKLogitsWarper; the learner's log-probs"),
+        ({"do_sample": True, "top_k": 0, "top_p": 0.9}, "got TopPLogitsWarper"),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.1}, "got MinPLogitsWarper"),
+        ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor"),
+        ({"num_beams": 2}, "generation must be greedy or sampling, got beam_search"),
+        ({"stopping_criteria": StoppingCriteriaList([Never()])}, "must be eos_token_id and max_new_tokens"),
+        ({"cache_implementation": "static"}, "cache_implementation must be left out, got 'static'"),
+        ({"use_cache": False}, "use_cache must be True"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores must be left out"),
+        ({"position_ids": torch.arange(7).expand(3, -1)}, "position_ids must be left out"),
+    ],
+    ids=str,
+)
+def test_what_a_rollout_cannot_do_is_refused(model, prompts, options, words):
+    options = {"cache": EVICTS, "max_new_tokens": 4, "do_sample": False} | options
+    if "position_ids" in options:
+        options["position_ids"] = torch.arange(prompts.input_ids.shape[1]).expand(3, -1)
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        model.generate(**prompts, custom_generate=generate, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_filled_cache_is_refused(model, prompts):
+    with pytest.raises(ValueError, match="past_key_values must be empty"):
+        model.generate(
+            **prompts,
+            custom_generate=generate,
+            cache=EVICTS,
+            past_key_values=filled_cache(model, prompts),
+            max_new_tokens=4,
+            do_sample=False,
+        )
+
+
+def test_a_model_that_was_not_prepared_is_refused(tokenizer, prompts):
+    raw = tiny_qwen3(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, 32, 1)
+    with pytest.raises(ValueError, match="pass the model through prepare_backbone first"):
+        raw.generate(**prompts, custom_generate=generate, cache=EVICTS, max_new_tokens=4)

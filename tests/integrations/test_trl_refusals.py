@@ -1,0 +1,168 @@
+"""What the TRL integration refuses, and with which words."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+from peft import PromptTuningConfig
+from transformers import HfArgumentParser, MambaConfig, MambaForCausalLM
+from trl import GRPOConfig
+
+from lit_rlkv.integrations import trl as integration
+from lit_rlkv.integrations.trl import EvictingGRPOConfig
+from lit_rlkv.kvcache import CacheSpec
+from tests.integrations.trl_runs import build, save_model, tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def config(folder, **options):
+    return EvictingGRPOConfig(
+        **{"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none"} | options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache_policy": "snapkw"}, "unknown cache policy 'snapkw'; choose one of dense, streaming"),
+        ({"cache_budget": 0}, "cache.budget must be at least 1, got 0"),
+        ({"cache_budget": 20}, "budget must be at least sink + window + 1 = 21, got 20"),
+        ({"cache_interval": 0}, "cache.interval must be at least 1, got 0"),
+        ({"cache_sink": -1}, "cache.sink must be at least 0, got -1"),
+        ({"cache_window": 0}, "cache.window must be at least 1, got 0"),
+        ({"correction": "shadows"}, "correction must be one of shadow, naive, tis, mis, got 'shadows'"),
+        ({"correction": "sparse_rl"}, "counts fewer tokens in the loss's denominator"),
+        ({"distillation": "both"}, "distillation must be one of none, dense_student, sparse_student"),
+        ({"distillation_weight": 0.0}, "distillation_weight must be a number above 0, got 0.0"),
+        ({"distillation_weight": float("nan")}, "distillation_weight must be a number above 0, got nan"),
+        ({"use_vllm": True}, "use_vllm must be False, got True: vLLM does not record evictions"),
+        ({"use_transformers_continuous_batching": True}, "a paged cache does not record evictions"),
+        ({"cache_implementation": "static"}, "the cache is the one of cache_policy and cache_budget"),
+        ({"top_p": 0.9}, "top_p must be 1.0, got 0.9"),
+        ({"top_k": 20}, "top_k must be 0, got 20"),
+        ({"min_p": 0.1}, "min_p must be None, got 0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty must be 1.0, got 1.1"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs must be None"),
+        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+    ],
+    ids=str,
+)
+def test_a_config_is_checked_when_it_is_made(tmp_path, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        config(tmp_path, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_the_fields_of_the_cache_reach_the_sampler(tmp_path):
+    fields = {"policy": "h2o", "budget": 9, "interval": 3, "sink": 2, "window": 5}
+    made = config(tmp_path, **{f"cache_{name}": value for name, value in fields.items()})
+    assert made.cache_spec() == CacheSpec(**fields)
+
+
+def test_the_command_line_parser_of_transformers_takes_the_fields(tmp_path):
+    words = ["--output_dir", str(tmp_path), "--cache_budget", "64", "--correction", "tis"]
+    parsed = HfArgumentParser(EvictingGRPOConfig).parse_args(words)
+    assert (parsed.cache_budget, parsed.correction, parsed.cache_policy) == (64, "tis", "snapkv")
+
+
+def tool(x: int) -> int:
+    """Return x.
+
+    Args:
+        x: a number.
+    """
+    return x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"tools": [tool]},
+            "tools must be left out of EvictingGRPOTrainer: a tool's answer enters the context",
+        ),
+        ({"environment_factory": object}, "environment_factory must be left out"),
+        ({"rollout_func": print}, "rollout_func must be left out"),
+        (
+            {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)},
+            "prompt learning adds virtual tokens",
+        ),
+    ],
+    ids=["tools", "environment", "rollout_func", "prompt-tuning"],
+)
+def test_what_a_rollout_cannot_do_is_refused_with_the_reason(model, tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        build(model, tmp_path, arguments=arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_another_attention_is_refused(model, tmp_path):
+    with pytest.raises(ValueError, match="must leave attn_implementation out, got 'sdpa'"):
+        build(model, tmp_path, model_init_kwargs={"attn_implementation": "sdpa"})
+
+
+def test_sparse_student_needs_a_reference(model, tmp_path):
+    with pytest.raises(ValueError, match="needs a frozen teacher, and TRL keeps no reference at beta=0"):
+        build(model, tmp_path, distillation="sparse_student")
+
+
+def test_a_model_that_cannot_be_replayed_is_refused(tmp_path):
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=len(tokenizer()), hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        build(mamba, tmp_path)
+
+
+def test_a_config_of_trl_is_not_enough(model, tmp_path):
+    plain = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(TypeError, match="args must be an EvictingGRPOConfig, got GRPOConfig"):
+        integration.EvictingGRPOTrainer(model, print, plain)
+
+
+def words_for(found):
+    return (
+        f"lit_rlkv.integrations.trl must have trl>=1.16,<1.17, found {found}; "
+        "run: pip install 'lit_rlkv[trl]'"
+    )
+
+
+@pytest.mark.parametrize("found", ["1.15.2", "1.17.0", "2.0.0"])
+def test_another_release_of_trl_is_refused(monkeypatch, found):
+    monkeypatch.setattr(integration, "version", lambda name: found)
+    with pytest.raises(ImportError) as error:
+        integration.check_trl_version()
+    assert str(error.value) == words_for(found)
+
+
+@pytest.mark.parametrize("found", ["1.16.0", "1.16.3"])
+def test_releases_in_the_range_pass(monkeypatch, found):
+    monkeypatch.setattr(integration, "version", lambda name: found)
+    integration.check_trl_version()
+
+
+@pytest.mark.slow
+def test_the_release_is_checked_at_import_before_anything_of_trl_is_used():
+    code = (
+        "import importlib.metadata as metadata, sys; known = metadata.version; sys.modules['trl'] = None; "
+        "metadata.version = lambda name: '1.17.0' if name == 'trl' else known(name); "
+        "import lit_rlkv.integrations.trl"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == f"ImportError: {words_for('1.17.0')}"
+
+
+def test_the_range_of_the_extra_is_the_one_that_is_checked():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"trl{integration.SUPPORTED_TRL}" in extras["trl"]

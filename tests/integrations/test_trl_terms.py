@@ -1,0 +1,166 @@
+"""Importance weights and distillation of EvictingGRPOTrainer, against their definitions."""
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from lit_rlkv import prepare_backbone
+from lit_rlkv.integrations.trl import EvictingGRPOTrainer
+from lit_rlkv.models.backbone import head_logits, hidden_states, token_positions
+from tests.integrations.trl_runs import save_model, train
+
+
+class Watched(EvictingGRPOTrainer):
+    """Keeps the batches of the loss."""
+
+    def _compute_loss(self, model, inputs):
+        self.batches = [*getattr(self, "batches", []), inputs]
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def sharper(tmp_path_factory):
+    """Give a model that evictions change a lot."""
+    return save_model(tmp_path_factory.mktemp("sharper"), scale=8.0)
+
+
+def completion_logits(model, batch, *, shadow):
+    """Return the logits that predict the completion, under replay or by the model's own attention."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    positions = token_positions(mask)
+    if shadow:
+        prepare_backbone(model)
+        logits = head_logits(
+            model, hidden_states(model, input_ids, positions, evicted_at=batch["evicted_at"])
+        )
+    else:
+        model.set_attn_implementation("eager")
+        logits = model(input_ids, attention_mask=mask, position_ids=positions).logits
+    return logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
+
+
+def dense_ratio(model, batch):
+    """Return π_old / sampler under the dense learner."""
+    model = AutoModelForCausalLM.from_pretrained(model)
+    logps = completion_logits(model, batch, shadow=False).log_softmax(-1).detach()
+    logps = logps.gather(-1, batch["completion_ids"][..., None]).squeeze(-1)
+    return ((logps - batch["sampling_per_token_logps"]) * batch["completion_mask"]).exp()
+
+
+def expected_weight(correction, ratio):
+    if correction == "tis":
+        return ratio.clamp(max=2)
+    return ratio * ((ratio >= 0.5) & (ratio <= 2))
+
+
+@pytest.mark.parametrize("correction", ["tis", "mis"])
+@pytest.mark.parametrize("num_iterations", [1, 2])  # TRL computes π_old itself with several iterations
+def test_each_token_is_weighted_by_its_importance(model, tmp_path, correction, num_iterations):
+    options = {"max_steps": 1, "num_iterations": num_iterations}
+    trainer, _ = train(model, tmp_path, trainer=Watched, correction=correction, **options)
+    plain, _ = train(model, tmp_path, trainer=Watched, correction="naive", **options)
+    ratio = dense_ratio(model, trainer.batches[0])
+    assert (ratio - 1).abs().max() > 0.1
+    advantages = plain.batches[0]["advantages"][:, None]
+    torch.testing.assert_close(
+        trainer.batches[0]["advantages"],
+        advantages * expected_weight(correction, ratio),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+def test_mis_drops_tokens_outside_of_its_interval(sharper, tmp_path):
+    trainer, _ = train(sharper, tmp_path, trainer=Watched, correction="mis", max_steps=1)
+    batch = trainer.batches[0]
+    ratio = dense_ratio(sharper, batch)
+    is_dropped = ((ratio < 0.5) | (ratio > 2)) & batch["completion_mask"].bool()
+    assert is_dropped.any()
+    assert (batch["advantages"][is_dropped] == 0).all()
+
+
+def test_vespo_gets_the_weights_of_tokens_for_its_sequences(model, tmp_path):
+    options = {"max_steps": 1, "loss_type": "vespo"}
+    trainer, rows = train(model, tmp_path, trainer=Watched, correction="tis", **options)
+    _, plain_rows = train(model, tmp_path, correction="naive", **options)
+    batch = trainer.batches[0]
+    ratio = dense_ratio(model, batch)
+    torch.testing.assert_close(batch["importance_sampling_ratio"], ratio.clamp(max=2), atol=1e-5, rtol=1e-4)
+    assert batch["advantages"].ndim == 1
+    assert rows[0]["vespo/phi_seq_mean"] != pytest.approx(plain_rows[0]["vespo/phi_seq_mean"], rel=1e-3)
+
+
+def mean_kl(teacher, student, batch):
+    teacher, student = teacher.log_softmax(-1), student.log_softmax(-1)
+    kl = (teacher.exp() * (teacher - student)).sum(-1)
+    return (kl * batch["completion_mask"]).sum() / batch["completion_mask"].sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "peft_config"),
+    [
+        ({"distillation": "dense_student"}, None),
+        ({"distillation": "dense_student", "correction": "tis"}, None),
+        ({"distillation": "sparse_student", "beta": 1e-6}, None),
+        ({"distillation": "sparse_student"}, LoraConfig(r=2, target_modules="all-linear")),
+        ({"distillation": "sparse_student", "correction": "naive", "beta": 1e-6}, None),
+    ],
+    ids=["dense", "dense-tis", "sparse", "sparse-lora", "sparse-naive"],
+)
+def test_the_distillation_adds_its_weighted_kl(sharper, tmp_path, options, peft_config):
+    arguments = {"arguments": {"peft_config": peft_config}, "max_steps": 1}
+    trainer, rows = train(sharper, tmp_path, trainer=Watched, distillation_weight=2.0, **options, **arguments)
+    _, plain = train(sharper, tmp_path, **options | {"distillation": "none"}, **arguments)
+    batch = trainer.batches[0]
+    network = AutoModelForCausalLM.from_pretrained(sharper)
+    with torch.no_grad():
+        dense, sparse = (completion_logits(network, batch, shadow=shadow) for shadow in (False, True))
+    # The teacher is the first argument of the KL only for the sparse student; at the first step the reference
+    # is the policy.
+    kl = mean_kl(dense, sparse, batch).item()
+    assert kl > 1e-3
+    assert kl != pytest.approx(mean_kl(sparse, dense, batch).item(), rel=5e-3)
+    assert rows[0]["smd/kl"] == pytest.approx(kl, rel=1e-3)
+    assert rows[0]["loss"] - plain[0]["loss"] == pytest.approx(2 * kl, rel=1e-3)
+    assert "smd/kl" not in plain[0]
+
+
+@pytest.mark.parametrize("distillation", ["dense_student", "sparse_student"])
+def test_only_the_student_of_the_distillation_learns(sharper, tmp_path, distillation):
+    def same(completions, **_):
+        return [0.0] * len(completions)  # no advantages, so that the loss is the KL
+
+    options = {"distillation": distillation, "distillation_weight": 1.0, "beta": 1e-9, "max_steps": 1}
+    trainer, rows = train(sharper, tmp_path, trainer=Watched, reward=same, max_grad_norm=1e9, **options)
+    network = AutoModelForCausalLM.from_pretrained(sharper)
+
+    def grad_norm(*, dense_learns):
+        network.zero_grad()
+        dense = completion_logits(network, trainer.batches[0], shadow=False)
+        sparse = completion_logits(network, trainer.batches[0], shadow=True)
+        dense, sparse = (dense, sparse.detach()) if dense_learns else (dense.detach(), sparse)
+        mean_kl(dense, sparse, trainer.batches[0]).backward()
+        return float(torch.cat([p.grad.flatten() for p in network.parameters()]).norm())
+
+    is_dense = distillation == "dense_student"
+    assert rows[0]["grad_norm"] == pytest.approx(grad_norm(dense_learns=is_dense), rel=1e-3)
+    assert rows[0]["grad_norm"] != pytest.approx(grad_norm(dense_learns=not is_dense), rel=1e-2)
+
+
+def test_the_distillation_does_not_depend_on_the_split_into_micro_batches(sharper, tmp_path):
+    options = {"distillation": "dense_student", "distillation_weight": 1.0, "max_steps": 2}
+    _, rows = train(sharper, tmp_path, **options)
+    split = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    _, split_rows = train(sharper, tmp_path, **options, **split)
+    for name in ("loss", "grad_norm"):
+        assert split_rows[0][name] == pytest.approx(rows[0][name], rel=1e-4)

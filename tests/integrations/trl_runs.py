@@ -1,0 +1,123 @@
+"""Short trainings of a toy model under TRL's GRPOTrainer and ours."""
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.integrations.trl import EvictingGRPOConfig, EvictingGRPOTrainer
+from lit_rlkv.models.presets import tiny_qwen3
+
+PROMPTS = ["2+3=", "40+2=1", "7+8=", "100+11=", "1", "9+9+9+9=", "3+3=", "12+5="]
+EVICTS = {"cache_budget": 8, "cache_interval": 2, "cache_sink": 1, "cache_window": 2}
+KEEPS_ALL = {**EVICTS, "cache_budget": 64}
+
+
+def tokenizer():
+    return build_task_tokenizer()
+
+
+def save_model(folder, scale=4.0):
+    """Save a model of two layers whose attention is far from uniform; return its folder."""
+    vocabulary = tokenizer()
+    torch.manual_seed(0)
+    model = tiny_qwen3(
+        len(vocabulary),
+        vocabulary.pad_token_id,
+        vocabulary.eos_token_id,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def score(completions, **_):
+    """Share of digits, a reward that differs within a group."""
+    return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in completions]
+
+
+class Recorder:
+    """Reward function that keeps the completions it sees, for `rollout_func` to give them to another trainer.
+
+    It also seeds torch, because TRL then shuffles the rollout, and samplers have drawn differently before.
+    """
+
+    __name__ = "score"
+
+    def __init__(self):
+        self.completions = []
+
+    def __call__(self, completions, completion_ids, **_):
+        self.completions.append([list(ids) for ids in completion_ids])
+        torch.manual_seed(len(self.completions))
+        return score(completions)
+
+    def rollout_func(self):
+        """Return TRL's `rollout_func` that gives the same completions once more."""
+        calls = iter(self.completions)
+
+        def rollout(prompts, trainer):
+            ids = next(calls)
+            assert len(ids) == len(prompts)
+            return {
+                "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
+                "completion_ids": ids,
+                "logprobs": [[0.0] * len(row) for row in ids],
+            }
+
+        return rollout
+
+
+def build(model, folder, *, trainer=EvictingGRPOTrainer, reward=score, arguments=None, **options):
+    """Return a trainer of three steps, of 4 completions to each of 2 prompts."""
+    is_ours = issubclass(trainer, EvictingGRPOTrainer)
+    defaults = {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "logging_steps": 1.0,  # of TRL's type, which the test run checks
+        "report_to": "none",
+        "save_strategy": "no",
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 14,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **(EVICTS if is_ours else {}),
+    }
+    config = (EvictingGRPOConfig if is_ours else GRPOConfig)(**defaults | options)
+    return trainer(
+        model=model,
+        args=config,
+        reward_funcs=reward,
+        processing_class=tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        **arguments or {},
+    )
+
+
+def train(*args, **options):
+    """Train, and return the trainer and its logs of each step."""
+    trainer = build(*args, **options)
+    trainer.train()
+    return trainer, [row for row in trainer.state.log_history if "loss" in row]
+
+
+def train_plain(model, folder, recorder, **options):
+    """Train TRL's own GRPOTrainer on the completions of another training."""
+    options = {name: value for name, value in options.items() if name not in EVICTS}
+    arguments = {**(options.pop("arguments", None) or {}), "rollout_func": recorder.rollout_func()}
+    own = Recorder()
+    found = train(model, folder, trainer=GRPOTrainer, reward=own, arguments=arguments, **options)
+    assert own.completions == recorder.completions
+    return found

@@ -1,0 +1,143 @@
+"""A dense cache has slots for what its running rows have sampled, not for the longest response."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from lit_rlkv import replay_logps
+from lit_rlkv.kvcache import CacheSpec, SlotCache, layer
+from lit_rlkv.models.backbone import prepare_backbone
+from lit_rlkv.rollout import decoder, generate
+from lit_rlkv.types import NEVER, Rollout
+from tests.models_zoo import HEAD_DIM, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
+
+LENS = (14, 9, 4, 1)
+WIDTH = max(LENS)
+N_NEW, FIRST = 40, 5
+SLOT_BYTES = 2 * LAYERS * 2 * HEAD_DIM * 4
+"""Keys and values of a token, in two KV heads, float32."""
+
+
+def run(**changes: Any) -> Rollout:
+    settings: dict[str, Any] = {
+        "cache": CacheSpec.dense(),
+        "max_new_tokens": N_NEW,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        "generator": torch.Generator().manual_seed(0),
+    }
+    return generate(tiny_model(), *ragged_prompts(LENS), **{**settings, **changes})
+
+
+@cache
+def eos() -> int:
+    """A token at which the greedy rows stop at different lengths, one of them not at all."""
+    responses = run(temperature=0.0).input_ids[:, WIDTH:]
+    for token in responses.unique().tolist():
+        lens = [row.index(token) + 1 if token in row else N_NEW for row in responses.tolist()]
+        if len(set(lens)) >= 3 and N_NEW in lens:
+            return int(token)
+    raise AssertionError("no token of these rollouts stops rows at different lengths")
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """Rows and slots of each time that the cache grew, which it does early here."""
+    eos()  # its rollout is not counted
+    seen: list[tuple[int, int]] = []
+    resize = SlotCache.resize
+
+    def recorded(cache: SlotCache, rows: torch.Tensor, n_slots: int) -> None:
+        seen.append((len(rows), n_slots))
+        resize(cache, rows, n_slots)
+
+    monkeypatch.setattr(SlotCache, "resize", recorded)
+    monkeypatch.setattr(decoder, "FIRST_TOKENS", FIRST)
+    return seen
+
+
+def close(a: Rollout, b: Rollout) -> bool:
+    """Equal but for the rounding of log-probs, whose products have other shapes."""
+    names = ("input_ids", "attention_mask", "response_mask", "evicted_at")
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names) and torch.allclose(
+        a.rollout_logps, b.rollout_logps, atol=1e-5
+    )
+
+
+def test_rows_that_all_run_grow_and_sample_the_same(sizes: list, monkeypatch: pytest.MonkeyPatch):
+    grown = run()
+    assert sizes == [(4, 29), (4, 44), (4, 54)]  # from 14 + 5, by half and one, to all that there are
+    assert grown.kv_bytes == 4 * 54 * SLOT_BYTES
+    monkeypatch.setattr(decoder, "FIRST_TOKENS", N_NEW)
+    assert close(grown, run())
+    assert len(sizes) == 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_rows_that_have_ended_do_not_grow(n: int, sizes: list, monkeypatch: pytest.MonkeyPatch):
+    settings = {"eos_token_id": eos(), "temperature": 0.0, "num_return_sequences": n}
+    grown = run(**settings)
+    rows = [4 * n, *(n_rows for n_rows, _ in sizes)]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] > rows[-1]
+    held = max(n_rows * n_slots for n_rows, n_slots in [(4 * n, WIDTH + FIRST), *sizes])
+    assert grown.kv_bytes == held * SLOT_BYTES
+    monkeypatch.setattr(decoder, "FIRST_TOKENS", N_NEW)
+    reserved = run(**settings)
+    assert reserved.kv_bytes == 4 * n * 54 * SLOT_BYTES > grown.kv_bytes
+    assert close(grown, reserved)
+
+
+def test_a_row_that_another_prompt_takes_over_grows_with_the_others(
+    sizes: list, monkeypatch: pytest.MonkeyPatch
+):
+    settings = {"eos_token_id": eos(), "temperature": 0.0, "max_rows": 2}
+    grown = run(**settings)
+    assert sizes[0][0] == 2
+    monkeypatch.setattr(decoder, "FIRST_TOKENS", N_NEW)
+    assert close(grown, run(**settings))
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_rows": 2}], ids=["at once", "two rows"])
+def test_the_learner_finds_the_same_log_probs(changes: dict, sizes: list):
+    rollout = run(eos_token_id=list(range(4)), **changes)
+    assert sizes[-1][0] < changes.get("max_rows", 4)
+    gap = (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs()[rollout.response_mask]
+    assert gap.max() < 1e-4
+    assert (
+        rollout.evicted_at[rollout.attention_mask[:, None, None].expand_as(rollout.evicted_at)] == NEVER
+    ).all()
+
+
+def test_keys_that_are_lost_on_the_way_are_noticed(sizes: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        layer, "_widened", lambda pool, rows, n: pool.new_zeros(len(rows), pool.shape[1], n, pool.shape[3])
+    )
+    rollout = run()
+    assert sizes
+    gap = (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs()[rollout.response_mask]
+    assert gap.max() > 1e-2
+
+
+def test_an_evicting_cache_never_grows(sizes: list):
+    run(cache=CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3), eos_token_id=eos())
+    assert sizes == []
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_captured_anew_when_the_cache_grows(sizes: list):
+    model = prepare_backbone(build(tiny_config("qwen3")).to("cuda"))
+    prompts = [t.cuda() for t in ragged_prompts(LENS)]
+    settings: dict[str, Any] = {"cache": CacheSpec.dense(), "max_new_tokens": N_NEW, "pad_token_id": PAD}
+    first = generate(model, *prompts, eos_token_id=None, temperature=0.0, cuda_graph=False, **settings)
+    eos_token_id = first.input_ids[:3, WIDTH + 20].tolist()
+    captured, plain = (
+        generate(model, *prompts, eos_token_id=eos_token_id, temperature=0.0, cuda_graph=graph, **settings)
+        for graph in (True, False)
+    )
+    assert len(sizes) > 3
+    assert torch.equal(captured.input_ids, plain.input_ids)
+    assert captured.kv_bytes == plain.kv_bytes
