@@ -136,7 +136,6 @@ def test_every_experiment_arm_runs_and_gives_different_losses(sft_runs, arm):
         ["algorithm.kl.weight=0.1"],
         slow(["algorithm.lr_schedule=constant"]),
         slow(["algorithm.entropy_coef=0.1"]),
-        slow(["algorithm.advantage.estimator=batch_std", "algorithm.advantage.top_entropy_quantile=0.2"]),
         ["distillation=dense_student"],
         slow(["distillation.anchor_weight=0.1"]),
         ["cache.policy=snapkv"],

@@ -97,8 +97,8 @@ class ClippedPolicy(RatioPolicy):
         delta = options.get("delta")
         if delta is not None and not delta > 1 + options["clip_high"]:
             raise ValueError(
-                f"delta must be above 1 + clip_high = {1 + options['clip_high']:g}, got {delta}: a lower one would clip good "
-                "tokens too; raise it, or use null"
+                f"delta must be above 1 + clip_high = {1 + options['clip_high']:g}, got {delta}: a lower one "
+                "would clip good tokens too; raise it, or use null"
             )
 
     def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:
