@@ -135,6 +135,7 @@ def test_every_experiment_arm_runs_and_gives_different_losses(sft_runs, arm):
         slow(["algorithm.n_minibatches=2", "algorithm.n_epochs=2"]),
         ["algorithm.kl.weight=0.1"],
         slow(["algorithm.lr_schedule=constant"]),
+        slow(["algorithm.entropy_coef=0.1"]),
         ["distillation=dense_student"],
         slow(["distillation.anchor_weight=0.1"]),
         ["cache.policy=snapkv"],
@@ -146,6 +147,16 @@ def test_options_change_the_training(sft_runs, options):
     run(sft_runs, name, *options, "stages=[rl]", "diagnostics=none")
     changed, default = (rows_of(sft_runs / folder / "metrics.csv") for folder in (name, "first"))
     assert [row["loss"] for row in changed] != [row["loss"] for row in default]
+
+
+@pytest.mark.slow
+def test_the_bias_correction_of_the_kl_reaches_the_loss(sft_runs):
+    options = ["algorithm.kl.weight=0.5", "algorithm.n_minibatches=2", "stages=[rl]", "diagnostics=none"]
+    losses = []
+    for value in ("true", "false"):
+        run(sft_runs, f"kl-{value}", *options, f"algorithm.kl.bias_correction={value}")
+        losses.append([row["loss"] for row in rows_of(sft_runs / f"kl-{value}" / "metrics.csv")])
+    assert losses[0] != losses[1]
 
 
 def test_fewer_rollout_rows_need_a_smaller_cache(sft_runs):

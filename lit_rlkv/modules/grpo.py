@@ -94,11 +94,11 @@ class ClippedPolicy(RatioPolicy):
     def check_options(cls, **options: Any) -> None:
         super().check_options(**options)
         check_positive(options, (), nullable=("delta",))
-        delta, least = options.get("delta"), 1 + options["clip_high"]
-        if delta is not None and not delta > least:
+        delta = options.get("delta")
+        if delta is not None and not delta > 1 + options["clip_high"]:
             raise ValueError(
-                f"delta must be above 1 + clip_high = {least:g}, got {delta}: a lower one would clip good "
-                "tokens too; raise it, or use null"
+                f"delta must be above 1 + clip_high = {1 + options['clip_high']:g}, got {delta}: a lower one "
+                "would clip good tokens too; raise it, or use null"
             )
 
     def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:

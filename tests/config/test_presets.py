@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lit_rlkv.config import CONF_DIR
+from lit_rlkv.config import CONF_DIR, build
+from lit_rlkv.experience.group_baselines import batch_std
+from lit_rlkv.experience.score import ENTROPY
 from lit_rlkv.kvcache import POLICIES
 from tests.config.asking import asked
 
@@ -85,6 +87,15 @@ def test_distillation_can_be_left_out_or_turned_around_alone():
         0.1,
         0.0,
     )
+
+
+def test_options_of_the_group_advantage_reach_it():
+    options = ("algorithm.advantage.estimator=batch_std", "algorithm.advantage.top_entropy_quantile=0.2")
+    advantage = build(asked(*options).algorithm.advantage)
+    assert (advantage.estimate, advantage.top_entropy_quantile) == (batch_std, 0.2)
+    assert advantage.statistics == (ENTROPY,)
+    default = build(asked().algorithm.advantage)
+    assert (default.top_entropy_quantile, default.statistics) == (1.0, ())
 
 
 def test_experiments_name_their_own_command():
