@@ -126,7 +126,7 @@ def filled_cache(model, prompts):
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores must be left out"),
         ({"position_ids": torch.arange(7).expand(3, -1)}, "position_ids must be left out"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_what_a_rollout_cannot_do_is_refused(model, prompts, options, words):
     options = {"cache": EVICTS, "max_new_tokens": 4, "do_sample": False} | options
