@@ -60,7 +60,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
             raise ValueError("it must be a regular file, and is a folder, a pipe or a device")
         if found.st_size > most:
             raise ValueError(f"it must have at most {most:,} bytes, and has {found.st_size:,}")
-        return file.read(most)
+        return file.read(found.st_size)  # a larger number would be allocated at once
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:

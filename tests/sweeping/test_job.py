@@ -2,7 +2,9 @@
 
 import time
 
-from lit_rlkv.config.resumed import NODES
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import composed
 from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.sweeping import job
@@ -25,8 +27,10 @@ def test_a_run_is_done_by_its_report_and_no_other_file(tmp_path):
     assert failed.state == "failed"
     assert failed.reason == f"ended\nfirst\nout of memory\nsee {tmp_path / 'output.log'}"
     (tmp_path / "report.html").write_text("<html>")
-    nodes = "".join(f"{name}: {{}}\n" for name in NODES)
-    (tmp_path / "config.yaml").write_text(f"stages: [sft]\n{nodes}")
+    saved = composed("config", ["debug=fast", "stages=[sft]", f"runs_dir={tmp_path}"])
+    OmegaConf.save(
+        OmegaConf.masked_copy(saved, [key for key in saved if key != "hydra"]), tmp_path / "config.yaml"
+    )
     outcome = FitJob(tmp_path).outcome("kl")
     assert (outcome.state, outcome.history, outcome.metrics["kl"]) == ("finished", [0.2], 0.2)
     (tmp_path / "config.yaml").unlink()

@@ -105,4 +105,4 @@ def test_a_parameter_that_is_named_like_a_metric_is_kept_beside_it(tmp_path):
         (row,) = csv.DictReader(file)
     assert (row["parameters.reward"], row["reward"]) == ("mixed", "0.5")
     table = results_table(sweep, found)
-    assert [column.header for column in table.columns] == ["parameters.reward", "runs", "reward"]
+    assert [str(column.header) for column in table.columns] == ["parameters.reward", "runs", "reward"]
