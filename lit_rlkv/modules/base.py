@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
-from lit_rlkv.models.backbone import is_sharded
+from lit_rlkv.models.backbone import has_finite_logits, is_sharded
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
 from lit_rlkv.objectives import kl
@@ -162,6 +162,11 @@ class PolicyModule(L.LightningModule, ABC):
         token_kl = self.estimate_kl(outputs.logps, batch.ref_logps)
         mean_kl = masked_sum(token_kl, batch.rollout.response_mask) / batch.n_response_tokens
         return {"kl_loss": batch.kl_coef * weighted_sum(token_kl, batch.loss_weight)}, {"kl": mean_kl}
+
+    def has_finite_logits(self) -> bool:
+        """True if the policy's logits of a few tokens are finite."""
+        with acting_as(self.roles, "policy") as backbone:
+            return has_finite_logits(backbone)
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
         """Return the trained parameters that get no gradient in a step of these learners on one rank."""
