@@ -143,10 +143,12 @@ def main() -> None:
     import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.runs.open_run")
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError
+    from lit_rlkv.non_finite import NonFiniteError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
 
     line = "interrupted; results are written at the end, so there are none, and the run is as it was"
-    with unwind_on_ctrl_c(line), exit_in_one_line(ConfigError, MemoryExhaustedError, RewardsFailedError):
+    kinds = (ConfigError, MemoryExhaustedError, NonFiniteError, RewardsFailedError)
+    with unwind_on_ctrl_c(line), exit_in_one_line(*kinds):
         found = evaluate(asked)
         console = Console(markup=False, emoji=False)
         if not console.is_terminal:

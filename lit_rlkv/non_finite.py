@@ -1,4 +1,4 @@
-"""NonFiniteGuard: skip optimizer steps whose gradient is NaN or infinite, and end training after too many."""
+"""Training that diverges: skip optimizer steps with a NaN or infinite gradient, and keep no such weights."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,15 @@ MAX_SKIPPED = 5
 
 
 class NonFiniteError(FloatingPointError):
-    """Too many consecutive non-finite gradients."""
+    """Too many consecutive non-finite gradients, or a model that has diverged."""
+
+
+def find_divergence(weights: Mapping[str, Tensor], has_finite_logits: bool) -> str | None:
+    """Return what of a trained model is NaN or infinite, its weights or its logits; None if nothing is."""
+    broken = [name for name, value in weights.items() if not bool(value.isfinite().all())]
+    if broken:
+        return f"{len(broken)} of {len(weights)} weights are not finite, {broken[0]} among them"
+    return None if has_finite_logits else "its logits are not finite"
 
 
 class NonFiniteGuard:

@@ -11,9 +11,12 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
+from lit_rlkv.config import ConfigError
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import MAX_SKIPPED, NonFiniteError, NonFiniteGuard
-from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.checkpoint import CheckpointDir, Saver, TrainState, trainable_weights
+from lit_rlkv.runs.open_run import find_run, open_run
+from lit_rlkv.runs.starting_model import SFT_MODELS, backbone_id
 from lit_rlkv.trainer import Learner
 from tests.tiers import slow
 from tests.whole_runs import run
@@ -79,6 +82,64 @@ def test_a_scaler_that_begins_too_high_has_the_steps_it_needs():
     assert n_skipped(1e36, n_steps=10) == 8 > MAX_SKIPPED
     with pytest.raises(NonFiniteError):
         n_skipped(torch.inf, n_steps=16 + MAX_SKIPPED + 1)
+
+
+def saver_of(module, folder, **options):
+    return Saver(FABRIC, module, CheckpointDir(folder), every=1, saved_at=None, **options)
+
+
+def state_at(iteration, is_last=False):
+    return TrainState(iteration, {}, {}, dict, is_last)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("junk", [torch.nan, -torch.inf])
+def test_a_checkpoint_takes_no_weights_that_are_not_finite(tmp_path, junk, is_last):
+    module = Steep(1.0)
+    save = saver_of(module, tmp_path)
+    save(state_at(1))
+    module.weight.data.fill_(junk)
+    says = r"1 of 1 weights are not finite, weight among them.* that of iteration 1 to go back to"
+    with pytest.raises(NonFiniteError, match=says):
+        save(state_at(2, is_last))
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-000001"]
+
+
+def test_a_checkpoint_takes_no_model_whose_logits_are_not_finite(tmp_path):
+    found = iter([True, False])
+    save = saver_of(Steep(1.0), tmp_path, has_finite_logits=lambda: next(found))
+    save(state_at(1))
+    with pytest.raises(NonFiniteError, match=r"diverged by iteration 2, .*: its logits are not finite"):
+        save(state_at(2))
+    assert CheckpointDir(tmp_path).latest().iteration == 1
+
+
+def test_a_run_that_diverges_in_its_last_step_fails_and_nothing_opens_its_model(tmp_path):
+    with pytest.raises(
+        NonFiniteError, match=r"diverged by iteration 1, .* There is no checkpoint to go back to"
+    ):
+        run(
+            tmp_path, "run", "stages=[sft,rl]", "algorithm.n_iterations=1", "algorithm.n_minibatches=1",
+            "optimizer.lr=1e30", "diagnostics=none",
+        )  # fmt: skip
+    saved = find_run(tmp_path / "run")
+    _, module = open_run(saved)  # as it started
+    weights = {name: torch.full_like(value, 1e30) for name, value in trainable_weights(module).items()}
+    checkpoints = CheckpointDir(tmp_path / "run" / "checkpoints")
+    for broken, says in ((weights, "its logits are not finite"), ({}, "weights are not finite")):
+        broken = broken or {name: value * torch.nan for name, value in weights.items()}
+        checkpoints.save(1, broken, {}, {}, backbone=backbone_id(saved.start))
+        with pytest.raises(ConfigError, match=f"iteration-000001 holds a model that has diverged: .*{says}"):
+            open_run(find_run(tmp_path / "run"))
+
+
+def test_an_sft_stage_that_diverges_in_its_last_step_leaves_no_model(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"diverged in the SFT stage, .* lower sft\.optimizer\.lr"):
+        run(
+            tmp_path, "run", "stages=[sft]", "sft.n_steps=1", "sft.n_warmup_steps=1",
+            "sft.optimizer.lr=1e30", "sft.optimizer.weight_decay=1e10",
+        )  # fmt: skip
+    assert not (tmp_path / SFT_MODELS).exists()
 
 
 @pytest.mark.parametrize(("score", "normalize"), [("1e39", "running"), slow("-1e20", "none")])

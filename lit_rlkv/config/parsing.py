@@ -22,6 +22,8 @@ AUTO = "auto"
 """Value of `resume` that finds the run by its config."""
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File name of the model of `recipe=smollm2`."""
+MAX_LR = 1e30
+"""Optimizers fail in float32 if their step size overflows; training diverges long before."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
 WEIGHT_FUNCTIONS = tuple(
     f"lit_rlkv.objectives.corrections.{name}"
@@ -231,8 +233,9 @@ def _check_optimizers(cfg: Config) -> None:
     for name, node in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
         rate = node.get("lr")
         require(
-            is_finite(rate) and rate > 0,
-            f"{name}.lr must be a number above 0, got {show(rate)}; it is the learning rate",
+            is_finite(rate) and 0 < rate <= MAX_LR,
+            f"{name}.lr must be a number above 0 and at most {MAX_LR:g}, got {show(rate)}; it is the "
+            "learning rate",
         )
 
 

@@ -1,5 +1,6 @@
 """Score a policy on held-out prompts with one cache."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,6 +20,7 @@ from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.non_finite import NonFiniteError
 from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager, score
@@ -160,6 +162,7 @@ class Evaluator:
             on_progress: called with the number of further tokens; they add up to `n_tokens` before the end.
 
         Raises:
+            NonFiniteError: the policy has diverged.
             MemoryExhaustedError: too little memory; the message names settings to lower.
             RewardsFailedError: more completions than `max_failed` allows have no score.
         """
@@ -180,6 +183,11 @@ class Evaluator:
         batches = sorted(self.ranks.all_gather_object(own), key=lambda batch: batch.number)
         measured = [] if mismatch is None else [(mismatch.kl, mismatch.replay_gap)]
         ((kl, replay_gap),) = self.ranks.all_gather_object(measured)
+        if not math.isfinite(kl):
+            raise NonFiniteError(
+                f"the policy's log-probs are not finite with cache {cache.label}, so its training has "
+                "diverged; evaluate an earlier checkpoint"
+            )
         samples = [sample for batch in batches for sample in batch.samples]
         samples.sort(key=lambda sample: (sample.problem, sample.sample))
         n_failed = sum(batch.n_failed for batch in batches)

@@ -132,6 +132,16 @@ def _is_close(
     return bool(error <= (1e-4 if is_wide else 5e-2) * expected.abs().max())
 
 
+@torch.no_grad()
+def has_finite_logits(model: PreTrainedModel) -> bool:
+    """True if the logits of a few tokens are finite under the active adapter."""
+    input_ids = torch.arange(PROBE_LEN, device=model.device)[None] % text_config(model).vocab_size
+    position_ids = torch.arange(PROBE_LEN, device=model.device)[None]
+    never_evicted = torch.full((1, 1, 1, PROBE_LEN), NEVER, dtype=torch.int32, device=model.device)
+    hidden = hidden_states(model, input_ids, position_ids, evicted_at=never_evicted)
+    return bool(head_logits(model, hidden).isfinite().all())
+
+
 def text_config(model: PreTrainedModel) -> PretrainedConfig:
     """Return the config of the language model, which may be part of a multimodal config."""
     return model.config.get_text_config(decoder=True)

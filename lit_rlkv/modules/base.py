@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
-from lit_rlkv.models.backbone import head_is_frozen, head_logits, is_sharded, text_config
+from lit_rlkv.models.backbone import (
+    has_finite_logits,
+    head_is_frozen,
+    head_logits,
+    is_sharded,
+    text_config,
+)
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy, scatter_to_response
 from lit_rlkv.objectives import kl
@@ -185,6 +191,11 @@ class PolicyModule(L.LightningModule, ABC):
         )
         entropy = scatter_to_response(batch.rollout, of_actions)
         return {"entropy_loss": -self.entropy_coef * weighted_sum(entropy, batch.loss_weight)}, {}
+
+    def has_finite_logits(self) -> bool:
+        """True if the policy's logits of a few tokens are finite."""
+        with acting_as(self.roles, "policy") as backbone:
+            return has_finite_logits(backbone)
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
         """Return the trained parameters that get no gradient in a step of these learners on one rank."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
-from lit_rlkv.models.backbone import head_logits, text_config
+from lit_rlkv.models.backbone import has_finite_logits, head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token
 from lit_rlkv.models.hydra import checkpoint_layers, checkpointing
 from lit_rlkv.modules.base import add_zero_grads_for_unused
@@ -124,6 +124,10 @@ class HydraSFT(L.LightningModule):
         targets = batch.input_ids[batch.is_target]
         logps = token_logps(predicts, head, targets, 1.0, text_config(self.backbone).vocab_size)
         return -logps.sum() / n_targets
+
+    def has_finite_logits(self) -> bool:
+        """True if the LM's logits of a few tokens are finite."""
+        return has_finite_logits(self.backbone)
 
     def idle_parameters(self, learners: Collection[str]) -> list[nn.Parameter]:
         """Return the LM head's parameters if only the reward head has a loss and the head is not tied."""

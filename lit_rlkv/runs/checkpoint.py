@@ -20,6 +20,7 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full, shard_like
 from lit_rlkv.files import atomic_dir, discard, read_json, sweep_partial
+from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
@@ -274,7 +275,7 @@ def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 @dataclass
 class Saver:
-    """Saves a checkpoint every `every` iterations, and after the last one.
+    """Saves a checkpoint every `every` iterations, and after the last one, unless training has diverged.
 
     If a checkpoint cannot be written, as on a full disk, training continues and the next iteration tries
     again.
@@ -289,6 +290,8 @@ class Saver:
     """Iteration of the newest checkpoint."""
     backbone: str | None = None
     """Fingerprint of the frozen weights."""
+    has_finite_logits: Callable[[], bool] = lambda: True
+    """Every rank calls it before a checkpoint."""
     _is_late: bool = False
 
     def __call__(self, state: TrainState) -> None:
@@ -296,24 +299,37 @@ class Saver:
 
         Raises:
             OSError: the checkpoint of the last iteration cannot be written.
+            NonFiniteError: training has diverged; the older checkpoints stay.
         """
         is_regular = self.every is not None and state.iteration % self.every == 0
         is_due = (state.is_last or is_regular or self._is_late) and state.iteration != self.saved_at
         # Only rank 0 writes, so only it knows of a failed save.
         if not broadcast_from_rank_zero(self.fabric, lambda: is_due):
             return
-        # Every rank takes part in gathering sharded parameters.
-        content = trainable_weights(self.module), state.learner_state(), state.data_state, state.metrics
+        # Every rank takes part in a forward and in gathering sharded parameters.
+        with self.fabric.autocast():
+            has_finite_logits = self.has_finite_logits()
+        weights = trainable_weights(self.module)
+        problem = broadcast_from_rank_zero(self.fabric, lambda: find_divergence(weights, has_finite_logits))
+        if problem is not None:
+            raise NonFiniteError(
+                f"training has diverged by iteration {state.iteration}, whose model is not saved: {problem}. "
+                f"There is {self._newest()} to go back to; start a new run with a lower learning rate"
+            )
+        content = weights, state.learner_state(), state.data_state, state.metrics
         if not self.fabric.is_global_zero:
             return
         try:
             self.checkpoints.save(state.iteration, *content, self.fabric.world_size, self.backbone)
         except OSError as error:
             self._is_late = True
-            where = "no checkpoint" if self.saved_at is None else f"that of iteration {self.saved_at}"
+            where = self._newest()
             said = f"iteration {state.iteration} cannot be saved in {self.checkpoints.root}: {error}"
             if state.is_last:
                 raise OSError(f"{said}; there is {where} to resume from") from error
             log.warning("%s; the next iteration tries again; until then there is %s", said, where)
         else:
             self.saved_at, self._is_late = state.iteration, False
+
+    def _newest(self) -> str:
+        return "no checkpoint" if self.saved_at is None else f"that of iteration {self.saved_at}"

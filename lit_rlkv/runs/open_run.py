@@ -10,6 +10,7 @@ from torch import Tensor
 from lit_rlkv.config import ConfigError, as_config_errors, check_targets
 from lit_rlkv.config.resumed import read_config
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.non_finite import find_divergence
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
 from lit_rlkv.runs.context import (
     BACKBONE,
@@ -102,7 +103,7 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
     """Return the context of a run and its policy with the weights of the checkpoint.
 
     Raises:
-        ConfigError: the config breaks a rule, or the checkpoint holds other parameters.
+        ConfigError: the config breaks a rule, or the checkpoint holds other parameters or has diverged.
     """
     # This machine may have no CUDA.
     if run.cfg.rollout.cuda_graph:
@@ -119,5 +120,12 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
     check_backbone(run.checkpoint, start, backbone_id(start))
     if run.checkpoint is not None:
         load_trainable(module, run.weights)
+        with context.fabric.autocast():
+            problem = find_divergence(run.weights, module.has_finite_logits())
+        if problem is not None:
+            raise ConfigError(
+                f"{run.checkpoint.path} holds a model that has diverged: {problem}; give an earlier "
+                "checkpoint"
+            )
         run.weights.clear()
     return context, module

@@ -103,6 +103,7 @@ def train_policy(
             cfg.callbacks.checkpoint_every,
             saved_at=None if resume_from is None else resume_from.iteration,
             backbone=backbone,
+            has_finite_logits=module.has_finite_logits,
         ),
         update_context=lambda: explain_out_of_memory(datamodule.explain_update),
         interruption=interruption,

@@ -18,9 +18,11 @@ from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
+from lit_rlkv.models.backbone import has_finite_logits
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
 from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import StepProgressBar, say
@@ -181,7 +183,14 @@ class SFTStage:
             load_trainable(module, resumed.weights())
             with as_config_errors(str(resumed.path)):
                 datamodule.load_state_dict(resumed.data_state["data"])
-        saver = Saver(context.fabric, module, self.checkpoints, self.every, self.resumed_at or None)
+        saver = Saver(
+            context.fabric,
+            module,
+            self.checkpoints,
+            self.every,
+            self.resumed_at or None,
+            has_finite_logits=module.has_finite_logits,
+        )
 
         def save(state: TrainState) -> None:
             if state.iteration < end:  # the end of a pass saves a model instead
@@ -209,11 +218,27 @@ class SFTStage:
         return module.reward_head
 
     def _save_model(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> None:
-        """Save the model that a pass has trained."""
+        """Save the model that a pass has trained.
+
+        Raises:
+            NonFiniteError: it has diverged.
+        """
+        with self.context.fabric.autocast():
+            is_finite = has_finite_logits(backbone)
         FORWARD_COORDINATOR.wait()
         # Every rank takes part in gathering sharded layers.
         weights = {name: gather_full(value) for name, value in backbone.state_dict().items()}
-        if self.context.fabric.is_global_zero:
+        trained = {name: weights[name] for name, _ in backbone.named_parameters()}
+        if head is not None:
+            trained |= head.state_dict(prefix="reward_head.")
+        fabric = self.context.fabric
+        problem = broadcast_from_rank_zero(fabric, lambda: find_divergence(trained, is_finite))
+        if problem is not None:
+            raise NonFiniteError(
+                f"training has diverged in the SFT stage, whose model is not saved: {problem}. Start a new "
+                "run with a lower sft.optimizer.lr"
+            )
+        if fabric.is_global_zero:
             with atomic_dir(self._output(number)) as partial:
                 backbone.save_pretrained(partial, state_dict=weights)
                 if head is not None:

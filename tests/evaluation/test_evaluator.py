@@ -14,6 +14,7 @@ from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.replay import replay_logps
+from lit_rlkv.non_finite import NonFiniteError
 from lit_rlkv.rewards import Numeric, RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
@@ -81,6 +82,14 @@ def test_mismatch_is_the_mean_log_ratio_of_sampler_and_dense_learner():
     assert row.kl == pytest.approx(sum(terms) / len(terms), abs=1e-6)
     assert abs(row.kl) > 1e-3
     assert row.replay_gap < 1e-4
+
+
+def test_a_policy_that_has_diverged_has_no_score():
+    evaluator = make_evaluator()
+    head = evaluator.roles.backbone("policy").get_output_embeddings()
+    head.weight.data[20, 0] = torch.nan  # of a token that greedy decoding may never look at
+    with pytest.raises(NonFiniteError, match=r"log-probs are not finite with cache snapkv 7\+2"):
+        evaluator.score_cache(SPARSE)
 
 
 def test_a_dense_cache_has_no_mismatch_and_costs_more_bytes():
