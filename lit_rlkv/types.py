@@ -1,12 +1,13 @@
 """Data shared by all packages, as frozen dataclasses; their tensors are never modified."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
+from torch.nn import functional as F
 
 NEVER = torch.iinfo(torch.int32).max
 """Eviction time of a key that is never evicted."""
@@ -37,6 +38,43 @@ class TensorBatch:
         return self.map_tensors(
             lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index]
         )
+
+    def select(self: _BatchType, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> _BatchType:
+        """Return the chosen rows with new columns: column i of row r is the old column `columns[r, i]`.
+
+        The last dimension of every tensor must be the columns.
+        """
+
+        def selected(value: Tensor | TensorBatch) -> Tensor | TensorBatch:
+            if isinstance(value, TensorBatch):
+                return value.select(rows, columns)
+            value = value[rows]
+            index = columns.view(len(columns), *[1] * (value.ndim - 2), -1)
+            return value.gather(-1, index.expand(*value.shape[:-1], -1))
+
+        return self.map_tensors(selected)
+
+    def padded(self: _BatchType, n_columns: int) -> _BatchType:
+        """Return the batch with so many more columns of zeros at the end of every tensor."""
+        return self.map_tensors(
+            lambda value: (
+                value.padded(n_columns) if isinstance(value, TensorBatch) else F.pad(value, (0, n_columns))
+            )
+        )
+
+    @classmethod
+    def cat(cls: type[_BatchType], batches: Sequence[_BatchType]) -> _BatchType:
+        """Return the rows of all batches, one batch after another; scalars are those of the first batch."""
+
+        def joined(values: Sequence[Any]) -> Any:
+            if isinstance(values[0], TensorBatch):
+                return values[0].cat(values)
+            return torch.cat(list(values)) if isinstance(values[0], Tensor) else values[0]
+
+        if len(batches) == 1:
+            return batches[0]
+        names = [f.name for f in fields(cls)]
+        return replace(batches[0], **{name: joined([getattr(b, name) for b in batches]) for name in names})
 
 
 @dataclass(frozen=True)
@@ -78,8 +116,38 @@ class PromptBatch(TensorBatch):
 
 
 @dataclass(frozen=True)
+class SamplingMasks(TensorBatch):
+    """The token ids that `top_k`, `top_p` and `min_p` left to the sampler, for each response token.
+
+    `token_ids` has no batch dimension: the ids of the first response token of row 0 come first, then those of
+    its second one, and so on through the rows. The order of ids within one token means nothing.
+    """
+
+    counts: Int32[Tensor, "batch seq"]
+    """Number of ids for each response token, at least 1; 0 elsewhere."""
+    token_ids: Int32[Tensor, " kept"]
+
+    def rows(self, index: Tensor | slice) -> "SamplingMasks":
+        n_ids = self.counts.sum(dim=1)
+        starts, lengths = (n_ids.cumsum(dim=0) - n_ids)[index], n_ids[index]
+        ends = lengths.cumsum(dim=0)
+        n_kept = int(ends[-1]) if len(ends) > 0 else 0
+        moves = (starts - ends + lengths).repeat_interleave(lengths, output_size=n_kept)
+        places = torch.arange(n_kept, device=moves.device) + moves
+        return SamplingMasks(self.counts[index], self.token_ids[places])
+
+    def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "SamplingMasks":
+        """Return rows with new columns, which must hold all response tokens, in their order."""
+        chosen = self.rows(rows)
+        return replace(chosen, counts=chosen.counts.gather(1, columns))
+
+    def padded(self, n_columns: int) -> "SamplingMasks":
+        return replace(self, counts=F.pad(self.counts, (0, n_columns)))
+
+
+@dataclass(frozen=True)
 class Rollout(TensorBatch):
-    """Sampled sequences, and the record of the keys that the sampler saw.
+    """Sampled sequences, and the record of what the sampler saw: its keys, and the tokens it chose from.
 
     As sampled, columns are shared by all rows: a prompt is left-padded up to the column where every response
     starts. The rows of a micro-batch are cut to their own tokens instead, and start at column 0.
@@ -96,6 +164,28 @@ class Rollout(TensorBatch):
     """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
     kv_bytes: int
     """Bytes of keys and values that the cache allocated for the whole batch."""
+    sampling_masks: SamplingMasks | None = None
+    """The token ids that each response token was chosen from; None: the whole vocabulary."""
+
+    def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
+        """Return rows with new columns, which must be consecutive; eviction times move along."""
+        chosen = super().select(rows, columns)
+        starts = columns[:, :1, None, None].to(chosen.evicted_at.dtype)
+        moved = (chosen.evicted_at - starts).clamp(min=0)
+        return replace(chosen, evicted_at=torch.where(chosen.evicted_at == NEVER, chosen.evicted_at, moved))
+
+    def without_records(self) -> "Rollout":
+        """Return the rollout without what only a replay reads, which is much larger than all other tensors."""
+        return replace(self, evicted_at=self.evicted_at[:, :0, :0], sampling_masks=None)
+
+    @property
+    def record_bytes(self) -> dict[str, int]:
+        """Bytes of each record that a replay reads."""
+        found = {"evicted_at": self.evicted_at.nbytes}
+        if self.sampling_masks is not None:
+            masks = self.sampling_masks
+            found["sampling_masks"] = masks.counts.nbytes + masks.token_ids.nbytes
+        return found
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,12 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutPart, RolloutSplit
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy, scatter_to_response
+from lit_rlkv.models.replay import (
+    response_hidden,
+    response_logps_and_entropy,
+    response_sets,
+    scatter_to_response,
+)
 from lit_rlkv.modules.base import PolicyModule, StepOutputs
 from lit_rlkv.types import TrainBatch
 
@@ -224,7 +229,8 @@ class GradientVariance(GradientDiagnostic):
         by_term = {term: found[term if term in found else "loss"] for term in self.terms}
         with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
             head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
-            squares = squared_probs(outputs.hidden, head, module.temperature, size)
+            sets = response_sets(batch.rollout)
+            squares = squared_probs(outputs.hidden, head, module.temperature, size, sets)
             sums = proxy_sums(
                 outputs.logps,
                 scatter_to_response(batch.rollout, squares),

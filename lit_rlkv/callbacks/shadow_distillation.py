@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import response_hidden
+from lit_rlkv.models.replay import response_hidden, response_sets
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives.distillation import distillation_kl
 from lit_rlkv.types import TrainBatch
@@ -33,6 +33,9 @@ class _Term(NamedTuple):
 
 class ShadowDistillation(RLCallback):
     """Adds weight · KL over the full vocabulary at every response token to the loss (arXiv:2605.06850).
+
+    Where `top_k`, `top_p` or `min_p` restricted the sampler, teacher and student are of the tokens that it
+    chose from.
 
     `dense_student` is KL(π_dense ‖ sg π_shadow), the authors' formula. `sparse_student` is
     KL(sg π_dense ‖ π_shadow): the policy under the shadow mask learns what eviction removed. The teacher,
@@ -107,6 +110,7 @@ class ShadowDistillation(RLCallback):
                     batch.n_response_tokens,
                     reverse=term.reverse,
                     heads_are_frozen=head_is_frozen(backbone),
+                    sets=response_sets(batch.rollout),
                 )
                 losses[f"{term.name}/loss"] = term.weight * mean_kl
                 metrics[f"{term.name}/loss"] = losses[f"{term.name}/loss"]

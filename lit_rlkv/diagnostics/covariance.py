@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_rlkv.checks import is_count
 from lit_rlkv.distributed.ranks import over_ranks
-from lit_rlkv.kernels.token_logps import Head, in_chunks, tempered
+from lit_rlkv.kernels.token_logps import Head, TokenSets, in_chunks, restricted, spans_of, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.rng import stream
 
@@ -239,19 +239,26 @@ def _std(values: Float[Tensor, " contrast"]) -> float:
 
 @torch.no_grad()
 def squared_probs(
-    hidden: Float[Tensor, "token dim"], head: Head, temperature: float, vocab_size: int
+    hidden: Float[Tensor, "token dim"],
+    head: Head,
+    temperature: float,
+    vocab_size: int,
+    sets: TokenSets | None = None,
 ) -> Float[Tensor, " token"]:
     """Return Σ_v π_v² = exp(logsumexp(2z) − 2·logsumexp(z)) at each position, z the logits / temperature.
 
     Logits are computed in chunks.
+
+    Args:
+        sets: renormalise each distribution over its set; see `token_logps`.
     """
 
-    def chunk_squares(rows: Tensor) -> tuple[Tensor]:
-        logits = tempered(head(rows), temperature)
+    def chunk_squares(rows: Tensor, *spans: Tensor) -> tuple[Tensor]:
+        logits = tempered(*restricted(sets, spans, head(rows)), temperature)
         return (((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp(),)
 
     size = max(MAX_CHUNK_LOGITS // vocab_size, 1)
-    (squares,) = in_chunks(chunk_squares, hidden, size=size, stores_gradients=False)
+    (squares,) = in_chunks(chunk_squares, hidden, *spans_of(sets), size=size, stores_gradients=False)
     return squares
 
 

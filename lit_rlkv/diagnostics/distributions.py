@@ -1,4 +1,4 @@
-"""Full-vocabulary distributions of the policy under two views of a rollout: sparse and dense."""
+"""Distributions of the policy under two views of a rollout, sparse and dense, over what it was sampled from."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
-from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, tempered
+from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, restricted, spans_of, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.backbone import head_logits, text_config
-from lit_rlkv.models.replay import response_hidden, scatter_to_response
+from lit_rlkv.models.replay import response_hidden, response_sets, scatter_to_response
 from lit_rlkv.types import NEVER, Rollout
 
 
@@ -29,13 +29,15 @@ def view_overlap(
         max_logits: most logits of one view held at once.
     """
 
-    def chunk_overlap(*views: Tensor) -> tuple[Tensor]:
-        sparse, dense = (head_logits(model, hidden) for hidden in views)
-        return (logits_overlap(sparse, dense, temperature),)
+    sets = response_sets(rollout)
+
+    def chunk_overlap(sparse: Tensor, dense: Tensor, *spans: Tensor) -> tuple[Tensor]:
+        logits = restricted(sets, spans, head_logits(model, sparse), head_logits(model, dense))
+        return (logits_overlap(*logits, temperature),)
 
     hidden = [response_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
     size = max(max_logits // text_config(model).vocab_size, 1)
-    (overlap,) = in_chunks(chunk_overlap, *hidden, size=size, stores_gradients=False)
+    (overlap,) = in_chunks(chunk_overlap, *hidden, *spans_of(sets), size=size, stores_gradients=False)
     return scatter_to_response(rollout, overlap)
 
 
@@ -58,11 +60,12 @@ def layer_kls(
     """
     # On the same code path as the other views, so that a layer without evictions gives exactly 0.
     dense = response_hidden(model, _with_evictions_of(rollout, []), shadow=True)
-    head = partial(head_logits, model)
+    head, vocab_size = partial(head_logits, model), text_config(model).vocab_size
+    sets = response_sets(rollout)
 
     def kl(view: Rollout) -> Tensor:
         hidden = response_hidden(model, view, shadow=True)
-        return policy_kl(hidden, dense, head, head, temperature, text_config(model).vocab_size)
+        return policy_kl(hidden, dense, head, head, temperature, vocab_size, sets=sets)
 
     alone = [kl(_with_evictions_of(rollout, [layer])) for layer in range(rollout.evicted_at.shape[1])]
     return torch.stack([*alone, kl(rollout)])

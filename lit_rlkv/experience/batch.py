@@ -49,7 +49,7 @@ class Experience:
     """The processes that share an iteration; each has its own rows."""
 
     def all_gather(self) -> "Experience":
-        """Return the rows of all ranks, without texts and eviction tables; every rank must call it."""
+        """Return the rows of all ranks, without texts and records of replay; every rank must call it."""
         return self if self.ranks.size == 1 else self._gathered
 
     @cached_property
@@ -79,11 +79,8 @@ def _each(change: Callable[[Tensor], Tensor], values: Tensor | None) -> Tensor |
 
 
 def gather_rollout(rollout: Rollout, ranks: Ranks) -> Rollout:
-    """Return the rows of every rank without their eviction tables; `kv_bytes` is the sum over the ranks.
-
-    An eviction table is layers × heads times larger than any other tensor of the rollout.
-    """
-    light = replace(rollout, evicted_at=rollout.evicted_at[:, :0, :0])
+    """Return the rows of every rank without their records; `kv_bytes` is the sum over the ranks."""
+    light = rollout.without_records()
     return replace(
         light.map_tensors(ranks.all_gather), kv_bytes=sum(ranks.all_gather_object([rollout.kv_bytes]))
     )

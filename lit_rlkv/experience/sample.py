@@ -1,11 +1,10 @@
 """Sample responses to encoded prompts, and join rollouts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -58,11 +57,7 @@ def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig
 def joined(rollouts: Sequence[Rollout], n_columns: int, pad_token_id: int) -> Rollout:
     """Concatenate rollouts, padded to equal columns; `kv_bytes` is the maximum."""
     wide = [widened(rollout, n_columns, pad_token_id) for rollout in rollouts]
-    if len(wide) == 1:
-        return wide[0]
-    names = [field.name for field in fields(Rollout) if isinstance(getattr(wide[0], field.name), Tensor)]
-    rows = {name: torch.cat([getattr(rollout, name) for rollout in wide]) for name in names}
-    return replace(wide[0], **rows, kv_bytes=max(rollout.kv_bytes for rollout in wide))
+    return replace(Rollout.cat(wide), kv_bytes=max(rollout.kv_bytes for rollout in wide))
 
 
 def widened(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
@@ -70,11 +65,5 @@ def widened(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
     n_more = n_columns - rollout.input_ids.shape[1]
     if n_more == 0:
         return rollout
-    return replace(
-        rollout,
-        input_ids=F.pad(rollout.input_ids, (0, n_more), value=pad_token_id),
-        attention_mask=F.pad(rollout.attention_mask, (0, n_more)),
-        response_mask=F.pad(rollout.response_mask, (0, n_more)),
-        rollout_logps=F.pad(rollout.rollout_logps, (0, n_more)),
-        evicted_at=F.pad(rollout.evicted_at, (0, n_more)),
-    )
+    input_ids = F.pad(rollout.input_ids, (0, n_more), value=pad_token_id)
+    return replace(rollout.padded(n_more), input_ids=input_ids)

@@ -1,15 +1,14 @@
 """Packing: cut rows into passes of at most so many tokens, each without the padding of longer rows."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lit_rlkv.types import NEVER, Rollout, TensorBatch
+from lit_rlkv.types import Rollout, TensorBatch
 
 TOKENS_PER_PASS = 16_384
 """Default of the most tokens in a pass; larger ones are hardly faster."""
@@ -47,23 +46,9 @@ def packed(
 ) -> _Batch:
     """Return rows that all start at column 0, with as many columns as the longest has tokens.
 
-    Every tensor of the batch must have the columns of `attention_mask` as its last dimension. Eviction times
-    are columns and move along.
+    The last dimension of every tensor of the batch must be the columns of `attention_mask`.
     """
-    mask = attention_mask[rows]
-    columns = _columns(mask)
-
-    def moved(value: Tensor | TensorBatch) -> Tensor | TensorBatch:
-        if isinstance(value, TensorBatch):
-            return packed(value, attention_mask, rows)
-        value = value[rows]
-        index = columns.view(len(columns), *[1] * (value.ndim - 2), -1)
-        return value.gather(-1, index.expand(*value.shape[:-1], -1))
-
-    result = batch.map_tensors(moved)
-    if not isinstance(result, Rollout):
-        return result
-    return cast(_Batch, _with_moved_evictions(result, columns[:, 0]))
+    return batch.select(rows, _columns(attention_mask[rows]))
 
 
 def unpacked(
@@ -86,9 +71,3 @@ def _columns(attention_mask: Bool[Tensor, "row seq"]) -> Int[Tensor, "row column
     starts = attention_mask.int().argmax(dim=1)
     width = int(attention_mask.sum(dim=1).max())
     return (starts[:, None] + torch.arange(width, device=starts.device)) % n_columns
-
-
-def _with_moved_evictions(rollout: Rollout, starts: Int[Tensor, " row"]) -> Rollout:
-    evicted_at = rollout.evicted_at
-    moved = (evicted_at - starts[:, None, None, None].to(evicted_at.dtype)).clamp(min=0)
-    return replace(rollout, evicted_at=torch.where(evicted_at == NEVER, evicted_at, moved))

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.token_logps import token_logps, token_logps_and_entropy
+from lit_rlkv.kernels.token_logps import TokenSets, token_logps, token_logps_and_entropy
 from lit_rlkv.models.backbone import (
     check_length,
     head_is_frozen,
@@ -64,6 +64,8 @@ def response_logps(
 ) -> Float[Tensor, "batch seq"]:
     """Return the log-probs of the response tokens in nats, in the rollout's columns; 0 elsewhere.
 
+    They are of distributions over the tokens that the sampler chose from; see `Rollout.sampling_masks`.
+
     Raises:
         ValueError: `temperature` is 0 or less.
     """
@@ -93,7 +95,17 @@ def _read_response_tokens(
         temperature,
         text_config(model).vocab_size,
         head_is_frozen=head_is_frozen(model),
+        sets=response_sets(rollout),
     )
+
+
+def response_sets(rollout: Rollout) -> TokenSets | None:
+    """Return the tokens that each response token was chosen from; None if from the whole vocabulary.
+
+    All distributions at the response tokens, the learner's and the reference's, are over these sets.
+    """
+    masks = rollout.sampling_masks
+    return None if masks is None else TokenSets(masks.counts[rollout.response_mask], masks.token_ids)
 
 
 def scatter_to_response(rollout: Rollout, values: Float[Tensor, " token"]) -> Float[Tensor, "batch seq"]:
@@ -109,7 +121,7 @@ def replay_logps(
 
     Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, so with
     the same weights the result equals `rollout.rollout_logps` up to float error. Without it each query sees
-    all earlier tokens.
+    all earlier tokens. In both cases the distributions are over the tokens that the sampler chose from.
 
     Args:
         temperature: the temperature of the rollout.

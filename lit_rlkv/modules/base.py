@@ -24,7 +24,12 @@ from lit_rlkv.models.backbone import (
     text_config,
 )
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy, scatter_to_response
+from lit_rlkv.models.replay import (
+    response_hidden,
+    response_logps_and_entropy,
+    response_sets,
+    scatter_to_response,
+)
 from lit_rlkv.objectives import kl
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.objectives.reduction import masked_sum, weighted_sum
@@ -188,6 +193,7 @@ class PolicyModule(L.LightningModule, ABC):
             self.temperature,
             text_config(backbone).vocab_size,
             head_is_frozen=head_is_frozen(backbone),
+            sets=response_sets(batch.rollout),
         )
         entropy = scatter_to_response(batch.rollout, of_actions)
         return {"entropy_loss": -self.entropy_coef * weighted_sum(entropy, batch.loss_weight)}, {}

@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rlkv.kernels.token_logps import Head, policy_kl
+from lit_rlkv.kernels.token_logps import Head, TokenSets, policy_kl
 
 
 def distillation_kl(
@@ -17,6 +17,7 @@ def distillation_kl(
     *,
     reverse: bool,
     heads_are_frozen: bool = False,
+    sets: TokenSets | None = None,
 ) -> Float[Tensor, ""]:
     """Return Σ KL / n_response_tokens in nats, with a stop-gradient on the teacher (arXiv:2605.06850).
 
@@ -31,6 +32,7 @@ def distillation_kl(
         temperature: divides the logits of both.
         n_response_tokens: the denominator, counted over the whole optimizer step and all ranks.
         heads_are_frozen: True if no parameter of either head needs a gradient.
+        sets: renormalise teacher and student over the same set at each token; see `token_logps`.
 
     Raises:
         ValueError: `heads_are_frozen` is True, and a parameter of the student's head requires a gradient.
@@ -42,6 +44,13 @@ def distillation_kl(
     sides = ((teacher.detach(), stopped_head), (student, student_head))
     (hidden_p, head_p), (hidden_q, head_q) = reversed(sides) if reverse else sides
     token_kl = policy_kl(
-        hidden_p, hidden_q, head_p, head_q, temperature, vocab_size, heads_are_frozen=heads_are_frozen
+        hidden_p,
+        hidden_q,
+        head_p,
+        head_q,
+        temperature,
+        vocab_size,
+        heads_are_frozen=heads_are_frozen,
+        sets=sets,
     )
     return token_kl.sum() / n_response_tokens

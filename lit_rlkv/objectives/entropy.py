@@ -5,7 +5,7 @@ import math
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.kernels.token_logps import Head, policy_kl
+from lit_rlkv.kernels.token_logps import Head, TokenSets, policy_kl
 
 
 def token_entropy(
@@ -15,14 +15,16 @@ def token_entropy(
     vocab_size: int,
     *,
     head_is_frozen: bool = False,
+    sets: TokenSets | None = None,
 ) -> Float[Tensor, " action"]:
     """Return the entropy of softmax(head(hidden) / temperature) at each position, in nats; gradients flow.
 
-    It is log n − KL(π ‖ uniform) over the n logits, so that the logits of a whole batch never exist at once.
+    It is log n − KL(π ‖ uniform) over the n logits, or those of a set, so that the logits of a whole batch never exist at once.
 
     Args:
         vocab_size: sets the positions of a chunk; see `policy_kl`.
         head_is_frozen: True if no parameter of the head needs a gradient.
+        sets: renormalise each distribution over its set; see `token_logps`.
     """
     n_logits = head(hidden[:0].detach()).shape[-1]
 
@@ -30,9 +32,16 @@ def token_entropy(
         return hidden.new_zeros(len(hidden), n_logits)
 
     from_uniform = policy_kl(
-        hidden, hidden.detach(), head, uniform, temperature, vocab_size, heads_are_frozen=head_is_frozen
+        hidden,
+        hidden.detach(),
+        head,
+        uniform,
+        temperature,
+        vocab_size,
+        heads_are_frozen=head_is_frozen,
+        sets=sets,
     )
-    return math.log(n_logits) - from_uniform
+    return (math.log(n_logits) if sets is None else sets.counts.log()) - from_uniform
 
 
 def has_high_entropy(

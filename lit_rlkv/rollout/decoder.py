@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from weakref import WeakSet
 
 import torch
@@ -21,18 +21,20 @@ from lit_rlkv.models.backbone import (
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.rollout.graph import CudaGraphRunner
-from lit_rlkv.rollout.sampling import sample
+from lit_rlkv.rollout.mask_record import MaskRecord, RowIds
+from lit_rlkv.rollout.sampling import Truncation, sample
 from lit_rlkv.types import TensorBatch
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """Response length, temperature, and tokens that end or pad a response."""
+    """Response length, tokens that end or pad a response, and how tokens are sampled."""
 
     max_new_tokens: int
     eos_token_ids: Int[Tensor, " eos"]
     pad_token_id: int
     temperature: float | int
+    truncation: Truncation = Truncation()
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,24 @@ class DecodedRows(TensorBatch):
     response_mask: Bool[Tensor, "row seq"]
     logps: Float[Tensor, "row seq"]
     evicted_at: Int[Tensor, "row layer kv_head seq"]
+    kept_ids: list[RowIds] | None = None
+    """What the sampler chose from, row by row; None: from the whole vocabulary."""
 
     def new_empty(self, n_rows: int) -> "DecodedRows":
         """Allocate uninitialised memory for `n_rows` rows of the same columns."""
-        values = (getattr(self, field.name) for field in fields(DecodedRows))
-        return DecodedRows(*(value.new_empty((n_rows, *value.shape[1:])) for value in values))
+        rows = self.map_tensors(lambda value: value.new_empty((n_rows, *value.shape[1:])))
+        no_ids = torch.zeros(0, dtype=torch.int32)
+        return replace(rows, kept_ids=None if self.kept_ids is None else [(no_ids, no_ids)] * n_rows)
 
     def write(self, places: Sequence[int], rows: "DecodedRows") -> None:
         """Copy `rows` to the given places, in place."""
         index = torch.tensor(places, device=self.input_ids.device)
         for field in fields(DecodedRows):
-            getattr(self, field.name)[index] = getattr(rows, field.name)
+            if isinstance(value := getattr(self, field.name), Tensor):
+                value[index] = getattr(rows, field.name)
+        if self.kept_ids is not None and rows.kept_ids is not None:
+            for place, kept_ids in zip(places, rows.kept_ids, strict=True):
+                self.kept_ids[place] = kept_ids
 
 
 FIRST_TOKENS, GROWTH = 256, 1.5
@@ -119,6 +128,8 @@ class Decoder:
         self.newest = torch.full((n_rows,), settings.pad_token_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
+        is_recorded = settings.truncation.is_on and settings.temperature > 0
+        self._masks = MaskRecord(n_rows, device) if is_recorded else None
         self._layers: AbstractContextManager[None] = (
             CompiledLayers(model) if compile_layers else nullcontext()
         )
@@ -150,12 +161,21 @@ class Decoder:
         self.logps[index] = 0.0
         self.response_mask[index] = False
         self.is_running[index] = True
+        if self._masks is not None:
+            self._masks.begin_rows(rows)
+            self._masks.begin_step()
         self._append(index, logits.repeat_interleave(n_samples, dim=0))
 
     def step(self) -> None:
-        """Sample one more token for every running row. Waits for the device only when a dense cache grows."""
+        """Sample one more token for every running row.
+
+        Waits for the device only when a dense cache grows, or what the sampler keeps is recorded and `make_room`
+        was not called in time.
+        """
         if not self.kv.has_room(1):
             self.grow(range(self.n_rows))
+        if self._masks is not None:
+            self._masks.begin_step()
         # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
         if not (self._step.is_enabled or self._has_kernels):
             self.kv.n_read = self.kv.n_filled
@@ -165,6 +185,11 @@ class Decoder:
         if self.kv.levels.step():
             self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
             self._evict(self.kv.evict)
+
+    def make_room(self, n_steps: int) -> None:
+        """Prepare the record of sampling masks for so many steps; may wait for the device."""
+        if self._masks is not None:
+            self._masks.make_room(n_steps)
 
     @property
     def next_size(self) -> int:
@@ -179,6 +204,8 @@ class Decoder:
         self.response_mask, self.newest = self.response_mask[index], self.newest[index]
         self.is_running = self.is_running[index]
         self.n_rows, self.all_rows = len(rows), torch.arange(len(rows), device=index.device)
+        if self._masks is not None:
+            self._masks.keep(rows)
         self._step.forget()
 
     def read_rows(self, rows: Sequence[int]) -> DecodedRows:
@@ -189,6 +216,7 @@ class Decoder:
             response_mask=self.response_mask[index, :-1],
             logps=self.logps[index, :-1],
             evicted_at=self.kv.evicted_at(index),
+            kept_ids=None if self._masks is None else self._masks.read(rows),
         )
 
     def read_tokens(self, rows: Sequence[int]) -> tuple[Int[Tensor, "row seq"], Bool[Tensor, "row seq"]]:
@@ -206,7 +234,9 @@ class Decoder:
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
         """Sample a token for each row and write it into the next column."""
         settings, is_running = self.settings, self.is_running[rows]
-        token, logp = sample(logits, settings.temperature, self.generator)
+        token, logp, kept = sample(logits, settings.temperature, self.generator, settings.truncation)
+        if self._masks is not None and kept is not None:
+            self._masks.write(rows, kept, is_running)
         token = token.where(is_running, settings.pad_token_id)
         column = (self.kv.column[rows] + 1).where(is_running, self.seq_len)
         self.input_ids[rows, column] = token

@@ -16,6 +16,8 @@ from lit_rlkv.models.backbone import check_length, n_embeddings
 from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
+from lit_rlkv.rollout.mask_record import sampling_masks
+from lit_rlkv.rollout.sampling import Truncation
 from lit_rlkv.types import NEVER, Rollout
 
 OnFinished = Callable[[list[int], Int[Tensor, "row seq"], Bool[Tensor, "row seq"]], object]
@@ -35,6 +37,9 @@ def generate(
     eos_token_id: int | Sequence[int] | None,
     pad_token_id: int | None,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float | None = None,
     generator: torch.Generator | None = None,
     num_return_sequences: int = 1,
     max_rows: int | None = None,
@@ -54,6 +59,9 @@ def generate(
         pad_token_id: token after the end of a response; None: the first of `eos_token_id`, as in
             transformers.
         temperature: temperature of the softmax; 0 decodes greedily, with log-prob 0 for every token.
+        top_k, top_p, min_p: sample from likely tokens only, as in transformers and in its order; see
+            `lit_rlkv.rollout.sampling.Truncation`. Log-probs are of the renormalised distribution, and the
+            rollout records the tokens that were left, `sampling_masks`.
         generator: random numbers, on the model's device; the same state gives the same rollout.
         num_return_sequences: responses to each prompt, which is prefilled once for all of them. Response j to
             prompt i is row `i * num_return_sequences + j` of the rollout.
@@ -72,7 +80,7 @@ def generate(
             is the longest prompt plus `max_new_tokens`, of which the rollout cuts unused columns.
 
     Raises:
-        ValueError: a prompt is empty, not left-padded or too long for the model; `max_rows` is below
+        ValueError: a prompt is empty, not left-padded or too long for the model; a number is out of its range; `max_rows` is below
             `num_return_sequences`; there is neither a pad nor an end token; `cuda_graph` is True and the
             decode step cannot be captured; or `n_splits` is not between 1 and 128, or the kernel that it is
             for does not run.
@@ -94,6 +102,7 @@ def generate(
             eos_token_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
             pad_token_id=eos_list[0] if pad_token_id is None else pad_token_id,
             temperature=temperature,
+            truncation=Truncation(top_k, top_p, min_p),
         ),
         generator,
         cuda_graph=cuda_graph,
@@ -179,6 +188,7 @@ def decode_all(
             owner = {row: owner[old] for row, old in enumerate(kept)}
             n_left = {row: n_left[old] for row, old in enumerate(kept)}
             free.clear()
+        decoder.make_room(n_steps)
         for _ in range(n_steps):
             decoder.step()
         if handover is not None:
@@ -279,6 +289,7 @@ def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: 
         rollout_logps=rows.logps[:, :end],
         evicted_at=evicted_at,
         kv_bytes=kv_bytes,
+        sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
     )
 
 

@@ -9,8 +9,19 @@ from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.token_logps import chunks, reference
 from lit_rlkv.kernels.token_logps.chunks import Head, check_frozen, in_chunks
 from lit_rlkv.kernels.token_logps.reference import tempered
+from lit_rlkv.kernels.token_logps.sets import TokenSets, restricted, restricted_with_places, spans_of
 
-__all__ = ["Head", "in_chunks", "policy_kl", "tempered", "token_logps", "token_logps_and_entropy"]
+__all__ = [
+    "Head",
+    "TokenSets",
+    "in_chunks",
+    "policy_kl",
+    "restricted",
+    "spans_of",
+    "tempered",
+    "token_logps",
+    "token_logps_and_entropy",
+]
 
 
 def token_logps(
@@ -21,6 +32,7 @@ def token_logps(
     vocab_size: int,
     *,
     head_is_frozen: bool = False,
+    sets: TokenSets | None = None,
     kernels: str | None = None,
 ) -> Float[Tensor, " position"]:
     """Return the log-prob of each token under softmax(head(hidden) / temperature), in nats.
@@ -28,15 +40,23 @@ def token_logps(
     Args:
         head_is_frozen: True if only `hidden` needs a gradient. The forward pass then computes and stores it,
             [position, dim], which saves computing the logits again in the backward pass.
+        sets: renormalise each position's distribution over its set, with gradients through the logits of the
+            set alone; a token outside of its set has log-prob -inf. None: the whole vocabulary.
 
     Raises:
         ValueError: `head_is_frozen` is True, but a parameter of the head requires a gradient.
     """
     rows, max_logits = _implementation(hidden, kernels)
+
+    def chunk(hidden: Tensor, tokens: Tensor, *spans: Tensor) -> tuple[Tensor]:
+        logits, places = restricted_with_places(sets, spans, head(hidden), tokens)
+        return (rows.chosen_logps(logits, places, temperature),)
+
     (logps,) = in_chunks(
-        lambda hidden, tokens: (rows.chosen_logps(head(hidden), tokens, temperature),),
+        chunk,
         hidden,
         tokens,
+        *spans_of(sets),
         size=max(max_logits // vocab_size, 1),
         stores_gradients=check_frozen(head_is_frozen, (head, hidden)),
     )
@@ -51,14 +71,22 @@ def token_logps_and_entropy(
     vocab_size: int,
     *,
     head_is_frozen: bool = False,
+    sets: TokenSets | None = None,
     kernels: str | None = None,
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
     """Return `token_logps`, bit for bit, and the entropy in nats, which carries no gradient."""
     rows, max_logits = _implementation(hidden, kernels)
+
+    def chunk(hidden: Tensor, tokens: Tensor, *spans: Tensor) -> tuple[Tensor, Tensor]:
+        logits, places = restricted_with_places(sets, spans, head(hidden), tokens)
+        found: tuple[Tensor, Tensor] = rows.chosen_logps_and_entropy(logits, places, temperature)
+        return found
+
     logps, entropy = in_chunks(
-        lambda hidden, tokens: rows.chosen_logps_and_entropy(head(hidden), tokens, temperature),
+        chunk,
         hidden,
         tokens,
+        *spans_of(sets),
         size=max(max_logits // vocab_size, 1),
         stores_gradients=check_frozen(head_is_frozen, (head, hidden)),
     )
@@ -74,21 +102,29 @@ def policy_kl(
     vocab_size: int,
     *,
     heads_are_frozen: bool = False,
+    sets: TokenSets | None = None,
     kernels: str | None = None,
 ) -> Float[Tensor, " position"]:
     """Return KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) over the whole vocabulary, in nats, at each position.
 
     Args:
         heads_are_frozen: True if only the hidden states need gradients; see `token_logps`.
+        sets: renormalise both distributions over the same set at each position; see `token_logps`.
 
     Raises:
         ValueError: `heads_are_frozen` is True, but a parameter of a head requires a gradient.
     """
     rows, max_logits = _implementation(hidden_p, kernels)
+
+    def chunk(hidden_p: Tensor, hidden_q: Tensor, *spans: Tensor) -> tuple[Tensor]:
+        logits = restricted(sets, spans, head_p(hidden_p), head_q(hidden_q))
+        return (rows.kl_of_logits(*logits, temperature),)
+
     (kl,) = in_chunks(
-        lambda hidden_p, hidden_q: (rows.kl_of_logits(head_p(hidden_p), head_q(hidden_q), temperature),),
+        chunk,
         hidden_p,
         hidden_q,
+        *spans_of(sets),
         size=max(max_logits // vocab_size, 1),
         stores_gradients=check_frozen(heads_are_frozen, (head_p, hidden_p), (head_q, hidden_q)),
     )

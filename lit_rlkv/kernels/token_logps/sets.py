@@ -1,0 +1,99 @@
+"""Sets of tokens that distributions are renormalised over, one for each position, of any sizes."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+NARROW = 4
+"""A chunk whose largest set has at most one in so many tokens of the vocabulary gathers the logits of its sets;
+otherwise the logits of all other tokens are masked."""
+
+
+@dataclass(frozen=True)
+class TokenSets:
+    """The tokens of nonzero probability at each position."""
+
+    counts: Int[Tensor, " position"]
+    token_ids: Int[Tensor, " kept"]
+    """The ids of the first position, then those of the second, and so on."""
+
+    @property
+    def spans(self) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"]]:
+        """The place in `token_ids` where each position's ids start, and their number."""
+        counts = self.counts.long()
+        return counts.cumsum(dim=0) - counts, counts
+
+    def of_chunk(
+        self, starts: Int[Tensor, " position"], counts: Int[Tensor, " position"], vocab_size: int
+    ) -> "ChunkSets":
+        """Return the sets of consecutive positions, given their spans. Waits for the device once."""
+        if len(counts) == 0:
+            return ChunkSets(None, torch.ones(0, vocab_size, dtype=torch.bool, device=counts.device))
+        first, n_kept, largest = torch.stack([starts[0], counts.sum(), counts.max()]).tolist()
+        if NARROW * largest > vocab_size:
+            ids = self.token_ids[first : first + n_kept].long()
+            row = torch.arange(len(counts), device=counts.device)
+            row = row.repeat_interleave(counts, output_size=n_kept)
+            is_kept = torch.zeros(len(counts), vocab_size, dtype=torch.bool, device=counts.device)
+            is_kept[row, ids] = True
+            return ChunkSets(None, is_kept)
+        place = torch.arange(largest + 1, device=counts.device)  # the last place is always empty
+        is_kept = place < counts[:, None]
+        ids = self.token_ids[(starts[:, None] + place).masked_fill(~is_kept, first)].long()
+        return ChunkSets(ids, is_kept)
+
+
+@dataclass(frozen=True)
+class ChunkSets:
+    """The sets of a chunk: ids of each position, or all tokens of the vocabulary with a mask."""
+
+    ids: Int[Tensor, "position place"] | None
+    """None: places are token ids."""
+    is_kept: Bool[Tensor, "position place"]
+
+    def logits(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position place"]:
+        """Return the logits of the sets; -inf elsewhere, where they have no gradient."""
+        if self.ids is not None:
+            logits = logits.gather(-1, self.ids)
+        return logits.masked_fill(~self.is_kept, -torch.inf)
+
+    def places(self, tokens: Int[Tensor, " position"]) -> Int[Tensor, " position"]:
+        """Return the place of each token; that of a logit of -inf if it is not in its set."""
+        if self.ids is None:
+            return tokens
+        is_token = (self.ids == tokens[:, None]) & self.is_kept
+        return torch.where(is_token.any(-1), is_token.int().argmax(-1), self.ids.shape[-1] - 1)
+
+
+def spans_of(sets: TokenSets | None) -> tuple[Tensor, ...]:
+    """Return the spans of the sets, to be cut into chunks with other tensors; none without sets."""
+    return () if sets is None else sets.spans
+
+
+def restricted(
+    sets: TokenSets | None, spans: tuple[Tensor, ...], *logits: Float[Tensor, "position vocab"]
+) -> tuple[Float[Tensor, "position place"], ...]:
+    """Return the logits of a chunk's sets, or all logits without sets.
+
+    Args:
+        spans: the chunk of each tensor of `spans_of(sets)`.
+    """
+    if sets is None:
+        return logits
+    found = sets.of_chunk(*spans, vocab_size=logits[0].shape[-1])
+    return tuple(found.logits(each) for each in logits)
+
+
+def restricted_with_places(
+    sets: TokenSets | None,
+    spans: tuple[Tensor, ...],
+    logits: Float[Tensor, "position vocab"],
+    tokens: Int[Tensor, " position"],
+) -> tuple[Float[Tensor, "position place"], Int[Tensor, " position"]]:
+    """Return `restricted`, and the place of each token among the logits."""
+    if sets is None:
+        return logits, tokens
+    found = sets.of_chunk(*spans, vocab_size=logits.shape[-1])
+    return found.logits(logits), found.places(tokens)
