@@ -72,6 +72,7 @@ class CountingDecoder(Decoder):
         self.left = torch.zeros(n_rows, dtype=torch.long)
         self.held = torch.ones(n_rows, dtype=torch.long)
         self.counts = Counts()
+        self._masks = None
 
     @property
     def is_running(self) -> Tensor:  # type: ignore[override]

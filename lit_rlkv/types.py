@@ -175,7 +175,7 @@ class Rollout(TensorBatch):
         return replace(chosen, evicted_at=torch.where(chosen.evicted_at == NEVER, chosen.evicted_at, moved))
 
     def without_records(self) -> "Rollout":
-        """Return the rollout without what only a replay reads, which is much larger than all other tensors."""
+        """Return the rollout without what only a replay reads, the largest of its tensors."""
         return replace(self, evicted_at=self.evicted_at[:, :0, :0], sampling_masks=None)
 
     @property

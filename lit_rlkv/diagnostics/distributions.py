@@ -1,4 +1,4 @@
-"""Distributions of the policy under two views of a rollout, sparse and dense, over what it was sampled from."""
+"""Distributions of the policy under two views of a rollout: sparse and dense."""
 
 from dataclasses import replace
 from functools import partial

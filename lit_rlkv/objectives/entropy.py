@@ -19,7 +19,8 @@ def token_entropy(
 ) -> Float[Tensor, " action"]:
     """Return the entropy of softmax(head(hidden) / temperature) at each position, in nats; gradients flow.
 
-    It is log n − KL(π ‖ uniform) over the n logits, or those of a set, so that the logits of a whole batch never exist at once.
+    It is log n − KL(π ‖ uniform) over the n logits, or those of a set, so that the logits of a whole batch
+    never exist at once.
 
     Args:
         vocab_size: sets the positions of a chunk; see `policy_kl`.

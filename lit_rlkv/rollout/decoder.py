@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from weakref import WeakSet
 
 import torch
@@ -34,7 +34,7 @@ class DecodeSettings:
     eos_token_ids: Int[Tensor, " eos"]
     pad_token_id: int
     temperature: float | int
-    truncation: Truncation = Truncation()
+    truncation: Truncation = field(default_factory=Truncation)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class DecodedRows(TensorBatch):
     def write(self, places: Sequence[int], rows: "DecodedRows") -> None:
         """Copy `rows` to the given places, in place."""
         index = torch.tensor(places, device=self.input_ids.device)
-        for field in fields(DecodedRows):
-            if isinstance(value := getattr(self, field.name), Tensor):
-                value[index] = getattr(rows, field.name)
+        for name in [each.name for each in fields(DecodedRows)]:
+            if isinstance(value := getattr(self, name), Tensor):
+                value[index] = getattr(rows, name)
         if self.kept_ids is not None and rows.kept_ids is not None:
             for place, kept_ids in zip(places, rows.kept_ids, strict=True):
                 self.kept_ids[place] = kept_ids
@@ -169,8 +169,8 @@ class Decoder:
     def step(self) -> None:
         """Sample one more token for every running row.
 
-        Waits for the device only when a dense cache grows, or what the sampler keeps is recorded and `make_room`
-        was not called in time.
+        Waits for the device only when a dense cache grows, or the record of sampling masks is full because
+        `make_room` was not called in time.
         """
         if not self.kv.has_room(1):
             self.grow(range(self.n_rows))

@@ -80,10 +80,10 @@ def generate(
             is the longest prompt plus `max_new_tokens`, of which the rollout cuts unused columns.
 
     Raises:
-        ValueError: a prompt is empty, not left-padded or too long for the model; a number is out of its range; `max_rows` is below
-            `num_return_sequences`; there is neither a pad nor an end token; `cuda_graph` is True and the
-            decode step cannot be captured; or `n_splits` is not between 1 and 128, or the kernel that it is
-            for does not run.
+        ValueError: a prompt is empty, not left-padded or too long for the model; a number is out of its
+            range; `max_rows` is below `num_return_sequences`; there is neither a pad nor an end token;
+            `cuda_graph` is True and the decode step cannot be captured; or `n_splits` is not between 1 and
+            128, or the kernel that it is for does not run.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)

@@ -40,7 +40,7 @@ class MaskRecord:
             self._found[row] = []
 
     def make_room(self, n_steps: int) -> None:
-        """Make room for so many steps, if the ring can hold them. Waits for the device if it is nearly full."""
+        """Make room for so many steps, if the ring holds so many; may wait for the device."""
         if self._n_used + n_steps > N_SLOTS:
             self.flush()
 

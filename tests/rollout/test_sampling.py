@@ -11,7 +11,7 @@ CRITICAL = 24.3
 
 def chi_square(drawn_at: float, tested_at: float) -> float:
     """Statistic of draws at one temperature against the probabilities of another."""
-    tokens, _ = sample(LOGITS.expand(N_DRAWS, -1), drawn_at, torch.Generator().manual_seed(0))
+    tokens, _, _ = sample(LOGITS.expand(N_DRAWS, -1), drawn_at, torch.Generator().manual_seed(0))
     counts = torch.bincount(tokens, minlength=len(LOGITS))
     expected = N_DRAWS * (LOGITS / tested_at).softmax(-1)
     return float(((counts - expected).square() / expected).sum())
@@ -29,14 +29,14 @@ def test_the_test_tells_a_slightly_wrong_temperature():
 def test_log_probs_are_those_of_the_tokens_at_that_temperature():
     # Logits 0 and log 9 at temperature 2 are probabilities 1/4 and 3/4.
     logits = torch.tensor([[0.0, 9.0]]).log().clamp(min=0).expand(50, -1)
-    tokens, logps = sample(logits, 2.0, torch.Generator().manual_seed(0))
+    tokens, logps, _ = sample(logits, 2.0, torch.Generator().manual_seed(0))
     assert set(tokens.tolist()) == {0, 1}
     torch.testing.assert_close(logps, torch.tensor([0.25, 0.75]).log()[tokens])
 
 
 def test_temperature_zero_takes_the_likeliest_token_for_certain():
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
-    tokens, logps = sample(logits, 0.0, None)
+    tokens, logps, _ = sample(logits, 0.0, None)
     assert tokens.tolist() == [0, 7]
     assert logps.tolist() == [0.0, 0.0]
 
@@ -48,12 +48,12 @@ def test_the_same_generator_state_draws_the_same_tokens():
 
 
 def test_low_precision_logits_give_float32_log_probs():
-    _, logps = sample(LOGITS.bfloat16()[None], 1.0, torch.Generator().manual_seed(0))
+    _, logps, _ = sample(LOGITS.bfloat16()[None], 1.0, torch.Generator().manual_seed(0))
     assert logps.dtype == torch.float32
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([0.0, -torch.inf, 0.0]).expand(5000, -1)
-    tokens, logps = sample(logits, 1.0, torch.Generator().manual_seed(0))
+    tokens, logps, _ = sample(logits, 1.0, torch.Generator().manual_seed(0))
     assert set(tokens.tolist()) == {0, 2}
     assert logps.isfinite().all()

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-NARROW = 4
-"""A chunk whose largest set has at most one in so many tokens of the vocabulary gathers the logits of its sets;
-otherwise the logits of all other tokens are masked."""
+NARROW = 1 / 4
+"""A chunk whose largest set is at most this part of the vocabulary gathers the logits of its sets; others mask
+the logits of all other tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TokenSets:
         if len(counts) == 0:
             return ChunkSets(None, torch.ones(0, vocab_size, dtype=torch.bool, device=counts.device))
         first, n_kept, largest = torch.stack([starts[0], counts.sum(), counts.max()]).tolist()
-        if NARROW * largest > vocab_size:
+        if largest > vocab_size * NARROW:
             ids = self.token_ids[first : first + n_kept].long()
             row = torch.arange(len(counts), device=counts.device)
             row = row.repeat_interleave(counts, output_size=n_kept)
