@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lit_rlkv.evaluation.evaluator import ScoredResponse
     from lit_rlkv.evaluation.results import CacheEstimates, EvalRow
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 PLAIN_WIDTH = 160
 """Width without a terminal, so that a wide table is not cut."""
 
@@ -69,7 +70,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             with as_config_errors("policies"):
                 load_policy_class(policy)
     run = find_run(Path(asked.ckpt).expanduser())
-    for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", "temperature"):
+    for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", *SAMPLING):
         if (value := getattr(asked, key)) is not None:
             run.cfg.evaluation[key] = value
     run.cfg.kernels = asked.kernels or run.cfg.kernels
@@ -103,7 +104,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         "seed": cfg.seed,
         "n_prompts": scored[0][0].n_problems,
         "n_samples": asked.n_samples,
-        "temperature": cfg.evaluation.temperature,
+        **{key: getattr(cfg.evaluation, key) for key in SAMPLING},
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,
         "level": level,

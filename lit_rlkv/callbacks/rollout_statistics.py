@@ -37,6 +37,15 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
     return {"kv/bytes": float(rollout.kv_bytes), **as_floats(scalars)}
 
 
+def recorded_bytes(experience: Experience) -> dict[str, float]:
+    """Return the bytes of each record that replay reads, summed over the ranks."""
+    found = experience.rollout.record_bytes
+    total = experience.ranks.all_reduce_sum(
+        torch.tensor(list(found.values()), device=experience.has_eos.device)
+    )
+    return {f"kv/recorded_bytes/{name}": float(n) for name, n in zip(found, total.tolist(), strict=True)}
+
+
 def group_statistics(rewards: Rewards, group_size: int) -> dict[str, Tensor]:
     """Return mean and std of the valid scores, and the share of groups with zero reward std."""
     scores = rewards.scores.view(-1, group_size)
@@ -105,7 +114,7 @@ class RolloutStatistics(RLCallback):
         self._diagnostics_s = 0.0
 
     def on_rollout_end(self, experience: Experience) -> None:
-        self._latest = rollout_statistics(experience.all_gather())
+        self._latest = rollout_statistics(experience.all_gather()) | recorded_bytes(experience)
         self._collected_at = time.perf_counter()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:

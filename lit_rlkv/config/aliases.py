@@ -12,6 +12,12 @@ SAME = {
     "response_length": "rollout.max_new_tokens",
     "max_tokens": "rollout.max_new_tokens",
     "temperature": "rollout.temperature",
+    "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p",
+    "min_p": "rollout.min_p",
+    "val_kwargs.temperature": "evaluation.temperature",
+    "val_kwargs.top_k": "evaluation.top_k",
+    "val_kwargs.top_p": "evaluation.top_p",
     "train_batch_size": "rollout.n_prompts",
     "ppo_max_token_len_per_gpu": "fabric.tokens_per_pass",
     "log_prob_max_token_len_per_gpu": "fabric.tokens_per_pass",
@@ -236,6 +242,10 @@ DIFFERENT = {
     "vllm_gpu_memory_utilization": ROLLOUTS,
     "gpu_memory_utilization": ROLLOUTS,
     "rollout.name": ROLLOUTS,
+    "repetition_penalty": (
+        "a penalty changes logits by the tokens sampled before, and of the sampler's distribution only the set "
+        "of tokens is replayed; leave it out"
+    ),
     "compression_ratio": "'cache.budget' is a number of keys",
     "reward_funcs": REWARD_FUNCTIONS,
     "reward_functions": REWARD_FUNCTIONS,

@@ -35,6 +35,13 @@ class EvaluateConfig:
     temperature: Number | None = option(
         None, "of the responses that are scored, 0: greedy; null: as the run had it", least=0
     )
+    top_k: int | None = option(None, "as rollout.top_k of fit; null: as the run had it", least=1)
+    top_p: Number | None = option(
+        None, "as rollout.top_p of fit, 1: off; null: as the run had it", above=0, most=1
+    )
+    min_p: Number | None = option(
+        None, "as rollout.min_p of fit, 0: off; null: as the run had it", least=0, below=1
+    )
     n_samples: int = option(1, "responses to each prompt", least=1)
     pass_at_k: tuple[int, ...] = option(
         (), "such as [1,8]: the chance that one of k responses is right; each at most n_samples", least=1

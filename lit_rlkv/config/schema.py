@@ -51,8 +51,13 @@ class RolloutConfig:
     n_prompts: int = option(32, "prompts per iteration, each with algorithm.group_size responses", least=1)
     max_new_tokens: int = option(24, "longest response, in tokens", least=1)
     temperature: Number = option(1.0, "divides the logits before sampling", above=0)
-    top_p: Number = option(1.0, "refused unless 1: a sampling mask cannot be replayed", least=0, most=1)
-    top_k: int | None = option(None, "refused unless null: a sampling mask cannot be replayed")
+    top_k: int | None = option(None, "sample from so many likeliest tokens; null: from all", least=1)
+    top_p: Number = option(
+        1.0, "then from the fewest likeliest tokens with this probability; 1: all", above=0, most=1
+    )
+    min_p: Number | None = option(
+        None, "then from tokens with this part of the highest probability; null: all", least=0, below=1
+    )
     max_rows: int | None = option(
         None, "most responses sampled at a time, which bounds the cache; null: all", least=1
     )
@@ -77,15 +82,6 @@ class RolloutConfig:
         "fuse the decoder layers of decode steps by torch.compile; compiling takes seconds per layer, again "
         "for another number of rows",
     )
-
-    def __post_init__(self) -> None:
-        for name, off in {"top_p": 1.0, "top_k": None}.items():
-            require(
-                getattr(self, name) == off,
-                f"rollout.{name}={getattr(self, name)} cannot be replayed: the learner would have to "
-                "renormalise over the very tokens that the sampler kept, which are not recorded; use "
-                f"rollout.{name}={'null' if off is None else off}",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +253,14 @@ class EvaluationConfig:
 
     n_prompts: int = option(512, "held-out prompts, which training never sees", least=1)
     temperature: Number = option(0.0, "of the responses that are scored; 0: greedy", least=0)
+    top_k: int | None = option(None, "of the responses that are scored, as rollout.top_k", least=1)
+    top_p: Number = option(1.0, "of the responses that are scored, as rollout.top_p", above=0, most=1)
+    min_p: Number | None = option(
+        None, "of the responses that are scored, as rollout.min_p", least=0, below=1
+    )
     n_mismatch: int = option(
         128,
-        "prompts also sampled at rollout.temperature, for KL(μ‖dense policy) and the replay gap",
+        "prompts also sampled as in rollouts, for KL(μ‖dense policy) and the replay gap",
         least=1,
     )
     budgets: tuple[int, ...] = option(

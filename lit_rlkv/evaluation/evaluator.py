@@ -106,8 +106,8 @@ class Evaluator:
     Args:
         task: task whose score is the accuracy, unless `accuracy` is given.
         problems: problems, the same on every rank.
-        config: prompts and temperature; greedy decoding has no log-probs, so mismatch and replay
-            gap are measured at the temperature of `rollout`.
+        config: prompts, and how the responses that are scored are sampled; greedy decoding has no log-probs,
+            so mismatch and replay gap are measured on responses sampled as in `rollout`.
         accuracy: function that scores completions; None: the task's score.
         n_samples: responses to each prompt.
         max_failed: largest share of completions of a cache without a score.
@@ -138,6 +138,13 @@ class Evaluator:
         self.problems = problems
         self.config = config
         self.rollout = rollout
+        self.scored = replace(
+            rollout,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+        )
         self.seed = seed
         self.n_samples = n_samples
         self.max_failed = max_failed
@@ -220,9 +227,7 @@ class Evaluator:
 
     def _mismatch(self, cache: CacheSpec, on_progress: Callable[[int], object] | None) -> _CacheMismatch:
         problems = self.problems[: self.config.n_mismatch]
-        sampled = self._generate(
-            problems, cache, self.rollout.temperature, len(self.problems), on_progress=on_progress
-        )
+        sampled = self._generate(problems, cache, self.rollout, len(self.problems), on_progress=on_progress)
         shadow = self._replayed(sampled, shadow=True)
         dense = shadow if cache.is_dense else self._replayed(sampled, shadow=False)
         return _CacheMismatch(
@@ -240,9 +245,7 @@ class Evaluator:
         """Sample and score one batch."""
         number, (start, stop, first, last) = batch
         problems = self.problems[start:stop]
-        rollout = self._generate(
-            problems, cache, self.config.temperature, start, first, last - first, on_progress
-        )
+        rollout = self._generate(problems, cache, self.scored, start, first, last - first, on_progress)
         completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
         scores = self.accuracy([self.problems[problem] for problem, _ in places], completions)
@@ -315,7 +318,7 @@ class Evaluator:
         self,
         problems: Sequence[Problem],
         cache: CacheSpec,
-        temperature: float,
+        settings: RolloutConfig,
         start: int,
         first: int = 0,
         n_samples: int = 1,
@@ -328,7 +331,7 @@ class Evaluator:
                 backbone,
                 self.tokenizer,
                 encode_prompts(self.tokenizer, [p.prompt for p in problems]),
-                replace(self.rollout, temperature=temperature, max_rows=max(self.batch_size, n_samples)),
+                replace(settings, max_rows=max(self.batch_size, n_samples)),
                 cache=cache,
                 generator=stream(self.seed, *names, device=backbone.device),
                 num_return_sequences=n_samples,

@@ -4,10 +4,11 @@
 
     output = model.generate(
         **inputs, custom_generate=generate, cache=CacheSpec("snapkv", budget=512),
-        do_sample=True, top_k=0, max_new_tokens=256, return_dict_in_generate=True,
+        do_sample=True, top_p=0.9, max_new_tokens=256, return_dict_in_generate=True,
     )
 
-`output.rollout` then holds the table of evicted keys, for `replay_logps`.
+`output.rollout` then holds the table of evicted keys and the tokens that the sampler chose from, for
+`replay_logps`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import TemperatureLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -29,6 +35,13 @@ from lit_rlkv.types import Rollout
 
 _IGNORED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """Arguments that transformers prepares for its own decoding loop; given ones are checked."""
+_WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+"""Changes of the logits that can be replayed, in transformers' order, and the names of their numbers."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -83,7 +96,7 @@ def generate(
         max_new_tokens=generation_config.max_length - input_ids.shape[1],
         eos_token_id=eos,
         pad_token_id=pad,
-        temperature=generation_config.temperature if generation_config.do_sample else 0.0,
+        **(_sampling(logits_processor) if generation_config.do_sample else {"temperature": 0.0}),
         generator=generator,
         num_return_sequences=n,
         max_rows=max_rows,
@@ -100,11 +113,11 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
             f"generation must be greedy or sampling, got {mode.value}; the record of evictions has one "
             "sequence per row"
         )
-    names = [type(each).__name__ for each in processors if not isinstance(each, TemperatureLogitsWarper)]
-    if names:
+    kinds = [type(each) for each in processors]
+    if kinds != [kind for kind in _WARPERS if kind in kinds]:
         raise ValueError(
-            f"logits must be changed by temperature alone, got {', '.join(names)}; the learner's log-probs "
-            "are of the whole vocabulary: pass top_k=0, top_p=1.0 and the like (transformers' top_k is 50)"
+            "logits must be changed by temperature, top_k, top_p and min_p alone, each at most once and in "
+            f"this order, got {', '.join(kind.__name__ for kind in kinds)}; the learner replays no other change"
         )
     known = (EosTokenCriteria, MaxLengthCriteria)
     names = [type(each).__name__ for each in criteria if not isinstance(each, known)]
@@ -119,6 +132,11 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
     asked = [name for name in _OUTPUTS if getattr(config, name)]
     if asked:
         raise ValueError(f"{', '.join(asked)} must be left out: the decode step keeps no logits or states")
+
+
+def _sampling(processors: LogitsProcessorList) -> dict[str, Any]:
+    """Return the arguments of a rollout that sample as the checked processors do."""
+    return {name: getattr(each, name) for each in processors for name in [_WARPERS[type(each)]]}
 
 
 def _check_model_kwargs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

@@ -83,7 +83,9 @@ def write_report(path: Path, report: RunReport, pictures: Sequence[Picture]) -> 
 def render(report: RunReport, pictures: Sequence[Picture]) -> str:
     """Return the page as HTML."""
     rows = [*report.before, *report.after]
-    temperature = report.config.get("evaluation", {}).get("temperature", 0)
+    sampling = report.config.get("evaluation", {})
+    used = {"temperature": 0, "top_k": None, "top_p": 1, "min_p": None}
+    settings = [f"{key} {sampling[key]}" for key, off in used.items() if sampling.get(key, off) != off]
     last: dict[str, Any] = dict(report.environments[-1]) if report.environments else {}
     versions = {"python": last["python"], **last["packages"]} if last else {}
     return TEMPLATES.get_template("report.html.jinja").render(
@@ -95,7 +97,7 @@ def render(report: RunReport, pictures: Sequence[Picture]) -> str:
         n_problems=max((row.n_problems for row in rows), default=0),
         samples=select_samples(report.samples),
         drawn=page_figures(pictures),
-        decoding=f"sampled (temperature {temperature})" if temperature else "greedy",
+        decoding=f"sampled ({', '.join(settings)})" if sampling.get("temperature") else "greedy",
         sections=sections,
         versions=versions,
     )

@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 NARROW = 1 / 4
-"""A chunk whose largest set is at most this part of the vocabulary gathers the logits of its sets; others mask
-the logits of all other tokens."""
+"""If the largest set of a chunk is at most this part of the vocabulary, the logits of its sets are gathered;
+otherwise all others are masked."""
 
 
 @dataclass(frozen=True)
