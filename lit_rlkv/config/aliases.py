@@ -243,8 +243,8 @@ DIFFERENT = {
     "gpu_memory_utilization": ROLLOUTS,
     "rollout.name": ROLLOUTS,
     "repetition_penalty": (
-        "a penalty changes logits by the tokens sampled before, and of the sampler's distribution only the set "
-        "of tokens is replayed; leave it out"
+        "a penalty changes logits by the tokens sampled before, and of the sampler's distribution only the "
+        "set of tokens is replayed; leave it out"
     ),
     "compression_ratio": "'cache.budget' is a number of keys",
     "reward_funcs": REWARD_FUNCTIONS,

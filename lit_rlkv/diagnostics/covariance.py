@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_rlkv.checks import is_count
 from lit_rlkv.distributed.ranks import over_ranks
-from lit_rlkv.kernels.token_logps import Head, TokenSets, in_chunks, restricted, spans_of, tempered
+from lit_rlkv.kernels.token_logps import Head, TokenSets, chunk_of, in_chunks, spans_of, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.rng import stream
 
@@ -254,7 +254,8 @@ def squared_probs(
     """
 
     def chunk_squares(rows: Tensor, *spans: Tensor) -> tuple[Tensor]:
-        logits = tempered(*restricted(sets, spans, head(rows)), temperature)
+        logits = head(rows)
+        logits = tempered(chunk_of(sets, spans, logits).logits(logits), temperature)
         return (((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp(),)
 
     size = max(MAX_CHUNK_LOGITS // vocab_size, 1)

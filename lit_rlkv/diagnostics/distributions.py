@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
-from lit_rlkv.kernels.token_logps import in_chunks, policy_kl, restricted, spans_of, tempered
+from lit_rlkv.kernels.token_logps import chunk_of, in_chunks, policy_kl, spans_of, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.replay import response_hidden, response_sets, scatter_to_response
@@ -32,8 +32,9 @@ def view_overlap(
     sets = response_sets(rollout)
 
     def chunk_overlap(sparse: Tensor, dense: Tensor, *spans: Tensor) -> tuple[Tensor]:
-        logits = restricted(sets, spans, head_logits(model, sparse), head_logits(model, dense))
-        return (logits_overlap(*logits, temperature),)
+        p_logits, q_logits = head_logits(model, sparse), head_logits(model, dense)
+        kept = chunk_of(sets, spans, p_logits)
+        return (logits_overlap(kept.logits(p_logits), kept.logits(q_logits), temperature),)
 
     hidden = [response_hidden(model, rollout, shadow=shadow) for shadow in (True, False)]
     size = max(max_logits // text_config(model).vocab_size, 1)

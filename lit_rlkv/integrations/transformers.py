@@ -115,9 +115,10 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
         )
     kinds = [type(each) for each in processors]
     if kinds != [kind for kind in _WARPERS if kind in kinds]:
+        given = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
             "logits must be changed by temperature, top_k, top_p and min_p alone, each at most once and in "
-            f"this order, got {', '.join(kind.__name__ for kind in kinds)}; the learner replays no other change"
+            f"this order, got {given}; the learner replays no other change"
         )
     known = (EosTokenCriteria, MaxLengthCriteria)
     names = [type(each).__name__ for each in criteria if not isinstance(each, known)]

@@ -71,7 +71,7 @@ class MaskRecord:
         for first in range(0, len(ring), n_at_once):
             is_kept, ids = _unpack(ring[first : first + n_at_once])
             counts = is_kept.sum(dim=-1, dtype=torch.int32)
-            by_row = zip(counts, ids.split(counts.sum(dim=1).tolist()), strict=True)
+            by_row = zip(counts, torch.split(ids, counts.sum(dim=1).tolist()), strict=True)
             for row, (row_counts, row_ids) in enumerate(by_row, start=first):
                 if len(row_ids) > 0:
                     self._found[row].append((row_counts, row_ids))

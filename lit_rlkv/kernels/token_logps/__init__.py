@@ -9,14 +9,14 @@ from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.token_logps import chunks, reference
 from lit_rlkv.kernels.token_logps.chunks import Head, check_frozen, in_chunks
 from lit_rlkv.kernels.token_logps.reference import tempered
-from lit_rlkv.kernels.token_logps.sets import TokenSets, restricted, restricted_with_places, spans_of
+from lit_rlkv.kernels.token_logps.sets import TokenSets, chunk_of, spans_of
 
 __all__ = [
     "Head",
     "TokenSets",
+    "chunk_of",
     "in_chunks",
     "policy_kl",
-    "restricted",
     "spans_of",
     "tempered",
     "token_logps",
@@ -49,8 +49,9 @@ def token_logps(
     rows, max_logits = _implementation(hidden, kernels)
 
     def chunk(hidden: Tensor, tokens: Tensor, *spans: Tensor) -> tuple[Tensor]:
-        logits, places = restricted_with_places(sets, spans, head(hidden), tokens)
-        return (rows.chosen_logps(logits, places, temperature),)
+        logits = head(hidden)
+        kept = chunk_of(sets, spans, logits)
+        return (rows.chosen_logps(kept.logits(logits), kept.places(tokens), temperature),)
 
     (logps,) = in_chunks(
         chunk,
@@ -78,9 +79,10 @@ def token_logps_and_entropy(
     rows, max_logits = _implementation(hidden, kernels)
 
     def chunk(hidden: Tensor, tokens: Tensor, *spans: Tensor) -> tuple[Tensor, Tensor]:
-        logits, places = restricted_with_places(sets, spans, head(hidden), tokens)
-        found: tuple[Tensor, Tensor] = rows.chosen_logps_and_entropy(logits, places, temperature)
-        return found
+        logits = head(hidden)
+        kept = chunk_of(sets, spans, logits)
+        logps, entropy = rows.chosen_logps_and_entropy(kept.logits(logits), kept.places(tokens), temperature)
+        return logps, entropy
 
     logps, entropy = in_chunks(
         chunk,
@@ -117,8 +119,9 @@ def policy_kl(
     rows, max_logits = _implementation(hidden_p, kernels)
 
     def chunk(hidden_p: Tensor, hidden_q: Tensor, *spans: Tensor) -> tuple[Tensor]:
-        logits = restricted(sets, spans, head_p(hidden_p), head_q(hidden_q))
-        return (rows.kl_of_logits(*logits, temperature),)
+        p_logits, q_logits = head_p(hidden_p), head_q(hidden_q)
+        kept = chunk_of(sets, spans, p_logits)
+        return (rows.kl_of_logits(kept.logits(p_logits), kept.logits(q_logits), temperature),)
 
     (kl,) = in_chunks(
         chunk,

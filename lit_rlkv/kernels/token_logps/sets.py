@@ -1,5 +1,6 @@
 """Sets of tokens that distributions are renormalised over, one for each position, of any sizes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,17 +52,18 @@ class ChunkSets:
 
     ids: Int[Tensor, "position place"] | None
     """None: places are token ids."""
-    is_kept: Bool[Tensor, "position place"]
+    is_kept: Bool[Tensor, "position place"] | None
+    """None: all are."""
 
     def logits(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position place"]:
         """Return the logits of the sets; -inf elsewhere, where they have no gradient."""
         if self.ids is not None:
             logits = logits.gather(-1, self.ids)
-        return logits.masked_fill(~self.is_kept, -torch.inf)
+        return logits if self.is_kept is None else logits.masked_fill(~self.is_kept, -torch.inf)
 
     def places(self, tokens: Int[Tensor, " position"]) -> Int[Tensor, " position"]:
         """Return the place of each token; that of a logit of -inf if it is not in its set."""
-        if self.ids is None:
+        if self.ids is None or self.is_kept is None:
             return tokens
         is_token = (self.ids == tokens[:, None]) & self.is_kept
         return torch.where(is_token.any(-1), is_token.int().argmax(-1), self.ids.shape[-1] - 1)
@@ -72,28 +74,15 @@ def spans_of(sets: TokenSets | None) -> tuple[Tensor, ...]:
     return () if sets is None else sets.spans
 
 
-def restricted(
-    sets: TokenSets | None, spans: tuple[Tensor, ...], *logits: Float[Tensor, "position vocab"]
-) -> tuple[Float[Tensor, "position place"], ...]:
-    """Return the logits of a chunk's sets, or all logits without sets.
+def chunk_of(
+    sets: TokenSets | None, spans: Sequence[Tensor], logits: Float[Tensor, "position vocab"]
+) -> ChunkSets:
+    """Return the sets of the positions of `logits`; without sets those of the whole vocabulary.
 
     Args:
         spans: the chunk of each tensor of `spans_of(sets)`.
     """
     if sets is None:
-        return logits
-    found = sets.of_chunk(*spans, vocab_size=logits[0].shape[-1])
-    return tuple(found.logits(each) for each in logits)
-
-
-def restricted_with_places(
-    sets: TokenSets | None,
-    spans: tuple[Tensor, ...],
-    logits: Float[Tensor, "position vocab"],
-    tokens: Int[Tensor, " position"],
-) -> tuple[Float[Tensor, "position place"], Int[Tensor, " position"]]:
-    """Return `restricted`, and the place of each token among the logits."""
-    if sets is None:
-        return logits, tokens
-    found = sets.of_chunk(*spans, vocab_size=logits.shape[-1])
-    return found.logits(logits), found.places(tokens)
+        return ChunkSets(None, None)
+    starts, counts = spans
+    return sets.of_chunk(starts, counts, logits.shape[-1])
