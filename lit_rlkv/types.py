@@ -96,6 +96,9 @@ class Rollout(TensorBatch):
     """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
     kv_bytes: int
     """Bytes of keys and values that the cache allocated for the whole batch."""
+    expert_ids: Int[Tensor, "batch router expert seq"] | None = None
+    """Experts that the sampler's routers chose for each token, in the order in which the routers run; -1 on
+    padding and on a row's last token, which no forward read. None: not recorded."""
 
 
 @dataclass(frozen=True)

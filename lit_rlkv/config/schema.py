@@ -77,6 +77,11 @@ class RolloutConfig:
         "fuse the decoder layers of decode steps by torch.compile; compiling takes seconds per layer, again "
         "for another number of rows",
     )
+    replay_routing: bool = option(
+        False,
+        "policy, reference and critic take the experts that the sampler's routers chose for each token (verl's "
+        "router_replay.mode=R3); refused for a model without top-k routers",
+    )
 
     def __post_init__(self) -> None:
         for name, off in {"top_p": 1.0, "top_k": None}.items():

@@ -79,11 +79,11 @@ def _each(change: Callable[[Tensor], Tensor], values: Tensor | None) -> Tensor |
 
 
 def gather_rollout(rollout: Rollout, ranks: Ranks) -> Rollout:
-    """Return the rows of every rank without their eviction tables; `kv_bytes` is the sum over the ranks.
+    """Return the rows of every rank without eviction tables and experts; `kv_bytes` is the sum of the ranks'.
 
     An eviction table is layers × heads times larger than any other tensor of the rollout.
     """
-    light = replace(rollout, evicted_at=rollout.evicted_at[:, :0, :0])
+    light = replace(rollout, evicted_at=rollout.evicted_at[:, :0, :0], expert_ids=None)
     return replace(
         light.map_tensors(ranks.all_gather), kv_bytes=sum(ranks.all_gather_object([rollout.kv_bytes]))
     )

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.tokenizers import end_token_ids
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.routing import OWN_CHOICE
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import PromptBatch, Rollout
 
@@ -70,6 +71,7 @@ def widened(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
     n_more = n_columns - rollout.input_ids.shape[1]
     if n_more == 0:
         return rollout
+    experts = rollout.expert_ids
     return replace(
         rollout,
         input_ids=F.pad(rollout.input_ids, (0, n_more), value=pad_token_id),
@@ -77,4 +79,5 @@ def widened(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
         response_mask=F.pad(rollout.response_mask, (0, n_more)),
         rollout_logps=F.pad(rollout.rollout_logps, (0, n_more)),
         evicted_at=F.pad(rollout.evicted_at, (0, n_more)),
+        expert_ids=None if experts is None else F.pad(experts, (0, n_more), value=OWN_CHOICE),
     )
