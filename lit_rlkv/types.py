@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 NEVER = torch.iinfo(torch.int32).max
 """Eviction time of a key that is never evicted."""
+OWN_CHOICE = -1
+"""In place of an expert that was recorded: the router chooses for itself."""
 
 _BatchType = TypeVar("_BatchType", bound="TensorBatch")
 
@@ -166,6 +168,9 @@ class Rollout(TensorBatch):
     """Bytes of keys and values that the cache allocated for the whole batch."""
     sampling_masks: SamplingMasks | None = None
     """The token ids that each response token was chosen from; None: the whole vocabulary."""
+    expert_ids: Int[Tensor, "batch router expert seq"] | None = None
+    """Experts that the sampler's routers chose for each token, in the order in which the routers run;
+    `OWN_CHOICE` on padding and on a row's last token, which no forward read. None: not recorded."""
 
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
         """Return rows with new columns, which must be consecutive; eviction times move along."""
@@ -174,9 +179,15 @@ class Rollout(TensorBatch):
         moved = (chosen.evicted_at - starts).clamp(min=0)
         return replace(chosen, evicted_at=torch.where(chosen.evicted_at == NEVER, chosen.evicted_at, moved))
 
+    def padded(self, n_columns: int) -> "Rollout":
+        wide = super().padded(n_columns)
+        if self.expert_ids is None:
+            return wide
+        return replace(wide, expert_ids=F.pad(self.expert_ids, (0, n_columns), value=OWN_CHOICE))
+
     def without_records(self) -> "Rollout":
         """Return the rollout without what only a replay reads, the largest of its tensors."""
-        return replace(self, evicted_at=self.evicted_at[:, :0, :0], sampling_masks=None)
+        return replace(self, evicted_at=self.evicted_at[:, :0, :0], sampling_masks=None, expert_ids=None)
 
     @property
     def record_bytes(self) -> dict[str, int]:
@@ -185,6 +196,8 @@ class Rollout(TensorBatch):
         if self.sampling_masks is not None:
             masks = self.sampling_masks
             found["sampling_masks"] = masks.counts.nbytes + masks.token_ids.nbytes
+        if self.expert_ids is not None:
+            found["expert_ids"] = self.expert_ids.nbytes
         return found
 
 

@@ -91,6 +91,7 @@ class CacheStatistics(RowsDiagnostic):
                 rollout.input_ids[:, :-1],
                 token_positions(rollout.attention_mask)[:, :-1],
                 evicted_at=dense_evicted_at(rollout.attention_mask)[..., :-1],
+                expert_ids=None if rollout.expert_ids is None else rollout.expert_ids[..., :-1],
                 probe=attention,
             )
         kept = attention.stacked("kept")

@@ -59,6 +59,9 @@ SAME = {
     "vllm_importance_sampling_cap": "correction.weight_fn.cap",
     "rollout_correction.bypass_mode": "correction.bypass_mode",
     "num_splits": "rollout.n_splits",
+    "router_replay.mode": "rollout.replay_routing",
+    "router_replay.enabled": "rollout.replay_routing",
+    "enable_return_routed_experts": "rollout.replay_routing",
     # the optimizer
     "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",

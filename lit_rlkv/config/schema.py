@@ -82,6 +82,11 @@ class RolloutConfig:
         "fuse the decoder layers of decode steps by torch.compile; compiling takes seconds per layer, again "
         "for another number of rows",
     )
+    replay_routing: bool = option(
+        False,
+        "policy, reference and critic take the experts that the sampler's routers chose for each token (verl's "
+        "router_replay.mode=R3); refused for a model without top-k routers",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.packed_linear import packed_size
+from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout.generate import n_concurrent_rows
 from lit_rlkv.units import human_bytes
 
@@ -86,6 +87,17 @@ def rollout_needs(
             [fewer],
         ),
     ]
+    if settings.replay_routing:
+        routers = routers_of(model)
+        needs.append(
+            Need(
+                "record of experts",
+                {"routers": len(routers), "rows and responses": n_rows + n_prompts * group}
+                | {"experts": max(router.k for router in routers), "columns": n_columns}
+                | {"bytes": expert_dtype(routers).itemsize},
+                [shorter, fewer],
+            )
+        )
     policy = cache.make_policy()
     if policy is not None and policy.sees_queries:
         needs.append(

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -25,16 +25,18 @@ from lit_rlkv.models.replay import (
     scatter_to_response,
 )
 from lit_rlkv.objectives.corrections import Correction
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import OWN_CHOICE, Rollout
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Key of a forward: backbone, adapter and view, on which hidden states depend."""
+    """Key of a forward: backbone, adapter, view and experts, on which hidden states depend."""
 
     backbone: str
     adapter: str | None
     shadow: bool
+    replays_routing: bool = True
+    """False if the routers choose for themselves, whatever the rollout recorded."""
 
 
 ENTROPY = "entropy"
@@ -81,20 +83,28 @@ def score_rollout(
         ValueError: the rollout exceeds the model's positions.
     """
     check_length(roles.backbone("policy"), rollout.input_ids.shape[1])
-    wanted = {forward_pass_of(roles, *view) for view in views.items()}
+    pass_of = {role: _pass_over(rollout, roles, role, shadow) for role, shadow in views.items()}
+    wanted = set(pass_of.values())
     n_stacked = _most_stacked(wanted) if stacks_passes else 1
     parts: dict[str, list[Tensor]] = defaultdict(list)
     order: list[Tensor] = []
     for rows, part in passes(rollout, tokens_per_pass // n_stacked):
         hidden = _hidden(roles, part, wanted, stacks_passes)
         order.append(rows)
-        for role, shadow in views.items():
-            states = hidden[forward_pass_of(roles, role, shadow)]
+        for role in views:
+            states = hidden[pass_of[role]]
             values = _read(roles, role, part, states, temperature)
             parts[role].append(values if role == "reward" else unpacked(values, rollout.attention_mask, rows))
         on_progress(len(rows))
     back = torch.cat(order).argsort()
     return {role: torch.cat(values)[back] for role, values in parts.items()}
+
+
+def _pass_over(rollout: Rollout, roles: Roles, role: str, shadow: bool) -> ForwardPass:
+    """Return the forward pass of a role over this rollout; a reward depends on the text alone."""
+    found = forward_pass_of(roles, role, shadow)
+    chooses = role == "reward" and rollout.expert_ids is not None
+    return replace(found, replays_routing=False) if chooses else found
 
 
 def _most_stacked(passes_wanted: set[ForwardPass]) -> int:
@@ -135,7 +145,12 @@ def _hidden(
             with use_adapter(lora_layers(backbone), one.adapter):
                 evicted_at = _replay_table(rollout, one.shadow)
                 found[one] = learner_states(
-                    backbone, rollout.input_ids, rollout.attention_mask, prompt_columns(rollout), evicted_at
+                    backbone,
+                    rollout.input_ids,
+                    rollout.attention_mask,
+                    prompt_columns(rollout),
+                    evicted_at,
+                    expert_ids=rollout.expert_ids if one.replays_routing else None,
                 )
     return found
 
@@ -156,8 +171,21 @@ def _stacked(
     with chosen:
         # An adapter belongs to a row, so the rows share no prompt.
         positions = token_positions(rollout.attention_mask[rows])
-        hidden = hidden_states(backbone, rollout.input_ids[rows], positions, evicted_at=evicted_at)
+        hidden = hidden_states(
+            backbone,
+            rollout.input_ids[rows],
+            positions,
+            evicted_at=evicted_at,
+            expert_ids=_stacked_experts(rollout, passes),
+        )
     return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
+
+
+def _stacked_experts(rollout: Rollout, passes: list[ForwardPass]) -> Tensor | None:
+    ids = rollout.expert_ids
+    if ids is None:
+        return None
+    return torch.cat([ids if one.replays_routing else torch.full_like(ids, OWN_CHOICE) for one in passes])
 
 
 def _replay_table(rollout: Rollout, shadow: bool) -> Tensor:

@@ -14,6 +14,7 @@ from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import use_float32_logits
+from lit_rlkv.models.routing import by_token, replayed_experts
 from lit_rlkv.types import NEVER
 
 REPLAYABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -222,12 +223,18 @@ def hidden_states(
     model: PreTrainedModel,
     input_ids: Int[Tensor, "batch seq"],
     position_ids: Int[Tensor, "batch seq"],
+    *,
+    expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
     **attention: Any,
 ) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states; `evicted_at=`, `probe=` or `slot_cache=` go to the attention function.
 
+    Args:
+        expert_ids: experts that the routers take, as in a `Rollout`; None: they choose for themselves.
+
     Raises:
-        ValueError: the model does not use our attention and would ignore these arguments.
+        ValueError: the model does not use our attention and would ignore these arguments; or the routing of
+            the model cannot be replayed, or `expert_ids` are of another architecture.
     """
     implementation = text_config(model)._attn_implementation
     if implementation != ATTENTION_NAME:
@@ -238,15 +245,16 @@ def hidden_states(
     evicted_at = attention.get("evicted_at")
     if evicted_at is not None and uses_triton(next(model.parameters())):
         attention["plan"] = plan_slots(evicted_at)
-    hidden: Tensor = model.base_model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        # A dummy 4-D mask, so that transformers builds none of its own.
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
-        past_key_values=attention.get("slot_cache"),
-        use_cache="slot_cache" in attention,
-        **attention,
-    ).last_hidden_state
+    with replayed_experts(model, None if expert_ids is None else by_token(expert_ids)):
+        hidden: Tensor = model.base_model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            # A dummy 4-D mask, so that transformers builds none of its own.
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+            past_key_values=attention.get("slot_cache"),
+            use_cache="slot_cache" in attention,
+            **attention,
+        ).last_hidden_state
     return hidden
 
 
@@ -257,20 +265,25 @@ def learner_states(
     n_prompt: Int[Tensor, " batch"],
     evicted_at: Int[Tensor, "batch layer kv_head seq"],
     is_read: Bool[Tensor, "batch seq"] | None = None,
+    expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states of a batch under replay; each different token is computed once.
 
     Args:
         n_prompt: leading columns of each row with its prompt and the padding before it.
         is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
+        expert_ids: see `hidden_states`.
     """
     positions = token_positions(attention_mask)
     is_token = attention_mask if is_read is None else attention_mask & is_read
-    flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at)
+    flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
     if flat is None:
-        return hidden_states(model, input_ids, positions, evicted_at=evicted_at)
+        return hidden_states(model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids)
     tokens, places = flat.flatten(input_ids)[None], flat.flatten(positions)[None]
-    return flat.spread(hidden_states(model, tokens, places, evicted_at=evicted_at, flat=flat)[0])
+    experts = None if expert_ids is None else flat.flatten(expert_ids.movedim(-1, 1)).movedim(0, -1)[None]
+    return flat.spread(
+        hidden_states(model, tokens, places, evicted_at=evicted_at, expert_ids=experts, flat=flat)[0]
+    )
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from lit_rlkv.models.adapters import LoraSpec, active_adapter, add_adapter, lora
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.layouts import LAYOUTS, ROLES, TRAINED
+from lit_rlkv.models.routing import given_experts, replayed_experts
 
 
 class Roles(nn.Module):
@@ -131,7 +132,7 @@ def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> 
 
 
 def checkpoint_layers(backbone: PreTrainedModel) -> None:
-    """Prepare activation checkpointing; each layer is recomputed with the adapter of its forward.
+    """Prepare activation checkpointing; each layer is recomputed with the adapter and experts of its forward.
 
     peft's layers read the active adapter when they run. Without this, a layer that is recomputed after a
     change of role would silently use the wrong adapter. The replay mask is an argument of the layer.
@@ -148,13 +149,21 @@ def checkpoint_layers(backbone: PreTrainedModel) -> None:
 
     adapted = lora_layers(backbone)  # found once, because it walks through the whole model
 
-    def with_same_adapter() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), use_adapter(adapted, active_adapter(adapted))
+    def as_in_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _both(
+            use_adapter(adapted, active_adapter(adapted)), replayed_experts(backbone, given_experts(backbone))
+        )
 
-    function = partial(checkpoint, use_reentrant=False, context_fn=with_same_adapter)
+    function = partial(checkpoint, use_reentrant=False, context_fn=as_in_forward)
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:

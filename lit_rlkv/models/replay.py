@@ -50,6 +50,7 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
         prompt_columns(rollout),
         evicted_at[..., :-1],
         is_read=rollout.attention_mask[:, 1:],
+        expert_ids=None if rollout.expert_ids is None else rollout.expert_ids[..., :-1],
     )
     return hidden[rollout.response_mask[:, 1:]]
 
@@ -121,13 +122,15 @@ def replay_logps(
 
     Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, so with
     the same weights the result equals `rollout.rollout_logps` up to float error. Without it each query sees
-    all earlier tokens. In both cases the distributions are over the tokens that the sampler chose from.
+    all earlier tokens. Either way the distributions are over the tokens that the sampler chose from, and
+    routers take the experts that the rollout recorded, if it did.
 
     Args:
         temperature: the temperature of the rollout.
 
     Raises:
-        ValueError: `temperature` is 0 or less, or the rollout is too long for the model.
+        ValueError: `temperature` is 0 or less, or the rollout is too long for the model or records the
+            experts of another architecture.
     """
     hidden = response_hidden(model, rollout, shadow=shadow)
     return response_logps(model, rollout, hidden, temperature)

@@ -20,6 +20,7 @@ from lit_rlkv.models.backbone import (
     token_positions,
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
+from lit_rlkv.rollout.expert_record import ExpertRecord
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.mask_record import MaskRecord, RowIds
 from lit_rlkv.rollout.sampling import Truncation, sample
@@ -47,6 +48,7 @@ class DecodedRows(TensorBatch):
     evicted_at: Int[Tensor, "row layer kv_head seq"]
     kept_ids: list[RowIds] | None = None
     """What the sampler chose from, row by row; None: from the whole vocabulary."""
+    expert_ids: Int[Tensor, "row router expert seq"] | None = None
 
     def new_empty(self, n_rows: int) -> "DecodedRows":
         """Allocate uninitialised memory for `n_rows` rows of the same columns."""
@@ -89,6 +91,7 @@ class Decoder:
         cuda_graph: capture the step as a CUDA graph, which needs CUDA; None: if it can be captured.
         n_splits: see `generate`.
         compile_layers: compile the decoder layers for the step.
+        record_routing: record the experts of each token.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Decoder:
         cuda_graph: bool | None,
         n_splits: int | None = None,
         compile_layers: bool = False,
+        record_routing: bool = False,
     ) -> None:
         device = settings.eos_token_ids.device
         self.model = model
@@ -125,6 +129,7 @@ class Decoder:
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)
         self.logps = torch.zeros(shape, device=device, dtype=torch.float32)
         self.response_mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.experts = ExpertRecord(model, *shape) if record_routing else None
         self.newest = torch.full((n_rows,), settings.pad_token_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
@@ -152,10 +157,12 @@ class Decoder:
     ) -> None:
         """Prefill each prompt once, and sample the first token of each of its `len(rows) / batch` rows."""
         n_samples, n_columns = len(rows) // len(input_ids), input_ids.shape[1]
-        with self.kv.prefill(rows, is_prompt):
+        with self.kv.prefill(rows, is_prompt), self._watching():
             hidden = hidden_states(self.model, input_ids, token_positions(is_prompt), slot_cache=self.kv)
         logits = head_logits(self.model, hidden[:, -1])
         index = torch.tensor(rows, device=input_ids.device)
+        if self.experts is not None:
+            self.experts.write_prompts(index, is_prompt)
         self.input_ids[index] = self.settings.pad_token_id
         self.input_ids[index, :n_columns] = input_ids.repeat_interleave(n_samples, dim=0)
         self.logps[index] = 0.0
@@ -203,6 +210,8 @@ class Decoder:
         self.input_ids, self.logps = self.input_ids[index], self.logps[index]
         self.response_mask, self.newest = self.response_mask[index], self.newest[index]
         self.is_running = self.is_running[index]
+        if self.experts is not None:
+            self.experts.keep(index)
         self.n_rows, self.all_rows = len(rows), torch.arange(len(rows), device=index.device)
         if self._masks is not None:
             self._masks.keep(rows)
@@ -217,6 +226,7 @@ class Decoder:
             logps=self.logps[index, :-1],
             evicted_at=self.kv.evicted_at(index),
             kept_ids=None if self._masks is None else self._masks.read(rows),
+            expert_ids=None if self.experts is None else self.experts.ids[index, ..., :-1],
         )
 
     def read_tokens(self, rows: Sequence[int]) -> tuple[Int[Tensor, "row seq"], Bool[Tensor, "row seq"]]:
@@ -224,11 +234,16 @@ class Decoder:
         index = torch.tensor(rows, device=self.newest.device)
         return self.input_ids[index, :-1].cpu(), self.response_mask[index, :-1].cpu()
 
+    def _watching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.experts is None else self.experts.watching()
+
     def _decode(self) -> None:
         self.kv.advance(self.is_running)
         positions = (self.kv.column - self.kv.first)[:, None]
-        with self._layers:
+        with self._layers, self._watching():
             hidden = hidden_states(self.model, self.newest[:, None], positions, slot_cache=self.kv)
+        if self.experts is not None:  # a finished row reads a token that is not in it
+            self.experts.write(self.kv.column.where(self.is_running, self.seq_len))
         self._append(self.all_rows, head_logits(self.model, hidden[:, -1]))
 
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:

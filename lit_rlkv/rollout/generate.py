@@ -46,6 +46,7 @@ def generate(
     cuda_graph: bool | None = None,
     n_splits: int | None = None,
     compile_layers: bool = False,
+    record_routing: bool = False,
     on_progress: Callable[[int], object] | None = None,
     on_finished: OnFinished | None = None,
 ) -> Rollout:
@@ -72,6 +73,8 @@ def generate(
         n_splits: parts of a row's cache that the decode attention kernel reads in parallel, at most 128.
             None: more parts for fewer rows, so that the rounding of attention depends on their number.
         compile_layers: run decode steps with decoder layers fused by torch.compile; prefill stays eager.
+        record_routing: record the experts that the routers of a mixture of experts choose for each token, for
+            the learner to take the same.
         on_progress: called during decoding with the number of tokens since the last call, as tqdm's `update`.
             A response that ends early counts in full, so the numbers add up to
             `batch * num_return_sequences * max_new_tokens`.
@@ -82,8 +85,9 @@ def generate(
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; a number is out of its
             range; `max_rows` is below `num_return_sequences`; there is neither a pad nor an end token;
-            `cuda_graph` is True and the decode step cannot be captured; or `n_splits` is not between 1 and
-            128, or the kernel that it is for does not run.
+            `cuda_graph` is True and the decode step cannot be captured; `n_splits` is not between 1 and 128,
+            or the kernel that it is for does not run; or `record_routing` is True and the model has no
+            routing that can be replayed.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
@@ -108,6 +112,7 @@ def generate(
         cuda_graph=cuda_graph,
         n_splits=n_splits,
         compile_layers=compile_layers,
+        record_routing=record_routing,
     )
     # A CUDA graph is captured on the current device.
     with (
@@ -282,6 +287,7 @@ def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: 
     evicted_at = rows.evicted_at[..., :end]  # in place, because it is large and has no other reference
     evicted_at.masked_fill_(evicted_at > last_token[:, None, None, None] - 1, NEVER)
     evicted_at.masked_fill_(~attention_mask[:, None, None], 0)
+    expert_ids = None if rows.expert_ids is None else rows.expert_ids[..., :end]
     return Rollout(
         input_ids=rows.input_ids[:, :end],
         attention_mask=attention_mask,
@@ -290,6 +296,7 @@ def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: 
         evicted_at=evicted_at,
         kv_bytes=kv_bytes,
         sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
+        expert_ids=expert_ids,
     )
 
 

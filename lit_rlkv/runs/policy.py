@@ -19,6 +19,7 @@ from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.models.routing import routers_of
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
@@ -67,7 +68,10 @@ def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dt
     check_vocabulary(context.tokenizer, n_embeddings(model))
     check_prompts_fit(model, context.sizes, context.cfg.rollout.max_new_tokens)
     with use_kernels("reference") if context.is_sharded else nullcontext():
-        return prepare_backbone(model.eval())
+        backbone = prepare_backbone(model.eval())
+        if context.cfg.rollout.replay_routing:
+            routers_of(backbone)
+        return backbone
 
 
 def shard(context: RunContext, backbone: PreTrainedModel) -> None:

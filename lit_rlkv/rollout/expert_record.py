@@ -1,0 +1,53 @@
+"""ExpertRecord: the experts that routers chose during a rollout, by row and column."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.models.routing import expert_dtype, recorded_experts, routers_of
+from lit_rlkv.types import OWN_CHOICE
+
+
+class ExpertRecord:
+    """The experts of each token of a decoder's rows, in a buffer that a CUDA graph can write to.
+
+    Args:
+        n_columns: columns of the decoder's buffers, scratch space included.
+
+    Raises:
+        ValueError: the routing of the model cannot be recorded.
+    """
+
+    def __init__(self, model: PreTrainedModel, n_rows: int, n_columns: int) -> None:
+        self._routers = routers_of(model)
+        shape = (n_rows, len(self._routers), max(router.k for router in self._routers), n_columns)
+        self.ids = torch.full(shape, OWN_CHOICE, dtype=expert_dtype(self._routers), device=model.device)
+        self._latest: Int[Tensor, "router token expert"] = self.ids[0, :, :0].movedim(1, 2)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this block the next forward is watched; then `write_prompts` or `write` records it."""
+        with recorded_experts(self._routers) as read:
+            yield
+            self._latest = read()
+
+    def write_prompts(self, rows: Int[Tensor, " row"], is_prompt: Bool[Tensor, "batch prompt"]) -> None:
+        """Record the forward of left-padded prompts, each for its `len(rows) / batch` rows; clear the rest."""
+        n_samples, (n_prompts, n_columns) = len(rows) // len(is_prompt), is_prompt.shape
+        experts = self._latest.unflatten(1, (n_prompts, n_columns)).permute(1, 0, 3, 2)
+        experts = experts.masked_fill(~is_prompt[:, None, None], OWN_CHOICE)
+        self.ids[rows] = OWN_CHOICE
+        self.ids[rows, ..., :n_columns] = experts.repeat_interleave(n_samples, dim=0)
+
+    def write(self, columns: Int[Tensor, " row"]) -> None:
+        """Record the forward of one token for each row, in the given column of the row."""
+        rows = torch.arange(len(columns), device=columns.device)
+        self.ids[rows, :, :, columns] = self._latest.transpose(0, 1)
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> None:
+        """Keep these rows alone, numbered anew in this order."""
+        self.ids = self.ids[rows]
