@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.checks import check_temperature
 from lit_rlkv.kernels.token_logps import token_logps, token_logps_and_entropy
 from lit_rlkv.models.backbone import (
     check_length,
@@ -65,7 +66,7 @@ def response_logps(
     """Return the log-probs of the response tokens in nats, in the rollout's columns; 0 elsewhere.
 
     Raises:
-        ValueError: `temperature` is 0 or less.
+        ValueError: `temperature` is 0 or no temperature.
     """
     return scatter_to_response(
         rollout, _read_response_tokens(token_logps, model, rollout, hidden, temperature)
@@ -83,8 +84,7 @@ def response_logps_and_entropy(
 def _read_response_tokens(
     read: Callable[..., _Result], model: PreTrainedModel, rollout: Rollout, hidden: Tensor, temperature: float
 ) -> _Result:
-    if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}; greedy decoding has no log-probs")
+    check_temperature("temperature", temperature, is_greedy_allowed=False)
     tokens = rollout.input_ids[rollout.response_mask]
     return read(
         hidden,
@@ -115,7 +115,7 @@ def replay_logps(
         temperature: the temperature of the rollout.
 
     Raises:
-        ValueError: `temperature` is 0 or less, or the rollout is too long for the model.
+        ValueError: `temperature` is 0 or no temperature, or the rollout is too long for the model.
     """
     hidden = response_hidden(model, rollout, shadow=shadow)
     return response_logps(model, rollout, hidden, temperature)
