@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lit_rlkv.checks import is_whole
+from lit_rlkv.checks import MAX_WHOLE, is_whole
 
 DENSE = "dense"
 """Policy that keeps every key."""
@@ -62,6 +62,8 @@ def check_sizes(*, budget: int, interval: int, sink: int, window: int, is_dense:
             raise ValueError(f"cache.{name} must be an integer, got {value!r}; give a whole number")
         if value < LEAST[name]:
             raise ValueError(f"cache.{name} must be at least {LEAST[name]}, got {value}; raise it")
+        if value > MAX_WHOLE:
+            raise ValueError(f"cache.{name} must be at most {MAX_WHOLE}, got {value}; lower it")
     least = sink + window + 1
     if not is_dense and budget < least:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checks import is_count
+from lit_rlkv.checks import Range
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, json_lines, read_if_intact, write_atomically
@@ -31,11 +31,8 @@ class Diagnostic(RLCallback):
     """The module in training, set by `on_fit_start`."""
 
     def __init__(self, every: int = 1) -> None:
-        if not is_count(every):
-            raise ValueError(
-                f"diagnostics.{self.name}.every must be an integer of at least 1, got {every}; change it, or "
-                f"set diagnostics.{self.name}=null"
-            )
+        off = f"change it, or set diagnostics.{self.name}=null"
+        Range(least=1).check(f"diagnostics.{self.name}.every", every, int, off)
         self.every = every
         self.scalars: dict[str, float] = {}
         self.arrays: dict[str, Any] = {}
@@ -84,10 +81,7 @@ class RowsDiagnostic(Diagnostic):
     def __init__(self, every: int = 1, n_rows: int = 32, tokens_per_pass: int = TOKENS_PER_PASS) -> None:
         super().__init__(every)
         for option, value in {"n_rows": n_rows, "tokens_per_pass": tokens_per_pass}.items():
-            if not is_count(value):
-                raise ValueError(
-                    f"diagnostics.{self.name}.{option} must be a whole number of at least 1, got {value}"
-                )
+            Range(least=1).check(f"diagnostics.{self.name}.{option}", value, int)
         self.n_rows = n_rows
         self.tokens_per_pass = tokens_per_pass
 

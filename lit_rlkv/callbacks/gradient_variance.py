@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.checks import is_count
+from lit_rlkv.checks import Range
 from lit_rlkv.diagnostics.covariance import (
     BLOCKS,
     CountSketch,
@@ -68,8 +68,7 @@ class GradientDiagnostic(Diagnostic):
     ) -> None:
         super().__init__(every)
         where = f"diagnostics.{self.name}"
-        if not is_count(n_parts, least=2):
-            raise ValueError(f"{where}.n_parts must be an integer of at least 2, got {n_parts}")
+        Range(least=2).check(f"{where}.n_parts", n_parts, int)
         if blocks not in BLOCKS:
             raise ValueError(f"{where}.blocks={blocks!r} is unknown; choose one of {', '.join(BLOCKS)}")
         if only is not None:

@@ -14,6 +14,7 @@ from torch.utils.module_tracker import ModuleTracker
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.checks import Range
 from lit_rlkv.diagnostics.flops import FlopCosts, flop_costs, learner_work, peak_flops, rollout_work
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.adapters import active_adapter, lora_layers
@@ -165,11 +166,9 @@ class Performance(Diagnostic):
 
     def __init__(self, every: int = 1, peak_flops: float | int | None = None) -> None:
         super().__init__(every)
-        if peak_flops is not None and peak_flops <= 0:
-            raise ValueError(
-                f"diagnostics.performance.peak_flops must be above 0, got {peak_flops}; give flops per "
-                "second, such as 9.9e14, or null to look the device up"
-            )
+        if peak_flops is not None:
+            hint = "give flops per second, such as 9.9e14, or null to look the device up"
+            Range(above=0).check("diagnostics.performance.peak_flops", peak_flops, hint=hint)
         self.peak_flops = peak_flops
         self._seconds: dict[str, float] = {}
         self._started_at = 0.0

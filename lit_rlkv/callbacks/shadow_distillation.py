@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checks import Range
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, response_sets
@@ -47,7 +48,7 @@ class ShadowDistillation(RLCallback):
     regularization by a frozen teacher.
 
     Raises:
-        ValueError: the direction or teacher is unknown, a weight is negative, or both weights are 0.
+        ValueError: the direction or teacher is unknown, a weight is negative or not finite, or both are 0.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class ShadowDistillation(RLCallback):
                 raise ValueError(
                     f"distillation.{option}={value!r} is unknown; choose one of {', '.join(known)}"
                 )
-        if weight < 0 or anchor_weight < 0 or weight == anchor_weight == 0:
+        Range(least=0).check("distillation.weight", weight)
+        Range(least=0).check("distillation.anchor_weight", anchor_weight)
+        if weight == anchor_weight == 0:
             raise ValueError(
-                "distillation.weight and distillation.anchor_weight must be at least 0 and one above 0, got "
-                f"{weight} and {anchor_weight}; raise one, or set distillation=none"
+                "distillation.weight or distillation.anchor_weight must be above 0, got 0 for both; raise "
+                "one, or set distillation=none"
             )
         self.direction = direction
         self.weight = weight

@@ -5,8 +5,9 @@ from pathlib import PurePath
 from typing import Literal
 
 from lit_rlkv.cache_rules import check_policy_name
+from lit_rlkv.checks import MAX_TEMPERATURE, Number, check_temperature
 from lit_rlkv.config.errors import as_config_errors, require
-from lit_rlkv.config.options import Number, option
+from lit_rlkv.config.options import option
 from lit_rlkv.config.schema import Kernels
 
 FILES_OF_THE_RUN = ("environment", "evaluation", "wandb")
@@ -33,7 +34,10 @@ class EvaluateConfig:
         None, "most responses sampled at a time; null: as the run had it", least=1
     )
     temperature: Number | None = option(
-        None, "of the responses that are scored, 0: greedy; null: as the run had it", least=0
+        None,
+        "of the responses that are scored, 0: greedy; null: as the run had it",
+        least=0,
+        most=MAX_TEMPERATURE,
     )
     top_k: int | None = option(None, "as rollout.top_k of fit; null: as the run had it", least=1)
     top_p: Number | None = option(
@@ -55,6 +59,9 @@ class EvaluateConfig:
     trusted_modules: tuple[str, ...] = option((), TRUSTED)
 
     def __post_init__(self) -> None:
+        if self.temperature is not None:
+            with as_config_errors("evaluate"):
+                check_temperature("temperature", self.temperature, is_greedy_allowed=True)
         with as_config_errors("policies"):
             for policy in self.policies or ():
                 check_policy_name(policy)

@@ -8,29 +8,24 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.checks import is_finite, is_number, is_whole
+from lit_rlkv.checks import Number, Range, is_number
 from lit_rlkv.config.errors import ConfigError
 
 Schema = TypeVar("Schema")
-Number = float | int
 Node = DictConfig
 """A node that names a class in `_target_`; the signature of the class says which keys it takes."""
 _META = "option"
 
 
-@dataclass(frozen=True)
-class Option:
+@dataclass(frozen=True, kw_only=True)
+class Option(Range):
     """Meaning, range and default of one key."""
 
-    help: str
+    help: str = ""
     """Meaning and unit, in one line."""
-    least: Number | None
-    above: Number | None
-    most: Number | None
-    below: Number | None
-    yaml: Any
+    yaml: Any = None
     """Default in YAML if it differs from the dataclass's: an interpolation such as `${seed}`."""
-    is_chosen: bool
+    is_chosen: bool = False
     """True if the option of a config group gives the value, so that it has no default."""
 
 
@@ -49,13 +44,10 @@ def option(
     Args:
         default: MISSING for none; None also says that null is allowed; a list or dict is copied.
         help: meaning and unit, in one line.
-        least: smallest allowed number.
-        above: every number must be larger.
-        most: largest allowed number.
-        below: every number must be smaller.
+        least, above, most, below: bounds, as in `Range`.
         yaml: default in YAML, where another key decides it, such as `${seed}`.
     """
-    metadata = {_META: Option(help, least, above, most, below, yaml, is_chosen=False)}
+    metadata = {_META: Option(help=help, yaml=yaml, least=least, above=above, most=most, below=below)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -63,7 +55,7 @@ def option(
 
 def group(schema: type) -> Any:
     """Declare a node with a schema of its own."""
-    metadata = {_META: Option("", None, None, None, None, None, is_chosen=False)}
+    metadata = {_META: Option()}
     return field(default_factory=schema, metadata=metadata)
 
 
@@ -71,7 +63,7 @@ def chosen(help: str) -> Any:
     """Declare a node that the chosen option of a config group gives; empty in Python."""
     return field(
         default_factory=OmegaConf.create,
-        metadata={_META: Option(help, None, None, None, None, None, is_chosen=True)},
+        metadata={_META: Option(help=help, is_chosen=True)},
     )
 
 
@@ -132,6 +124,17 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **o
     return schema(**arguments, **others)
 
 
+def check_values(config: Any) -> None:
+    """Check an instance of a schema that was made in Python, where nothing has checked its values.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside of its range.
+    """
+    for name, _, declared, kind in keys_of(type(config)):
+        if not is_dataclass(kind):
+            _converted(name, getattr(config, name), kind, declared)
+
+
 def named_items(node: DictConfig) -> list[tuple[str, Any]]:
     """Return the keys and values of a node, without `_target_` and `_partial_`."""
     return [(str(name), value) for name, value in node.items() if not str(name).startswith("_")]
@@ -158,7 +161,9 @@ def _converted(where: str, value: Any, kind: Any, declared: Option) -> Any:
         example = "" if value is None else f"; write {where}=[{show(value)}]"
         raise ConfigError(f"{where} must be a list ({declared.help}), got {show(value)}{example}")
     if not any(_is_of(value, one, declared) for one in _alternatives(kind)):
-        raise ConfigError(f"{where} must be {describe(kind, declared)}, got {show(value)} ({declared.help})")
+        raise ConfigError(
+            f"{where} must be {describe(kind, declared, value)}, got {show(value)} ({declared.help})"
+        )
     if isinstance(value, Mapping) and Node in _alternatives(kind):
         return OmegaConf.create(dict(value))
     return value
@@ -177,50 +182,27 @@ def _is_of(value: Any, kind: Any, declared: Option) -> bool:
     if kind is bool or kind is str:
         return isinstance(value, kind) and value != ""
     if kind in (int, float):
-        is_right = is_whole(value) if kind is int else is_finite(value)
-        return is_right and is_in_range(value, declared)
+        return declared.holds(value, kind)
     return kind is Node and isinstance(value, Mapping)
 
 
-def is_in_range(value: Number, declared: Option) -> bool:
-    """True if a number is neither too small nor too large."""
-    return (
-        (declared.least is None or value >= declared.least)
-        and (declared.above is None or value > declared.above)
-        and (declared.most is None or value <= declared.most)
-        and (declared.below is None or value < declared.below)
-    )
-
-
-def describe(kind: Any, declared: Option) -> str:
-    """Return in words what a key may be: its type with its range."""
+def describe(kind: Any, declared: Option, value: Any = None) -> str:
+    """Return in words what a key may be: its type with its range, and the limit that `value` is beyond."""
     kinds = _alternatives(kind)
     # A float includes whole numbers, so `float | int` is said once.
-    words = [_word(one, declared) for one in kinds if not (one is int and float in kinds)]
+    words = [_word(one, declared, value) for one in kinds if not (one is int and float in kinds)]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _word(kind: Any, declared: Option) -> str:
+def _word(kind: Any, declared: Option, value: Any) -> str:
     if get_origin(kind) is tuple:
-        return f"a list, each {describe(get_args(kind)[0], declared)}"
+        return f"a list, each {describe(get_args(kind)[0], declared, value)}"
     if get_origin(kind) is Literal:
         values = [show(one) for one in get_args(kind)]
         return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
-    words = {NoneType: "null", bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
-    return words.get(kind, "a mapping") + (_range(declared) if kind in (int, float) else "")
-
-
-def _range(declared: Option) -> str:
-    bounds = []
-    if declared.least is not None:
-        bounds.append(f"of at least {declared.least}")
-    if declared.above is not None:
-        bounds.append(f"above {declared.above}")
-    if declared.most is not None:
-        bounds.append(f"at most {declared.most}")
-    if declared.below is not None:
-        bounds.append(f"below {declared.below}")
-    return "".join(f" {'and ' if n else ''}{bound}" for n, bound in enumerate(bounds))
+    if kind in (int, float):
+        return declared.describe(kind, value)
+    return {NoneType: "null", bool: "true or false", str: "a text"}.get(kind, "a mapping")
 
 
 def show(value: Any) -> str:

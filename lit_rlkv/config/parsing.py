@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_policy_name, check_sizes
-from lit_rlkv.checks import is_finite
+from lit_rlkv.checks import Range
 from lit_rlkv.config.errors import as_config_errors, require
 from lit_rlkv.config.options import convert, named_items, show
 from lit_rlkv.config.schema import Config, SFTConfig, Stage
@@ -22,8 +22,6 @@ AUTO = "auto"
 """Value of `resume` that finds the run by its config."""
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File name of the model of `recipe=smollm2`."""
-MAX_LR = 1e30
-"""Optimizers fail in float32 if their step size overflows; training diverges long before."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
 WEIGHT_FUNCTIONS = tuple(
     f"lit_rlkv.objectives.corrections.{name}"
@@ -215,12 +213,8 @@ def _check_weights_of_responses(cfg: Config) -> None:
     """Check the bounds of importance weights."""
     bounds = dict(named_items(cfg.correction.get("weight_fn") or OmegaConf.create()))
     for name, value in bounds.items():
-        is_upper = name in ("cap", "high")
-        require(
-            is_finite(value) and (value > 0 if is_upper else value >= 0),
-            f"correction.weight_fn.{name} must be a number {'above 0' if is_upper else 'of at least 0'}, got "
-            f"{show(value)}; it bounds a ratio of probabilities",
-        )
+        bound = Range(above=0) if name in ("cap", "high") else Range(least=0)
+        _check_number(bound, f"correction.weight_fn.{name}", value, "it bounds a ratio of probabilities")
     low, high = bounds.get("low"), bounds.get("high")
     require(
         low is None or high is None or low < high,
@@ -231,12 +225,11 @@ def _check_weights_of_responses(cfg: Config) -> None:
 
 def _check_optimizers(cfg: Config) -> None:
     for name, node in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
-        rate = node.get("lr")
-        require(
-            is_finite(rate) and 0 < rate <= MAX_LR,
-            f"{name}.lr must be a number above 0 and at most {MAX_LR:g}, got {show(rate)}; it is the "
-            "learning rate",
-        )
+        _check_number(Range(above=0), f"{name}.lr", node.get("lr"), "it is the learning rate")
+
+
+def _check_number(bound: Range, name: str, value: Any, hint: str) -> None:
+    require(bound.holds(value), f"{name} must be {bound.describe(value=value)}, got {show(value)}; {hint}")
 
 
 def _check_rollout(cfg: Config) -> None:

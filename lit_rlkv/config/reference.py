@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, cast
 
+from lit_rlkv.checks import MAX_NUMBER, MAX_WHOLE
 from lit_rlkv.config.composing import CONF_DIR, SCHEMAS, groups, options_of
 from lit_rlkv.config.options import Option, default_values, describe, keys_of, show
 
@@ -20,6 +21,8 @@ def reference_page() -> str:
         "",
         "Every key of `python -m lit_rlkv.fit`. Set one on the command line by `key=value`;",
         "[Commands](commands.md) has the other programs.",
+        "NaN and infinity are refused everywhere: where something can be switched off, `null` does it. Without",
+        f"a bound of their own, whole numbers are at most {MAX_WHOLE} and others at most {MAX_NUMBER:g} in size.",
         "Generated from `lit_rlkv/config/schema.py` and `conf/` by `python -m lit_rlkv.config.reference`.",
         "",
         "## Keys",

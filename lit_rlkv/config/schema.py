@@ -9,12 +9,17 @@ from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.errors import require
-from lit_rlkv.config.options import Node, Number, chosen, group, option
+from lit_rlkv.checks import MAX_TEMPERATURE, MIN_TEMPERATURE, Number, check_temperature
+from lit_rlkv.config.errors import as_config_errors, require
+from lit_rlkv.config.options import Node, chosen, group, option
 
 Stage = Literal["sft", "rl", "eval"]
 Kernels = Literal["auto", "reference", "triton"]
 Precision = Literal["32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"]
+MAX_SEED = 2**32 - 1
+"""Largest seed, as in Lightning."""
+MAX_PROCESSES = 1024
+"""Most processes or threads of a machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,9 @@ class RolloutConfig:
 
     n_prompts: int = option(32, "prompts per iteration, each with algorithm.group_size responses", least=1)
     max_new_tokens: int = option(24, "longest response, in tokens", least=1)
-    temperature: Number = option(1.0, "divides the logits before sampling", above=0)
+    temperature: Number = option(
+        1.0, "divides the logits before sampling", least=MIN_TEMPERATURE, most=MAX_TEMPERATURE
+    )
     top_k: int | None = option(None, "sample from so many likeliest tokens; null: from all", least=1)
     top_p: Number = option(
         1.0, "then from the fewest likeliest tokens with this probability; 1: all", above=0, most=1
@@ -236,7 +243,7 @@ class SFTConfig:
     max_grad_norm: Number | None = option(
         1.0, "norm that gradients are clipped to; null: not clipped", above=0
     )
-    seed: int = option(0, "seed of the data and the initial weights", yaml="${seed}")
+    seed: int = option(0, "seed of the data and the initial weights", yaml="${seed}", least=0, most=MAX_SEED)
     optimizer: Node = option(
         {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 2e-3, "betas": [0.9, 0.98]}
         | {"weight_decay": 0.01},
@@ -257,7 +264,9 @@ class EvaluationConfig:
     """Accuracy on held-out prompts, dense and for each budget, before and after training."""
 
     n_prompts: int = option(512, "held-out prompts, which training never sees", least=1)
-    temperature: Number = option(0.0, "of the responses that are scored; 0: greedy", least=0)
+    temperature: Number = option(
+        0.0, "of the responses that are scored; 0: greedy", least=0, most=MAX_TEMPERATURE
+    )
     top_k: int | None = option(None, "of the responses that are scored, as rollout.top_k", least=1)
     top_p: Number = option(1.0, "of the responses that are scored, as rollout.top_p", above=0, most=1)
     min_p: Number | None = option(
@@ -278,6 +287,10 @@ class EvaluationConfig:
         least=1,
     )
 
+    def __post_init__(self) -> None:
+        with as_config_errors("evaluation"):
+            check_temperature("temperature", self.temperature, is_greedy_allowed=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FabricConfig:
@@ -285,7 +298,10 @@ class FabricConfig:
 
     accelerator: str = option("auto", "as in Lightning: auto, cpu, cuda, ...")
     devices: Literal["auto"] | int = option(
-        "auto", "processes on this machine; -1: every device; auto: one, or those that a launcher has started"
+        "auto",
+        "processes on this machine; -1: every device; auto: one, or those that a launcher has started",
+        least=-1,
+        most=MAX_PROCESSES,
     )
     num_nodes: int = option(1, "machines; only a launcher starts processes on others", least=1)
     strategy: Literal["auto", "ddp", "fsdp2"] = option(
@@ -296,7 +312,9 @@ class FabricConfig:
     quantization: Literal["4bit"] | None = option(
         None, "4bit: the backbone's weights in NF4 under adapters; needs CUDA and the extra `quant`"
     )
-    n_threads: int | None = option(None, "CPU threads of each process; null: as torch chooses", least=1)
+    n_threads: int | None = option(
+        None, "CPU threads of each process; null: as torch chooses", least=1, most=MAX_PROCESSES
+    )
     tokens_per_pass: Literal["auto"] | int = option(
         "auto",
         "most tokens in a pass of SFT, scoring and update, padding included: less memory, the same gradient; "
@@ -333,7 +351,7 @@ class CallbacksConfig:
 class Config:
     """A whole run."""
 
-    seed: int = option(0, "seed of every random number")
+    seed: int = option(0, "seed of every random number", least=0, most=MAX_SEED)
     kernels: Kernels = option("auto", "auto: Triton on CUDA, plain PyTorch elsewhere")
     stages: tuple[Stage, ...] = option(("sft", "rl", "eval"), "stages of the run: sft, rl, eval")
     resume: str | None = option(None, "folder of an interrupted run, or auto: the newest run of this config")

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lit_rlkv.checks import is_finite, is_number, is_whole
+from lit_rlkv.checks import MAX_NUMBER, is_finite, is_number, is_whole
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.options import show
 from lit_rlkv.trust import KEY, can_be_trusted, is_trusted, is_trusted_code, trust_modules, trusted_modules
@@ -158,15 +158,30 @@ def _check_trust(node: Any, path: str) -> None:
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
-    """Check that a value has the type of the argument that receives it."""
+    """Check that a value has the type of the argument that receives it, and that its numbers are finite."""
     if annotation is bool and not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {show(value)}")
     if annotation is int and not is_whole(value):
         raise ConfigError(f"{name} must be a whole number, got {show(value)}")
     if annotation in (float, float | int) and not is_number(value):
         raise ConfigError(f"{name} must be a number, got {show(value)}")
-    if is_number(value) and not is_finite(value):
-        raise ConfigError(f"{name} must be a finite number, got {show(value)}")
+    for key, number in _numbers(name, value):
+        if not is_finite(number) or abs(number) > MAX_NUMBER:
+            raise ConfigError(
+                f"{key} must be a finite number of at most {MAX_NUMBER:g} in size, got {show(number)}"
+            )
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each number in an argument; nodes with a `_target_` are their own."""
+    if is_number(value):
+        yield name, value
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _numbers(f"{name}[{index}]", item)
+    elif isinstance(value, Mapping) and "_target_" not in value:
+        for key, item in value.items():
+            yield from _numbers(f"{name}.{key}", item)
 
 
 def _arguments_of(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.checks import is_count
+from lit_rlkv.checks import Range
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.kernels.token_logps import Head, TokenSets, chunk_of, in_chunks, spans_of, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
@@ -31,8 +31,7 @@ class CountSketch:
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
-        if not is_count(size):
-            raise ValueError(f"sketch must be a whole number of at least 1, got {size}")
+        Range(least=1).check("sketch", size, int)
         self.size = size
         self.seed = seed
 

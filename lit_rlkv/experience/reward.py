@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.config.options import check_values
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.experience.group_baselines import STD_FLOOR
@@ -31,10 +32,11 @@ class RewardRule:
         functions: reward functions by name, with their weights.
 
     Raises:
-        ValueError: all weights are 0, a name is not allowed, or `accuracy` names no function.
+        ValueError: a number is outside of its range, all weights are 0, a name is not allowed, or `accuracy` names no function.
     """
 
     def __init__(self, config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> None:
+        check_values(config)
         self.config = config
         self.functions = functions or {}
         self.moments = RunningMoments()

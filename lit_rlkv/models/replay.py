@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.checks import check_temperature
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps, token_logps_and_entropy
 from lit_rlkv.models.backbone import (
     check_length,
@@ -68,7 +69,7 @@ def response_logps(
     They are of distributions over the tokens that the sampler chose from; see `Rollout.sampling_masks`.
 
     Raises:
-        ValueError: `temperature` is 0 or less.
+        ValueError: `temperature` is 0 or no temperature.
     """
     return scatter_to_response(
         rollout, _read_response_tokens(token_logps, model, rollout, hidden, temperature)
@@ -86,8 +87,7 @@ def response_logps_and_entropy(
 def _read_response_tokens(
     read: Callable[..., _Result], model: PreTrainedModel, rollout: Rollout, hidden: Tensor, temperature: float
 ) -> _Result:
-    if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}; greedy decoding has no log-probs")
+    check_temperature("temperature", temperature, is_greedy_allowed=False)
     tokens = rollout.input_ids[rollout.response_mask]
     return read(
         hidden,
@@ -129,8 +129,8 @@ def replay_logps(
         temperature: the temperature of the rollout.
 
     Raises:
-        ValueError: `temperature` is 0 or less, or the rollout is too long for the model or records the
-            experts of another architecture.
+        ValueError: `temperature` is 0 or no temperature, or the rollout is too long for the model or records
+            the experts of another architecture.
     """
     hidden = response_hidden(model, rollout, shadow=shadow)
     return response_logps(model, rollout, hidden, temperature)

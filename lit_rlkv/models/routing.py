@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from lit_rlkv.types import OWN_CHOICE
+
 PROBE_LEN = 6
 MOST_INT8_EXPERTS = 128
 

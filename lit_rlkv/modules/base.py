@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lit_rlkv.checks import Range, check_temperature
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
 from lit_rlkv.models.backbone import (
     has_finite_logits,
@@ -95,6 +96,9 @@ class PolicyModule(L.LightningModule, ABC):
         policy_weight: float | int = 1.0,
     ) -> None:
         super().__init__()
+        check_temperature("temperature", temperature, is_greedy_allowed=False)
+        for name, weight in {"entropy_coef": entropy_coef, "policy_weight": policy_weight}.items():
+            Range(least=0).check(name, weight)
         self.roles = roles
         self.make_optimizer = make_optimizer
         self.replays = replays

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lit_rlkv.checks import is_number
+from lit_rlkv.checks import Range
 from lit_rlkv.experience.advantages import ReturnAdvantage
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives.clipped import LOG_RATIOS, Surrogate, clipped_surrogate, clipped_weight
@@ -34,6 +34,7 @@ class RatioPolicy(PolicyModule):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
+        check_positive({"clip_low": clip_low, "clip_high": clip_high}, ("clip_low", "clip_high"))
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.log_ratio_at_level = LOG_RATIOS[importance_sampling_level]
@@ -81,13 +82,14 @@ class ClippedPolicy(RatioPolicy):
 
     Args:
         clip_low, clip_high: the ratio is clipped to [1 − clip_low, 1 + clip_high] where that lowers the
-            objective; infinity does not clip on its side.
+            objective.
         delta: upper bound of the ratio where the advantage is negative (TRL's `delta`, verl's
             `clip_ratio_c`); None: no bound.
     """
 
     def __init__(self, *args: Any, delta: float | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
+        check_positive({"delta": delta}, (), nullable=("delta",))
         self.delta = delta
 
     @classmethod
@@ -141,5 +143,4 @@ def check_positive(
     for name, value in options.items():
         if name not in (*names, *nullable) or (value is None and name in nullable):
             continue
-        if not (is_number(value) and value > 0):
-            raise ValueError(f"{name} must be a number above 0, got {value}; at 0 nothing would be learned")
+        Range(above=0).check(name, value, hint="at 0 nothing would be learned")

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from lit_rlkv.checks import Range
 from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
 from lit_rlkv.models.backbone import has_finite_logits, head_logits, text_config
@@ -38,7 +39,8 @@ class HydraSFT(L.LightningModule):
         n_steps: total optimizer steps, including `n_warmup_steps`.
 
     Raises:
-        ValueError: both weights are 0, or the backbone has no layers that can be checkpointed.
+        ValueError: a weight is negative or not finite, both are 0, or the backbone has no layers that can be
+            checkpointed.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class HydraSFT(L.LightningModule):
         checkpoints_layers: bool = False,
     ) -> None:
         super().__init__()
+        for name, weight in {"lm_weight": lm_weight, "reward_weight": reward_weight}.items():
+            Range(least=0).check(name, weight)
         if lm_weight == 0 and reward_weight == 0:
             raise ValueError(
                 "lm_weight or reward_weight must not be 0, got 0 for both; give one of them a weight"

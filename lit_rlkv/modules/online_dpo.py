@@ -46,8 +46,6 @@ class OnlineDPO(PolicyModule):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        if not isinstance(options["beta"], int | float):
-            raise ValueError(f"beta must be a number above 0, got {options['beta']}")
         kind, smoothing = options.get("kind", "sigmoid"), options.get("label_smoothing", 0.0)
         check_dpo(beta=options["beta"], kind=kind, label_smoothing=smoothing)
 

@@ -17,6 +17,9 @@ from lit_rlkv.objectives.clipped import clipped_value
 from lit_rlkv.objectives.reduction import masked_sum
 from lit_rlkv.types import TrainBatch
 
+POSITIVE, NULLABLE = ("value_weight", "value_lr_scale"), ("value_clip", "target_kl")
+"""Numbers above 0, and those of them that may be None."""
+
 
 class PPO(ClippedPolicy):
     """Clipped policy loss + value_weight · mean over tokens of 0.5·max((V − R)², (V_clipped − R)²).
@@ -49,6 +52,8 @@ class PPO(ClippedPolicy):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
+        check_positive({"value_weight": value_weight, "value_lr_scale": value_lr_scale}, POSITIVE)
+        check_positive({"value_clip": value_clip, "target_kl": target_kl}, (), nullable=NULLABLE)
         self.value_clip = value_clip
         self.value_weight = value_weight
         self.value_shadow = value_shadow
@@ -61,8 +66,7 @@ class PPO(ClippedPolicy):
     @classmethod
     def check_options(cls, **options: Any) -> None:
         super().check_options(**options)
-        names = ("value_weight", "value_lr_scale")
-        check_positive(options, names, nullable=("value_clip", "target_kl"))
+        check_positive(options, POSITIVE, nullable=NULLABLE)
 
     def parameter_groups(self) -> list[tuple[list[nn.Parameter], float | int]]:
         policy, value = (self.roles.trained_parameters(role) for role in ("policy", "value"))

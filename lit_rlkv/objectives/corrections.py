@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.checks import Range
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.objectives.reduction import masked_mean
 
@@ -61,6 +62,7 @@ def truncated(
     log_ratio: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"], cap: float = 2.0
 ) -> ISWeights:
     """Return min(ρ_t, cap): truncated importance sampling (TIS)."""
+    _check_bounds(cap=cap)
     return ISWeights(_ratio(log_ratio, response_mask).clamp(max=cap), response_mask)
 
 
@@ -71,6 +73,7 @@ def masked(
     high: float = 2.0,
 ) -> ISWeights:
     """Return ρ_t inside [low, high] and 0 outside (MIS, IcePop); tokens of weight 0 count in denominators."""
+    _check_bounds(low=low, high=high)
     ratio = _ratio(log_ratio, response_mask)
     return ISWeights(torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), response_mask)
 
@@ -104,6 +107,7 @@ def sparse_rl(
     A sequence with any ρ_t < veto is dropped, and so are tokens outside [low, high]. The other tokens weigh
     min(ρ_t, high), normalized to mean 1, and only they count in denominators.
     """
+    _check_bounds(veto=veto, low=low, high=high)
     ratio = _ratio(log_ratio, response_mask)
     has_veto = (ratio < veto).any(dim=1, keepdim=True)
     is_counted = response_mask & ~has_veto & (ratio >= low) & (ratio <= high)
@@ -120,6 +124,12 @@ CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl"
 def _sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
     """Return log Π_t ρ_t of each response at all its columns."""
     return log_ratio.masked_fill(~response_mask, 0.0).sum(dim=1, keepdim=True).expand_as(log_ratio)
+
+
+def _check_bounds(**bounds: float) -> None:
+    """Raise a ValueError unless the bounds of a ratio are finite: no ratio is above or below NaN."""
+    for name, bound in bounds.items():
+        Range(least=0).check(name, bound)
 
 
 def _ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rlkv.checks import Range
+
 
 def ranking_loss(chosen: Float[Tensor, " pair"], rejected: Float[Tensor, " pair"]) -> Float[Tensor, ""]:
     """Return the sum over pairs of −log σ(r_chosen − r_rejected) (Bradley-Terry)."""
@@ -34,8 +36,7 @@ def check_dpo(*, beta: float, kind: str, label_smoothing: float) -> None:
     """
     if kind not in DPO_LOSSES:
         raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(DPO_LOSSES)}")
-    if not beta > 0:
-        raise ValueError(f"beta must be above 0, got {beta}; raise it")
+    Range(above=0).check("beta", beta)
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing must be at least 0 and below 0.5, got {label_smoothing}; change it"

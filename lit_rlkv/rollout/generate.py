@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.checks import Range, check_temperature, is_whole
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.decode_attention.launch import MAX_SPLITS
 from lit_rlkv.kvcache import CacheSpec
@@ -83,19 +84,21 @@ def generate(
             is the longest prompt plus `max_new_tokens`, of which the rollout cuts unused columns.
 
     Raises:
-        ValueError: a prompt is empty, not left-padded or too long for the model; a number is out of its
-            range; `max_rows` is below `num_return_sequences`; there is neither a pad nor an end token;
-            `cuda_graph` is True and the decode step cannot be captured; `n_splits` is not between 1 and 128,
-            or the kernel that it is for does not run; or `record_routing` is True and the model has no
-            routing that can be replayed.
+        ValueError: a prompt is empty, not left-padded or too long for the model; a token is not in its
+            vocabulary; a number is out of its range; `max_rows` is below `num_return_sequences`; there is
+            neither a pad nor an end token; `cuda_graph` is True and the decode step cannot be captured;
+            `n_splits` is not between 1 and 128, or the kernel that it is for does not run; or
+            `record_routing` is True and the model has no routing that can be replayed.
     """
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
     _check_splits(n_splits, torch.empty(0, dtype=model.dtype, device=input_ids.device))
     eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
-    if pad_token_id is None and not eos_list:
+    pad_list = eos_list[:1] if pad_token_id is None else [pad_token_id]
+    if not pad_list:
         raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
+    _check_tokens(model, {"eos_token_id": eos_list, "pad_token_id": pad_list})
     decoder = Decoder(
         model,
         cache,
@@ -104,7 +107,7 @@ def generate(
         DecodeSettings(
             max_new_tokens=max_new_tokens,
             eos_token_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
-            pad_token_id=eos_list[0] if pad_token_id is None else pad_token_id,
+            pad_token_id=pad_list[0],
             temperature=temperature,
             truncation=Truncation(top_k, top_p, min_p),
         ),
@@ -312,10 +315,8 @@ def _check_prompts(
             f"input_ids must be a torch.long tensor [batch, prompt], got {input_ids.dtype} of shape "
             f"{tuple(input_ids.shape)}; take them from tokenizer(texts, return_tensors='pt')"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}; use 0 for greedy decoding")
+    Range(least=1).check("max_new_tokens", max_new_tokens, int)
+    check_temperature("temperature", temperature, is_greedy_allowed=True)
     if is_prompt.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must have the shape of input_ids {tuple(input_ids.shape)}, got "
@@ -330,19 +331,27 @@ def _check_prompts(
             "a prompt is empty or not left-padded; put padding first, so that each row of attention_mask "
             "reads 0...0 1...1"
         )
-    if (highest := int(input_ids.max())) >= n_embeddings(model):
-        raise ValueError(
-            f"a prompt holds token {highest}, but {type(model).__name__} has "
-            f"{n_embeddings(model)} embeddings; use the tokenizer of this model, or resize its embeddings"
-        )
+    lowest, highest = map(int, input_ids.aminmax())
+    _check_tokens(model, {"a prompt": [lowest, highest]})
     check_length(model, input_ids.shape[1] + max_new_tokens)
+
+
+def _check_tokens(model: PreTrainedModel, given: Mapping[str, Sequence[int]]) -> None:
+    """Check that token ids are in the model's vocabulary."""
+    n_tokens = n_embeddings(model)
+    for name, tokens in given.items():
+        for token in tokens:
+            if not is_whole(token) or not 0 <= token < n_tokens:
+                raise ValueError(
+                    f"{name} holds token {token}, but {type(model).__name__} has {n_tokens} embeddings, of "
+                    f"tokens 0 to {n_tokens - 1}; use the tokenizer of this model, or resize its embeddings"
+                )
 
 
 def _check_rows(
     num_return_sequences: int, max_rows: int | None, cuda_graph: bool | None, device: torch.device
 ) -> None:
-    if num_return_sequences < 1:
-        raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
+    Range(least=1).check("num_return_sequences", num_return_sequences, int)
     if max_rows is not None and max_rows < num_return_sequences:
         raise ValueError(
             f"max_rows must be at least num_return_sequences={num_return_sequences}, got {max_rows}; all "

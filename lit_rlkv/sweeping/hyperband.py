@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lit_rlkv.checks import Number
 from lit_rlkv.config import require
-from lit_rlkv.config.options import Number, option
+from lit_rlkv.config.options import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from typing import Literal
 
 from hydra.utils import get_object
 
+from lit_rlkv.checks import Number
 from lit_rlkv.config import Config, ConfigError
-from lit_rlkv.config.options import Number, option
+from lit_rlkv.config.options import option
 from lit_rlkv.reporting.run_metrics import FINAL_METRICS
 
 DICTIONARY = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"

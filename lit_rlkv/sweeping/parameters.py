@@ -13,9 +13,9 @@ from itertools import accumulate, product
 from statistics import NormalDist
 from typing import Any
 
-from lit_rlkv.checks import is_finite, is_whole
+from lit_rlkv.checks import Number, is_finite, is_whole
 from lit_rlkv.config import ConfigError, require
-from lit_rlkv.config.options import Number, convert, option
+from lit_rlkv.config.options import convert, option
 
 Drawn = float | int | str
 """A draw of the sampler: a number within bounds, or the label of a listed value."""

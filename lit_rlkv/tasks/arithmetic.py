@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_rlkv.tasks.base import check_at_least, lowercase_names
+from lit_rlkv.checks import Range
+from lit_rlkv.tasks.base import MAX_LENGTH, MAX_STEPS, check_whole_numbers, lowercase_names
 from lit_rlkv.types import Problem, prompt_text
 
 SLIPS = (-10, -2, -1, 1, 2, 10)
@@ -40,7 +41,9 @@ class ChainSum:
     """Possible errors of a corrupted solution."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, n_terms=2, max_operand=1)
+        check_whole_numbers(self, n_terms=Range(least=2, most=MAX_LENGTH), max_operand=Range(least=1))
+        for size in self.slips:
+            Range().check("each of slips", size, int)
         if 0 in self.slips or not any(size > 0 for size in self.slips):
             raise ValueError(
                 f"slips must not contain 0 and must contain a positive number, got {list(self.slips)}; give "
@@ -76,7 +79,8 @@ class Variables:
     """Largest starting value and largest increment."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, n_steps=1, n_chains=1, max_operand=1)
+        length = Range(least=1, most=MAX_LENGTH)
+        check_whole_numbers(self, n_steps=length, n_chains=length, max_operand=Range(least=1))
 
     def sample(self, rng: random.Random) -> Problem:
         n_variables = self.n_steps * self.n_chains
@@ -128,7 +132,8 @@ class Countdown:
     """Largest target, and largest result on the way to it in the worked solution."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, n_numbers=2, max_number=1)
+        check_whole_numbers(self, n_numbers=Range(least=2, most=MAX_STEPS), max_number=Range(least=1))
+        check_whole_numbers(self, max_target=Range(least=2))
         if self.max_target < 2 * self.max_number:
             raise ValueError(
                 f"max_target must be at least 2 * max_number = {2 * self.max_number}, the largest sum of two "

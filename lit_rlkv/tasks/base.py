@@ -8,10 +8,13 @@ from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
+from lit_rlkv.checks import Range
 from lit_rlkv.tasks.rows import Table
 from lit_rlkv.types import PreferencePair, Problem
 
 log = logging.getLogger(__name__)
+MAX_LENGTH, MAX_STEPS = 10_000, 100
+"""Largest lengths of problems: of those whose text grows with the length, and of those that grow faster."""
 _Row = TypeVar("_Row", Problem, PreferencePair)
 
 
@@ -117,12 +120,10 @@ def _with_held_out(table: Table[_Row], held_out: Table[_Row]) -> Table[_Row]:
     )
 
 
-def check_at_least(task: object, **bounds: int) -> None:
-    """Raise a ValueError if a setting of a task is below its bound."""
-    for name, bound in bounds.items():
-        value = getattr(task, name)
-        if value < bound:
-            raise ValueError(f"{name} must be at least {bound}, got {value}")
+def check_whole_numbers(task: object, **ranges: Range) -> None:
+    """Raise a ValueError unless the settings of a task are whole numbers inside their ranges."""
+    for name, bounds in ranges.items():
+        bounds.check(name, getattr(task, name), int)
 
 
 @lru_cache(maxsize=8)

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lit_rlkv.tasks.base import check_at_least, lowercase_names
+from lit_rlkv.checks import Range
+from lit_rlkv.tasks.base import MAX_LENGTH, MAX_STEPS, check_whole_numbers, lowercase_names
 from lit_rlkv.types import Problem, prompt_text
 
 _LISTS = re.compile(r"([0-9]+(,[0-9]+)*;)*[0-9]+(,[0-9]+)*")
@@ -29,7 +30,10 @@ class Recall:
     """Digits of every value; leading zeros are kept."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, value_digits=1, n_queries=1)
+        length = Range(least=1, most=MAX_LENGTH)
+        check_whole_numbers(
+            self, n_pairs=length, n_queries=length, value_digits=Range(least=1, most=MAX_STEPS)
+        )
         if self.n_queries > self.n_pairs:
             raise ValueError(
                 f"n_queries must be at most n_pairs={self.n_pairs}, because no pair is asked for twice, got "
@@ -79,7 +83,7 @@ class Sorting:
     """Difficulty: numbers are drawn from 0 to this, with repetition."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, n_items=2, max_value=1)
+        check_whole_numbers(self, n_items=Range(least=2, most=MAX_STEPS), max_value=Range(least=1))
 
     def sample(self, rng: random.Random) -> Problem:
         numbers = [0]

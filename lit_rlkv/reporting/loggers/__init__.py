@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checks import is_count
+from lit_rlkv.checks import Range
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.pictures import Picture
@@ -88,11 +88,9 @@ def checked_interval(figures_every: int | None) -> int | None:
     Raises:
         ValueError: it is neither None nor a positive integer.
     """
-    if figures_every is not None and not is_count(figures_every):
-        raise ValueError(
-            f"logger.figures_every must be an integer of at least 1, got {figures_every}; give null for "
-            "figures at the end only"
-        )
+    if figures_every is not None:
+        at_end = "give null for figures at the end only"
+        Range(least=1).check("logger.figures_every", figures_every, int, at_end)
     return figures_every
 
 

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any, Literal
 from uuid import uuid4
 
+from lit_rlkv.checks import Range
 from lit_rlkv.files import read_if_intact, read_json, write_atomically
 from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart, checked_interval
 from lit_rlkv.reporting.pictures import Picture
@@ -137,8 +138,7 @@ class WandbRun(RunLogger):
             )
         if offline is not None and not isinstance(offline, bool):
             raise ValueError(f"logger.offline must be true, false or null, got {offline}")
-        if finish_timeout_s <= 0:
-            raise ValueError(f"logger.finish_timeout_s must be above 0 seconds, got {finish_timeout_s}")
+        Range(above=0).check("logger.finish_timeout_s", finish_timeout_s)
         self.labels: dict[str, Any] = {
             "project": project,
             "entity": entity,

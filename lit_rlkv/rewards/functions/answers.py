@@ -6,6 +6,7 @@ from fractions import Fraction
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from lit_rlkv.checks import Range
 from lit_rlkv.rewards.functions.base import RewardFunction, SlowFunction
 from lit_rlkv.rewards.graders import Grader, Immediate, Question
 from lit_rlkv.rewards.isolated import MATHEMATICS, WORKER
@@ -29,6 +30,8 @@ _NUMBER = re.compile(
     rf"(?:(?=(?P<operated>[ \t]*(?:[{_SIGNS}*×÷/]{{1,2}}|\\times|\\cdot)[ \t]*[0-9]))|)"
 )
 _FRACTION = re.compile(rf"\\[dt]?frac\s?\{{\s?([{_SIGNS}]?{_PLAIN})\s?\}}\s?\{{\s?({_PLAIN})\s?\}}")
+MAX_DECIMALS = 15
+"""Most decimals by which floats are compared; a float has no more."""
 MAX_DIGITS = 300
 """Longer numbers do not count: no answer has as many digits, and arithmetic on them takes long."""
 
@@ -107,6 +110,7 @@ class MathVerify(SlowFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        Range(least=0, most=MAX_DECIMALS).check("float_rounding", self.float_rounding, int)
         if find_spec("math_verify") is None:
             raise ImportError('MathVerify needs the package math-verify; pip install -e ".[math]"')
 
@@ -138,8 +142,7 @@ class Numeric(RewardFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.tolerance < float("inf"):
-            raise ValueError(f"tolerance must be a finite number of at least 0, got {self.tolerance}")
+        Range(least=0).check("tolerance", self.tolerance)
 
     def open(self) -> Grader:
         return Immediate(self._score)

@@ -1,14 +1,16 @@
 """RewardFunction: the base class of reward functions."""
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_rlkv.checks import is_count, is_finite
+from lit_rlkv.checks import Range
 from lit_rlkv.rewards.graders import Grader, GraderPool, Threads
 from lit_rlkv.types import Problem
+
+MAX_TIMEOUT_S, MAX_WORKERS, MAX_RETRIES = 86_400, 4096, 100
+"""Most seconds for one completion (a day), completions at a time, and further attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +21,7 @@ class RewardFunction(ABC):
     """Weight of the score in the reward; 0 only logs the score, below 0 it is a penalty."""
 
     def __post_init__(self) -> None:
-        if not is_finite(self.weight):
-            raise ValueError(f"weight must be a finite number, got {self.weight}")
+        Range().check("weight", self.weight)
 
     @abstractmethod
     def open(self) -> Grader:
@@ -44,12 +45,9 @@ class SlowFunction(RewardFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a finite number of seconds above 0, got {self.timeout_s}")
-        for name, least in {"n_workers": 1, "retries": 0}.items():
-            value = getattr(self, name)
-            if not is_count(value, least):
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
+        Range(above=0, most=MAX_TIMEOUT_S).check("timeout_s", self.timeout_s)
+        Range(least=1, most=MAX_WORKERS).check("n_workers", self.n_workers, int)
+        Range(least=0, most=MAX_RETRIES).check("retries", self.retries, int)
 
     def open_pool(self, path: Path, function: str, options: dict[str, Any]) -> Grader:
         """Return a grader that calls a function of a Python file in processes that are killed if it hangs."""
