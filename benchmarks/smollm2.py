@@ -18,7 +18,7 @@ import fit_process
 import record
 from study_parts.runs import read_metrics
 
-from lit_rlkv.evaluation.results import wilson
+from lit_rlkv.evaluation.intervals import wilson
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.tables import markdown_table
 

@@ -88,13 +88,12 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         )
     _check_writable(run.run_dir)
     context, module = open_run(run)
-    level, n_resamples = asked.level, asked.n_resamples
     scored, samples = [], []
     for found in score_caches(context, module.roles, caches, asked.n_samples):
         scored.append(
             (
                 found.row,
-                estimate(found.samples, asked.pass_at_k, level=level, n_resamples=n_resamples, seed=cfg.seed),
+                estimate(found.samples, asked.pass_at_k, level=asked.level),
             )
         )
         samples += found.samples
@@ -107,8 +106,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         **{key: getattr(cfg.evaluation, key) for key in SAMPLING},
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,
-        "level": level,
-        "n_resamples": n_resamples,
+        "level": asked.level,
         "environment": environment.describe(context.cfg, context.fabric.device),
     }
     return Evaluation(run.run_dir, settings, scored, samples)

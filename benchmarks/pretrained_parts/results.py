@@ -7,16 +7,14 @@ from math import exp
 from typing import Any
 
 import numpy as np
-import torch
 from pretrained_parts.answers import POSITIONS
 from pretrained_parts.setting import DENSE, KINDS
 
-from lit_rlkv.evaluation.estimates import bootstrap_mean
-from lit_rlkv.evaluation.results import IntervalEstimate, wilson
+from lit_rlkv.evaluation.intervals import mean_interval, wilson
+from lit_rlkv.evaluation.results import IntervalEstimate
 from lit_rlkv.kvcache.policies import POLICIES
 
 Row = Mapping[str, Any]
-N_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,12 @@ class Group:
 
     @property
     def kl_interval(self) -> IntervalEstimate | None:
-        """Mean over prompts of the KL per token, with a bootstrap interval; None if prompts are not known."""
+        """Mean over prompts of the KL per token, with Student's interval; None if prompts are not known."""
         if not all("kl_by_prompt" in row for row in self.rows):
             return None
         sums = [one for row in self.rows for one in row["kl_by_prompt"]]
         counts = [one for row in self.rows for one in row["n_by_prompt"]]
-        values = torch.tensor([total / n for total, n in zip(sums, counts, strict=True)])
-        generator = torch.Generator().manual_seed(0)
-        return bootstrap_mean(values, level=0.95, n_resamples=N_RESAMPLES, generator=generator)
+        return mean_interval([total / n for total, n in zip(sums, counts, strict=True)])
 
     @property
     def kl_by_position(self) -> list[float]:

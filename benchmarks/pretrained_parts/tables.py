@@ -52,7 +52,7 @@ def distances(results: Results, kind: str) -> str:
 
 
 def kl_intervals(results: Results, kind: str) -> str:
-    """Return the mean KL over prompts with its bootstrap interval, by policy and budget."""
+    """Return the mean KL over prompts with its interval, by policy and budget."""
 
     def read(group: Group) -> str | None:
         found = group.kl_interval

@@ -3,10 +3,11 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
+
+from lit_rlkv.evaluation.intervals import t_level, t_quantile
 
 Row = Mapping[str, Any]
 
@@ -31,7 +32,7 @@ class Contrast:
     n: int
     mean: float
     half_width: float
-    """Return half the width of the 95 % confidence interval of the mean (Student's t)."""
+    """Half the width of the 95 % confidence interval of the mean (Student's t)."""
     p: float
     """Two-sided, of no difference (paired t-test)."""
 
@@ -76,8 +77,8 @@ def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contr
         measure,
         n,
         mean,
-        half_width=error * t_quantile(0.975, n - 1),
-        p=2 * (1 - t_cdf(t, n - 1)),
+        half_width=error * t_quantile(0.95, n - 1),
+        p=1 - t_level(t, n - 1),
     )
 
 
@@ -89,26 +90,6 @@ def holm(contrasts: Sequence[Contrast]) -> list[float]:
         largest = max(largest, (len(contrasts) - rank) * contrasts[index].p)
         adjusted[index] = min(largest, 1.0)
     return adjusted
-
-
-def t_cdf(t: float, n_free: int) -> float:
-    """P(T ≤ t) of Student's t for t ≥ 0, by the substitution t = √ν·tan θ and the trapezoidal rule."""
-    theta = np.linspace(0.0, np.arctan(t / n_free**0.5), 20_001)
-    whole = np.linspace(0.0, np.pi / 2, 20_001)
-    density = np.cos(theta) ** (n_free - 1)
-    return 0.5 + 0.5 * float(
-        np.trapezoid(density, theta) / np.trapezoid(np.cos(whole) ** (n_free - 1), whole)
-    )
-
-
-@cache
-def t_quantile(probability: float, n_free: int) -> float:
-    """The t at which `t_cdf` is the probability, of at least one half, by bisection."""
-    low, high = 0.0, 1e3
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, n_free) < probability else (low, middle)
-    return high
 
 
 def rollouts_to(row: Row, accuracy: float) -> int | None:

@@ -50,10 +50,7 @@ class EvaluateConfig:
     pass_at_k: tuple[int, ...] = option(
         (), "such as [1,8]: the chance that one of k responses is right; each at most n_samples", least=1
     )
-    level: Number = option(
-        0.95, "probability that an interval, a bootstrap over prompts, covers", above=0, below=1
-    )
-    n_resamples: int = option(2000, "of the bootstrap", least=1)
+    level: Number = option(0.95, "probability with which an interval covers", above=0, below=1)
     kernels: Kernels | None = option(None, "as in fit; null: as the run had it")
     name: str = option("evaluate", "of the files in the run folder: NAME.json and NAME_samples.jsonl")
     trusted_modules: tuple[str, ...] = option((), TRUSTED)

@@ -1,16 +1,13 @@
-"""Accuracy, length and pass@k of an evaluation, with bootstrap intervals."""
+"""Accuracy, length and pass@k of an evaluation, with their confidence intervals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from math import comb
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from statistics import fmean
 
 from lit_rlkv.evaluation.evaluator import ScoredResponse
+from lit_rlkv.evaluation.intervals import clustered_share, mean_interval
 from lit_rlkv.evaluation.results import CacheEstimates, IntervalEstimate
-from lit_rlkv.rng import stream
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
@@ -29,39 +26,14 @@ def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
     return (n_sets - comb(n_samples - n_right, k)) / n_sets
 
 
-def bootstrap_mean(
-    values: Float[Tensor, " prompt"], *, level: float, n_resamples: int, generator: torch.Generator
-) -> IntervalEstimate:
-    """Return the mean with its bootstrap percentile interval over prompts (Efron 1979).
-
-    Prompts are resampled, as responses to one prompt are not independent, so give one value for each prompt.
-    The bounds are the (1 ± level) / 2 quantiles of the resampled means. Equal generators draw the same
-    prompts. With one prompt, or equal values, the interval is a point and has no meaning.
-
-    Raises:
-        ValueError: no values, a level outside of 0 to 1, or no resamples.
-    """
-    if len(values) == 0:
-        raise ValueError("values must hold at least one prompt, got none")
-    if not 0 < level < 1:
-        raise ValueError(f"level={level} must be a probability between 0 and 1, such as 0.95")
-    if n_resamples < 1:
-        raise ValueError(f"n_resamples={n_resamples} must be at least 1, better 1000 or more")
-    values = values.double().cpu()
-    drawn = torch.randint(len(values), (n_resamples, len(values)), generator=generator)
-    bounds = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = values[drawn].mean(dim=1).quantile(bounds).tolist()
-    return IntervalEstimate(values.mean().item(), low, high)
-
-
 RIGHT = 1.0
 """Lowest score that counts as correct for pass@k; accuracy is the mean score."""
 
 
-def estimate(
-    samples: Sequence[ScoredResponse], ks: Sequence[int], *, level: float, n_resamples: int, seed: int
-) -> CacheEstimates:
-    """Return accuracy, length and pass@k of the samples of one cache; all resample the same problems.
+def estimate(samples: Sequence[ScoredResponse], ks: Sequence[int], *, level: float) -> CacheEstimates:
+    """Return accuracy, length and pass@k of the samples of one cache, with intervals over problems.
+
+    The interval of a score beyond 0 to 1 is that of a mean, as for lengths.
 
     Raises:
         ValueError: a k is larger than the number of samples of a problem.
@@ -69,17 +41,16 @@ def estimate(
     by_problem = [
         list(group) for _, group in groupby(sorted(samples, key=lambda s: s.problem), key=lambda s: s.problem)
     ]
-
-    def mean(value: Callable[[list[ScoredResponse]], float]) -> IntervalEstimate:
-        values = torch.tensor([value(group) for group in by_problem], dtype=torch.float64)
-        generator = stream(seed, "bootstrap")
-        return bootstrap_mean(values, level=level, n_resamples=n_resamples, generator=generator)
+    n_samples = len(by_problem[0])
 
     def passing(k: int) -> IntervalEstimate:
-        return mean(lambda group: pass_at_k(len(group), sum(s.score >= RIGHT for s in group), k))
+        shares = [pass_at_k(len(group), sum(s.score >= RIGHT for s in group), k) for group in by_problem]
+        return clustered_share(shares, n_samples, level)
 
+    scores = [fmean(s.score for s in group) for group in by_problem]
+    are_shares = all(0 <= s.score <= 1 for s in samples)
     return CacheEstimates(
-        accuracy=mean(lambda group: sum(s.score for s in group) / len(group)),
-        mean_length=mean(lambda group: sum(s.n_tokens for s in group) / len(group)),
+        accuracy=clustered_share(scores, n_samples, level) if are_shares else mean_interval(scores, level),
+        mean_length=mean_interval([fmean(s.n_tokens for s in group) for group in by_problem], level),
         pass_at_k={k: passing(k) for k in ks},
     )

@@ -1,8 +1,6 @@
 """Results of an evaluation as plain numbers, without torch: rows, intervals, quality of a reward model."""
 
 from dataclasses import dataclass
-from math import sqrt
-from statistics import NormalDist
 
 N_BINS = 10
 """Number of equally wide bins of confidence for the calibration error."""
@@ -41,27 +39,6 @@ class IntervalEstimate:
     value: float
     low: float
     high: float
-
-
-def wilson(share: float | int, n: int, level: float = 0.95) -> IntervalEstimate:
-    """Return a share of n independent trials with its Wilson score interval (Wilson 1927).
-
-    Unlike share ± z·√(share·(1 − share) / n) it stays within 0 and 1, and is no point at a share of 0 or 1.
-    For means of partial scores between 0 and 1, it is too wide rather than too narrow.
-
-    Raises:
-        ValueError: n is below 1, or the share or level is outside of 0 to 1.
-    """
-    if n < 1 or not 0 <= share <= 1 or not 0 < level < 1:
-        raise ValueError(
-            f"a Wilson interval needs a share from 0 to 1, n of at least 1 and a level between 0 and 1, "
-            f"got share={share}, n={n}, level={level}; give such numbers"
-        )
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    # Rounding may move a bound past the share itself at 0 and 1.
-    return IntervalEstimate(share, min(max(center - half, 0.0), share), max(min(center + half, 1.0), share))
 
 
 @dataclass(frozen=True)

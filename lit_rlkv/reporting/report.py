@@ -7,7 +7,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from lit_rlkv.evaluation.results import EvalRow, wilson
+from lit_rlkv.evaluation.intervals import accuracy_interval
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting import pictures as sections
 from lit_rlkv.reporting.logged_samples import select_samples
@@ -63,10 +64,10 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
     for budget in dict.fromkeys((report.budget, None)):
         rows = _rows(report, budget)
         if rows:
-            interval = wilson(rows[-1].accuracy, rows[-1].n_problems)
-            was = f"was {percent(rows[0].accuracy)}; " if len(rows) > 1 else ""
-            note = f"{was}95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}"
-            found.append((f"Accuracy, {rows[-1].cache}", percent(rows[-1].accuracy), note))
+            notes = [f"was {percent(rows[0].accuracy)}"] if len(rows) > 1 else []
+            if interval := accuracy_interval(rows[-1]):
+                notes.append(f"95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}")
+            found.append((f"Accuracy, {rows[-1].cache}", percent(rows[-1].accuracy), "; ".join(notes)))
     own = _rows(report, report.budget)
     if own and report.budget is not None:
         share = share_of_dense(own[-1], [*report.after, *report.before])

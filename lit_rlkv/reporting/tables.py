@@ -6,7 +6,8 @@ from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lit_rlkv.evaluation.results import CacheEstimates, EvalRow, IntervalEstimate, RewardReport, wilson
+from lit_rlkv.evaluation.intervals import accuracy_interval
+from lit_rlkv.evaluation.results import CacheEstimates, EvalRow, IntervalEstimate, RewardReport
 from lit_rlkv.units import human_bytes, human_seconds
 
 KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats"
@@ -81,9 +82,10 @@ def _accuracy(row: EvalRow) -> str:
 
 
 def accuracy_cell(row: EvalRow) -> str:
-    """Return an accuracy with its 95% Wilson interval, such as 81.0% [77.4, 84.2]."""
-    interval = wilson(row.accuracy, row.n_problems)
-    return f"{percent(row.accuracy)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+    """Return an accuracy with its 95% Wilson interval if it has one, such as 81.0% [77.4, 84.2]."""
+    interval = accuracy_interval(row)
+    shown = f" [{100 * interval.low:.1f}, {100 * interval.high:.1f}]" if interval else ""
+    return percent(row.accuracy) + shown
 
 
 def percent(share: float | int) -> str:

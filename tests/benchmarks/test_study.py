@@ -135,11 +135,6 @@ def test_rows_of_different_processors_are_no_pair():
     assert analysis.contrast(first, second, "sparse_accuracy_after").mean == pytest.approx(0.15)
 
 
-@pytest.mark.parametrize(("n_free", "quantile"), [(1, 12.706), (2, 4.303), (4, 2.776), (30, 2.042)])
-def test_quantiles_of_student_t_are_those_of_the_tables(n_free, quantile):
-    assert analysis.t_quantile(0.975, n_free) == pytest.approx(quantile, rel=1e-3)
-
-
 def test_two_rows_of_a_seed_are_no_pair():
     twice = [row("a", 0, 0.8), row("a", 0, 0.7)]
     with pytest.raises(ValueError, match="several rows"):

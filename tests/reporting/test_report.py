@@ -50,6 +50,9 @@ def test_the_tiles_are_the_accuracies_with_intervals_and_the_costs_of_the_own_ca
         ("KL from dense", "0.100", "nats per token, by eviction"),
     ]
     assert tiles(EMPTY) == []
+    beyond = [replace(row, accuracy=1.5) for row in FULL.after]
+    assert tiles(replace(FULL, after=beyond))[0][1:] == ("150.0%", "was 45.6%")
+    assert "150.0%" in Page(render(replace(FULL, after=beyond), figures(replace(FULL, after=beyond)))).texts
     assert [heading for heading, *_ in tiles(replace(FULL, config_yaml=DENSE))] == ["Accuracy, dense"]
 
 

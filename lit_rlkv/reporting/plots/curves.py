@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from lit_rlkv.evaluation.results import N_BINS, EvalRow, wilson
+from lit_rlkv.evaluation.intervals import accuracy_interval
+from lit_rlkv.evaluation.results import N_BINS, EvalRow
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_metrics import History
 
@@ -101,19 +102,22 @@ def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[st
     figure, axes = style.single_axes("Budget (keys per sequence, layer and KV head)", "Accuracy")
     budgets = sorted({row.budget for rows in evaluations.values() for row in rows if row.budget is not None})
     for (name, rows), color, marker in zip(evaluations.items(), colors, "soD^vPX" * 9, strict=False):
-        sparse = sorted((row.budget, row.accuracy, row.n_problems) for row in rows if row.budget is not None)
+        sparse = sorted((row.budget, row.accuracy) for row in rows if row.budget is not None)
         if sparse:
-            x, y, _ = zip(*sparse, strict=True)
-            found = [wilson(accuracy, n) for _, accuracy, n in sparse]
-            sizes = [[i.value - i.low for i in found], [i.high - i.value for i in found]]
-            axes.errorbar(x, y, sizes, fmt="none", color=color, elinewidth=1.2, capsize=3)
+            x, y = zip(*sparse, strict=True)
             axes.plot(x, y, color=color, marker=marker, ms=4.5, lw=1.8, label=name or "under the budget")
         for row in rows:
+            interval = accuracy_interval(row)
+            if row.budget is not None and interval:
+                sizes = [[row.accuracy - interval.low], [interval.high - row.accuracy]]
+                axes.errorbar(
+                    row.budget, row.accuracy, sizes, fmt="none", color=color, elinewidth=1.2, capsize=3
+                )
             if row.budget is None:
                 label = f"dense, {name}" if name else "dense"
                 axes.axhline(row.accuracy, color=color, lw=1.2, ls=style.DASHED, label=label, zorder=1.5)
-                interval = wilson(row.accuracy, row.n_problems)
-                axes.axhspan(interval.low, interval.high, color=color, alpha=0.1, lw=0, zorder=1)
+                if interval:
+                    axes.axhspan(interval.low, interval.high, color=color, alpha=0.1, lw=0, zorder=1)
     style.share_axis(axes)
     if budgets:
         axes.set_xscale("log", base=2)
