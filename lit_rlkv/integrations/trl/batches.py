@@ -1,6 +1,6 @@
 """Views of TRL's batches and models: whole rows, eviction tables, the model inside of an adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +29,6 @@ def as_reference(model: Any) -> Any:
     return use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None)
 
 
-def call_with(model: Any, changed: dict[str, Any], **inputs: Any) -> Any:
-    """Call the model with some of TRL's inputs exchanged."""
-    return model(**inputs | changed)
-
-
 def attention_arguments(model: Any, evicted_at: Tensor) -> dict[str, Any]:
     """Return what replay passes through the model to its attention."""
     if not uses_triton(next(model.parameters())):
@@ -55,13 +50,15 @@ def pad_columns(evicted_at: Tensor | None, n_columns: int) -> Tensor:
 
 
 @contextmanager
-def keep_output(decoder: Any) -> Iterator[list[Tensor]]:
-    """Collect the last hidden states of each forward of the block."""
-    outputs: list[Tensor] = []
-    handle = decoder.register_forward_hook(
-        lambda module, args, output: outputs.append(output.last_hidden_state)
-    )
+def replaced_states(decoder: Any, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within the block, the decoder returns `replace` of its last hidden states."""
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = replace(output.last_hidden_state)
+        return output
+
+    handle = decoder.register_forward_hook(hook)
     try:
-        yield outputs
+        yield
     finally:
         handle.remove()

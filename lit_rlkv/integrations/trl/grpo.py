@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from lit_rlkv.integrations.trl.batches import as_reference, causal_lm, has_adapter, keep_output, whole_rows
+from lit_rlkv.integrations.trl.batches import as_reference, causal_lm, has_adapter, whole_rows
 from lit_rlkv.integrations.trl.config import CORRECTIONS, EvictingGRPOConfig
 from lit_rlkv.integrations.trl.replaying import EvictingTrainer
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, hidden_states, text_config, token_positions
@@ -87,13 +87,13 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return TRL's loss under the learner's view of the keys, with the distillation's."""
+        loss = super()._compute_loss(model, inputs)
         if self.args.distillation == "none":
-            return super()._compute_loss(model, inputs)
-        with keep_output(causal_lm(self.accelerator.unwrap_model(model)).base_model) as outputs:
-            loss = super()._compute_loss(model, inputs)
-        return loss + self._distillation_loss(outputs[-1], inputs)
+            return loss
+        assert self._learner_states is not None
+        return loss + self._distillation_loss(self._learner_states, inputs)
 
-    def _distillation_loss(self, policy_output: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _distillation_loss(self, learner_states: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Return weight · KL, averaged over the completion tokens of the optimizer step."""
         input_ids, attention_mask, n_completion = whole_rows(inputs)
         is_read = torch.zeros_like(attention_mask[:, 1:], dtype=torch.bool)
@@ -110,8 +110,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
 
         def policy_states(*, shadow: bool, trains: bool) -> Tensor:
             if shadow == self._replays:
-                hidden = policy_output[:, :-1][is_read]
-                return hidden if trains else hidden.detach()
+                return learner_states if trains else learner_states.detach()
             with nullcontext() if trains else torch.no_grad():
                 return states(policy, shadow=shadow)
 

@@ -7,17 +7,24 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import get_config_model_id, pad
 
-from lit_rlkv.integrations.trl.batches import attention_arguments, call_with, causal_lm, pad_columns
+from lit_rlkv.integrations.trl.batches import (
+    attention_arguments,
+    causal_lm,
+    pad_columns,
+    replaced_states,
+)
 from lit_rlkv.integrations.trl.config import EvictingConfig
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import token_positions
+from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from lit_rlkv.rollout import generate
 
@@ -54,6 +61,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         self._replays = args.correction == "shadow"
         self._evicted_at: Tensor | None = None
         self._learner_logps: Tensor | None = None
+        self._learner_states: Tensor | None = None
+        """Hidden states that predict the completions of the last forward."""
         super().__init__(model, reward_funcs, args, **arguments)
         prepare_backbone(causal_lm(self.model))
         if self.is_fsdp_enabled or self._dist.is_zero3:
@@ -121,18 +130,12 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return TRL's log-probs, entropies and auxiliary loss under the learner's view of the keys."""
         evicted_at = self._view(attention_mask, shadow=self._replays)
-        positions = token_positions(attention_mask)
         batch_size = batch_size or len(input_ids)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for start in range(0, len(input_ids), batch_size):
             rows = slice(start, start + batch_size)
-            changed = attention_arguments(model, evicted_at[rows])
-            changed["position_ids"] = positions[rows]
-            if not compute_aux_loss:  # which reads the real mask
-                # A dummy 4-D mask, so that transformers builds none of its own.
-                changed["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
             part = super()._get_per_token_logps_and_entropies(
-                partial(call_with, model, changed),
+                partial(self._forward, model, evicted_at[rows], logits_to_keep),
                 input_ids[rows],
                 attention_mask[rows],
                 logits_to_keep,
@@ -147,6 +150,54 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             torch.cat(entropies) if compute_entropy else None,
             torch.stack(aux_losses).mean() if compute_aux_loss else None,
         )
+
+    def _forward(
+        self,
+        model: Any,
+        evicted_at: Tensor,
+        n_completion: int,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        **options: Any,
+    ) -> Any:
+        """Call the model in TRL's place: each different token once, and logits of completions alone.
+
+        Args:
+            labels: [batch, seq], -100 outside of completions.
+        """
+        is_read = labels[:, 1:] != -100
+        positions = token_positions(attention_mask)
+        flat = None
+        if not options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
+            is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
+            n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
+            flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at)
+            # A dummy 4-D mask, so that transformers builds none of its own.
+            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+        if flat is not None:
+            input_ids, positions = flat.flatten(input_ids)[None], flat.flatten(positions)[None]
+
+        def read(states: Tensor) -> Tensor:
+            rows = states if flat is None else flat.spread(states[0])
+            self._learner_states = rows[:, :-1][is_read]
+            return self._learner_states[None]
+
+        with replaced_states(causal_lm(self.accelerator.unwrap_model(model)).base_model, read):
+            outputs = model(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=attention_mask,
+                shift_labels=labels[:, 1:][is_read][None],
+                flat=flat,
+                **attention_arguments(model, evicted_at),
+                **options,
+            )
+        for name in ("log_probs", "entropy"):
+            if (values := getattr(outputs, name)) is not None:
+                setattr(outputs, name, values.new_zeros(is_read.shape).masked_scatter(is_read, values))
+        return outputs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return TRL's loss under the learner's view of the keys."""
