@@ -168,19 +168,25 @@ def train_here(context: RunContext, folder: Path, *more: RLCallback) -> list[Ste
 
 
 class Trl:
-    """TRL's trainer in a process of its own."""
+    """TRL's trainer in a process of its own.
 
-    def __init__(self, python: str, folder: Path, n_steps: int) -> None:
+    Args:
+        cache: fields of `EvictingGRPOConfig`, for `EvictingGRPOTrainer`; None: TRL's own trainer.
+    """
+
+    def __init__(
+        self, python: str, folder: Path, n_steps: int, cache: dict[str, Any] | None = None, name: str = "trl"
+    ) -> None:
         source = PromptSource(Digits(), split="train", seed=derive_seed(0, "prompts", "rl"))
         settings = {
             **{"n_threads": torch.get_num_threads(), "n_prompts": N_PROMPTS, "group_size": GROUP_SIZE},
             **{"max_new_tokens": N_TOKENS, "n_steps": n_steps + 1, "lr": LR, "betas": BETAS, "clip": CLIP},
-            "max_grad_norm": MAX_GRAD_NORM,
+            **{"max_grad_norm": MAX_GRAD_NORM, "cache": cache or {}},
             "prompts": [problem.prompt for problem in source.take(N_PROMPTS * n_steps)],
         }
         (folder / "peers.json").write_text(json.dumps(settings))
         script = Path(__file__).parent / "peers_parts" / "trl_steps.py"
-        self.log = (folder / "trl.log").open("w+")
+        self.log = (folder / f"{name}.log").open("w+")
         self.process = subprocess.Popen(
             [python, str(script), str(folder)],
             stdin=subprocess.PIPE,

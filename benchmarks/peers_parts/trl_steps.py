@@ -1,5 +1,7 @@
 """Steps of TRL's GRPOTrainer on demand; runs in TRL's environment, without this package.
 
+With a `cache` in peers.json the trainer is the EvictingGRPOTrainer of this package.
+
     python trl_steps.py FOLDER     FOLDER holds the model, its tokenizer and peers.json
 
 Each line on stdin runs one step, and one line of JSON on stdout gives its seconds.
@@ -23,8 +25,8 @@ from trl import GRPOConfig, GRPOTrainer
 class Steps(TrainerCallback):
     """Waits for a line before each step, and writes the step's seconds after it.
 
-    `generate` is the time in `model.generate`; `score` lasts from there to the end of the reward function;
-    `update` is the rest: advantages, forward, backward, clipping and optimizer.
+    `generate` is the time in the trainer's `_generate_single_turn`; `score` lasts from there to the end of
+    the reward function; `update` is the rest: advantages, forward, backward, clipping and optimizer.
     """
 
     def __init__(self, answers: Any) -> None:
@@ -76,9 +78,13 @@ def main(folder: str) -> None:
     torch.set_num_threads(settings["n_threads"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     steps = Steps(answers)
-    model.generate = steps.timed_generate(model.generate)
+    trainer_class, config_class, cache = GRPOTrainer, GRPOConfig, settings["cache"]
+    if cache:
+        from lit_rlkv.integrations.trl import EvictingGRPOConfig, EvictingGRPOTrainer
+
+        trainer_class, config_class = EvictingGRPOTrainer, EvictingGRPOConfig
     n_responses = settings["n_prompts"] * settings["group_size"]
-    config = GRPOConfig(
+    config = config_class(
         output_dir=str(Path(folder) / "trl"),
         per_device_train_batch_size=n_responses,
         num_generations=settings["group_size"],
@@ -101,8 +107,9 @@ def main(folder: str) -> None:
         report_to="none",
         disable_tqdm=True,
         logging_steps=settings["n_steps"],
+        **cache,
     )
-    trainer = GRPOTrainer(
+    trainer = trainer_class(
         model=model,
         reward_funcs=steps.reward,
         args=config,
@@ -110,6 +117,7 @@ def main(folder: str) -> None:
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
         callbacks=[steps],
     )
+    trainer._generate_single_turn = steps.timed_generate(trainer._generate_single_turn)
     n_trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     steps.say(version=trl.__version__, n_trained=n_trained)
     trainer.train()

@@ -1,1 +1,1 @@
-"""This project inside other libraries: TRL's GRPOTrainer, and `generate` of transformers."""
+"""This project inside other libraries: TRL's GRPOTrainer and RLOOTrainer, and `generate` of transformers."""

@@ -18,6 +18,11 @@ from lit_rlkv.types import NEVER
 
 UNUSED = -1
 """Column of a slot that holds no key."""
+FOREIGN_LOOP = (
+    "a SlotCache must be decoded by lit_rlkv.generate: the decoding loop of transformers does not fill it; "
+    "leave past_key_values out, and pass custom_generate=lit_rlkv.integrations.transformers.generate and "
+    "cache=CacheSpec(...) to model.generate"
+)
 
 if TYPE_CHECKING:
     from lit_rlkv.kvcache.cache import Prefill, SlotCache
@@ -49,7 +54,13 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the states unchanged; `attend` writes them to the pool."""
+        """Return the states unchanged; `attend` writes them to the pool.
+
+        Raises:
+            ValueError: nothing has prefilled the cache, as in a model's own forward.
+        """
+        if not self.is_initialized and self.cache.incoming is None:
+            raise ValueError(FOREIGN_LOOP)
         return key_states, value_states
 
     @property
@@ -73,7 +84,12 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length if self.keys is None else self.cache.n_slots), 0
+        """Refuse a forward that is not ours, which alone asks for a mask over the cache.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(FOREIGN_LOOP)
 
     def attend(
         self,

@@ -10,6 +10,8 @@ from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
 from lit_rlkv import generate as sample_rollout
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.integrations.transformers import EvictingGenerateOutput, generate
+from lit_rlkv.kvcache import SlotCache
+from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.types import NEVER
 
@@ -147,6 +149,51 @@ def test_a_filled_cache_is_refused(model, prompts):
             max_new_tokens=4,
             do_sample=False,
         )
+
+
+def empty_cache(model, n_rows=3):
+    return SlotCache(EVICTS, model.config.num_hidden_layers, n_rows, 64, model.device)
+
+
+def prefilled_cache(model, prompts):
+    """Give a cache that our own loop has filled with the prompts."""
+    cache, is_prompt = empty_cache(model), prompts.attention_mask.bool()
+    with torch.no_grad(), cache.prefill(range(3), is_prompt):
+        hidden_states(model, prompts.input_ids, token_positions(is_prompt), slot_cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+        {"prefill_chunk_size": 2},
+    ],
+    ids=lambda value: "-".join(value) or "greedy",
+)
+@pytest.mark.parametrize("attention", ["lit_rlkv", "sdpa"])
+def test_the_decoding_loops_of_transformers_refuse_our_cache(model, prompts, options, attention):
+    one = {name: value[:1] for name, value in prompts.items()}  # assisted decoding takes one sequence
+    inputs = one if "prompt_lookup_num_tokens" in options else prompts
+    try:
+        model.set_attn_implementation(attention)
+        with pytest.raises(ValueError, match="pass custom_generate=lit_rlkv") as error:
+            model.generate(**inputs, past_key_values=empty_cache(model), max_new_tokens=4, **options)
+    finally:
+        model.set_attn_implementation("lit_rlkv")
+    assert "\n" not in str(error.value)
+
+
+def test_a_forward_that_is_not_ours_refuses_a_cache(model, prompts):
+    cache, words = prefilled_cache(model, prompts), "must be decoded by lit_rlkv.generate"
+    with pytest.raises(ValueError, match=words):
+        model(prompts.input_ids[:, :1], past_key_values=cache)
+    mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()  # with a mask of its own it asks for none
+    with pytest.raises(ValueError, match=words):
+        model(prompts.input_ids[:, :7], attention_mask=mask, past_key_values=empty_cache(model))
 
 
 def test_a_model_that_was_not_prepared_is_refused(tokenizer, prompts):

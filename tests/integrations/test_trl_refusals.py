@@ -14,8 +14,13 @@ from peft import PromptTuningConfig
 from transformers import HfArgumentParser, MambaConfig, MambaForCausalLM
 from trl import GRPOConfig
 
-from lit_rlkv.integrations import trl as integration
-from lit_rlkv.integrations.trl import EvictingGRPOConfig
+from lit_rlkv.integrations.trl import (
+    EvictingGRPOConfig,
+    EvictingGRPOTrainer,
+    EvictingRLOOConfig,
+    EvictingRLOOTrainer,
+    release,
+)
 from lit_rlkv.kvcache import CacheSpec
 from tests.integrations.trl_runs import build, save_model, tokenizer
 
@@ -63,6 +68,22 @@ def test_a_config_is_checked_when_it_is_made(tmp_path, options, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         config(tmp_path, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"correction": "tis"}, "correction must be one of shadow, naive, got 'tis'; choose one"),
+        ({"cache_budget": 20}, "budget must be at least sink + window + 1 = 21, got 20"),
+        ({"use_vllm": True}, "use_vllm must be False, got True: vLLM does not record evictions"),
+        ({"top_p": 0.9}, "top_p must be 1.0, got 0.9"),
+        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+    ],
+    ids=str,
+)
+def test_the_config_of_rloo_is_checked_too(tmp_path, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        EvictingRLOOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
 
 
 def test_the_fields_of_the_cache_reach_the_sampler(tmp_path):
@@ -127,7 +148,9 @@ def test_a_model_that_cannot_be_replayed_is_refused(tmp_path):
 def test_a_config_of_trl_is_not_enough(model, tmp_path):
     plain = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     with pytest.raises(TypeError, match="args must be an EvictingGRPOConfig, got GRPOConfig"):
-        integration.EvictingGRPOTrainer(model, print, plain)
+        EvictingGRPOTrainer(model, print, plain)
+    with pytest.raises(TypeError, match="args must be an EvictingRLOOConfig, got EvictingGRPOConfig"):
+        EvictingRLOOTrainer(model, print, config(tmp_path))
 
 
 def words_for(found):
@@ -139,16 +162,16 @@ def words_for(found):
 
 @pytest.mark.parametrize("found", ["1.15.2", "1.17.0", "2.0.0"])
 def test_another_release_of_trl_is_refused(monkeypatch, found):
-    monkeypatch.setattr(integration, "version", lambda name: found)
+    monkeypatch.setattr(release, "version", lambda name: found)
     with pytest.raises(ImportError) as error:
-        integration.check_trl_version()
+        release.check_trl_version()
     assert str(error.value) == words_for(found)
 
 
 @pytest.mark.parametrize("found", ["1.16.0", "1.16.3"])
 def test_releases_in_the_range_pass(monkeypatch, found):
-    monkeypatch.setattr(integration, "version", lambda name: found)
-    integration.check_trl_version()
+    monkeypatch.setattr(release, "version", lambda name: found)
+    release.check_trl_version()
 
 
 @pytest.mark.slow
@@ -165,4 +188,4 @@ def test_the_release_is_checked_at_import_before_anything_of_trl_is_used():
 
 def test_the_range_of_the_extra_is_the_one_that_is_checked():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"trl{integration.SUPPORTED_TRL}" in extras["trl"]
+    assert f"trl{release.SUPPORTED_TRL}" in extras["trl"]

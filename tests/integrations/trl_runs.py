@@ -1,11 +1,11 @@
-"""Short trainings of a toy model under TRL's GRPOTrainer and ours."""
+"""Short trainings of a toy model under TRL's GRPOTrainer and RLOOTrainer, and ours."""
 
 import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lit_rlkv.data.tokenizers import build_task_tokenizer
-from lit_rlkv.integrations.trl import EvictingGRPOConfig, EvictingGRPOTrainer
+from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
 from lit_rlkv.models.presets import tiny_qwen3
 
 PROMPTS = ["2+3=", "40+2=1", "7+8=", "100+11=", "1", "9+9+9+9=", "3+3=", "12+5="]
@@ -78,7 +78,8 @@ class Recorder:
 
 def build(model, folder, *, trainer=EvictingGRPOTrainer, reward=score, arguments=None, **options):
     """Return a trainer of three steps, of 4 completions to each of 2 prompts."""
-    is_ours = issubclass(trainer, EvictingGRPOTrainer)
+    is_ours = issubclass(trainer, EvictingGRPOTrainer | EvictingRLOOTrainer)
+    plain_config = GRPOConfig if issubclass(trainer, GRPOTrainer) else RLOOConfig
     defaults = {
         "output_dir": str(folder),
         "max_steps": 3,
@@ -95,7 +96,7 @@ def build(model, folder, *, trainer=EvictingGRPOTrainer, reward=score, arguments
         "disable_tqdm": True,
         **(EVICTS if is_ours else {}),
     }
-    config = (EvictingGRPOConfig if is_ours else GRPOConfig)(**defaults | options)
+    config = (trainer.config_class if is_ours else plain_config)(**defaults | options)
     return trainer(
         model=model,
         args=config,
@@ -119,5 +120,20 @@ def train_plain(model, folder, recorder, **options):
     arguments = {**(options.pop("arguments", None) or {}), "rollout_func": recorder.rollout_func()}
     own = Recorder()
     found = train(model, folder, trainer=GRPOTrainer, reward=own, arguments=arguments, **options)
+    assert own.completions == recorder.completions
+    return found
+
+
+def train_plain_rloo(model, folder, recorder, **options):
+    """Train TRL's own RLOOTrainer, which has no `rollout_func`, on the completions of another training."""
+    rollout = recorder.rollout_func()
+
+    class Recorded(RLOOTrainer):
+        def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+            return rollout(self.processing_class.batch_decode(prompt_ids), self)["completion_ids"]
+
+    options = {name: value for name, value in options.items() if name not in EVICTS}
+    own = Recorder()
+    found = train(model, folder, trainer=Recorded, reward=own, **options)
     assert own.completions == recorder.completions
     return found

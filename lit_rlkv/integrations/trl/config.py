@@ -1,0 +1,149 @@
+"""EvictingGRPOConfig and EvictingRLOOConfig: TRL's configs with the KV cache of rollouts."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trl import GRPOConfig, RLOOConfig
+
+from lit_rlkv.checks import is_number
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.objectives.corrections import WeightFn, masked, truncated, unweighted
+
+CORRECTIONS: dict[str, WeightFn] = {
+    "shadow": unweighted,
+    "naive": unweighted,
+    "tis": truncated,
+    "mis": masked,
+}
+"""Weight functions by correction; with `shadow` the learner replays, with the others it is dense."""
+DISTILLATIONS = ("none", "dense_student", "sparse_student")
+
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_vllm": ((False,), "vLLM does not record evictions"),
+    "use_transformers_continuous_batching": ((False,), "a paged cache does not record evictions"),
+    "cache_implementation": ((None,), "the cache is the one of cache_policy and cache_budget"),
+    "top_p": ((1.0,), "the learner's log-probs are of the whole vocabulary"),
+    "top_k": ((0, None), "the learner's log-probs are of the whole vocabulary"),
+    "min_p": ((None, 0.0), "the learner's log-probs are of the whole vocabulary"),
+    "repetition_penalty": ((1.0,), "the learner's log-probs have no penalty"),
+    "generation_kwargs": ((None, {}), "the sampler takes temperature and max_completion_length only"),
+}
+"""Options of TRL that the rollout cannot follow: values that change nothing, and the reason."""
+
+
+def _check_sampling(config: Any) -> None:
+    """Check that a config of TRL asks for nothing that the rollout cannot do."""
+    for name, (neutral, reason) in _NEUTRAL.items():
+        if (given := getattr(config, name)) not in neutral:
+            raise ValueError(f"{name} must be {neutral[0]}, got {given!r}: {reason}; leave it out")
+    if not config.temperature > 0:
+        raise ValueError(
+            f"temperature must be above 0, got {config.temperature}; greedy decoding has no log-probs"
+        )
+
+
+@dataclass
+class EvictingConfig:
+    """The KV cache of rollouts, and the learner's view of it: fields that both configs add to TRL's."""
+
+    corrections: ClassVar[tuple[str, ...]]
+    """Corrections that the trainer's loss can take."""
+
+    cache_policy: str = field(default="snapkv", metadata={"help": "Eviction policy; dense evicts nothing."})
+    cache_budget: int = field(default=512, metadata={"help": "Keys left after a compaction."})
+    cache_interval: int = field(default=128, metadata={"help": "Tokens decoded between two compactions."})
+    cache_sink: int = field(default=4, metadata={"help": "First tokens that are never evicted."})
+    cache_window: int = field(default=16, metadata={"help": "Latest tokens that are never evicted."})
+    correction: str = field(default="shadow", metadata={"help": "shadow replays the evictions."})
+
+    def check(self) -> None:
+        """Check the fields above, and those of TRL that tell how to sample.
+
+        Raises:
+            ValueError: a field is invalid, or asks for what the rollout cannot do.
+        """
+        self.cache_spec()
+        if self.correction == "sparse_rl":
+            raise ValueError(
+                "correction='sparse_rl' counts fewer tokens in the loss's denominator, which TRL's losses do "
+                f"not take; choose one of {', '.join(self.corrections)}"
+            )
+        self.check_choice("correction", self.corrections)
+        _check_sampling(self)
+
+    def check_choice(self, name: str, known: tuple[str, ...]) -> None:
+        """Check that a field is one of the known words."""
+        if getattr(self, name) not in known:
+            raise ValueError(
+                f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}; choose one"
+            )
+
+    def cache_spec(self) -> CacheSpec:
+        """Return the cache of rollouts."""
+        return CacheSpec(
+            policy=self.cache_policy,
+            budget=self.cache_budget,
+            interval=self.cache_interval,
+            sink=self.cache_sink,
+            window=self.cache_window,
+        )
+
+
+@dataclass
+class EvictingGRPOConfig(EvictingConfig, GRPOConfig):  # type: ignore[misc]
+    """TRL's GRPOConfig, with the KV cache of rollouts, the correction and the distillation.
+
+    Args:
+        cache_policy: eviction policy, one of `lit_rlkv.kvcache.POLICIES`, or "dense" to evict nothing.
+        cache_budget: keys left after a compaction, for each sequence, layer and KV head.
+        cache_interval: tokens decoded between two compactions.
+        cache_sink: first tokens of a sequence that are never evicted.
+        cache_window: latest tokens that are never evicted.
+        correction: "shadow": the learner replays the evictions of the rollout. Otherwise it sees every key,
+            without a correction ("naive"), or with TRL's per-token loss times the importance weight min(ρ, 2)
+            ("tis") or ρ inside [0.5, 2] and 0 outside ("mis"), ρ = π_old / sampler.
+        distillation: "dense_student" adds KL(π_dense ‖ sg π_shadow) to the loss, "sparse_student"
+            KL(sg reference_dense ‖ π_shadow), over the whole vocabulary (arXiv:2605.06850); "none": neither.
+        distillation_weight: weight of the KL, in nats per completion token.
+
+    Raises:
+        ValueError: a field is invalid, or an option of TRL asks for what the rollout cannot do.
+    """
+
+    corrections = tuple(CORRECTIONS)
+
+    distillation: str = field(
+        default="none", metadata={"help": "One of none, dense_student, sparse_student."}
+    )
+    distillation_weight: float = field(default=0.1, metadata={"help": "Weight of the distillation's KL."})
+
+    def __post_init__(self) -> None:
+        self.check()
+        self.check_choice("distillation", DISTILLATIONS)
+        if not (is_number(self.distillation_weight) and 0 < self.distillation_weight < math.inf):
+            raise ValueError(
+                f"distillation_weight must be a number above 0, got {self.distillation_weight!r}; raise it, "
+                "or set distillation='none'"
+            )
+        super().__post_init__()
+
+
+@dataclass
+class EvictingRLOOConfig(EvictingConfig, RLOOConfig):  # type: ignore[misc]
+    """TRL's RLOOConfig, with the KV cache of rollouts and the correction.
+
+    Args:
+        cache_policy: eviction policy; this and the other fields of the cache as in `EvictingGRPOConfig`.
+        correction: "shadow" or "naive". RLOO's loss has one ratio for a sequence, where the per-token weights
+            of "tis" and "mis" have no place.
+
+    Raises:
+        ValueError: a field is invalid, or an option of TRL asks for what the rollout cannot do.
+    """
+
+    corrections = ("shadow", "naive")
+
+    def __post_init__(self) -> None:
+        self.check()
+        super().__post_init__()

@@ -1,0 +1,147 @@
+"""EvictingGRPOTrainer: TRL's GRPOTrainer with evicting rollouts, replay, corrections and distillation."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from lit_rlkv.integrations.trl.batches import as_reference, causal_lm, has_adapter, whole_rows
+from lit_rlkv.integrations.trl.config import CORRECTIONS, EvictingGRPOConfig
+from lit_rlkv.integrations.trl.replaying import EvictingTrainer
+from lit_rlkv.models.backbone import head_is_frozen, head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.objectives.corrections import unweighted
+from lit_rlkv.objectives.distillation import distillation_kl
+
+
+class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer whose rollouts evict keys, and whose learner replays the evictions.
+
+    Arguments are those of `GRPOTrainer`, with an `EvictingGRPOConfig` as `args`. Metrics are TRL's, and
+
+    - `kv/replay_gap`: the largest |log π − log sampler| of a completion token before the first update on a
+      rollout, in nats; with a correction other than "shadow" it is the mismatch of the dense learner;
+    - `kv/bytes`: allocated keys and values, summed over processes;
+    - `smd/kl`: the KL of the distillation, mean over completion tokens, in nats.
+
+    Dropout is set to 0, because sampler and learner must compute the same function.
+
+    Raises:
+        TypeError: `args` is not an `EvictingGRPOConfig`.
+        ValueError: the model cannot be replayed, or an argument asks for what the rollout cannot do.
+    """
+
+    config_class = EvictingGRPOConfig
+    algorithm = "GRPO"
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | Any",
+        reward_funcs: Any = None,
+        args: Any = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(model, reward_funcs, args, **arguments)
+        self._weight_fn = CORRECTIONS[self.args.correction]
+        is_anchored = self.ref_model is not None or has_adapter(self.model)
+        if self.args.distillation == "sparse_student" and not is_anchored:
+            raise ValueError(
+                "distillation='sparse_student' needs a frozen teacher, and TRL keeps no reference at beta=0; "
+                "set beta above 0 (1e-6 is enough), or train a peft adapter"
+            )
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: Any,
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        return self.sample(prompt_ids)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Add the eviction table to TRL's batch, and the importance weights to its advantages."""
+        output = super()._generate_and_score_completions(inputs)
+        if self._weight_fn is unweighted:
+            return output
+        old_logps = output.get("old_per_token_logps")
+        if old_logps is None:
+            input_ids, attention_mask, n_completion = whole_rows(output)
+            size = self.args.train_batch_size if self._mode == "train" else self.args.eval_batch_size
+            with torch.no_grad():
+                old_logps, _, _ = self._get_per_token_logps_and_entropies(
+                    self.model, input_ids, attention_mask, n_completion, batch_size=size
+                )
+        log_ratio = old_logps - output["sampling_per_token_logps"]
+        weight = self._weight_fn(log_ratio, output["completion_mask"].bool()).weight
+        if self.loss_type == "vespo":
+            output["importance_sampling_ratio"] = weight  # it weighs whole sequences, by this name
+        else:
+            # Every other loss is linear in the advantage of a token, and a weight is never negative.
+            output["advantages"] = output["advantages"][:, None] * weight
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return TRL's loss under the learner's view of the keys, with the distillation's."""
+        loss = super()._compute_loss(model, inputs)
+        if self.args.distillation == "none":
+            return loss
+        assert self._learner_states is not None
+        return loss + self._distillation_loss(self._learner_states, inputs)
+
+    def _distillation_loss(self, learner_states: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Return weight · KL, averaged over the completion tokens of the optimizer step."""
+        input_ids, attention_mask, n_completion = whole_rows(inputs)
+        is_read = torch.zeros_like(attention_mask[:, 1:], dtype=torch.bool)
+        is_read[:, -n_completion:] = inputs["completion_mask"].bool()
+        policy = self.accelerator.unwrap_model(self.model)
+
+        def states(model: Any, *, shadow: bool) -> Tensor:
+            evicted_at = self._view(attention_mask, shadow=shadow)
+            with self.accelerator.autocast():
+                hidden = hidden_states(
+                    causal_lm(model), input_ids, token_positions(attention_mask), evicted_at=evicted_at
+                )
+            return hidden[:, :-1][is_read]
+
+        def policy_states(*, shadow: bool, trains: bool) -> Tensor:
+            if shadow == self._replays:
+                return learner_states if trains else learner_states.detach()
+            with nullcontext() if trains else torch.no_grad():
+                return states(policy, shadow=shadow)
+
+        to_sparse = self.args.distillation == "sparse_student"
+        student = policy_states(shadow=to_sparse, trains=True)
+        if to_sparse:
+            teacher_model = (
+                policy if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+            )
+            with torch.no_grad(), as_reference(teacher_model) if self.ref_model is None else nullcontext():
+                teacher = states(teacher_model, shadow=False)
+        else:
+            teacher_model = policy
+            teacher = policy_states(shadow=True, trains=False)
+        backbone = causal_lm(policy)
+        with self.accelerator.autocast():
+            kl_sum = distillation_kl(
+                teacher,
+                student,
+                partial(head_logits, causal_lm(teacher_model)),
+                partial(head_logits, backbone),
+                self.temperature,
+                text_config(backbone).vocab_size,
+                1,
+                reverse=not to_sparse,
+                heads_are_frozen=head_is_frozen(backbone),
+            )
+        totals = self.accelerator.reduce(torch.stack([kl_sum.detach(), is_read.sum()]))
+        self._metrics[self._mode]["smd/kl"].append((totals[0] / totals[1].clamp(min=1)).item())
+        # TRL counts the tokens of the rollout; gradients are averaged over processes.
+        n_tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        if self._mode == "train":
+            n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return self.args.distillation_weight * kl_sum / n_tokens

@@ -1,0 +1,261 @@
+"""EvictingTrainer: the part that GRPO and RLOO share, evicting rollouts and a learner that replays them."""
+
+import math
+from functools import partial
+from itertools import groupby
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel, ProcessorMixin
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.utils import get_config_model_id, pad
+
+from lit_rlkv.integrations.trl.batches import (
+    attention_arguments,
+    causal_lm,
+    pad_columns,
+    replaced_states,
+)
+from lit_rlkv.integrations.trl.config import EvictingConfig
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.attention import ATTENTION_NAME
+from lit_rlkv.models.backbone import token_positions
+from lit_rlkv.models.flat_tokens import flat_tokens
+from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
+from lit_rlkv.rollout import generate
+
+
+class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
+    """Extends a trainer of TRL that stands after it among the bases.
+
+    Four of its methods are extended: the rollout (`_generate_single_turn`, which calls `sample`), the batch
+    (`_generate_and_score_completions`), the log-probs (`_get_per_token_logps_and_entropies`) and the loss
+    (`_compute_loss`). They are private, so TRL is pinned.
+    """
+
+    config_class: ClassVar[type[EvictingConfig]]
+    algorithm: ClassVar[str]
+    """Ends the default `output_dir`, as in TRL."""
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | Any",
+        reward_funcs: Any = None,
+        args: Any = None,
+        **arguments: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = self.config_class(f"{name.split('/')[-1]}-{self.algorithm}")
+        self._check_arguments(model, args, arguments)
+        if isinstance(model, str):
+            options = dict(args.model_init_kwargs or {})
+            args.model_init_kwargs = {**options, "attn_implementation": ATTENTION_NAME}
+        else:
+            prepare_backbone(causal_lm(model))  # before TRL copies its attention for the reference
+        self._spec = args.cache_spec()
+        self._replays = args.correction == "shadow"
+        self._evicted_at: Tensor | None = None
+        self._learner_logps: Tensor | None = None
+        self._learner_states: Tensor | None = None
+        """Hidden states that predict the completions of the last forward."""
+        super().__init__(model, reward_funcs, args, **arguments)
+        prepare_backbone(causal_lm(self.model))
+        if self.is_fsdp_enabled or self._dist.is_zero3:
+            raise ValueError(
+                f"{type(self).__name__} must have the whole weights on each process, and FSDP and DeepSpeed "
+                "ZeRO-3 shard them; use DDP, or lit_rlkv.fit, which shards by FSDP2"
+            )
+
+    def sample(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        """Sample a completion for each prompt under the evicting cache; equal neighbours share a prefill.
+
+        Returns:
+            Tokens and log-probs of each completion.
+        """
+        n = math.gcd(*(len(list(run)) for _, run in groupby(prompt_ids)))
+        prompts = [torch.tensor(ids) for ids in prompt_ids[::n]]
+        options = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        device = self.accelerator.device
+        with (
+            profiling_context(self, "lit_rlkv.generate"),
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            self.accelerator.autocast(),
+        ):
+            rollout = generate(
+                causal_lm(model),
+                pad(prompts, padding_value=self._tokenizer.pad_token_id, **options).to(device),
+                pad([torch.ones_like(ids) for ids in prompts], padding_value=0, **options).to(device),
+                cache=self._spec,
+                max_new_tokens=self.max_completion_length,
+                eos_token_id=self.eos_token_ids,
+                pad_token_id=self._tokenizer.pad_token_id,
+                temperature=self.temperature,
+                num_return_sequences=n,
+            )
+        self._evicted_at = replay_evicted_at(rollout)
+        n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=device))
+        self._metrics[self._mode]["kv/bytes"].append(n_bytes.item())
+        rows = list(zip(rollout.input_ids, rollout.rollout_logps, rollout.response_mask, strict=True))
+        return [ids[mask].tolist() for ids, _, mask in rows], [
+            logps[mask].tolist() for _, logps, mask in rows
+        ]
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Add the eviction table to TRL's batch."""
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        n_columns = output["prompt_ids"].shape[1] + output["completion_ids"].shape[1]
+        output["evicted_at"] = pad_columns(self._evicted_at, n_columns)
+        output["sampled_at_step"] = torch.tensor(self.state.global_step)
+        return output
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return TRL's log-probs, entropies and auxiliary loss under the learner's view of the keys."""
+        evicted_at = self._view(attention_mask, shadow=self._replays)
+        batch_size = batch_size or len(input_ids)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for start in range(0, len(input_ids), batch_size):
+            rows = slice(start, start + batch_size)
+            part = super()._get_per_token_logps_and_entropies(
+                partial(self._forward, model, evicted_at[rows], logits_to_keep),
+                input_ids[rows],
+                attention_mask[rows],
+                logits_to_keep,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+            )
+            parts.append(part)
+        logps, entropies, aux_losses = zip(*parts, strict=True)
+        self._learner_logps = torch.cat(logps)
+        return (
+            self._learner_logps,
+            torch.cat(entropies) if compute_entropy else None,
+            torch.stack(aux_losses).mean() if compute_aux_loss else None,
+        )
+
+    def _forward(
+        self,
+        model: Any,
+        evicted_at: Tensor,
+        n_completion: int,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        **options: Any,
+    ) -> Any:
+        """Call the model in TRL's place: each different token once, and logits of completions alone.
+
+        Args:
+            labels: [batch, seq], -100 outside of completions.
+        """
+        is_read = labels[:, 1:] != -100
+        positions = token_positions(attention_mask)
+        flat = None
+        if not options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
+            is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
+            n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
+            flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at)
+            # A dummy 4-D mask, so that transformers builds none of its own.
+            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+        if flat is not None:
+            input_ids, positions = flat.flatten(input_ids)[None], flat.flatten(positions)[None]
+
+        def read(states: Tensor) -> Tensor:
+            rows = states if flat is None else flat.spread(states[0])
+            self._learner_states = rows[:, :-1][is_read]
+            return self._learner_states[None]
+
+        with replaced_states(causal_lm(self.accelerator.unwrap_model(model)).base_model, read):
+            outputs = model(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=attention_mask,
+                shift_labels=labels[:, 1:][is_read][None],
+                flat=flat,
+                **attention_arguments(model, evicted_at),
+                **options,
+            )
+        for name in ("log_probs", "entropy"):
+            if (values := getattr(outputs, name)) is not None:
+                setattr(outputs, name, values.new_zeros(is_read.shape).masked_scatter(is_read, values))
+        return outputs
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return TRL's loss under the learner's view of the keys."""
+        self._evicted_at = inputs["evicted_at"]
+        loss: Tensor = super()._compute_loss(model, inputs)
+        if self.state.global_step == inputs["sampled_at_step"]:  # no update since the rollout
+            self._log_gap(inputs)
+        return loss
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _view(self, attention_mask: Tensor, *, shadow: bool) -> Tensor:
+        """Return the eviction table of the batch at hand, or that of a dense cache."""
+        if shadow:
+            return pad_columns(self._evicted_at, attention_mask.shape[1])
+        return dense_evicted_at(attention_mask.bool())
+
+    @torch.no_grad()
+    def _log_gap(self, inputs: dict[str, Any]) -> None:
+        assert self._learner_logps is not None
+        gap = (self._learner_logps - inputs["sampling_per_token_logps"]).abs()
+        gap = gap.masked_fill(~inputs["completion_mask"].bool(), 0.0)
+        largest = self.accelerator.gather(gap.max()).max().item()
+        metrics = self._metrics[self._mode]  # TRL logs means of lists, and this is a maximum
+        metrics["kv/replay_gap"] = [max([largest, *metrics["kv/replay_gap"]])]
+
+    def _check_arguments(self, model: Any, args: Any, arguments: dict[str, Any]) -> None:
+        is_ours = isinstance(args, self.config_class)
+        if not is_ours:
+            raise TypeError(
+                f"args must be an {self.config_class.__name__}, got {type(args).__name__}; it takes the same "
+                "fields"
+            )
+        one_turn = "the record of evictions has one turn"
+        refused = {
+            "tools": f"a tool's answer enters the context between turns, and {one_turn}",
+            "environment_factory": f"its tools add turns, and {one_turn}",
+            "rollout_func": "the rollout is this trainer's own",
+        }
+        for name, reason in refused.items():
+            if arguments.get(name):
+                raise ValueError(
+                    f"{name} must be left out of {type(self).__name__}: {reason}; use {self.algorithm}Trainer"
+                )
+        if isinstance(arguments.get("processing_class"), ProcessorMixin):
+            raise ValueError(
+                "images cannot be replayed: processing_class must be a tokenizer, got a processor"
+            )
+        given = (args.model_init_kwargs or {}).get("attn_implementation", ATTENTION_NAME)
+        if given != ATTENTION_NAME:
+            raise ValueError(
+                f"model_init_kwargs must leave attn_implementation out, got {given!r}; replay has its own"
+            )
+        configs = [arguments.get("peft_config"), *getattr(model, "peft_config", {}).values()]
+        if any(getattr(config, "is_prompt_learning", False) for config in configs):
+            raise ValueError(
+                "prompt learning adds virtual tokens, which the record of evictions does not cover; use LoRA "
+                "or another adapter of peft"
+            )

@@ -1,0 +1,42 @@
+"""EvictingRLOOTrainer: TRL's RLOOTrainer with evicting rollouts and exact replay."""
+
+from typing import Any
+
+import torch
+from trl import RLOOTrainer
+from trl.trainer.utils import pad
+
+from lit_rlkv.integrations.trl.config import EvictingRLOOConfig
+from lit_rlkv.integrations.trl.replaying import EvictingTrainer
+
+
+class EvictingRLOOTrainer(EvictingTrainer, RLOOTrainer):  # type: ignore[misc]
+    """RLOOTrainer whose rollouts evict keys, and whose learner replays the evictions.
+
+    Arguments are those of `RLOOTrainer`, with an `EvictingRLOOConfig` as `args`. Metrics are TRL's, with
+    `kv/replay_gap` and `kv/bytes` as in `EvictingGRPOTrainer`. Dropout is set to 0.
+
+    Raises:
+        TypeError: `args` is not an `EvictingRLOOConfig`.
+        ValueError: the model cannot be replayed, or an argument asks for what the rollout cannot do.
+    """
+
+    config_class = EvictingRLOOConfig
+    algorithm = "RLOO"
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
+    ) -> list[list[int]]:
+        completion_ids, self._sampling_logps = self.sample(prompt_ids)
+        return completion_ids
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Add the eviction table to TRL's batch, and the sampler's log-probs, which RLOO does not keep."""
+        output = super()._generate_and_score_completions(inputs)
+        output["sampling_per_token_logps"] = pad(
+            [torch.tensor(logps) for logps in self._sampling_logps],
+            padding_value=0.0,
+            padding_side="right",
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        ).to(self.accelerator.device)
+        return output
