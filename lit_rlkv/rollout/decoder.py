@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.token_sampling import NoiseRows
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.backbone import (
     can_be_captured,
@@ -133,6 +134,9 @@ class Decoder:
         self.newest = torch.full((n_rows,), settings.pad_token_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
+        self._noise_rows: NoiseRows | None = None
+        # A compiled layer would be compiled anew for every number of rows.
+        self.keeps_rows = compile_layers
         is_recorded = settings.truncation.is_on and settings.temperature > 0
         self._masks = MaskRecord(n_rows, device) if is_recorded else None
         self._layers: AbstractContextManager[None] = (
@@ -204,8 +208,14 @@ class Decoder:
         return min(self.seq_len, int(GROWTH * self.kv.n_slots) + 1)
 
     def grow(self, rows: Sequence[int]) -> None:
-        """Give a dense cache more slots, and go on with these rows alone, numbered anew in this order."""
+        """Give a dense cache more slots, and go on with these rows alone, numbered anew in this order.
+
+        They sample what they would with the other rows beside them, as in a cache that need not grow.
+        """
         index = torch.tensor(rows, device=self.newest.device)
+        if len(rows) < self.n_rows:
+            before = self._noise_rows or NoiseRows(self.all_rows, self.n_rows)
+            self._noise_rows = NoiseRows(before.index[index], before.n)
         self.kv.resize(index, self.next_size)
         self.input_ids, self.logps = self.input_ids[index], self.logps[index]
         self.response_mask, self.newest = self.response_mask[index], self.newest[index]
@@ -244,12 +254,19 @@ class Decoder:
             hidden = hidden_states(self.model, self.newest[:, None], positions, slot_cache=self.kv)
         if self.experts is not None:  # a finished row reads a token that is not in it
             self.experts.write(self.kv.column.where(self.is_running, self.seq_len))
-        self._append(self.all_rows, head_logits(self.model, hidden[:, -1]))
+        self._append(self.all_rows, head_logits(self.model, hidden[:, -1]), self._noise_rows)
 
-    def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
+    def _append(
+        self,
+        rows: Int[Tensor, " row"],
+        logits: Float[Tensor, "row vocab"],
+        noise_rows: NoiseRows | None = None,
+    ) -> None:
         """Sample a token for each row and write it into the next column."""
         settings, is_running = self.settings, self.is_running[rows]
-        token, logp, kept = sample(logits, settings.temperature, self.generator, settings.truncation)
+        token, logp, kept = sample(
+            logits, settings.temperature, self.generator, settings.truncation, noise_rows
+        )
         if self._masks is not None and kept is not None:
             self._masks.write(rows, kept, is_running)
         token = token.where(is_running, settings.pad_token_id)

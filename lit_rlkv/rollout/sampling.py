@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rlkv.kernels.token_logps import tempered
-from lit_rlkv.kernels.token_sampling import sample_tokens
+from lit_rlkv.kernels.token_sampling import NoiseRows, sample_tokens
 
 Kept = Tensor
 """The tokens that a truncation keeps in each row: int32 ids [row, top_k] with -1 for dropped ones, or without
@@ -75,6 +75,7 @@ def sample(
     temperature: float,
     generator: torch.Generator | None,
     truncation: Truncation | None = None,
+    noise_rows: NoiseRows | None = None,
 ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"], Kept | None]:
     """Return tokens drawn from softmax(logits / temperature), their log-probs, and what they were drawn from.
 
@@ -83,19 +84,20 @@ def sample(
     Args:
         truncation: draw from the tokens that it keeps, with log-probs of the renormalised distribution. None:
             draw from the whole vocabulary, for which None is returned too.
+        noise_rows: see `sample_tokens`.
     """
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros(tokens.shape, device=logits.device, dtype=torch.float32), None
     if truncation is None or not truncation.is_on:
-        return *sample_tokens(logits, temperature, generator), None
+        return *sample_tokens(logits, temperature, generator, noise_rows), None
     if truncation.top_k is None:
         is_kept = truncation.kept_mask(tempered(logits, temperature))
         logits = logits.masked_fill(~is_kept, -torch.inf)
-        return *sample_tokens(logits, temperature, generator), is_kept
+        return *sample_tokens(logits, temperature, generator, noise_rows), is_kept
     ordered, ids = (part.flip(-1) for part in logits.topk(min(truncation.top_k, logits.shape[-1])))
     is_kept = truncation.is_kept(tempered(ordered, temperature))
     ordered = ordered.masked_fill(~is_kept, -torch.inf)
-    places, logps = sample_tokens(ordered, temperature, generator)
+    places, logps = sample_tokens(ordered, temperature, generator, noise_rows)
     tokens = ids.gather(-1, places[:, None]).squeeze(-1)
     return tokens, logps, ids.int().masked_fill(~is_kept, -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kernels.token_logps.reference import chosen_logps_and_entropy
-from lit_rlkv.kernels.token_sampling import kernel, sample_tokens, sample_tokens_and_entropy
+from lit_rlkv.kernels.token_sampling import NoiseRows, kernel, sample_tokens, sample_tokens_and_entropy
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.sampling import sample
 from tests.kernels.accuracy import bound, excess_error
@@ -227,6 +227,18 @@ def test_rows_have_noise_of_their_own_that_other_rows_do_not_change():
     tokens, _, _ = kernel.sample_with_seed(logits, 1.0, seed_of(2))
     assert len(set(tokens.tolist())) > 10
     assert torch.equal(kernel.sample_with_seed(logits[:7], 1.0, seed_of(2))[0], tokens[:7])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_rows_that_go_on_alone_draw_what_they_would_beside_the_others(kernels: str):
+    logits = make_logits((8, 130), "usual", torch.float32)
+    rows = torch.tensor([6, 1, 3], device=DEVICE)
+    with use_kernels(kernels):
+        alone, beside = torch.Generator(DEVICE).manual_seed(4), torch.Generator(DEVICE).manual_seed(4)
+        for _ in range(3):
+            drawn = sample_tokens(logits[rows], 1.0, alone, NoiseRows(rows, 8))
+            expected = sample_tokens(logits, 1.0, beside)
+            assert all(torch.equal(a, b[rows]) for a, b in zip(drawn, expected, strict=True))
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])

@@ -1,6 +1,7 @@
 """A dense cache has slots for what its running rows have sampled, not for the longest response."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -89,6 +90,32 @@ def test_rows_that_have_ended_do_not_grow(n: int, sizes: list, monkeypatch: pyte
     reserved = run(**settings)
     assert reserved.kv_bytes == 4 * n * 54 * SLOT_BYTES > grown.kv_bytes
     assert close(grown, reserved)
+
+
+@pytest.mark.parametrize("max_rows", [None, 6])
+def test_rows_go_on_as_beside_those_that_have_ended(
+    max_rows: int | None, sizes: list, monkeypatch: pytest.MonkeyPatch
+):
+    settings: dict = {"eos_token_id": list(range(4)), "num_return_sequences": 3, "max_rows": max_rows}
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            grown = run(**settings, generator=torch.Generator().manual_seed(seed))
+            patch.setattr(decoder, "FIRST_TOKENS", N_NEW)
+            reserved = run(**settings, generator=torch.Generator().manual_seed(seed))
+            never_evicts = CacheSpec("snapkv", budget=WIDTH + N_NEW, interval=4, sink=1, window=2)
+            evicting = run(**settings, cache=never_evicts, generator=torch.Generator().manual_seed(seed))
+        assert close(grown, reserved)
+        if max_rows is None:  # otherwise a row ends at another check
+            assert close(grown, evicting)
+    assert min(n_rows for n_rows, _ in sizes) < 6
+
+
+def test_a_compiled_step_keeps_its_rows(sizes: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder, "CompiledLayers", lambda model: nullcontext())
+    settings: dict = {"eos_token_id": list(range(4)), "num_return_sequences": 3}
+    grown = run(**settings, compile_layers=True, generator=torch.Generator().manual_seed(0))
+    assert {n_rows for n_rows, _ in sizes} == {12}
+    assert close(grown, run(**settings, generator=torch.Generator().manual_seed(0)))
 
 
 def test_a_row_that_another_prompt_takes_over_grows_with_the_others(

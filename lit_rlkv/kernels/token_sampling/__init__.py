@@ -4,8 +4,9 @@ from types import ModuleType
 
 from lit_rlkv.kernels.backend import with_triton
 from lit_rlkv.kernels.token_sampling import reference
+from lit_rlkv.kernels.token_sampling.reference import NoiseRows
 
-__all__ = ["sample_tokens", "sample_tokens_and_entropy"]
+__all__ = ["NoiseRows", "sample_tokens", "sample_tokens_and_entropy"]
 
 
 def _load_kernels() -> ModuleType:

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
+from lit_rlkv.kernels.token_sampling.reference import NoiseRows
 
 BLOCK = 4096
 """Logits of a block: one program. A constant, because the blocks decide which noise draws which token."""
@@ -74,11 +75,12 @@ def _sum_blocks(logits, peaks, masses, moments, stride, vocab, temperature, BLOC
 @triton.jit
 @no_type_check
 def _choose_token(
-    logits, peaks, masses, moments, seed, tokens, logps, entropy, stride, vocab, n_blocks, temperature,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    logits, peaks, masses, moments, seed, noise_rows, tokens, logps, entropy, stride, vocab, n_blocks,
+    temperature, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seed)
+    noise_row = tl.load(noise_rows + row).to(tl.int32)
     blocks = tl.arange(0, BLOCKS)
     is_block = blocks < n_blocks
     place = row * n_blocks + blocks
@@ -91,11 +93,11 @@ def _choose_token(
     scale = tl.exp2(fall * rate)
     total_mass = tl.sum(scale * mass, axis=0)
     log_mass = tl.log2(total_mass) * LN_2
-    noise = _gumbel(seed, blocks, row.to(tl.int32), VOCAB_BLOCK)
+    noise = _gumbel(seed, blocks, noise_row, VOCAB_BLOCK)
     block = _argmax(fall / temperature + tl.log2(mass) * LN_2 + noise, n_blocks)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-    noise = _gumbel(seed, column, row.to(tl.int32), TOKEN)
+    noise = _gumbel(seed, column, noise_row, TOKEN)
     score = (x - tl.max(x, axis=0)) / temperature + noise
     token = block * BLOCK + _argmax(score, vocab - block * BLOCK)
     chosen = tl.load(logits + row * stride + token).to(tl.float32)
@@ -114,27 +116,40 @@ def _argmax(score, size):
 
 
 def sample_tokens(
-    logits: Float[Tensor, "row vocab"], temperature: float, generator: torch.Generator | None
+    logits: Float[Tensor, "row vocab"],
+    temperature: float,
+    generator: torch.Generator | None,
+    noise_rows: NoiseRows | None = None,
 ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"]]:
     """Run `reference.sample_tokens` in Triton."""
-    tokens, logps, _ = sample_tokens_and_entropy(logits, temperature, generator)
+    tokens, logps, _ = sample_tokens_and_entropy(logits, temperature, generator, noise_rows)
     return tokens, logps
 
 
 def sample_tokens_and_entropy(
-    logits: Float[Tensor, "row vocab"], temperature: float, generator: torch.Generator | None
+    logits: Float[Tensor, "row vocab"],
+    temperature: float,
+    generator: torch.Generator | None,
+    noise_rows: NoiseRows | None = None,
 ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Run `reference.sample_tokens_and_entropy` in Triton."""
     # The seed stays on the device. A captured graph draws another one at every replay, as it would eagerly.
     seed = torch.empty(1, dtype=torch.int64, device=logits.device).random_(generator=generator)
-    return sample_with_seed(logits, temperature, seed)
+    return sample_with_seed(logits, temperature, seed, None if noise_rows is None else noise_rows.index)
 
 
 @on_tensor_device
 def sample_with_seed(
-    logits: Float[Tensor, "row vocab"], temperature: float, seed: Int[Tensor, "1"]
+    logits: Float[Tensor, "row vocab"],
+    temperature: float,
+    seed: Int[Tensor, "1"],
+    noise_rows: Int[Tensor, " row"] | None = None,
 ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Return tokens, log-probs and entropies; the noise of a row depends on the seed and its index only."""
+    """Return tokens, log-probs and entropies; the noise depends on the seed and the noise row of each row.
+
+    Args:
+        noise_rows: by default the index of each row.
+    """
     logits = with_unit_stride(logits)
     n_rows, vocab = logits.shape
     n_blocks = triton.cdiv(vocab, BLOCK)
@@ -142,12 +157,14 @@ def sample_with_seed(
     tokens = torch.empty(n_rows, dtype=torch.int64, device=device)
     logps, entropy = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
     sums = [torch.empty(n_rows, n_blocks, dtype=torch.float32, device=device) for _ in range(3)]
+    if noise_rows is None:
+        noise_rows = torch.arange(n_rows, device=device)
     if n_rows > 0:
         _sum_blocks[n_rows, n_blocks](
             logits, *sums, logits.stride(0), vocab, temperature, BLOCK=BLOCK, num_warps=BLOCK_WARPS
         )
         _choose_token[(n_rows,)](
-            logits, *sums, seed, tokens, logps, entropy, logits.stride(0), vocab, n_blocks, temperature,
-            BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(n_blocks), num_warps=CHOICE_WARPS,
+            logits, *sums, seed, noise_rows, tokens, logps, entropy, logits.stride(0), vocab, n_blocks,
+            temperature, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(n_blocks), num_warps=CHOICE_WARPS,
         )  # fmt: skip
     return tokens, logps, entropy
