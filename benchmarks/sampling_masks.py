@@ -2,8 +2,8 @@
 
     python benchmarks/sampling_masks.py [--rows 16] [--tokens 128] [--vocab 49152] [--rounds 5]
 
-A small model with a large vocabulary decodes with and without a record of the same samples; all ways in turns,
-medians over rounds. Then log-probs and their gradient are computed over the whole vocabulary and over sets of
+A small model with a large vocabulary decodes with and without a record of the same samples, in turns; medians
+over rounds. Then log-probs and their gradient are computed over the whole vocabulary and over sets of
 given sizes. Rows go to benchmarks/results/sampling_masks.jsonl.
 """
 
@@ -36,6 +36,7 @@ TRUNCATIONS: dict[str, dict[str, float]] = {
     "top_k=50 top_p=0.9": {"top_k": 50, "top_p": 0.9},
 }
 SETS = {"whole vocabulary": None, "50 tokens": (50, 50), "1 to 2,000 tokens": (1, 2000)}
+DIGITS = {"unrecorded_ms": 2, "recorded_ms": 2, "ratio": 3, "kept_per_token": 0, "bytes_per_token": 0}
 SHARPNESS = 40.0
 """Factor on the weights of the random head: then top_p=0.9 keeps a small part of the vocabulary."""
 
@@ -154,8 +155,7 @@ def main() -> None:
         text_table(
             ["sampling", "ms per step", "with the record", "ratio", "tokens kept", "bytes per token"],
             [
-                [row["sampling"], f"{row['unrecorded_ms']:.2f}", f"{row['recorded_ms']:.2f}"]
-                + [f"{row['ratio']:.3f}", f"{row['kept_per_token']:.0f}", f"{row['bytes_per_token']:.0f}"]
+                [row["sampling"], *(f"{row[name]:.{digits}f}" for name, digits in DIGITS.items())]
                 for row in decoded
             ],
         )

@@ -72,8 +72,8 @@ def make_rollout(**changes: object) -> Rollout:
 
 
 def test_the_bytes_of_records_are_counted():
-    # 3 · 2 · 1 · 5 eviction times and 15 counts with 11 ids, of 4 bytes each
-    assert make_rollout().record_bytes == {"evicted_at": 120, "sampling_masks": 104}
+    # 3 · 2 · 1 · 5 eviction times and 15 counts with 10 ids, of 4 bytes each
+    assert make_rollout().record_bytes == {"evicted_at": 120, "sampling_masks": 100}
     assert make_rollout(sampling_masks=None).record_bytes == {"evicted_at": 120}
     assert make_rollout().without_records().record_bytes == {"evicted_at": 0}
 
