@@ -19,8 +19,7 @@ EVICTED_AT_BYTES = 4
 SAMPLING_BYTES = 12
 """Bytes per logit while a token is sampled: log-prob, noise and probability in float32."""
 SORTING_BYTES = 26
-"""Bytes per logit to choose by `top_p`: sorted logits, their ids, probabilities and sums, and a bit per slot of
-the record."""
+"""Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
 KEPT_ID_BYTES = 4
 
 
