@@ -89,7 +89,7 @@ def recomputed(rollout: Rollout, model: PreTrainedModel, combination: str, n_mor
         is_kept[:, -truncation.top_k :] = truncation.is_kept(ordered[:, -truncation.top_k :])
     else:
         is_kept = truncation.is_kept(ordered)
-    counts = is_kept.sum(1) + n_more
+    counts = (is_kept.sum(1) + n_more).clamp(min=1)
     place = torch.arange(ordered.shape[1])
     is_kept = place >= ordered.shape[1] - counts[:, None]
     record = scatter_to_response(rollout, counts.float()).int()
@@ -148,9 +148,10 @@ def test_ratios_are_of_truncated_distributions_on_both_sides(arm: str):
     roles = shift(make_roles(needed=("policy", "reference")))
     data = make_datamodule(roles, ARMS[arm], rollout={"top_k": 10, "top_p": 0.9})
     experience = data.collect()
-    rollout, backbone = experience.rollout, roles.backbone("policy")
+    rollout = experience.rollout
     scores = score_rollout(roles, rollout, {"policy": False}, temperature=1.0)
-    dense = explicit_logps(backbone, rollout, shadow=False)
+    with acting_as(roles, "policy") as backbone:
+        dense = explicit_logps(backbone, rollout, shadow=False)
     torch.testing.assert_close(scores["policy"], dense, rtol=1e-4, atol=1e-5)
     if arm == "shadow":
         assert torch.equal(experience.old_logps, rollout.rollout_logps)
