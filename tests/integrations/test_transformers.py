@@ -165,8 +165,8 @@ def filled_cache(model, prompts):
         ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor; the learner replays no other"),
         ({"do_sample": True, "typical_p": 0.5}, "got TopKLogitsWarper, TypicalLogitsWarper"),
         (
-            {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)] * 2)},
-            "each at most once and in this order, got MinPLogitsWarper, MinPLogitsWarper, TopKLogitsWarper",
+            {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])},
+            "each at most once and in this order, got MinPLogitsWarper, TopKLogitsWarper",
         ),
         ({"num_beams": 2}, "generation must be greedy or sampling, got beam_search"),
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "must be eos_token_id and max_new_tokens"),

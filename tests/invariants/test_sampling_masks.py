@@ -24,7 +24,7 @@ from tests.models_zoo import PAD, ragged_prompts, tiny_model
 from tests.tiers import pairwise
 
 TOLERANCE = 1e-4
-NUMBERS = {"top_k": 12, "top_p": 0.8, "min_p": 0.08}
+NUMBERS = {"top_k": 12, "top_p": 0.8, "min_p": 0.3}
 COMBINATIONS = ["+".join(names) for n in (1, 2, 3) for names in combinations(NUMBERS, n)]
 POLICIES = ["snapkv", "h2o", "keydiff", "random", "dense"]
 TEMPERATURES = [0.6, 1.0, 1.4]
@@ -89,7 +89,7 @@ def recomputed(rollout: Rollout, model: PreTrainedModel, combination: str, n_mor
         is_kept[:, -truncation.top_k :] = truncation.is_kept(ordered[:, -truncation.top_k :])
     else:
         is_kept = truncation.is_kept(ordered)
-    counts = (is_kept.sum(1) + n_more).clamp(min=1)
+    counts = (is_kept.sum(1) + n_more).clamp(1, ordered.shape[1])
     place = torch.arange(ordered.shape[1])
     is_kept = place >= ordered.shape[1] - counts[:, None]
     record = scatter_to_response(rollout, counts.float()).int()
