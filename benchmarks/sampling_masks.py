@@ -1,6 +1,6 @@
 """What it costs to record the tokens that top_k, top_p and min_p keep, and to replay over them.
 
-    python benchmarks/sampling_masks.py [--rows 16] [--tokens 128] [--vocab 49152] [--rounds 5]
+    python benchmarks/sampling_masks.py [--rows 16] [--tokens 40] [--vocab 49152] [--rounds 5]
 
 A small model with a large vocabulary decodes with and without a record of the same samples, in turns; medians
 over rounds. Then log-probs and their gradient are computed over the whole vocabulary and over sets of
@@ -37,12 +37,14 @@ TRUNCATIONS: dict[str, dict[str, float]] = {
 }
 SETS = {"whole vocabulary": None, "50 tokens": (50, 50), "1 to 2,000 tokens": (1, 2000)}
 DIGITS = {"unrecorded_ms": 2, "recorded_ms": 2, "ratio": 3, "kept_per_token": 0, "bytes_per_token": 0}
-SHARPNESS = 40.0
-"""Factor on the weights of the random head: then top_p=0.9 keeps a small part of the vocabulary."""
+LOGIT_STD = 5.0
+"""Standard deviation of the random head's logits; top_p=0.9 then keeps a small part of the vocabulary."""
 
 
 class Unrecorded(MaskRecord):
     """Records nothing, so that the same steps are timed without the record."""
+
+    n_tokens = 0
 
     def write(self, *_: Any) -> None:
         pass
@@ -51,14 +53,16 @@ class Unrecorded(MaskRecord):
         self._n_used = 0
 
     def read(self, rows: Any) -> Any:
-        one, none = torch.ones(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-        return [(one, none) for _ in rows]
+        counts = torch.zeros(self.n_tokens, dtype=torch.int32)
+        return [(counts, counts[:0])] * len(rows)
 
 
 def make_model(vocab: int) -> Any:
     torch.manual_seed(0)
     model = tiny_qwen3(vocab, 0, 1, **SIZE)
-    model.get_output_embeddings().weight.data.mul_(SHARPNESS)
+    # A head of its own: a tied one would repeat the newest token for ever. The last norm has a size of √dim.
+    weight = torch.randn(vocab, SIZE["hidden_size"]) * LOGIT_STD / SIZE["hidden_size"] ** 0.5
+    model.get_output_embeddings().weight = torch.nn.Parameter(weight)
     return prepare_backbone(model)
 
 
@@ -83,6 +87,7 @@ def decode(model: Any, args: argparse.Namespace, kind: type[MaskRecord], options
 
 def decode_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     model, found = make_model(args.vocab), []
+    Unrecorded.n_tokens = args.tokens
     for name, options in TRUNCATIONS.items():
         times: dict[type[MaskRecord], list[float]] = {Unrecorded: [], MaskRecord: []}
         for number in range(args.rounds + 1):
@@ -143,7 +148,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=16, help="responses at a time")
-    parser.add_argument("--tokens", type=int, default=128, help="of each response")
+    parser.add_argument("--tokens", type=int, default=40, help="of each response")
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--positions", type=int, default=512, help="tokens that are replayed")
     parser.add_argument("--rounds", type=int, default=5)
