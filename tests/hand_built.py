@@ -126,6 +126,23 @@ def tokens_of(rollout: Rollout) -> list[tuple[int, ...]]:
     return [tuple(input_ids[attention_mask].tolist()) for input_ids, attention_mask in rows]
 
 
+TRUNCATED = {"top_k": 12, "top_p": 0.9}
+"""Options of a rollout whose sampler chooses from small sets of tokens."""
+
+
+def over_sets(logits: Tensor, rollout: Rollout) -> Tensor:
+    """Return logits [response token, vocab] with -inf for what the sampler did not choose from."""
+    masks = rollout.sampling_masks
+    if masks is None:
+        return logits
+    counts = masks.counts[rollout.response_mask].tolist()
+    is_kept = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ids in enumerate(torch.split(masks.token_ids, counts)):
+        is_kept[row, ids.long()] = True
+    assert not is_kept.all()
+    return logits.masked_fill(~is_kept, -torch.inf)
+
+
 @contextmanager
 def counted_forwards(roles: Roles) -> Iterator[list[str]]:
     """The names of the backbones that were run inside the block, one for each forward."""

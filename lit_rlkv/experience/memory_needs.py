@@ -19,6 +19,9 @@ from lit_rlkv.units import human_bytes
 EVICTED_AT_BYTES = 4
 SAMPLING_BYTES = 12
 """Bytes per logit while a token is sampled: log-prob, noise and probability in float32."""
+SORTING_BYTES = 26
+"""Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
+KEPT_ID_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,23 @@ def rollout_needs(
                 {**layers, "rows": n_rows, "query heads": int(config.num_attention_heads)}
                 | {"in the window": cache.window, **values},
                 [f"lower cache.window={cache.window}", fewer],
+            )
+        )
+    if settings.top_k is not None:
+        needs.append(
+            Need(
+                "record of sampling masks, at most",
+                {"responses": n_prompts * group, "tokens": settings.max_new_tokens}
+                | {"ids": min(settings.top_k, int(config.vocab_size)), "bytes": KEPT_ID_BYTES},
+                [f"lower rollout.top_k={settings.top_k}", shorter],
+            )
+        )
+    elif settings.top_p < 1:
+        needs.append(
+            Need(
+                "sorted logits of a step",
+                {"rows": n_rows, "tokens": int(config.vocab_size), "bytes": SORTING_BYTES},
+                ["set rollout.top_k", fewer],
             )
         )
     if (n_packed := packed_size(model)) and not settings.compile_layers:

@@ -14,8 +14,8 @@ N_SLOTS = 32
 MAX_UNPACKED = 2**27
 """Most bits that are unpacked at once, into a byte each."""
 
-RowIds = tuple[Int32[Tensor, " token"], Int32[Tensor, " kept"]]
-"""The response tokens of one row: the number of ids kept for each, and all their ids."""
+RowIds = tuple[Int32[Tensor, " _"], Int32[Tensor, " _"]]
+"""What was kept for one row: the number of ids for each response token, and all the ids."""
 
 
 class MaskRecord:

@@ -10,6 +10,7 @@ from lit_rlkv.callbacks.rollout_statistics import (
     RolloutStatistics,
     critic_statistics,
     group_statistics,
+    recorded_bytes,
     reference_statistics,
     reward_statistics,
     rollout_statistics,
@@ -31,6 +32,19 @@ def test_statistics_describe_the_rollout():
     assert found["num_tokens"] == int(experience.rollout.response_mask.sum())
     assert found["kv/bytes"] == experience.rollout.kv_bytes
     assert found["rollout_corr/k3_kl"] == 0.0
+
+
+def test_the_bytes_of_what_replay_reads_are_counted():
+    experience = make_datamodule(make_roles(), rollout={"top_k": 20}).collect()
+    rollout = experience.rollout
+    assert recorded_bytes(experience) == {
+        "kv/recorded_bytes/evicted_at": 4 * rollout.evicted_at.numel(),
+        # 20 ids for each response token, and a count for each column
+        "kv/recorded_bytes/sampling_masks": 4 * (20 * int(rollout.response_mask.sum()))
+        + 4 * rollout.input_ids.numel(),
+    }
+    whole = make_datamodule(make_roles()).collect()
+    assert recorded_bytes(whole).keys() == {"kv/recorded_bytes/evicted_at"}
 
 
 def test_a_dense_learner_shows_its_mismatch():

@@ -12,15 +12,15 @@ from lit_rlkv.models.replay import (
     response_logps_and_entropy,
 )
 from lit_rlkv.modules.base import StepOutputs
-from tests.hand_built import make_datamodule, make_module, make_roles, shift
+from tests.hand_built import TRUNCATED, make_datamodule, make_module, make_roles, over_sets, shift
 
 
-@pytest.fixture
-def run():
+@pytest.fixture(params=[{}, TRUNCATED], ids=["whole vocabulary", "truncated"])
+def run(request):
     torch.manual_seed(0)
     roles = shift(make_roles(), std=0.1)
     module = make_module(roles)
-    batch = next(iter(make_datamodule(roles).train_dataloader()))
+    batch = next(iter(make_datamodule(roles, rollout=request.param).train_dataloader()))
     return module, batch
 
 
@@ -43,11 +43,11 @@ def full_log_softmax(module, batch, role, *, shadow):
             evicted_at=evicted_at,
             use_cache=False,
         ).logits
-    return logits[:, :-1][rollout.response_mask[:, 1:]].log_softmax(-1)
+    return over_sets(logits[:, :-1][rollout.response_mask[:, 1:]], rollout).log_softmax(-1)
 
 
 def expected_kl(batch, log_p, log_q):
-    per_action = (log_p.exp() * (log_p - log_q)).sum(-1)
+    per_action = (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
     return per_action.sum() / batch.n_response_tokens
 
 

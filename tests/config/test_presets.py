@@ -47,8 +47,9 @@ PACKAGES |= {"task=gsm8k": "datasets", "reward=math": "math_verify"}
 """Packages of the extras `data`, `gym` and `math`."""
 STABLE_NAMES = (
     "task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window",
-    "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "algorithm", "algorithm.group_size",
-    "correction", "distillation", "distillation.weight", "stages", "seed", "logger", "resume",
+    "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p",
+    "algorithm", "algorithm.group_size", "correction", "distillation", "distillation.weight", "stages",
+    "seed", "logger", "resume",
 )  # fmt: skip
 
 

@@ -68,9 +68,7 @@ def test_numbers_out_of_range_are_refused_by_name(default, path, junk):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in NUMBERS if path not in ("seed", "sft.seed", "rollout.top_k")]
-)
+@pytest.mark.parametrize("path", [path for path in NUMBERS if path not in ("seed", "sft.seed")])
 def test_every_other_number_has_a_lower_end(default, path):
     with pytest.raises(ConfigError, match=rf"^{path} must be "):
         parse_config(with_value(default, path, -2))

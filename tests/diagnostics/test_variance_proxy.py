@@ -5,6 +5,7 @@ import torch
 
 from lit_rlkv.diagnostics import covariance as module
 from lit_rlkv.diagnostics.covariance import proxy_sums, squared_probs, variance_proxy
+from lit_rlkv.kernels.token_logps import TokenSets
 
 PREFIX = "variance_proxy/"
 
@@ -63,4 +64,7 @@ def test_squared_probs_are_those_of_the_distribution_sampled(temperature: float,
     found = squared_probs(hidden, head, temperature, 11)
     torch.testing.assert_close(found, expected)
     assert sizes == [4, 4, 1]  # never more than 44 logits at once
+    sets = TokenSets(torch.tensor([2] * 9), torch.tensor([3, 5] * 9))
+    kept = (hidden @ weight.T / temperature)[:, [3, 5]].softmax(-1).square().sum(-1)
+    torch.testing.assert_close(squared_probs(hidden, head, temperature, 11, sets), kept)
     assert not torch.allclose(squared_probs(hidden, head, 2 * temperature, 11), expected, rtol=1e-2)

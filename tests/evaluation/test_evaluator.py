@@ -38,10 +38,10 @@ TASK = Parity(n_terms=3)
 def make_evaluator(sampling_temperature=1.0, seed=0, **options):
     roles, tokenizer, task = make_roles(), build_task_tokenizer(), TASK
     problems = PromptSource(task, split="eval", seed=0).take(24)
-    settings = {"temperature": 0.0, "n_mismatch": 16}
+    settings = {"temperature": 0.0, "n_mismatch": 16, "top_k": None, "top_p": 1.0, "min_p": None}
     settings |= {name: options.pop(name) for name in [*options] if name in settings}
     options = {"batch_size": 10} | options
-    rollout = {"max_new_tokens": 10, "temperature": sampling_temperature}
+    rollout = {"max_new_tokens": 10, "temperature": sampling_temperature} | options.pop("rollout", {})
     config = EvaluationConfig(**settings), RolloutConfig(**rollout)
     return Evaluator(roles, tokenizer, task, problems, *config, seed, **options)
 
@@ -67,6 +67,30 @@ def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():
         n_tokens += int(rollout.response_mask.sum())
     assert 0 < n_right < 24
     assert (row.accuracy, row.n_problems, row.mean_length) == (n_right / 24, 24, n_tokens / 24)
+
+
+def test_the_mismatch_is_of_the_distribution_that_rollouts_sample_from():
+    plain = make_evaluator().score_cache(SPARSE)
+    found = make_evaluator(rollout={"top_k": 12, "top_p": 0.8}).score_cache(SPARSE)
+    sampled = found.rollout
+    assert int(sampled.sampling_masks.counts.max()) <= 12
+    dense = replay_logps(make_roles().backbone("policy"), sampled, shadow=False)
+    terms = (sampled.rollout_logps - dense)[sampled.response_mask]
+    assert found.row.kl == pytest.approx(float(terms.mean()), abs=1e-5)
+    assert found.row.replay_gap < 1e-4
+    assert found.row.kl != pytest.approx(plain.row.kl, abs=1e-3)
+    # What is scored is greedy in both.
+    assert found.row.accuracy == plain.row.accuracy
+
+
+def test_scored_responses_have_a_truncation_of_their_own():
+    greedy = make_evaluator().score_cache(SPARSE)
+    nearly = make_evaluator(temperature=1.0, top_k=1, rollout={"top_p": 0.5}).score_cache(SPARSE)
+    assert nearly.row.accuracy == greedy.row.accuracy
+    assert [s.completion for s in nearly.samples] == [s.completion for s in greedy.samples]
+    assert int(nearly.rollout.sampling_masks.counts.max()) > 1
+    free = make_evaluator(temperature=1.0).score_cache(SPARSE)
+    assert [s.completion for s in free.samples] != [s.completion for s in greedy.samples]
 
 
 def test_mismatch_is_the_mean_log_ratio_of_sampler_and_dense_learner():

@@ -75,6 +75,22 @@ def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
         assert "latest queries" not in {need.what for need in needs}
 
 
+def test_what_the_sampler_keeps_is_a_need_of_its_own():
+    def needs(**changes):
+        settings = replace(SAMPLING, **changes)
+        return {need.what: need for need in rollout_needs(make_model(), SPEC, (4, 6), settings, GROUP)}
+
+    assert not {what for what in needs() if "masks" in what or "sorted" in what}
+    # 16 responses of 10 tokens, each with 20 ids of 4 bytes; 51 tokens are the whole vocabulary
+    record = "record of sampling masks, at most"
+    assert needs(top_k=20)[record].n_bytes == 16 * 10 * 20 * 4
+    assert needs(top_k=99)[record].n_bytes == 16 * 10 * 51 * 4
+    assert needs(top_p=0.9, max_rows=8)["sorted logits of a step"].n_bytes == 8 * 51 * 26
+    found = make_datamodule(make_roles(), rollout={"top_k": 20}).collect().rollout.sampling_masks
+    assert found.token_ids.nbytes <= needs(top_k=20)[record].n_bytes
+    assert "lower rollout.top_k=20" in helps(top_k=20)
+
+
 def test_advice_starts_with_the_largest_need():
     small = CacheSpec("random", budget=2, interval=1, sink=0, window=1)
     # 16 rows · 51 tokens · 16 bytes against 2 · 2 · 16 · 2 · 3 · 8 · 4 = 12288 of the cache

@@ -28,6 +28,8 @@ class Layers:
     values: dict[int, Tensor] = field(default_factory=dict)
     probs: dict[int, Tensor] = field(default_factory=dict)
     scaling: float = 1.0
+    logits: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[row, column, token]: logits / temperature after each column."""
 
 
 def attend(
@@ -74,10 +76,66 @@ def log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> t
     model.set_attn_implementation(NAME)
     positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
     logits = model(rollout.input_ids, position_ids=positions, use_cache=False, layers=layers).logits
-    logps = (logits[:, :-1].float() / temperature).log_softmax(-1)
+    logits = logits[:, :-1].float() / temperature
+    layers.logits = logits.detach()
+    for row, column, kept in sets(rollout):
+        dropped = [token for token in range(logits.shape[-1]) if token not in kept]
+        logits = logits.index_put(
+            (torch.tensor(row), torch.tensor(column - 1), torch.tensor(dropped, dtype=torch.long)),
+            torch.tensor(-torch.inf),
+        )
+    logps = logits.log_softmax(-1)
     chosen = logps.gather(2, rollout.input_ids[:, 1:, None])[..., 0]
     padded = torch.cat([torch.zeros_like(chosen[:, :1]), chosen], 1)
     return padded.masked_fill(~rollout.response_mask, 0.0), layers
+
+
+def sets(rollout: Rollout) -> list[tuple[int, int, set[int]]]:
+    """Row, column and recorded ids of each response token; none without a record."""
+    masks = rollout.sampling_masks
+    if masks is None:
+        return []
+    ids, found = iter(masks.token_ids.tolist()), []
+    for row, counts in enumerate(masks.counts.tolist()):
+        for column, n in enumerate(counts):
+            if n > 0:
+                found.append((row, column, {next(ids) for _ in range(n)}))
+    return found
+
+
+def wrong_sets(
+    rollout: Rollout,
+    layers: Layers,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    tolerance: float = 1e-4,
+) -> list[str]:
+    """Say where the record is not that of the definition; sums closer than `tolerance` may go either way."""
+    wrong = []
+    for row, column, kept in sets(rollout):
+        logits = layers.logits[row, column - 1]
+        probs = sorted(logits.double().softmax(-1).tolist(), reverse=True)
+        lost = [float(logits[token]) for token in range(len(logits)) if token not in kept]
+        if lost and max(lost) > min(float(logits[token]) for token in kept) + tolerance:
+            wrong.append(f"row {row} column {column}: a dropped token is likelier than a kept one")
+        fewest = _size(probs, top_k, top_p - tolerance, min_p * (1 + tolerance))
+        most = _size(probs, top_k, top_p + tolerance, min_p * (1 - tolerance))
+        if not fewest <= len(kept) <= most:
+            wrong.append(f"row {row} column {column}: keeps {len(kept)} tokens, not {fewest} to {most}")
+    return wrong
+
+
+def _size(probs: list[float], top_k: int | None, top_p: float, min_p: float) -> int:
+    """How many of the likeliest tokens are kept; the probabilities are in falling order."""
+    left = probs[:top_k]
+    if top_p < 1:
+        total, needed, n = sum(left), 0.0, 0
+        while n < len(left) and needed < top_p * total:
+            needed += left[n]
+            n += 1
+        left = left[: max(n, 1)]
+    return max(sum(p >= min_p * left[0] for p in left), 1)
 
 
 def wrong_evictions(rollout: Rollout, layers: Layers, spec: CacheSpec, tolerance: float = 1e-4) -> list[str]:

@@ -83,7 +83,7 @@ class Case:
                     parameter.mul_(4.0)
         return model
 
-    def rollout(self, model: PreTrainedModel) -> Rollout:
+    def rollout(self, model: PreTrainedModel, **options: Any) -> Rollout:
         generator = torch.Generator().manual_seed(self.seed)
         width = max(self.lens)
         is_prompt = torch.arange(width) >= width - torch.tensor(self.lens)[:, None]
@@ -100,6 +100,7 @@ class Case:
             num_return_sequences=self.n_samples,
             max_rows=self.max_rows,
             generator=generator,
+            **options,
         )
 
 
@@ -131,10 +132,10 @@ def cases(draw: Any) -> Case:
     )
 
 
-def check(case: Case) -> tuple[Rollout, explicit.Layers]:
+def check(case: Case, **options: Any) -> tuple[Rollout, explicit.Layers]:
     """Compare sampler, replay and own forward, values and gradients, and every eviction."""
     model = prepare_backbone(case.model())
-    rollout = case.rollout(model)
+    rollout = case.rollout(model, **options)
     weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
     replayed = replay_logps(model, rollout, temperature=case.temperature)
     (replayed * weight).sum().backward()

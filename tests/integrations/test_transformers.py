@@ -4,7 +4,13 @@ import re
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
 from lit_rlkv import generate as sample_rollout
@@ -96,6 +102,47 @@ def test_it_samples_what_the_public_generate_samples(model, tokenizer, prompts):
     assert torch.equal(output, expected.input_ids)
 
 
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({}, {"top_k": 50}),  # the default of transformers
+        ({"top_k": 5, "temperature": 0.7}, {"top_k": 5, "temperature": 0.7}),
+        ({"top_k": 0, "top_p": 0.8}, {"top_p": 0.8}),
+        ({"top_k": 20, "top_p": 0.9, "min_p": 0.05}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}),
+    ],
+    ids=str,
+)
+def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, options, taken):
+    output = model.generate(
+        **prompts,
+        custom_generate=generate,
+        cache=EVICTS,
+        generator=torch.Generator().manual_seed(1),
+        max_new_tokens=12,
+        do_sample=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    expected = sample_rollout(
+        model,
+        prompts.input_ids,
+        prompts.attention_mask,
+        cache=EVICTS,
+        generator=torch.Generator().manual_seed(1),
+        max_new_tokens=12,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **taken,
+    )
+    assert torch.equal(output.sequences, expected.input_ids)
+    masks = output.rollout.sampling_masks
+    assert torch.equal(masks.token_ids, expected.sampling_masks.token_ids)
+    assert 0 < int(masks.counts.max()) < len(tokenizer)
+    temperature = taken.get("temperature", 1.0)
+    gap = replay_logps(model, output.rollout, temperature=temperature) - output.rollout.rollout_logps
+    assert gap.abs().max() < 1e-4
+
+
 def test_max_rows_reaches_the_rollout(model, prompts):
     options = {"custom_generate": generate, "cache": EVICTS, "max_new_tokens": 8, "do_sample": False}
     options["return_dict_in_generate"] = True
@@ -117,10 +164,12 @@ def filled_cache(model, prompts):
     ("options", "words"),
     [
         ({"cache": None}, "cache must be given to model.generate"),
-        ({"do_sample": True}, "got TopKLogitsWarper; the learner's log-probs"),
-        ({"do_sample": True, "top_k": 0, "top_p": 0.9}, "got TopPLogitsWarper"),
-        ({"do_sample": True, "top_k": 0, "min_p": 0.1}, "got MinPLogitsWarper"),
-        ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor"),
+        ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor; the learner replays no other"),
+        ({"do_sample": True, "typical_p": 0.5}, "got TopKLogitsWarper, TypicalLogitsWarper"),
+        (
+            {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])},
+            "each at most once and in this order, got MinPLogitsWarper, TopKLogitsWarper",
+        ),
         ({"num_beams": 2}, "generation must be greedy or sampling, got beam_search"),
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "must be eos_token_id and max_new_tokens"),
         ({"cache_implementation": "static"}, "cache_implementation must be left out, got 'static'"),

@@ -12,6 +12,7 @@ from lit_rlkv.objectives.corrections import Correction, sequence_masked, sequenc
 from tests.hand_built import (
     ARMS,
     REPLAY,
+    TRUNCATED,
     gradients_of,
     make_datamodule,
     make_module,
@@ -105,8 +106,9 @@ def test_delta_bounds_what_bad_tokens_cost_and_is_counted():
     assert float(bounded["policy_loss"]) < float(open_ended["policy_loss"]) - 1e-4
 
 
-def test_an_entropy_bonus_is_the_mean_entropy_of_the_counted_tokens_and_raises_it():
-    roles, (batch,) = step_of(aggregation="token")
+@pytest.mark.parametrize("rollout", [{}, TRUNCATED], ids=["whole vocabulary", "truncated"])
+def test_an_entropy_bonus_is_the_mean_entropy_of_the_counted_tokens_and_raises_it(rollout):
+    roles, (batch,) = step_of(aggregation="token", rollout=rollout)
     plain, bonus = (make_module(roles, entropy_coef=coef) for coef in (0.0, 0.5))
     without, found = (module.training_step(batch, 0) for module in (plain, bonus))
     lost = float(without["loss"].detach()) - float(found["loss"].detach())

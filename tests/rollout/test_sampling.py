@@ -1,7 +1,11 @@
+import re
+
 import pytest
 import torch
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lit_rlkv.rollout.sampling import sample
+from lit_rlkv.rollout.sampling import Truncation, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0])
 N_DRAWS = 20_000
@@ -57,3 +61,126 @@ def test_a_token_of_probability_zero_is_never_drawn():
     tokens, logps, _ = sample(logits, 1.0, torch.Generator().manual_seed(0))
     assert set(tokens.tolist()) == {0, 2}
     assert logps.isfinite().all()
+
+
+VOCAB = 101
+TRUNCATIONS = [
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.9},
+    {"top_k": 20, "min_p": 0.05},
+    {"top_p": 0.9, "min_p": 0.05},
+    {"top_k": 30, "top_p": 0.95, "min_p": 0.02},
+]
+
+
+def name_of(options: dict[str, float]) -> str:
+    return "-".join(options)
+
+
+def random_logits(n_rows: int = 64, scale: float = 2.0) -> Tensor:
+    return scale * torch.randn(n_rows, VOCAB, generator=torch.Generator().manual_seed(5))
+
+
+def kept_by(logits: Tensor, temperature: float, options: dict[str, float]) -> Tensor:
+    """The mask over the vocabulary that `sample` returns, in either of its forms."""
+    _, _, kept = sample(logits, temperature, torch.Generator().manual_seed(0), Truncation(**options))
+    if kept.dtype == torch.bool:
+        return kept
+    assert kept.shape == (len(logits), min(options["top_k"], logits.shape[1]))
+    places = kept.long().masked_fill(kept < 0, VOCAB)
+    return torch.zeros(len(logits), VOCAB + 1).scatter(1, places, 1.0).bool()[:, :VOCAB]
+
+
+def kept_by_transformers(logits: Tensor, temperature: float, options: dict[str, float]) -> Tensor:
+    kinds = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    for name, kind in kinds.items():
+        if name in options:
+            scores = kind(options[name])(None, scores)
+    return scores > -torch.inf
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=name_of)
+def test_the_kept_tokens_are_those_of_transformers(options, temperature):
+    kept = kept_by(random_logits(), temperature, options)
+    assert torch.equal(kept, kept_by_transformers(random_logits(), temperature, options))
+    assert kept.any(1).all()
+    assert not kept.all()
+
+
+def test_another_order_of_the_steps_is_noticed():
+    options = {"top_k": 30, "top_p": 0.9, "min_p": 0.05}
+    scores = MinPLogitsWarper(0.05)(None, random_logits())
+    scores = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(30)(None, scores))
+    assert not torch.equal(kept_by(random_logits(), 1.0, options), scores > -torch.inf)
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=name_of)
+def test_log_probs_are_of_the_renormalised_distribution_and_no_dropped_token_is_drawn(options):
+    logits = random_logits(2000)
+    tokens, logps, _ = sample(logits, 0.8, torch.Generator().manual_seed(0), Truncation(**options))
+    kept = kept_by(logits, 0.8, options)
+    expected = (logits / 0.8).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    torch.testing.assert_close(logps, expected.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    assert kept.gather(1, tokens[:, None]).all()
+
+
+def test_tokens_are_drawn_from_the_renormalised_softmax():
+    tokens, _, _ = sample(
+        LOGITS.expand(N_DRAWS, -1), 1.0, torch.Generator().manual_seed(0), Truncation(top_k=4)
+    )
+    counts = torch.bincount(tokens, minlength=len(LOGITS))[:4]
+    expected = N_DRAWS * LOGITS[:4].softmax(-1)
+    assert int(counts.sum()) == N_DRAWS
+    assert float(((counts - expected).square() / expected).sum()) < 16.3  # 0.1 % point, 3 degrees of freedom
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 200])
+def test_top_k_keeps_exactly_so_many_of_equal_tokens(top_k):
+    kept = kept_by(torch.zeros(5, VOCAB), 1.0, {"top_k": top_k})
+    assert (kept.sum(1) == min(top_k, VOCAB)).all()
+
+
+@pytest.mark.parametrize("options", [{"top_p": 1e-9}, {"min_p": 0.999}, {"top_k": 1}], ids=name_of)
+def test_the_likeliest_token_is_always_kept(options):
+    logits = random_logits()
+    tokens, logps, _ = sample(logits, 1.0, torch.Generator().manual_seed(0), Truncation(**options))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert (logps == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 1.0, "min_p": 0.0}], ids=str)
+def test_a_truncation_that_is_off_changes_nothing(options):
+    tokens, logps, kept = sample(
+        random_logits(), 1.0, torch.Generator().manual_seed(0), Truncation(**options)
+    )
+    plain = sample(random_logits(), 1.0, torch.Generator().manual_seed(0))
+    assert torch.equal(tokens, plain[0])
+    assert torch.equal(logps, plain[1])
+    assert kept is None
+
+
+def test_greedy_decoding_records_nothing():
+    tokens, logps, kept = sample(random_logits(), 0.0, None, Truncation(top_k=3))
+    assert torch.equal(tokens, random_logits().argmax(-1))
+    assert (logps == 0).all()
+    assert kept is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_k": 0}, "top_k must be at least 1, got 0; use None"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0; use 1"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"min_p": 1.0}, "min_p must be at least 0 and below 1, got 1.0"),
+        ({"min_p": -0.1}, "min_p must be at least 0 and below 1, got -0.1"),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused(options, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Truncation(**options)

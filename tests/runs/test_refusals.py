@@ -67,8 +67,9 @@ JUDGED = [
         (["cache.budget=12.5"], "cache.budget must be a whole number of at least 1, got 12.5"),
         (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),
         (["evaluation.budgets=[2]"], "got 2; raise the budget"),
-        (["rollout.top_p=0.9"], "rollout.top_p=0.9 cannot be replayed"),
-        (["rollout.top_k=20"], "rollout.top_k=20 cannot be replayed"),
+        (["rollout.top_p=0"], "rollout.top_p must be a number above 0 and at most 1, got 0"),
+        (["rollout.top_k=0"], "rollout.top_k must be a whole number of at least 1 or null, got 0"),
+        (["rollout.min_p=1"], "rollout.min_p must be a number of at least 0 and below 1 or null, got 1"),
         (
             ["rollout.temperature=0"],
             "rollout.temperature must be a number above 0, got 0",

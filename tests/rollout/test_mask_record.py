@@ -1,0 +1,162 @@
+"""The record of what the sampler kept: packed bits, the ring, rows that come and go, captured steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import replay_logps
+from lit_rlkv.rollout import generate
+from lit_rlkv.rollout.mask_record import N_SLOTS, MaskRecord, pack_bits, sampling_masks, unpack_bits
+from lit_rlkv.types import Rollout
+from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
+from tests.rollout.recorded import RecordedRunner
+
+EVICTS = CacheSpec("snapkv", budget=8, interval=3, sink=1, window=3)
+N_NEW = N_SLOTS + 9
+KINDS = {"top_k": {"top_k": 6}, "top_p": {"top_p": 0.7}, "all": {"top_k": 9, "top_p": 0.8, "min_p": 0.1}}
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 64, 101])
+def test_bits_are_unpacked_as_they_were_packed(vocab: int):
+    is_kept = torch.rand(6, vocab, generator=torch.Generator().manual_seed(0)) < 0.5
+    bits = pack_bits(is_kept)
+    assert bits.shape == (6, -(-vocab // 8))
+    unpacked = unpack_bits(bits)
+    assert torch.equal(unpacked[:, :vocab], is_kept)
+    assert not unpacked[:, vocab:].any()
+
+
+class Steps:
+    """Random sets for some rows at each step, written to a record and kept as lists."""
+
+    def __init__(self, n_rows: int, as_bits: bool) -> None:
+        self.record = MaskRecord(n_rows, torch.device("cpu"))
+        self.generator = torch.Generator().manual_seed(0)
+        self.as_bits = as_bits
+        self.expected: list[list[list[int]]] = [[] for _ in range(n_rows)]
+
+    def step(self, rows: list[int], is_running: list[bool]) -> None:
+        is_kept = torch.rand(len(rows), 20, generator=self.generator) < 0.3
+        is_kept[:, 4] = True
+        kept: Tensor = is_kept
+        if not self.as_bits:
+            kept = torch.where(is_kept, torch.arange(20), -1).int()
+        self.record.begin_step()
+        self.record.write(torch.tensor(rows), kept, torch.tensor(is_running))
+        for row, runs, mask in zip(rows, is_running, is_kept, strict=True):
+            if runs:
+                self.expected[row].append(mask.nonzero()[:, 0].tolist())
+
+    def found(self, row: int) -> list[list[int]]:
+        ((counts, ids),) = self.record.read([row])
+        return [part.tolist() for part in torch.split(ids, counts.tolist())]
+
+
+@pytest.mark.parametrize("as_bits", [True, False], ids=["bits", "ids"])
+@pytest.mark.parametrize("n_steps", [1, N_SLOTS, 2 * N_SLOTS + 3])
+def test_every_row_has_its_own_sets_in_the_order_of_its_steps(as_bits: bool, n_steps: int):
+    steps = Steps(3, as_bits)
+    for number in range(n_steps):
+        steps.step([0, 1, 2], [True, number % 3 > 0 or n_steps == 1, True])
+    assert [steps.found(row) for row in range(3)] == steps.expected
+    assert steps.found(0) != steps.expected[2]
+
+
+@pytest.mark.parametrize("as_bits", [True, False], ids=["bits", "ids"])
+def test_a_row_that_starts_again_forgets_and_rows_are_numbered_anew(as_bits: bool):
+    steps = Steps(3, as_bits)
+    for _ in range(5):
+        steps.step([0, 1, 2], [True] * 3)
+    steps.record.begin_rows([1])
+    steps.expected[1] = []
+    steps.step([1], [True])
+    steps.step([0, 1, 2], [True] * 3)
+    assert [steps.found(row) for row in range(3)] == steps.expected
+    steps.step([0, 1, 2], [True] * 3)
+    steps.record.keep([2, 0])
+    steps.expected = [steps.expected[2], steps.expected[0]]
+    steps.step([0, 1], [True] * 2)
+    assert [steps.found(row) for row in range(2)] == steps.expected
+
+
+def test_rows_of_different_lengths_become_one_record():
+    rows = [
+        (torch.tensor([2, 1], dtype=torch.int32), torch.tensor([5, 3, 7], dtype=torch.int32)),
+        (torch.tensor([1], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)),
+    ]
+    is_response = torch.tensor([[False, True, True, False], [False, False, True, False]])
+    masks = sampling_masks(rows, is_response)
+    assert masks.counts.tolist() == [[0, 2, 1, 0], [0, 0, 1, 0]]
+    assert masks.token_ids.tolist() == [5, 3, 7, 9]
+
+
+def run(cache: CacheSpec = EVICTS, **changes: Any) -> Rollout:
+    settings: dict[str, Any] = {
+        "max_new_tokens": N_NEW,
+        "eos_token_id": [3, 5, 11],
+        "pad_token_id": PAD,
+        "generator": torch.Generator().manual_seed(0),
+    }
+    return generate(tiny_model(), *ragged_prompts((14, 9, 4, 1, 6)), cache=cache, **{**settings, **changes})
+
+
+def check(rollout: Rollout) -> None:
+    """The record has a set for each response token, with that token, and replays the log-probs."""
+    masks = rollout.sampling_masks
+    assert masks is not None
+    assert torch.equal(masks.counts > 0, rollout.response_mask)
+    counts, tokens = masks.counts[rollout.response_mask], rollout.input_ids[rollout.response_mask]
+    for token, ids in zip(tokens, torch.split(masks.token_ids, counts.tolist()), strict=True):
+        assert token in ids
+        assert len(ids.unique()) == len(ids)
+    assert int(masks.counts.max()) < VOCAB
+    with torch.no_grad():
+        assert (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs().max() < 1e-4
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all rows at once": {},
+    "prompts that wait for rows": {"max_rows": 2},
+    "samples of a prompt": {"max_rows": 3, "num_return_sequences": 3},
+    "dense": {"cache": CacheSpec.dense(), "max_rows": 3},
+    "checks of an interval": {"cache": CacheSpec("knorm", budget=16, interval=7, sink=1, window=3)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_record_replays_however_rows_come_and_go(kind: str, way: str):
+    check(run(**WAYS[way], **KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_record_survives_the_growth_of_a_dense_cache(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 4)
+    check(run(CacheSpec.dense(), **KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_runs_without_python_records_the_same(kind: str, monkeypatch: pytest.MonkeyPatch):
+    expected = run(max_rows=3, eos_token_id=3, **KINDS[kind])
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.CudaGraphRunner", RecordedRunner)
+    before = RecordedRunner.n_replays
+    found = run(max_rows=3, eos_token_id=3, **KINDS[kind])
+    assert RecordedRunner.n_replays > before + N_SLOTS
+    assert found.sampling_masks is not None
+    assert expected.sampling_masks is not None
+    assert torch.equal(found.input_ids, expected.input_ids)
+    assert torch.equal(found.sampling_masks.counts, expected.sampling_masks.counts)
+    assert torch.equal(found.sampling_masks.token_ids, expected.sampling_masks.token_ids)
+
+
+def test_greedy_decoding_and_the_whole_vocabulary_have_no_record():
+    assert run(temperature=0.0, top_k=4).sampling_masks is None
+    assert run().sampling_masks is None
+
+
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="top_p must be above 0 and at most 1, got 0; use 1"):
+        run(top_p=0)

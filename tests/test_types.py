@@ -1,0 +1,86 @@
+"""Batches with ragged records: rows, columns and sizes, against lists of lists."""
+
+import pytest
+import torch
+
+from lit_rlkv.types import NEVER, Rollout, SamplingMasks
+
+SETS = [
+    [[], [], [3, 1], [4], []],
+    [[], [2], [0, 5, 7], [], []],
+    [[], [], [], [6], [1, 2]],
+]
+"""Ids of each column of each row; prompts and padding have none."""
+
+
+def masks_of(sets: list[list[list[int]]]) -> SamplingMasks:
+    ids = [token for row in sets for column in row for token in column]
+    return SamplingMasks(
+        torch.tensor([[len(column) for column in row] for row in sets], dtype=torch.int32),
+        torch.tensor(ids, dtype=torch.int32),
+    )
+
+
+def sets_of(masks: SamplingMasks) -> list[list[list[int]]]:
+    ids = iter(masks.token_ids.tolist())
+    found = [[[next(ids) for _ in range(n)] for n in row] for row in masks.counts.tolist()]
+    assert next(ids, None) is None
+    return found
+
+
+@pytest.mark.parametrize("index", [[2, 0], [1, 1, 0], [], [2]], ids=str)
+def test_rows_take_their_ids_along(index: list[int]):
+    rows = masks_of(SETS).rows(torch.tensor(index, dtype=torch.long))
+    assert sets_of(rows) == [SETS[row] for row in index]
+
+
+def test_a_slice_of_rows_takes_its_ids_along():
+    assert sets_of(masks_of(SETS).rows(slice(1, 3))) == SETS[1:]
+
+
+def test_ids_of_another_row_are_noticed():
+    wrong = SamplingMasks(masks_of(SETS).counts[1:2], masks_of(SETS).token_ids[:4])
+    assert sets_of(wrong) != SETS[1:2]
+
+
+def test_columns_move_without_the_ids():
+    # Rows start at columns 1, 0 and 2, and wrap around at the end.
+    columns = torch.tensor([[1, 2, 3, 4], [0, 1, 2, 3], [2, 3, 4, 0]])
+    moved = masks_of(SETS).select(torch.arange(3), columns)
+    assert sets_of(moved) == [
+        [SETS[row][column] for column in picked] for row, picked in enumerate(columns.tolist())
+    ]
+
+
+def test_batches_are_padded_and_joined():
+    first, second = masks_of(SETS), masks_of([row[:4] for row in SETS[:2]])
+    joined = SamplingMasks.cat([first, second.padded(1)])
+    assert sets_of(joined) == [*SETS, *([*row[:4], []] for row in SETS[:2])]
+
+
+def make_rollout(**changes: object) -> Rollout:
+    values: dict[str, object] = {
+        "input_ids": torch.arange(15).view(3, 5),
+        "attention_mask": torch.ones(3, 5, dtype=torch.bool),
+        "response_mask": masks_of(SETS).counts > 0,
+        "rollout_logps": torch.zeros(3, 5),
+        "evicted_at": torch.full((3, 2, 1, 5), NEVER, dtype=torch.int32),
+        "kv_bytes": 7,
+        "sampling_masks": masks_of(SETS),
+    }
+    return Rollout(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_the_bytes_of_records_are_counted():
+    # 3 · 2 · 1 · 5 eviction times and 15 counts with 10 ids, of 4 bytes each
+    assert make_rollout().record_bytes == {"evicted_at": 120, "sampling_masks": 100}
+    assert make_rollout(sampling_masks=None).record_bytes == {"evicted_at": 120}
+    assert make_rollout().without_records().record_bytes == {"evicted_at": 0}
+
+
+def test_a_rollout_is_joined_and_its_rows_are_chosen_with_all_records():
+    rollout = Rollout.cat([make_rollout(), make_rollout().rows(slice(1, 2))])
+    assert rollout.sampling_masks is not None
+    assert sets_of(rollout.sampling_masks) == [*SETS, SETS[1]]
+    assert torch.equal(rollout.input_ids[3], rollout.input_ids[1])
+    assert rollout.kv_bytes == 7
