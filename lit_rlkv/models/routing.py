@@ -185,6 +185,13 @@ def by_token(expert_ids: Int[Tensor, "batch router expert seq"]) -> Int[Tensor, 
     return expert_ids.permute(1, 0, 3, 2).flatten(1, 2)
 
 
+def by_row(
+    experts: Int[Tensor, "router token expert"], n_rows: int
+) -> Int[Tensor, "batch router expert seq"]:
+    """Return the experts of tokens, row after row, as those of a batch."""
+    return experts.unflatten(1, (n_rows, -1)).permute(1, 0, 3, 2)  # type: ignore[no-untyped-call]
+
+
 def given_experts(model: PreTrainedModel) -> Int[Tensor, "router token expert"] | None:
     """Return the experts that the routers take now, so that a recomputed layer can take them again."""
     return _GIVEN.get(model)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.models.routing import OWN_CHOICE, expert_dtype, recorded_experts, routers_of
+from lit_rlkv.models.routing import OWN_CHOICE, by_row, expert_dtype, recorded_experts, routers_of
 
 
 class ExpertRecord:
@@ -37,8 +37,7 @@ class ExpertRecord:
     def write_prompts(self, rows: Int[Tensor, " row"], is_prompt: Bool[Tensor, "batch prompt"]) -> None:
         """Record the forward of left-padded prompts, each for `len(rows) / batch` rows; clear the rest."""
         n_prompts, n_columns = is_prompt.shape
-        experts = self._latest.view(len(self._latest), n_prompts, n_columns, -1).permute(1, 0, 3, 2)
-        experts = experts.masked_fill(~is_prompt[:, None, None], OWN_CHOICE)
+        experts = by_row(self._latest, n_prompts).masked_fill(~is_prompt[:, None, None], OWN_CHOICE)
         self.ids[rows] = OWN_CHOICE
         self.ids[rows, ..., :n_columns] = experts.repeat_interleave(len(rows) // n_prompts, dim=0)
 

@@ -1,4 +1,4 @@
-"""Random mixtures of experts, caches and prompts: replayed experts against own hooks and published formulas."""
+"""Random mixtures of experts, caches and prompts: replay against own hooks and published formulas."""
 
 from dataclasses import dataclass, replace
 from typing import Any
