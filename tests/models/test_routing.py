@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
-from transformers import PhimoeConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PhimoeConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from lit_rlkv import prepare_backbone, replay_logps
 from lit_rlkv.experience.sample import joined, widened
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import hydra
+from lit_rlkv.models import backbone, hydra
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import packed
@@ -214,8 +214,8 @@ def roles_of(
 
 def policy_gradients(roles: Roles, rollout: Rollout) -> dict[str, Tensor]:
     weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
-    with acting_as(roles, "policy") as backbone:
-        loss = (replay_logps(backbone, rollout) * weight).sum()
+    with acting_as(roles, "policy") as acting:
+        loss = (replay_logps(acting, rollout) * weight).sum()
     loss.backward()
     found = {name: p.grad.clone() for name, p in roles.named_parameters() if p.grad is not None}
     roles.zero_grad()
@@ -256,8 +256,8 @@ def test_reference_and_critic_take_the_experts_and_the_reward_does_not(stacks_pa
     score = partial(score_rollout, roles, views=views, temperature=1.0, stacks_passes=stacks_passes)
     found, plain = score(rollout=rollout), score(rollout=unrecorded)
     for role in ("policy", "reference"):
-        with torch.no_grad(), acting_as(roles, role) as backbone:
-            expected = replay_logps(backbone, rollout)
+        with torch.no_grad(), acting_as(roles, role) as acting:
+            expected = replay_logps(acting, rollout)
         assert float((found[role] - expected).abs().max()) < 1e-5, role
         assert float((found[role] - plain[role]).abs().max()) > 1e-2, role
     assert float((found["value"] - plain["value"]).abs().max()) > 1e-2
@@ -323,3 +323,32 @@ def test_experts_of_another_architecture_are_refused():
         replay_logps(tiny_model("deepseek_v3"), rollout)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no routing to replay"):
         replay_logps(tiny_model(), rollout)
+
+
+def in_bfloat16(seed: int) -> PreTrainedModel:
+    """A mixture of many experts that are nearly tied."""
+    config = tiny_config("deepseek_v3", num_hidden_layers=6, n_routed_experts=64, num_experts_per_tok=8)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4.0)
+    return model.bfloat16().eval()
+
+
+def test_a_model_in_bfloat16_is_not_refused_because_its_experts_flip_by_rounding(monkeypatch):
+    seeds = range(6)
+    for seed in seeds:
+        prepare_backbone(in_bfloat16(seed))
+
+    def no_routers(model: PreTrainedModel) -> list:
+        raise ValueError
+
+    monkeypatch.setattr(backbone, "routers_of", no_routers)  # each forward of the check then chooses anew
+    refused = 0
+    for seed in seeds:
+        try:
+            prepare_backbone(in_bfloat16(seed))
+        except ValueError as error:
+            refused += "logits change" in str(error) or "information flows" in str(error)
+    assert refused > 0
