@@ -72,6 +72,7 @@ class Case:
             **FAMILIES[self.family],
         }
         if is_grouped:
+            sizes |= {"n_routed_experts": sizes.pop("num_local_experts")}
             sizes |= {"n_group": self.n_groups, "topk_group": min(2, self.n_groups)}
         if self.family not in ("mixtral", "granitemoe", "deepseek_v2"):
             sizes["norm_topk_prob"] = self.is_normalised
