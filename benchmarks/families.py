@@ -9,7 +9,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.loading import without_dropout
-from lit_rlkv.rollout import generate
+from lit_rlkv.models.routing import routers_of
+from lit_rlkv.rollout import Rollout, generate
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "models.md"
 MAX_PARAMETERS = 20_000_000
@@ -91,12 +92,15 @@ class Verdict:
     """max |log-prob replayed − log-prob sampled|; None where it was not measured."""
     dense_gap: float | None = None
     """The same where the learner sees every key: what replay is for."""
+    routing_gap: float | None = None
+    """The same where the learner takes the sampler's experts; None if its routing cannot be replayed."""
     refusal: str | None = None
     not_built: str | None = None
 
     @property
     def is_exact(self) -> bool:
-        return self.replay_gap is not None and self.replay_gap < EXACT_BELOW
+        gaps = (self.replay_gap, 0.0 if self.routing_gap is None else self.routing_gap)
+        return all(gap is not None and gap < EXACT_BELOW for gap in gaps)
 
 
 def judge(model_type: str) -> Verdict:
@@ -107,14 +111,14 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:  # whatever hundreds of constructors may raise
         return Verdict(model_type, name, not_built=f"{type(error).__name__}: {_one_line(error)}")
     try:
-        replay_gap, dense_gap = gaps(prepare_backbone(model))
+        found = gaps(prepare_backbone(model))
     except ValueError as error:
         return Verdict(model_type, name, refusal=_one_line(error))
     except Exception as error:
         return Verdict(
             model_type, name, not_built=f"does not run: {type(error).__name__}: {_one_line(error)}"
         )
-    return Verdict(model_type, name, replay_gap, dense_gap)
+    return Verdict(model_type, name, *found)
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
@@ -162,8 +166,8 @@ def _fitting(default: PretrainedConfig) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def gaps(model: PreTrainedModel) -> tuple[float, float]:
-    """max |log-prob − sampler's| over the actions of a rollout, by replay and by a learner that sees all."""
+def gaps(model: PreTrainedModel) -> tuple[float, float, float | None]:
+    """max |log-prob − sampler's| over a rollout: by replay, where the learner sees all, with its experts."""
     generator = torch.Generator().manual_seed(7)
     width = max(PROMPT_LENS)
     attention_mask = torch.arange(width) >= width - torch.tensor(PROMPT_LENS)[:, None]
@@ -172,13 +176,22 @@ def gaps(model: PreTrainedModel) -> tuple[float, float]:
     )
     rollout = generate(
         model, input_ids, attention_mask, cache=CACHE, max_new_tokens=N_NEW_TOKENS, eos_token_id=None,
-        pad_token_id=PAD, generator=generator,
+        pad_token_id=PAD, generator=generator, record_routing=has_replayable_routing(model),
     )  # fmt: skip
-    replayed, dense = (
-        float((replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).abs().max())
-        for shadow in (True, False)
-    )
-    return replayed, dense
+
+    def gap(rollout: Rollout, *, shadow: bool) -> float:
+        return float((replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).abs().max())
+
+    chosen = replace(rollout, expert_ids=None)
+    routing_gap = None if rollout.expert_ids is None else gap(rollout, shadow=True)
+    return gap(chosen, shadow=True), gap(chosen, shadow=False), routing_gap
+
+
+def has_replayable_routing(model: PreTrainedModel) -> bool:
+    try:
+        return len(routers_of(model)) > 0
+    except ValueError:
+        return False
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
@@ -202,9 +215,23 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "*Replay gap* is max |replayed log-prob − sampled log-prob|; the values are float error. *Without "
         "replay* is the same for a learner that sees every key. With a sliding window, sequences longer than "
         "the window are refused.\n",
+        f"*With its experts* is the replay gap of a learner that takes the sampler's experts "
+        f"(`rollout.replay_routing=true`), of the {sum(v.routing_gap is not None for v in exact)} mixtures "
+        "of experts whose routing can be replayed: their routers choose by one top-k over the experts. "
+        "Other models are refused with that setting: they are dense, at least in this size, or choose their "
+        "experts in another way, as PhiMoE does.\n",
         _table(
-            ["family", "`model_type`", "replay gap", "without replay"],
-            [[v.name, f"`{v.model_type}`", f"{v.replay_gap:.0e}", f"{v.dense_gap:.2g}"] for v in exact],
+            ["family", "`model_type`", "replay gap", "without replay", "with its experts"],
+            [
+                [
+                    v.name,
+                    f"`{v.model_type}`",
+                    f"{v.replay_gap:.0e}",
+                    f"{v.dense_gap:.2g}",
+                    "" if v.routing_gap is None else f"{v.routing_gap:.0e}",
+                ]
+                for v in exact
+            ],
         ),
         "## Refused\n",
         _table(

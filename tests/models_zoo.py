@@ -7,17 +7,24 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from lit_rlkv.models import prepare_backbone
@@ -51,6 +58,26 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "gemma3": Gemma3TextConfig,
 }
 
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+# The first layer of both is dense; a token's 2 experts are of 2 of the 4 groups.
+DEEPSEEK = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4} | LATENT
+MOE_FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    "mixtral": partial(MixtralConfig, num_local_experts=8),
+    "qwen2_moe": partial(Qwen2MoeConfig, num_experts=8, shared_expert_intermediate_size=16),
+    "qwen3_moe": partial(Qwen3MoeConfig, num_experts=8, norm_topk_prob=True),
+    "olmoe": partial(OlmoeConfig, num_experts=8),
+    "granitemoe": partial(GraniteMoeConfig, num_local_experts=8),
+    "deepseek_v2": partial(DeepseekV2Config, topk_method="group_limited_greedy", topk_group=2, **DEEPSEEK),
+    "deepseek_v3": partial(DeepseekV3Config, topk_group=2, **DEEPSEEK),
+}
+"""Mixtures of 8 experts, of which each token takes 2."""
+
 
 def tiny_config(family: str, n_kv_heads: int = 2, **changes: object) -> PretrainedConfig:
     """A config of that family; the GPTs have no grouped queries and ignore `n_kv_heads`."""
@@ -67,9 +94,13 @@ def tiny_config(family: str, n_kv_heads: int = 2, **changes: object) -> Pretrain
     }
     if family not in ("gpt_neox", "gpt2"):
         settings["num_key_value_heads"] = n_kv_heads
-    if family in ("qwen3", "gemma2", "gemma3"):
+    if family in ("qwen3", "gemma2", "gemma3", "qwen3_moe"):
         settings["head_dim"] = HEAD_DIM
-    return FAMILIES[family](**{**settings, **changes})
+    if family in ("deepseek_v2", "deepseek_v3"):  # whose heads read one latent
+        settings["num_key_value_heads"] = HEADS
+    if family in MOE_FAMILIES:
+        settings |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return (FAMILIES | MOE_FAMILIES)[family](**{**settings, **changes})
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:

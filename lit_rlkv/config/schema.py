@@ -91,8 +91,8 @@ class RolloutConfig:
     )
     replay_routing: bool = option(
         False,
-        "policy, reference and critic take the experts that the sampler's routers chose for each token (verl's "
-        "router_replay.mode=R3); refused for a model without top-k routers",
+        "policy, reference and critic take the experts that the sampler's routers chose for each token (R3, "
+        "rollout routing replay); refused for a model without top-k routers",
     )
 
 

@@ -24,6 +24,7 @@ from lit_rlkv.models.replay import (
     response_logps_and_entropy,
     scatter_to_response,
 )
+from lit_rlkv.models.routing import routers_of
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import OWN_CHOICE, Rollout
 
@@ -163,6 +164,8 @@ def _stacked(
     shape = rollout.evicted_at.shape
     evicted_at = torch.cat([_replay_table(rollout, one.shadow).expand(shape) for one in passes])
     adapters = [one.adapter for one in passes]
+    if rollout.expert_ids is not None:
+        routers_of(backbone)  # found before, because that takes forwards of other rows
     chosen = (
         use_adapter(lora_layers(backbone), adapters[0])
         if len(set(adapters)) == 1

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -67,10 +68,21 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
         ValueError: `target_modules` match no module of this backbone, or match the output head.
     """
     # A second adapter has the targets of the first: "all-linear" would match the first adapter's matrices.
-    present = [name for name, module in backbone.named_modules() if isinstance(module, LoraLayer)]
+    present = [
+        name
+        for name, module in backbone.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
+    ]
+    first = next(iter(vars(backbone).get("peft_config", {}).values()), None)
     given = lora.target_modules
-    targets = present or (given if isinstance(given, str) else list(given))
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=present or (given if isinstance(given, str) else list(given)),
+        # Of a mixture of experts, where peft turns its targets into parameters of routers and experts.
+        target_parameters=None if first is None else first.target_parameters,
+        lora_dropout=0.0,
+    )
     with warnings.catch_warnings():
         # Several adapters on one backbone are intended.
         warnings.filterwarnings("ignore", "Already found a `peft_config`")
@@ -89,7 +101,10 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
     if backbone.dtype.itemsize < torch.float32.itemsize:
         for layer in lora_layers(backbone):
             pair = [matrices for matrices in (layer.lora_A, layer.lora_B) if name in matrices]
-            if all(type(matrices[name]) is nn.Linear for matrices in pair):
+            # The adapter of a parameter casts its product itself.
+            if not isinstance(layer, ParamWrapper) and all(
+                type(matrices[name]) is nn.Linear for matrices in pair
+            ):
                 # Otherwise peft stores a float32 copy of each adapter's input.
                 layer.cast_input_dtype_enabled = False
                 for matrices in pair:

@@ -14,7 +14,7 @@ from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import use_float32_logits
-from lit_rlkv.models.routing import by_token, replayed_experts
+from lit_rlkv.models.routing import by_row, by_token, recorded_experts, replayed_experts, routers_of
 from lit_rlkv.types import NEVER
 
 REPLAYABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -52,7 +52,7 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
         torch.set_float32_matmul_precision("highest")  # without TF32, because our kernels do not use it
         with torch.no_grad():
             model.set_attn_implementation("eager")
-            expected = model.eval()(input_ids, use_cache=False).logits
+            expected, experts = _own_logits(model.eval(), input_ids)
             model.set_attn_implementation(ATTENTION_NAME)
             use_float32_logits(model)
             if text_config(model)._attn_implementation != ATTENTION_NAME:
@@ -60,15 +60,35 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
                     f"{name} cannot be replayed: it does not look its attention up in transformers' "
                     "AttentionInterface; use a model that does"
                 )
-            _check_replayable(model.train(), input_ids, expected)
+            _check_replayable(model.train(), input_ids, expected, experts)
     finally:
         torch.set_float32_matmul_precision(precision)
         model.train(was_training)
     return model
 
 
+def _own_logits(
+    model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"]
+) -> tuple[Float[Tensor, "batch seq vocab"], Int[Tensor, "batch router expert seq"] | None]:
+    """Return the logits of the model as it is, and in 16 bit the experts that its routers chose.
+
+    There rounding alone can flip an expert, and so change all logits of a token.
+    """
+    try:
+        routers = [] if _is_wide(model.dtype) else routers_of(model)
+    except ValueError:  # no routers, or some that cannot be replayed
+        routers = []
+    if not routers:
+        return model(input_ids, use_cache=False).logits, None
+    with recorded_experts(routers) as read:
+        return model(input_ids, use_cache=False).logits, by_row(read(), len(input_ids))
+
+
 def _check_replayable(
-    model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], expected: Float[Tensor, "batch seq vocab"]
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch seq"],
+    expected: Float[Tensor, "batch seq vocab"],
+    experts: Int[Tensor, "batch router expert seq"] | None,
 ) -> None:
     name = type(model).__name__
     batch, seq_len = input_ids.shape
@@ -76,21 +96,27 @@ def _check_replayable(
     never_evicted = torch.full((batch, 1, 1, seq_len), NEVER, dtype=torch.int32, device=input_ids.device)
     evicted_at_once = (position_ids + 1).int()[:, None, None]
 
-    def logits(input_ids: Tensor, position_ids: Tensor, **attention: Any) -> Tensor:
-        return head_logits(model, hidden_states(model, input_ids, position_ids, **attention))
+    def logits(input_ids: Tensor, position_ids: Tensor, experts: Tensor | None, **attention: Any) -> Tensor:
+        hidden = hidden_states(model, input_ids, position_ids, expert_ids=experts, **attention)
+        return head_logits(model, hidden)
+
+    def columns(chosen: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        mine = None if experts is None else experts[..., chosen]
+        return input_ids[:, chosen], position_ids[:, chosen], mine
 
     try:
-        dense = logits(input_ids, position_ids, evicted_at=never_evicted)
-        isolated = logits(input_ids, position_ids, evicted_at=evicted_at_once)
-        one_column = (input_ids.view(-1, 1), position_ids.reshape(-1, 1))
+        dense = logits(input_ids, position_ids, experts, evicted_at=never_evicted)
+        isolated = logits(input_ids, position_ids, experts, evicted_at=evicted_at_once)
+        experts_alone = None if experts is None else by_row(by_token(experts), input_ids.numel())
+        one_column = (input_ids.view(-1, 1), position_ids.reshape(-1, 1), experts_alone)
         alone = logits(*one_column, evicted_at=never_evicted.view(-1, 1, 1, 1))
         # One decode step after a prefill of the other columns.
         n_layers = text_config(model).num_hidden_layers
         cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
         with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
-            logits(input_ids[:, :-1], position_ids[:, :-1], slot_cache=cache)
+            logits(*columns(slice(None, -1)), slot_cache=cache)
         cache.advance()
-        decoded = logits(input_ids[:, -1:], position_ids[:, -1:], slot_cache=cache)
+        decoded = logits(*columns(slice(-1, None)), slot_cache=cache)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not expected.isfinite().all():
@@ -127,10 +153,14 @@ def _is_close(
         ignores_outliers: in 16 bit, at half of the positions is enough. Pretrained models have activations so
             large that there rounding alone can change all logits of a position.
     """
-    is_wide = dtype in (torch.float32, torch.float64)
+    is_wide = _is_wide(dtype)
     errors = (actual - expected).abs().amax(dim=-1)
     error = errors.median() if ignores_outliers and not is_wide else errors.max()
     return bool(error <= (1e-4 if is_wide else 5e-2) * expected.abs().max())
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64)
 
 
 @torch.no_grad()

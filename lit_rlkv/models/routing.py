@@ -1,7 +1,7 @@
 """Expert routing: record the experts that a model's routers choose, or have them take recorded ones.
 
 A router is a module that chooses k of n experts for each token by one top-k over [token, expert]. Only the
-result of that top-k is replaced, so each family's own formula gives the weights, from the router's own logits,
+result of that top-k is replaced: the weights come from the router's own logits by the family's own formula,
 and gradients flow. This is rollout routing replay, R3 (arXiv:2510.11370).
 """
 
@@ -38,7 +38,7 @@ class Router:
         self.chosen: Int[Tensor, "token expert"] | None = None
         """Experts of the latest forward."""
         # One function for the life of the router, because a compiled layer is compiled anew for another.
-        self._forward = torch.compiler.disable(self._watched)
+        self._forward = torch.compiler.disable(self._watched)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watched(self, given: Int[Tensor, "token expert"] | None) -> Iterator[None]:
@@ -182,6 +182,13 @@ def replayed_experts(
 def by_token(expert_ids: Int[Tensor, "batch router expert seq"]) -> Int[Tensor, "router token expert"]:
     """Return the experts of a batch as the routers see its tokens: row after row."""
     return expert_ids.permute(1, 0, 3, 2).flatten(1, 2)
+
+
+def by_row(
+    experts: Int[Tensor, "router token expert"], n_rows: int
+) -> Int[Tensor, "batch router expert seq"]:
+    """Return the experts of tokens, row after row, as those of a batch."""
+    return experts.unflatten(1, (n_rows, -1)).permute(1, 0, 3, 2)  # type: ignore[no-untyped-call]
 
 
 def given_experts(model: PreTrainedModel) -> Int[Tensor, "router token expert"] | None:

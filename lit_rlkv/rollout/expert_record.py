@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.models.routing import expert_dtype, recorded_experts, routers_of
+from lit_rlkv.models.routing import by_row, expert_dtype, recorded_experts, routers_of
 from lit_rlkv.types import OWN_CHOICE
 
 
@@ -36,12 +36,11 @@ class ExpertRecord:
             self._latest = read()
 
     def write_prompts(self, rows: Int[Tensor, " row"], is_prompt: Bool[Tensor, "batch prompt"]) -> None:
-        """Record the forward of left-padded prompts, each for its `len(rows) / batch` rows; clear the rest."""
-        n_samples, (n_prompts, n_columns) = len(rows) // len(is_prompt), is_prompt.shape
-        experts = self._latest.unflatten(1, (n_prompts, n_columns)).permute(1, 0, 3, 2)
-        experts = experts.masked_fill(~is_prompt[:, None, None], OWN_CHOICE)
+        """Record the forward of left-padded prompts, each for `len(rows) / batch` rows; clear the rest."""
+        n_prompts, n_columns = is_prompt.shape
+        experts = by_row(self._latest, n_prompts).masked_fill(~is_prompt[:, None, None], OWN_CHOICE)
         self.ids[rows] = OWN_CHOICE
-        self.ids[rows, ..., :n_columns] = experts.repeat_interleave(n_samples, dim=0)
+        self.ids[rows, ..., :n_columns] = experts.repeat_interleave(len(rows) // n_prompts, dim=0)
 
     def write(self, columns: Int[Tensor, " row"]) -> None:
         """Record the forward of one token for each row, in the given column of the row."""

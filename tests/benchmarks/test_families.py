@@ -23,7 +23,10 @@ def test_a_family_that_the_page_calls_exact_is(model_type):
     verdict = judge(model_type)
     assert verdict.is_exact
     assert verdict.dense_gap > 100 * verdict.replay_gap  # the rollout evicted what mattered
-    assert verdict.name in row_of("Exact", model_type)
+    assert verdict.name in (row := row_of("Exact", model_type))
+    # with the sampler's experts, of those that have some
+    assert (verdict.routing_gap is not None) == (model_type in ("mixtral", "deepseek_v3"))
+    assert row.endswith("|  |") == (verdict.routing_gap is None)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mamba", "lfm2", "falcon", "doge", "stablelm"])
@@ -39,6 +42,18 @@ def test_the_page_knows_every_causal_lm_of_transformers_once():
     if f"transformers {version('transformers')}," in TEXT:
         assert set(listed) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert "to be fixed" not in TEXT
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v2", "jetmoe", "glm4_moe"]
+)
+def test_the_page_says_of_which_mixtures_of_experts_the_routing_is_replayed(model_type):
+    assert re.search(r"\| \d+e-\d+ \|$", row_of("Exact", model_type))
+
+
+def test_a_family_whose_routing_were_replayed_inexactly_would_stand_out():
+    assert Verdict("right", "RightForCausalLM", 1e-7, 0.4, 1e-7).is_exact
+    assert not Verdict("wrong", "WrongForCausalLM", 1e-7, 0.4, 1e-2).is_exact
 
 
 def test_a_family_that_were_accepted_without_being_exact_would_stand_out():

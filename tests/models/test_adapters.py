@@ -15,7 +15,7 @@ from lit_rlkv.models.adapters import (
     use_adapters_by_row,
 )
 from lit_rlkv.models.cast_linear import cache_cast_weights
-from tests.models_zoo import tiny_model
+from tests.models_zoo import MOE_FAMILIES, build, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -119,3 +119,28 @@ def test_adapters_that_are_rounded_once_say_the_same_until_the_block_ends():
                 parameter.mul_(2)
             assert torch.equal(model(input_ids).logits, before)
         assert not torch.equal(model(input_ids).logits, before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_a_mixture_of_experts_takes_two_adapters(family, dtype):
+    model = build(tiny_config(family)).to(dtype)
+    input_ids = torch.arange(12).view(2, 6) % 7 + 3
+    plain = model(input_ids).logits
+    for name in ("first", "second"):
+        add_adapter(model, name, LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
+    layers = lora_layers(model)
+    assert {tuple(sorted(layer.lora_A)) for layer in layers} == {("first", "second")}
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
+    logits = []
+    for name in ("first", "second"):
+        for layer in layers:
+            layer.lora_B[name].weight.normal_(std=0.1)
+        with use_adapter(layers, name), cache_cast_weights(model):
+            logits.append(model(input_ids).logits)
+    assert torch.equal(model(input_ids).logits, plain)
+    first, second = logits
+    assert all(
+        float((a - b).abs().max()) > 1e-2 for a, b in [(first, plain), (second, plain), (first, second)]
+    )

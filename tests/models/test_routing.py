@@ -1,0 +1,354 @@
+"""Expert routing: recorded by the sampler, taken by the learner, compared with own hooks and formulas."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+from transformers import AutoModelForCausalLM, PhimoeConfig, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+from lit_rlkv import prepare_backbone, replay_logps
+from lit_rlkv.experience.sample import joined, widened
+from lit_rlkv.experience.score import score_rollout
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import backbone, hydra
+from lit_rlkv.models.adapters import LoraSpec
+from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.packing import packed
+from lit_rlkv.models.routing import OWN_CHOICE, expert_dtype, routers_of
+from lit_rlkv.rollout import decoder, generate
+from lit_rlkv.types import Rollout
+from tests.explicit_routing import given_experts, own_choice, perturb
+from tests.fuzz import explicit
+from tests.hand_built import LORA, TRAINED_HEAD, shift
+from tests.models_zoo import MOE_FAMILIES, PAD, SIZE, build, ragged_prompts, tiny_config, tiny_model
+
+EVICTING = CacheSpec("snapkv", budget=9, interval=3, sink=1, window=3)
+N_NEW = 12
+
+
+def sample(model: PreTrainedModel, **changes) -> Rollout:
+    settings = {
+        "cache": EVICTING,
+        "max_new_tokens": N_NEW,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        "generator": torch.Generator().manual_seed(0),
+        "num_return_sequences": 2,
+        "record_routing": True,
+    }
+    return generate(model, *ragged_prompts(), **settings | changes)
+
+
+@cache
+def rolled_out(family: str) -> Rollout:
+    return sample(tiny_model(family))
+
+
+def updated(family: str, *, is_prepared: bool = True) -> PreTrainedModel:
+    """The model of `rolled_out` after an update that makes other experts the best ones."""
+    model = build(tiny_config(family))
+    model = prepare_backbone(model) if is_prepared else model
+    perturb(model)
+    return model
+
+
+def gap(model: PreTrainedModel, rollout: Rollout, expected: Tensor | None = None, **options) -> float:
+    with torch.no_grad():
+        found = replay_logps(model, rollout, **options)
+    return float((found - (rollout.rollout_logps if expected is None else expected)).abs().max())
+
+
+def shifted(rollout: Rollout) -> Rollout:
+    """Every token has the experts of the token before it."""
+    assert rollout.expert_ids is not None
+    return replace(rollout, expert_ids=rollout.expert_ids.roll(1, dims=-1))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_learner_computes_what_the_sampler_did(family: str):
+    rollout = rolled_out(family)
+    assert rollout.expert_ids is not None
+    assert gap(tiny_model(family), rollout) < 1e-4
+    # where no forward ran there is nothing to take
+    is_read = rollout.attention_mask.clone()
+    is_read[:, -1] = False
+    is_recorded = rollout.expert_ids != OWN_CHOICE
+    assert torch.equal(is_recorded, is_read[:, None, None].expand_as(is_recorded))
+    assert gap(tiny_model(family), shifted(rollout)) > 1e-2
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("shadow", [True, False])
+def test_after_an_update_the_experts_are_the_recorded_ones_with_weights_and_gradients_of_today(
+    family: str, shadow: bool
+):
+    rollout = rolled_out(family)
+    model, own_model = updated(family), updated(family, is_prepared=False)
+    weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
+    replayed = replay_logps(model, rollout, shadow=shadow)
+    (replayed * weight).sum().backward()
+    seen = rollout if shadow else replace(rollout, evicted_at=dense_table(rollout))
+    with given_experts(own_model, rollout.expert_ids):
+        own, _ = explicit.log_probs(own_model, seen, 1.0)
+    (own * weight).sum().backward()
+    assert float((replayed - own).abs().max()) < 1e-4
+    theirs = dict(own_model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        expected = theirs[name].grad
+        assert expected is not None
+        error = float((parameter.grad - expected).abs().max())
+        assert error <= 1e-3 * max(float(expected.abs().max()), 1e-2), (name, error)
+    for router in routers_of(model):
+        assert float(router.module.weight.grad.abs().max()) > 1e-4
+    # without the record, or with that of the token before, it is another function
+    assert gap(model, replace(rollout, expert_ids=None), own, shadow=shadow) > 1e-2
+    assert gap(model, shifted(rollout), own, shadow=shadow) > 1e-2
+
+
+def dense_table(rollout: Rollout) -> Tensor:
+    return torch.full_like(rollout.evicted_at, 2**30)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_record_is_what_transformers_chooses_for_each_token(family: str):
+    rollout = sample(tiny_model(family), cache=CacheSpec.dense())
+    assert rollout.expert_ids is not None
+    model = build(tiny_config(family))  # with its own attention, and no padding
+    for row, is_token in enumerate(rollout.attention_mask):
+        with torch.no_grad(), own_choice(model) as chosen:
+            model(rollout.input_ids[row : row + 1, is_token], use_cache=False)
+        found = rollout.expert_ids[row][..., is_token][..., :-1].sort(dim=1).values
+        expected = torch.stack(chosen)[..., :-1].sort(dim=1).values
+        assert torch.equal(found.long(), expected)
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for():
+    model = tiny_model("mixtral")
+    plain, rollout = sample(model, record_routing=False), rolled_out("mixtral")
+    assert plain.expert_ids is None
+    assert torch.equal(plain.rollout_logps, rollout.rollout_logps)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("spec", [EVICTING, CacheSpec.dense()], ids=["evicting", "dense"])
+def test_rows_that_are_reused_or_renumbered_keep_their_own_experts(spec, temperature, monkeypatch):
+    monkeypatch.setattr(decoder, "FIRST_TOKENS", 2)  # so that a dense cache grows
+    model = tiny_model("qwen3_moe")
+    at_once = sample(model, cache=spec, temperature=temperature)
+    ends = at_once.input_ids[:, 15].unique().tolist()[:2]
+    few = sample(model, cache=spec, temperature=temperature, eos_token_id=ends, max_rows=2)
+    assert len(set(few.response_mask.sum(dim=1).tolist())) > 2
+    if temperature == 0:
+        is_same = few.attention_mask.clone()
+        is_same[:, 1:] &= few.attention_mask[:, :-1]
+        for row, length in enumerate(few.attention_mask.sum(dim=1)):
+            end = int(few.attention_mask[row].nonzero().max())
+            assert torch.equal(few.expert_ids[row, ..., :end], at_once.expert_ids[row, ..., :end]), length
+            assert (few.expert_ids[row, ..., end:] == OWN_CHOICE).all()
+    else:
+        assert gap(model, few) < 1e-4
+        assert gap(model, shifted(few)) > 1e-2
+
+
+def test_packed_padded_and_widened_rows_are_the_same():
+    model, rollout = updated("mixtral"), rolled_out("mixtral")
+    with torch.no_grad():
+        expected = replay_logps(model, rollout)
+    rows = torch.tensor([7, 2, 5])
+    part = packed(rollout, rollout.attention_mask, rows)
+    with torch.no_grad():
+        found = replay_logps(model, part)
+    assert float((found[part.response_mask] - expected[rows][rollout.response_mask[rows]]).abs().max()) < 1e-5
+    wide = widened(rollout, rollout.input_ids.shape[1] + 3, PAD)
+    assert wide.expert_ids is not None
+    assert (wide.expert_ids[..., -3:] == OWN_CHOICE).all()
+    both = joined([rollout, wide.rows(slice(0, 2))], wide.input_ids.shape[1], PAD)
+    with torch.no_grad():
+        again = replay_logps(model, both)
+    assert float((again[:8, :-3] - expected).abs().max()) < 1e-5
+    assert float((again[8:, :-3] - expected[:2]).abs().max()) < 1e-5
+
+
+def test_rows_share_a_prompt_only_with_the_same_experts():
+    model, rollout = updated("mixtral"), rolled_out("mixtral")
+    assert rollout.expert_ids is not None
+    ids = rollout.expert_ids.clone()
+    ids[1, :, :, 3] = (ids[1, :, :, 3] + 1) % 8  # rows 0 and 1 have the same prompt
+    other = replace(rollout, expert_ids=ids)
+    with torch.no_grad():
+        together, before = replay_logps(model, other), replay_logps(model, rollout)
+        alone = replay_logps(model, other.rows(slice(1, 2)))
+    assert float((together[1] - alone[0]).abs().max()) < 1e-5
+    assert float((together[0] - before[0]).abs().max()) < 1e-5
+    assert float((together[1] - before[1]).abs().max()) > 1e-3
+
+
+ATTENTION_LORA = replace(LORA, target_modules=["q_proj", "v_proj"])
+
+
+def roles_of(
+    family: str = "mixtral",
+    layout: str = "hydra",
+    lora: LoraSpec = ATTENTION_LORA,
+    *,
+    checkpoints_layers=False,
+) -> Roles:
+    torch.manual_seed(0)
+    return shift(
+        Roles(
+            layout,
+            lambda role: updated(family),
+            lora=lora,
+            needed=("reference", "reward", "value"),
+            reward_head=TRAINED_HEAD,
+            checkpoints_layers=checkpoints_layers,
+        )
+    )
+
+
+def policy_gradients(roles: Roles, rollout: Rollout) -> dict[str, Tensor]:
+    weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
+    with acting_as(roles, "policy") as acting:
+        loss = (replay_logps(acting, rollout) * weight).sum()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in roles.named_parameters() if p.grad is not None}
+    roles.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("mixtral", "j_hydra"), ("deepseek_v3", "ppo")],  # adapters on routers and experts, or no adapters
+)
+def test_recomputed_layers_take_the_experts_of_their_forward(family, layout, monkeypatch):
+    rollout = rolled_out(family)
+    stored = policy_gradients(roles_of(family, layout, LORA), rollout)
+    assert any("gate" in name for name in stored)
+    roles = roles_of(family, layout, LORA, checkpoints_layers=True)
+
+    def error() -> float:
+        found = policy_gradients(roles, rollout)
+        assert found.keys() == stored.keys()
+        errors = [(found[name] - g).abs().max() / g.abs().max().clamp(min=1e-2) for name, g in stored.items()]
+        return float(max(errors))
+
+    assert error() < 1e-4
+    given = hydra.given_experts
+    monkeypatch.setattr(hydra, "given_experts", lambda model: given(model).roll(1, dims=1))
+    assert error() > 1e-2
+    monkeypatch.setattr(hydra, "given_experts", lambda model: None)
+    with pytest.raises(CheckpointError):
+        error()
+
+
+@pytest.mark.parametrize("stacks_passes", [False, True])
+def test_reference_and_critic_take_the_experts_and_the_reward_does_not(stacks_passes):
+    roles, rollout = roles_of(), rolled_out("mixtral")
+    roles.head("value").linear.weight.data.normal_()
+    unrecorded = replace(rollout, expert_ids=None)
+    views = {"policy": True, "reference": True, "value": True, "reward": True}
+    score = partial(score_rollout, roles, views=views, temperature=1.0, stacks_passes=stacks_passes)
+    found, plain = score(rollout=rollout), score(rollout=unrecorded)
+    for role in ("policy", "reference"):
+        with torch.no_grad(), acting_as(roles, role) as acting:
+            expected = replay_logps(acting, rollout)
+        assert float((found[role] - expected).abs().max()) < 1e-5, role
+        assert float((found[role] - plain[role]).abs().max()) > 1e-2, role
+    assert float((found["value"] - plain["value"]).abs().max()) > 1e-2
+    assert float((found["reward"] - plain["reward"]).abs().max()) < 1e-5
+
+
+def test_ids_take_one_byte_up_to_128_experts_and_two_beyond():
+    settings = {"num_key_value_heads": 2, "num_hidden_layers": 1, "num_experts_per_tok": 3}
+    for n_experts, dtype in ((128, torch.int8), (129, torch.int16)):
+        config = tiny_config("mixtral", **settings | {"num_local_experts": n_experts})
+        model = prepare_backbone(build(config))
+        rollout = sample(model)
+        assert rollout.expert_ids is not None
+        assert rollout.expert_ids.dtype == expert_dtype(routers_of(model)) == dtype
+        assert rollout.expert_ids.shape[1:3] == (1, 3)
+        assert gap(model, rollout) < 1e-4
+
+
+def test_models_without_a_top_k_router_are_refused_with_the_reason():
+    sparse_mixer = PhimoeConfig(**SIZE, num_local_experts=4)
+    for model in (tiny_model("llama"), build(sparse_mixer)):
+        with pytest.raises(
+            ValueError, match="no routing to replay: no module chooses experts by a top-k"
+        ) as e:
+            routers_of(model)
+        assert "\n" not in str(e.value)
+
+
+class TwiceRouter(MixtralTopKRouter):
+    def forward(self, hidden_states):
+        super().forward(hidden_states)
+        return super().forward(hidden_states)
+
+
+class DeafRouter(MixtralTopKRouter):
+    """Notes the largest by a top-k, and chooses by sorting."""
+
+    def forward(self, hidden_states):
+        logits, *_ = super().forward(hidden_states)
+        best = logits.softmax(-1).sort(descending=True)
+        return logits, best.values[:, :2], best.indices[:, :2]
+
+
+@pytest.mark.parametrize(
+    ("router", "says"),
+    [
+        (TwiceRouter, "its TwiceRouter chooses 2 times in a forward"),
+        (DeafRouter, "it does not compute the same with the experts that it chose, and something else with"),
+    ],
+)
+def test_a_choice_that_cannot_be_replaced_is_refused(router, says):
+    model = build(tiny_config("mixtral"))
+    for module in model.modules():
+        if type(module) is MixtralTopKRouter:
+            module.__class__ = router
+    with pytest.raises(ValueError, match=says):
+        routers_of(prepare_backbone(model))
+
+
+def test_experts_of_another_architecture_are_refused():
+    rollout = rolled_out("mixtral")
+    with pytest.raises(ValueError, match=r"must be for the 2 routers of DeepseekV3ForCausalLM, got 3 layers"):
+        replay_logps(tiny_model("deepseek_v3"), rollout)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no routing to replay"):
+        replay_logps(tiny_model(), rollout)
+
+
+def in_bfloat16(seed: int) -> PreTrainedModel:
+    """A mixture of many experts that are nearly tied."""
+    config = tiny_config("deepseek_v3", num_hidden_layers=6, n_routed_experts=64, num_experts_per_tok=8)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4.0)
+    return model.bfloat16().eval()
+
+
+def test_a_model_in_bfloat16_is_not_refused_because_its_experts_flip_by_rounding(monkeypatch):
+    seeds = range(6)
+    for seed in seeds:
+        prepare_backbone(in_bfloat16(seed))
+
+    def no_routers(model: PreTrainedModel) -> list:
+        raise ValueError
+
+    monkeypatch.setattr(backbone, "routers_of", no_routers)  # each forward of the check then chooses anew
+    refused = 0
+    for seed in seeds:
+        try:
+            prepare_backbone(in_bfloat16(seed))
+        except ValueError as error:
+            refused += "logits change" in str(error) or "information flows" in str(error)
+    assert refused > 0

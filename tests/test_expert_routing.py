@@ -1,0 +1,83 @@
+"""Expert routing through the config: runs on checkpoints of mixtures of experts, in float32 and bfloat16."""
+
+import csv
+
+import pytest
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.experience.memory_needs import rollout_needs
+from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.models.routing import routers_of
+from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.policy import load_backbone, make_policy
+from tests.models_zoo import MOE_FAMILIES
+from tests.saved_models import save_checkpoint
+from tests.test_model_families import rolled_out
+from tests.tiers import short_tier
+from tests.whole_runs import config, run
+
+LIGHT = ["stages=[rl]", "diagnostics=none", "roles.rank=4"]
+REPLAYED = "rollout.replay_routing=true"
+
+
+def metrics_of(folder, name, checkpoint, *overrides):
+    """The rows of a run, by iteration."""
+    run(folder, name, *LIGHT, f"model.path={checkpoint}", *overrides)
+    with (folder / name / "metrics.csv").open(newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("family", short_tier(MOE_FAMILIES, ["mixtral", "deepseek_v2"]))
+def test_a_checkpoint_of_every_family_is_rolled_out_replayed_and_updated(family, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", family)
+    options = [REPLAYED, "algorithm.n_iterations=2", "algorithm.kl.weight=0.1"]
+    for row in metrics_of(tmp_path, "run", checkpoint, *options):
+        assert row["kv/replay_gap"] < 1e-4
+        assert row["grad_norm"] > 0
+
+
+def test_recomputed_layers_and_a_critic_give_the_same_update(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
+    options = [REPLAYED, "algorithm=ppo", "algorithm.n_iterations=1", "roles.target_modules=[q_proj,v_proj]"]
+    (plain,) = metrics_of(tmp_path, "plain", checkpoint, *options)
+    (again,) = metrics_of(tmp_path, "again", checkpoint, *options, "roles.gradient_checkpointing=true")
+    for name in ("loss", "grad_norm", "kv/replay_gap", "value_loss"):
+        assert again[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+
+
+def test_in_bfloat16_the_replay_gap_is_smaller_with_the_experts_of_the_sampler(tmp_path):
+    checkpoint = save_checkpoint(
+        tmp_path / "model", "mixtral", num_local_experts=64, num_experts_per_tok=8, num_hidden_layers=6
+    )
+    half = ["fabric.precision=bf16-true", "algorithm.n_iterations=1", "correction.bypass_mode=false"]
+    (chosen,) = metrics_of(tmp_path, "chosen", checkpoint, *half)
+    (replayed,) = metrics_of(tmp_path, "replayed", checkpoint, *half, REPLAYED)
+    # the sampler is the same, so the two differ by the experts alone
+    assert replayed["reward"] == chosen["reward"]
+    for name in ("kv/replay_gap", "kv/replay_gap_mean", "kv/replay_gap_p99"):
+        assert 2 * replayed[name] < chosen[name], name
+
+
+def test_a_dense_model_is_refused_when_it_is_loaded(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model")
+    context = build_context(config(tmp_path, *LIGHT, f"model.path={checkpoint}", REPLAYED))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no routing to replay") as e:
+        load_backbone(context, checkpoint)
+    assert "\n" not in str(e.value)
+    load_backbone(build_context(config(tmp_path, *LIGHT, f"model.path={checkpoint}")), checkpoint)
+
+
+def test_the_bytes_of_the_record_are_a_need_of_a_rollout(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
+    context = build_context(config(tmp_path, *LIGHT, f"model.path={checkpoint}", REPLAYED))
+    module = make_policy(context, checkpoint)
+    rollout = rolled_out(context, module, ["1+2="], record_routing=True)
+    settings = context.cfg.rollout
+    n_rows, n_columns = len(rollout.input_ids), int(rollout.input_ids.shape[1])
+    with acting_as(module.roles, "policy") as backbone:
+        needs = rollout_needs(
+            backbone, context.cache, (1, n_columns - settings.max_new_tokens), settings, n_rows
+        )
+        assert len(routers_of(backbone)) == 3
+    (record,) = [need for need in needs if need.what == "record of experts"]
+    assert record.n_bytes == 2 * rollout.expert_ids.nbytes  # the decoder's buffer, and the rollout
