@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, ProcessorMixin
 
-from lit_rlkv.checks import is_number
+from lit_rlkv.checks import check_temperature, is_number
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import CacheSpec
@@ -138,10 +138,7 @@ class EvictingGRPOConfig(GRPOConfig):  # type: ignore[misc]
                 raise ValueError(
                     f"{name} must be {neutral[0]}, got {getattr(self, name)!r}: {reason}; leave it out"
                 )
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature must be above 0, got {self.temperature}; greedy decoding has no log-probs"
-            )
+        check_temperature("temperature", self.temperature, is_greedy_allowed=False)
         super().__post_init__()
 
     def cache_spec(self) -> CacheSpec:
