@@ -30,7 +30,8 @@ from transformers import (
 from lit_rlkv import CacheSpec, Rollout, generate, prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.replay import replay_evicted_at
-from lit_rlkv.models.routing import OWN_CHOICE, by_token, recorded_experts, routers_of
+from lit_rlkv.models.routing import by_token, recorded_experts, routers_of
+from lit_rlkv.types import OWN_CHOICE
 
 NAME = "routing"
 VOCAB, HIDDEN, LAYERS = 1024, 128, 6

@@ -1,6 +1,5 @@
 """A config schema of documented dataclasses: defaults, types, ranges, and conversion from YAML."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
@@ -8,7 +7,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.checks import Number, Range, is_number
+from lit_rlkv.checks import Number, Range, is_finite, is_number
 from lit_rlkv.config.errors import ConfigError
 
 Schema = TypeVar("Schema")
@@ -211,7 +210,7 @@ def show(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if is_number(value) and not math.isfinite(value):
+    if is_number(value) and not is_finite(value):
         return str(value)
     if value == "":
         return "''"

@@ -32,7 +32,8 @@ class RewardRule:
         functions: reward functions by name, with their weights.
 
     Raises:
-        ValueError: a number is outside of its range, all weights are 0, a name is not allowed, or `accuracy` names no function.
+        ValueError: a number is out of its range, all weights are 0, a name is not allowed, or `accuracy`
+            names no function.
     """
 
     def __init__(self, config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> None:

@@ -71,7 +71,9 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
 @pytest.mark.usefixtures("_as_users_run_it")
 @pytest.mark.parametrize("every", [0, -1, 5.5, "abc", None, True])
 def test_an_invalid_interval_is_refused(every):
-    with pytest.raises(ValueError, match=r"diagnostics\.counting\.every must be an integer of at least 1"):
+    with pytest.raises(
+        ValueError, match=r"diagnostics\.counting\.every must be a whole number of at least 1"
+    ):
         Counting(every=every)
 
 

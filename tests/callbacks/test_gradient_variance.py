@@ -288,15 +288,15 @@ def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"n_parts": 1}, "diagnostics.gradient.n_parts must be an integer of at least 2, got 1"),
-        ({"n_parts": 2.5}, "n_parts must be an integer of at least 2, got 2.5"),
+        ({"n_parts": 1}, "diagnostics.gradient.n_parts must be a whole number of at least 2, got 1"),
+        ({"n_parts": 2.5}, "n_parts must be a whole number of at least 2, got 2.5"),
         ({"blocks": "head"}, "blocks='head' is unknown; choose one of layer, module, all"),
         ({"terms": ["value"]}, "terms must name one or more of policy, loss, got \\['value'\\]"),
         ({"terms": []}, "terms must name one or more of policy, loss, got \\[\\]"),
         ({"only": "("}, r"only must be a regular expression, got '\('"),
         ({"sketch": 0}, "sketch must be a whole number of at least 1, got 0"),
         ({"sketch": True}, "sketch must be a whole number of at least 1, got True"),
-        ({"every": 0}, "diagnostics.gradient.every must be an integer of at least 1, got 0"),
+        ({"every": 0}, "diagnostics.gradient.every must be a whole number of at least 1, got 0"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, says):
@@ -306,7 +306,7 @@ def test_options_without_a_meaning_are_refused(options, says):
 
 def test_mistakes_in_the_config_are_found_before_any_work(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"diagnostics\.gradient\.n_parts must be an integer of at least 2, got 1"
+        ConfigError, match=r"diagnostics\.gradient\.n_parts must be a whole number of at least 2, got 1"
     ):
         config(tmp_path, "diagnostics.gradient.n_parts=1")
     with pytest.raises(ConfigError, match="counterfactual='shadow' is unknown"):

@@ -140,7 +140,7 @@ def test_a_data_module_that_announces_no_phases_is_noticed():
 
 @pytest.mark.parametrize("peak", [0, -1.0])
 def test_a_peak_that_is_no_speed_is_refused(peak):
-    with pytest.raises(ValueError, match=r"diagnostics\.performance\.peak_flops must be above 0"):
+    with pytest.raises(ValueError, match=r"diagnostics\.performance\.peak_flops must be a number above 0"):
         Performance(peak_flops=peak)
 
 

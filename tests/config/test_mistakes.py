@@ -280,7 +280,10 @@ def test_a_command_line_in_another_form_is_translated(program, arguments, says):
         ("algorithm.kl=0.1", "such as algorithm.kl.weight=0.1"),
         ("optimizer.lr=0", "optimizer.lr must be a number above 0, got 0"),
         ("sft.optimizer.lr=0.0", "sft.optimizer.lr must be a number above 0, got 0.0"),
-        ("optimizer.lr=1e31", "optimizer.lr must be a number above 0 and of at most 1e+18 in size, got 1e+31"),
+        (
+            "optimizer.lr=1e31",
+            "a number above 0 and of at most 1e+18 in size, got 1e+31; it is the learning rate",
+        ),
     ],
 )
 def test_values_that_train_nothing_or_replace_a_group_are_refused(override, says):

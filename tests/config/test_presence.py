@@ -41,8 +41,14 @@ def test_all_that_is_not_given_is_named_at_once():
         ("runs_dir=null", "runs_dir must be a folder, got null; give one, such as runs_dir=runs"),
         ("runs_dir='~/runs'", "runs_dir=~/runs: ~ is not expanded here; give /"),
         ("resume='~/runs/x'", "resume=~/runs/x: ~ is not expanded here; give /"),
-        ("fabric.n_threads=0", "fabric.n_threads must be a whole number of at least 1 or null, got 0"),
-        ("fabric.n_threads=abc", "fabric.n_threads must be a whole number of at least 1 or null, got abc"),
+        (
+            "fabric.n_threads=0",
+            "fabric.n_threads must be a whole number of at least 1 and at most 1024 or null, got 0",
+        ),
+        (
+            "fabric.n_threads=abc",
+            "fabric.n_threads must be a whole number of at least 1 and at most 1024 or null, got abc",
+        ),
         ("~distillation", "~distillation takes away what every run reads; write distillation=none"),
         ("~reward", "~reward takes away what every run reads; write reward=..."),
         ("~sft.n_steps", "~sft.n_steps takes away what every run reads; write sft.n_steps=..."),

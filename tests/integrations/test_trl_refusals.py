@@ -60,7 +60,7 @@ def config(folder, **options):
         ({"min_p": 0.1}, "min_p must be None, got 0.1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty must be 1.0, got 1.1"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs must be None"),
-        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be a number of at least 1e-06 and at most 1000000, got 0.0"),
     ],
     ids=str,
 )

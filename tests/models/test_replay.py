@@ -37,7 +37,7 @@ def sampled(cache: CacheSpec = SPEC, temperature: float = 1.0, eos: int | None =
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_a_temperature_without_log_probs_is_refused(temperature: float):
-    with pytest.raises(ValueError, match=rf"temperature must be above 0, got {temperature}; greedy decoding"):
+    with pytest.raises(ValueError, match=rf"temperature must be .*, got {temperature}; greedy decoding"):
         replay_logps(tiny_model(), sampled(), temperature=temperature)
 
 

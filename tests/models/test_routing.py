@@ -18,9 +18,9 @@ from lit_rlkv.models import backbone, hydra
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import packed
-from lit_rlkv.models.routing import OWN_CHOICE, expert_dtype, routers_of
+from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout import decoder, generate
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import OWN_CHOICE, Rollout
 from tests.explicit_routing import given_experts, own_choice, perturb
 from tests.fuzz import explicit
 from tests.hand_built import LORA, TRAINED_HEAD, shift

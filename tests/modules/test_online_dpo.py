@@ -286,7 +286,7 @@ def test_a_penalty_for_cut_responses_changes_the_ranking():
 def test_options_that_make_no_loss_are_refused_when_the_module_is_built():
     roles = make_roles()
     for options, says in (
-        ({"beta": 0.0}, r"beta must be above 0, got 0\.0"),
+        ({"beta": 0.0}, r"beta must be a number above 0, got 0\.0"),
         ({"kind": "hinge"}, "kind='hinge' is unknown"),
         ({"label_smoothing": 0.5}, r"label_smoothing must be at least 0 and below 0\.5, got 0\.5"),
     ):

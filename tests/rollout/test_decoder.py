@@ -237,7 +237,7 @@ def test_a_recording_refuses_what_waits_for_the_device():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_return_sequences": 0}, "num_return_sequences must be at least 1, got 0"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be a whole number of at least 1, got 0"),
         (
             {"num_return_sequences": 3, "max_rows": 2},
             "max_rows must be at least num_return_sequences=3, got 2",

@@ -17,7 +17,7 @@ JUDGED = [
     ("overrides", "says"),
     [
         (["distillation.teacher=critic"], "distillation.teacher='critic' is unknown"),
-        (["distillation.weight=0", "distillation.anchor_weight=0"], "one above 0, got 0 and 0"),
+        (["distillation.weight=0", "distillation.anchor_weight=0"], "must be above 0, got 0 for both"),
         (
             ["experiment=shadow", "algorithm.policy_weight=0"],
             "algorithm.policy_weight=0 leaves the policy nothing",
@@ -36,7 +36,7 @@ JUDGED = [
             ["sft.n_steps=70"],
             "sft.n_steps must be a multiple of sft.steps_per_iteration=50, got 70; change one of them",
         ),
-        (["task.n_terms=1"], "n_terms must be at least 2, got 1"),
+        (["task.n_terms=1"], "n_terms must be a whole number of at least 2 and at most 10000, got 1"),
         (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
         (["stages=rl"], "stages must be a list"),
         (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every GPU"),
@@ -72,7 +72,7 @@ JUDGED = [
         (["rollout.min_p=1"], "rollout.min_p must be a number of at least 0 and below 1 or null, got 1"),
         (
             ["rollout.temperature=0"],
-            "rollout.temperature must be a number above 0, got 0",
+            "rollout.temperature must be a number of at least 1e-06 and at most 1000000, got 0",
         ),
         (["rollout.max_new_tokens=0"], "rollout.max_new_tokens must be a whole number of at least 1, got 0"),
         (["algorithm.group_size=1"], "algorithm.group_size=1: GroupAdvantage compares"),

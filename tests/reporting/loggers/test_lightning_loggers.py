@@ -199,5 +199,5 @@ def test_a_name_that_is_no_folder_is_refused():
 @pytest.mark.usefixtures("_as_users_run_it")
 def test_an_invalid_interval_is_refused():
     for figures_every in (0, -1, True):
-        with pytest.raises(ValueError, match="must be an integer of at least 1"):
+        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
             TensorBoard(figures_every=figures_every)

@@ -245,8 +245,8 @@ def test_a_service_that_does_not_end_is_left_after_a_while(monkeypatch):
         ({"project": "a/b"}, "project must be a W&B project name"),
         ({"project": ""}, "project must be a W&B project name"),
         ({"project": "a", "offline": "yes"}, "offline must be true, false or null, got yes"),
-        ({"project": "a", "figures_every": 0}, "figures_every must be an integer of at least 1, got 0"),
-        ({"project": "a", "finish_timeout_s": 0}, "finish_timeout_s must be above 0 seconds, got 0"),
+        ({"project": "a", "figures_every": 0}, "figures_every must be a whole number of at least 1, got 0"),
+        ({"project": "a", "finish_timeout_s": 0}, "finish_timeout_s must be a number above 0, got 0"),
     ],
 )
 def test_invalid_settings_are_refused_before_wandb_is_imported(settings, says):

@@ -36,7 +36,7 @@ def test_exact_match_needs_an_answer():
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_a_weight_must_be_finite(weight):
-    with pytest.raises(ValueError, match="weight must be a finite number"):
+    with pytest.raises(ValueError, match="weight must be a number"):
         ExactMatch(weight=weight)
 
 
@@ -156,7 +156,7 @@ def test_long_texts_of_digits_and_commas_are_read_fast():
 
 
 def test_a_tolerance_below_zero_is_refused():
-    with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="tolerance must be a number of at least 0, got -1"):
         Numeric(tolerance=-1)
 
 
@@ -203,9 +203,15 @@ def test_an_endless_match_times_out():
     [
         ({"pattern": "("}, r"pattern must be a regular expression, got '\(': .*; write one of Python's re"),
         ({"pattern": "(a)", "group": 2}, r"group must be one of \[0, 1\] of pattern='\(a\)', or null, got 2"),
-        ({"pattern": "a", "timeout_s": 0}, "timeout_s must be a finite number of seconds above 0, got 0"),
-        ({"pattern": "a", "n_workers": 0}, "n_workers must be a whole number of at least 1, got 0"),
-        ({"pattern": "a", "retries": -1}, "retries must be a whole number of at least 0, got -1"),
+        ({"pattern": "a", "timeout_s": 0}, "timeout_s must be a number above 0 and at most 86400, got 0"),
+        (
+            {"pattern": "a", "n_workers": 0},
+            "n_workers must be a whole number of at least 1 and at most 4096, got 0",
+        ),
+        (
+            {"pattern": "a", "retries": -1},
+            "retries must be a whole number of at least 0 and at most 100, got -1",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, says):

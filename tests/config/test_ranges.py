@@ -1,0 +1,240 @@
+"""Ranges of all numbers: of the schema, of the options' files, and of what Python calls directly."""
+
+import math
+from itertools import product
+from typing import get_args, get_origin
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv import CacheSpec, generate, replay_logps
+from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
+from lit_rlkv.checks import MAX_NUMBER, MAX_WHOLE, Range, is_number
+from lit_rlkv.config import CONF_DIR, ConfigError, check_targets, parse_config
+from lit_rlkv.config.commands import EvaluateConfig
+from lit_rlkv.config.composing import groups, options_of
+from lit_rlkv.config.options import convert, leaf_keys, leaves
+from lit_rlkv.config.schema import Config, RewardConfig
+from lit_rlkv.experience.reward import RewardRule
+from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.objectives import corrections
+from lit_rlkv.objectives.preference import check_dpo
+from tests.config.asking import refusal
+from tests.hand_built import make_ppo, make_roles
+from tests.models_zoo import tiny_model
+
+NAN, INF = math.nan, math.inf
+NOT_FINITE = (NAN, INF, -INF)
+TOO_LARGE = (10 * MAX_NUMBER, -10 * MAX_NUMBER, 10**25, 10**400)
+
+
+def kinds_of(kind):
+    """Return the types that a key or its items may have."""
+    inner = [get_args(one)[0] if get_origin(one) is tuple else one for one in (kind, *get_args(kind))]
+    return {each for one in inner for each in (one, *get_args(one))}
+
+
+def numeric_keys(schema):
+    return [
+        (key, kind, declared) for key, kind, declared in leaf_keys(schema) if {int, float} & kinds_of(kind)
+    ]
+
+
+def outside(kind, declared):
+    """Return numbers just outside of a range, and far outside."""
+    limit = MAX_NUMBER if float in kinds_of(kind) else MAX_WHOLE
+    low = declared.above if declared.least is None else declared.least - 1
+    high = declared.below if declared.most is None else declared.most + 1
+    assert low is not None, "every number has a lower end"
+    return [low, 10 * limit if high is None else high, *TOO_LARGE]
+
+
+@pytest.fixture(scope="module")
+def default():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        return compose("config")
+
+
+SWITCHED_OFF = "rollout.top_k"
+"""A key that has one value only."""
+
+
+@pytest.mark.parametrize("key", [key for key, _, _ in numeric_keys(Config) if key != SWITCHED_OFF])
+def test_every_number_of_a_run_is_refused_out_of_its_range(default, key):
+    kind, declared = next(found[1:] for found in numeric_keys(Config) if found[0] == key)
+    is_list = get_origin(kind) is tuple
+    for value in (*NOT_FINITE, *outside(kind, declared)):
+        changed = default.copy()
+        OmegaConf.update(changed, key, [value] if is_list else value)
+        with pytest.raises(ConfigError) as caught:
+            parse_config(changed)
+        assert str(caught.value).startswith(key), value
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [key for key, _, _ in numeric_keys(EvaluateConfig)])
+def test_every_number_of_an_evaluation_is_refused_out_of_its_range(key):
+    kind, declared = next(found[1:] for found in numeric_keys(EvaluateConfig) if found[0] == key)
+    is_list = get_origin(kind) is tuple or any(get_origin(one) is tuple for one in get_args(kind))
+    for value in (*NOT_FINITE, *outside(kind, declared)):
+        with pytest.raises(ConfigError, match=f"^{key}"):
+            convert(EvaluateConfig, {"ckpt": "runs/x", key: [value] if is_list else value})
+
+
+def nodes_with_targets(node, path=""):
+    if isinstance(node, DictConfig):
+        if OmegaConf.is_missing(node, "_target_") is False and "_target_" in node:
+            yield path, node
+        for name in node:
+            if not OmegaConf.is_missing(node, name):
+                yield from nodes_with_targets(node[name], f"{path}.{name}".lstrip("."))
+
+
+def takes_numbers(target, name):
+    hints = getattr(target, "__init__", target) if isinstance(target, type) else target
+    kinds = kinds_of(getattr(hints, "__annotations__", {}).get(name))
+    return bool({int, float} & kinds) and str not in kinds
+
+
+def numbers_of_options():
+    """Return each option with the numeric arguments of its targets."""
+    for group, option in ((name, option) for name in groups() for option in options_of(name)):
+        cfg = OmegaConf.load(CONF_DIR / group / f"{option}.yaml")
+        for path, node in nodes_with_targets(cfg):
+            target = get_object(node._target_)
+            for name, value in leaves(OmegaConf.to_container(node)):
+                is_list = isinstance(value, list) and bool(value) and all(map(is_number, value))
+                if is_number(value) or is_list or takes_numbers(target, name):
+                    yield pytest.param(path, node, name, is_list, id=f"{group}={option}:{path}.{name}")
+
+
+@pytest.mark.parametrize(("path", "node", "name", "is_list"), [*numbers_of_options()])
+def test_every_number_of_an_option_is_refused_if_it_is_not_finite_or_too_large(path, node, name, is_list):
+    for value in (*NOT_FINITE, *TOO_LARGE):
+        changed = node.copy()
+        OmegaConf.update(changed, name, [value] if is_list else value)
+        with pytest.raises(ConfigError) as caught:
+            check_targets(changed, path)
+        assert f"{path}.{name}".lstrip(".") in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["reward.verifier=inf"], "reward.verifier must be a number of at least 0, got inf"),
+        (["reward.clip=nan"], "reward.clip must be a number above 0 or null, got nan"),
+        (["reward.verifier=1e19"], "a number of at least 0 and of at most 1e+18 in size, got 1e+19"),
+        (["callbacks.keep_last=3000000000"], "of at least 1 and of at most 2147483647 in size"),
+        (["rollout.temperature=inf"], "of at least 1e-06 and at most 1000000, got inf"),
+        (["evaluation.temperature=1e-9"], "temperature must be a number of at least 1e-06"),
+        (["distillation=dense_student", "distillation.weight=nan"], "distillation.weight must be a finite"),
+        (["distillation=anchor", "distillation.anchor_weight=-1"], "of at least 0, got -1"),
+        (["correction=tis", "correction.weight_fn.cap=nan"], "cap must be a number above 0, got nan"),
+        (["optimizer.betas=[nan,0.9]"], "optimizer.betas[0] must be a finite number"),
+        (["task=chain_sum_pairs", "task.slips=[1,inf]"], "task.slips[1] must be a finite number"),
+        (["task.n_terms=1000000000"], "n_terms must be a whole number of at least 2 and at most 10000"),
+        (["task=countdown", "task.n_numbers=1000"], "at least 2 and at most 100, got 1000"),
+        (["fabric.devices=1000000"], "of at least -1 and at most 1024, got 1000000"),
+        (
+            [
+                "reward=endpoint",
+                "reward.functions.custom.url=http://a",
+                "reward.functions.custom.retries=999",
+            ],
+            "retries must be a whole number of at least 0 and at most 100, got 999",
+        ),
+        (["algorithm=ppo", "algorithm.loss.target_kl=-1"], "target_kl must be a number above 0, got -1"),
+        (["diagnostics.performance.peak_flops=0"], "peak_flops must be a number above 0, got 0"),
+    ],
+)
+def test_refusals_name_key_range_and_value(overrides, says):
+    assert says in refusal(*overrides)
+
+
+def test_a_range_has_both_ends():
+    assert Range(above=0, below=1).holds(0.5)
+    assert not any(Range(above=0, below=1).holds(value) for value in (0, 1, NAN, INF, True, "0.5", None))
+    assert Range(least=1).holds(MAX_WHOLE, int)
+    assert not any(Range(least=1).holds(value, int) for value in (0, MAX_WHOLE + 1, 1.0))
+    assert Range(least=0, most=2**32).holds(2**32, int), "a bound of its own replaces the common one"
+    assert not Range().holds(10**400)
+
+
+def make_sft(**weights):
+    return HydraSFT(tiny_model(), torch.optim.SGD, **weights, n_steps=1, n_warmup_steps=0)
+
+
+LOG_RATIO, MASK = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+DIRECT = {
+    "weight": lambda value: ShadowDistillation("dense_student", value, "policy"),
+    "anchor_weight": lambda value: ShadowDistillation("dense_student", 1.0, "policy", value),
+    "reward_weight": lambda value: make_sft(reward_weight=value),
+    "lm_weight": lambda value: make_sft(reward_weight=1.0, lm_weight=value),
+    "beta": lambda value: check_dpo(beta=value, kind="sigmoid", label_smoothing=0.0),
+    "label_smoothing": lambda value: check_dpo(beta=0.1, kind="sigmoid", label_smoothing=value),
+    "cap": lambda value: corrections.truncated(LOG_RATIO, MASK, cap=value),
+    "low": lambda value: corrections.masked(LOG_RATIO, MASK, low=value),
+    "high": lambda value: corrections.sequence_masked(LOG_RATIO, MASK, high=value),
+    "veto": lambda value: corrections.sparse_rl(LOG_RATIO, MASK, veto=value),
+    "verifier": lambda value: RewardRule(RewardConfig(verifier=value)),
+    "clip": lambda value: RewardRule(RewardConfig(verifier=1.0, clip=value)),
+}
+PARTS = ("clip_low", "clip_high", "delta", "value_clip", "value_weight", "value_lr_scale", "target_kl")
+PARTS += ("entropy_coef", "policy_weight")
+
+
+@pytest.mark.parametrize(("name", "value"), [*product(DIRECT, NOT_FINITE)])
+def test_python_refuses_a_number_that_would_drop_a_term(name, value):
+    with pytest.raises(ValueError, match=name):
+        DIRECT[name](value)
+
+
+@pytest.mark.parametrize(("name", "value"), [*product(PARTS, NOT_FINITE)])
+def test_the_constructor_of_a_loss_refuses_what_a_config_does(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a number"):
+        make_ppo(make_roles(needed=("policy", "value")), **{name: value})
+
+
+@pytest.mark.parametrize("temperature", [*NOT_FINITE, -1.0, 1e-9, 1e9])
+def test_a_temperature_is_refused_that_gives_no_distribution(temperature):
+    model, options = tiny_model(), {"cache": CacheSpec.dense(), "max_new_tokens": 1, "pad_token_id": 0}
+    prompt = torch.ones(1, 2, dtype=torch.long)
+    with pytest.raises(
+        ValueError, match=r"temperature must be a number of at least 1e-06 and at most 1000000"
+    ):
+        generate(model, prompt, prompt, eos_token_id=1, temperature=temperature, **options)
+    rollout = generate(model, prompt, prompt, eos_token_id=1, **options)
+    with pytest.raises(
+        ValueError, match=r"temperature must be a number of at least 1e-06 and at most 1000000"
+    ):
+        replay_logps(model, rollout, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"input_ids": [[3, -1]]}, "a prompt holds token -1, but LlamaForCausalLM has 64 embeddings"),
+        ({"input_ids": [[-100, 3]]}, "a prompt holds token -100"),
+        ({"input_ids": [[3, 64]]}, "a prompt holds token 64"),
+        ({"eos_token_id": -1}, "eos_token_id holds token -1"),
+        ({"eos_token_id": [1, 64]}, "eos_token_id holds token 64"),
+        ({"pad_token_id": -1}, "pad_token_id holds token -1, but"),
+        ({"pad_token_id": 64}, "of tokens 0 to 63; use the tokenizer of this model"),
+    ],
+)
+def test_token_ids_outside_of_the_vocabulary_are_refused(given, says):
+    tokens = {"input_ids": [[2, 3]], "eos_token_id": 1, "pad_token_id": 0} | given
+    input_ids = torch.tensor(tokens.pop("input_ids"))
+    with pytest.raises(ValueError, match=says):
+        generate(
+            tiny_model(),
+            input_ids,
+            torch.ones_like(input_ids),
+            cache=CacheSpec.dense(),
+            max_new_tokens=1,
+            **tokens,
+        )
