@@ -66,7 +66,8 @@ def main() -> None:
     console, interruption = stderr_console(), Interruption()
     run_dir = Path(hydra_cfg.run.dir).absolute()
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if old_dir is None:
+            run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f"error: the folder of the run cannot be made: {error}; give another runs_dir")
     try:

@@ -22,6 +22,8 @@ from lit_rlkv.runs.context import CHECKPOINTS, CONFIG
 from lit_rlkv.runs.preflight import checked_config
 from tests.whole_runs import TINY
 
+EARLY_S = 1.5
+"""Time within which an attempt dies that may die before it has saved anything."""
 MOST_SAVED = 5
 """Iterations after which an attempt is killed in any case."""
 
@@ -59,14 +61,22 @@ def n_saved(run_dir: Path) -> int:
     return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
 
-def main(seed: int, n_kills: int, overrides: list[str]) -> None:
+def main(seed: int, n_kills: int, overrides: list[str], early: float = 0.0) -> None:
+    """Kill a run and resume it.
+
+    Args:
+        early: share of the kills that may come before an attempt has saved an iteration.
+    """
     rng = random.Random(seed)
     run_dir = Path(next(o for o in overrides if o.startswith("hydra.run.dir=")).partition("=")[2])
     for _ in range(n_kills):
         n_before = n_saved(run_dir)
         child = fork(overrides, run_dir)
-        wait_for_progress(child, run_dir, n_before)
-        dies_at = time.monotonic() + rng.uniform(0, 0.2)
+        if rng.random() < early:
+            dies_at = time.monotonic() + rng.uniform(0, EARLY_S)
+        else:
+            wait_for_progress(child, run_dir, n_before)
+            dies_at = time.monotonic() + rng.uniform(0, 0.2)
         # A fast machine would be done before it has been killed often enough.
         while time.monotonic() < dies_at and n_saved(run_dir) < n_before + MOST_SAVED:
             time.sleep(0.002)

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.config.errors import ConfigError
@@ -59,9 +59,27 @@ def composed(name: str, overrides: Sequence[str]) -> DictConfig:
     """
     with initialized():
         try:
-            return compose(name, overrides=list(overrides), return_hydra_config=True)
+            cfg = compose(name, overrides=list(overrides), return_hydra_config=True)
+            _check_interpolations(cfg)
+        except InterpolationResolutionError as error:
+            said = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{error.full_key}: {said}; give a value, or ${{KEY}} with a key that has one"
+            ) from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(friendly_error(error, overrides, name)) from error
+    return cfg
+
+
+def _check_interpolations(cfg: DictConfig) -> None:
+    """Resolve every value once, but for Hydra's own node, whose values are known when it starts.
+
+    Raises:
+        InterpolationResolutionError: a value refers to nothing.
+    """
+    for key in cfg:
+        if key != "hydra" and not OmegaConf.is_missing(cfg, key) and OmegaConf.is_config(value := cfg[key]):
+            OmegaConf.to_container(value, resolve=True)
 
 
 def friendly_error(error: Exception, overrides: Sequence[str], name: str = "config") -> str:

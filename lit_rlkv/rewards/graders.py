@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from threading import Event, Lock
-from typing import Any
+from typing import IO, Any
 
 from lit_rlkv.rewards.isolated import WORKER
 from lit_rlkv.rewards.verifier import MAX_SCORE
@@ -228,15 +228,20 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        # A function may leave a thread that holds the interpreter's lock, and then nobody reads.
+        os.set_blocking(self._stdin.fileno(), False)
         self._unread = b""
 
     def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send one JSON line and return the line that answers it."""
         deadline = time.monotonic() + timeout_s
-        try:
-            self._stdin.write(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise RuntimeError("its process has died") from error
+        unsent = memoryview(json.dumps(message).encode() + b"\n")
+        while unsent:
+            _wait(self._stdin, select.POLLOUT, deadline, timeout_s)
+            try:
+                unsent = unsent[os.write(self._stdin.fileno(), unsent) :]
+            except OSError as error:
+                raise RuntimeError("its process has died") from error
         while b"\n" not in self._unread:
             if len(self._unread) > MAX_BYTES:
                 raise RuntimeError(f"an answer must have at most {MAX_BYTES} bytes")
@@ -256,14 +261,19 @@ class _Worker:
                 pipe.close()
 
     def _read(self, deadline: float, timeout_s: float) -> bytes:
-        poll = select.poll()
-        poll.register(self._stdout, select.POLLIN | select.POLLHUP)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError(f"no answer within {timeout_s:g} seconds")
+        _wait(self._stdout, select.POLLIN | select.POLLHUP, deadline, timeout_s)
         data = os.read(self._stdout.fileno(), 1 << 16)
         if not data:
             raise RuntimeError("its process died in the middle of a question")
         return data
+
+
+def _wait(pipe: IO[bytes], events: int, deadline: float, timeout_s: float) -> None:
+    """Wait until a pipe is ready; raise a TimeoutError at the deadline."""
+    poll = select.poll()
+    poll.register(pipe, events)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError(f"no answer within {timeout_s:g} seconds")
 
 
 def question_of(problem: Problem, completion: str) -> Question:

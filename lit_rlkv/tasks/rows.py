@@ -19,6 +19,8 @@ EXAMPLE = "example:"
 EXAMPLES = Path(__file__).parent / "examples"
 N_REPORTED = 5
 """Bad rows named in one error; the others are counted."""
+MAX_ERROR, END_OF_ERROR = 500, 200
+"""Characters of an error that are shown, and how many of these are its end, which says what to do."""
 N_CACHED = 4
 """Tables kept in memory: a task's rows to train on and to evaluate on, twice over."""
 _LINES = ".jsonl"
@@ -193,7 +195,7 @@ def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed
         try:
             parsed.append(parse(row))
         except ValueError as error:
-            errors.append(f"{place}: {error}")
+            errors.append(f"{place}: {_shortened(str(error))}")
     if len(errors) == 1:
         raise ValueError(errors[0])
     if errors:
@@ -201,6 +203,15 @@ def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed
         heading = f"{len(errors)} of {n_rows} rows cannot be used, the first {len(named)} are"
         raise ValueError("\n  ".join([heading, *named]))
     return parsed
+
+
+def _shortened(error: str) -> str:
+    """Return an error that may repeat a whole text of a row, without the middle if it is long."""
+    return (
+        error
+        if len(error) <= MAX_ERROR
+        else f"{error[: MAX_ERROR - END_OF_ERROR]} ... {error[-END_OF_ERROR:]}"
+    )
 
 
 def parse_prompt(value: Any, key: str) -> Prompt:

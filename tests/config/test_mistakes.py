@@ -332,3 +332,16 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path):
     said = done.stdout.splitlines()
     assert len(said) == len(BEFORE_TORCH)
     assert [line for line, says in zip(said, BEFORE_TORCH.values(), strict=True) if says not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.n_splits=${nope}", "rollout.n_splits: Interpolation key 'nope' not found; give a value"),
+        ("seed=${oc.env:NO_SUCH_VARIABLE}", "seed: .*Environment variable 'NO_SUCH_VARIABLE' not found"),
+        ("evaluation.budgets=[${eval:1}]", r"evaluation.budgets\[0\]: Unsupported interpolation type eval"),
+        ("runs_dir=${runs_dir}", "runs_dir: Recursive interpolation"),
+    ],
+)
+def test_an_interpolation_that_leads_nowhere_is_named_with_its_key(override, says):
+    assert re.match(says, refusal(override))

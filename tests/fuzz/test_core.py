@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -16,6 +16,7 @@ from lit_rlkv import generate, prepare_backbone, replay_logps
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.types import NEVER, Rollout
 from tests.fuzz import explicit
+from tests.fuzz.harness import PROFILE
 
 VOCAB, PAD = 48, 0
 FAMILIES = {
@@ -154,14 +155,6 @@ def check(case: Case, **options: Any) -> tuple[Rollout, explicit.Layers]:
         assert error <= 1e-3 * max(float(expected.abs().max()), 1e-2), (name, float(error))
     assert explicit.wrong_evictions(rollout, layers, case.spec) == []
     return rollout, layers
-
-
-PROFILE = settings(
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate, Phase.shrink],
-)
 
 
 @settings(PROFILE, max_examples=25, derandomize=True)

@@ -14,10 +14,12 @@ from lit_rlkv.rewards.graders import GraderPool, NonRetryableError
 from tests.rewards.helpers import is_running, wait_until
 
 SOURCE = """
+import ctypes
 import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 
 def pid(completion):
@@ -52,6 +54,14 @@ def floods_the_pipe(completion):
         except OSError:
             pass
 
+def keeps_the_lock_afterwards(completion):
+    def hold():
+        time.sleep(0.1)
+        open(completion, "w").write(str(os.getpid()))
+        ctypes.PyDLL(None).sleep(60)
+    threading.Thread(target=hold, daemon=True).start()
+    return 1
+
 def hang(completion):
     open(completion, "w").write(str(os.getpid()))
     while True:
@@ -85,6 +95,16 @@ def test_a_worker_that_hangs_is_killed(file, tmp_path):
     pool = GraderPool(str(file), "hang", {}, 0.5)
     with pytest.raises(TimeoutError):
         pool.ask({"completion": str(tmp_path / "pid")})
+    assert not is_running(int((tmp_path / "pid").read_text()))
+    pool.close()
+
+
+def test_a_worker_that_reads_no_more_is_killed(file, tmp_path):
+    pool = GraderPool(str(file), "keeps_the_lock_afterwards", {}, 2)
+    assert pool.ask({"completion": str(tmp_path / "pid")}) == 1
+    assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    with pytest.raises(TimeoutError, match="no answer within 2 seconds"):
+        pool.ask({"completion": "x" * 1_000_000})  # more than a pipe holds
     assert not is_running(int((tmp_path / "pid").read_text()))
     pool.close()
 

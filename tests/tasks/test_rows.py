@@ -127,3 +127,13 @@ def test_a_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}')
     with pytest.raises(ValueError, match="has more than 2 files; give a folder of data alone"):
         load_problems(str(tmp_path))
+
+
+def test_a_long_text_is_left_out_of_the_error_and_the_advice_is_not(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "?", "answer": "x" * 10_000, "solution": "y"}))
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:1: the solution 'y'.* \.\.\. .*or it would score 0"
+    ) as found:
+        JsonlTask(path)
+    assert len(str(found.value)) < 1000
