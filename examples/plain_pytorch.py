@@ -1,16 +1,19 @@
 """GRPO in a plain PyTorch loop: rollouts under a KV cache of fixed size, and their exact replay.
 
 python examples/plain_pytorch.py                  a small random model, half a minute on a CPU
-python examples/plain_pytorch.py --model MODEL    a folder or a name on the hub
+python examples/plain_pytorch.py --model MODEL    a folder, a GGUF file or a name on the hub
 """
 
 import argparse
+import tempfile
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rlkv import CacheSpec, generate, prepare_backbone, replay_logps
 from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.presets import tiny_qwen3
 
 PROMPTS = ["2+3=", "40+2=", "7+8=", "1+1="]
@@ -20,6 +23,8 @@ GROUP, CLIP = 16, 0.2
 def load(path):
     """Return model and tokenizer; without a path a random model that knows characters."""
     if path is not None:
+        if path.endswith(".gguf"):
+            path = converted_gguf(Path(path), Path(tempfile.gettempdir()) / "lit_rlkv_converted")
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return AutoModelForCausalLM.from_pretrained(path), tokenizer

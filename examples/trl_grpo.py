@@ -2,7 +2,7 @@
 
 pip install 'lit_rlkv[trl]'
 python examples/trl_grpo.py                  a small random model, less than a minute on a CPU
-python examples/trl_grpo.py --model MODEL    a folder or a name on the hub
+python examples/trl_grpo.py --model MODEL    a folder, a GGUF file or a name on the hub
 """
 
 import argparse
@@ -41,6 +41,7 @@ def main():
         trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     gap = f"largest gap between sampler and learner {max(row['kv/replay_gap'] for row in rows):.1e} nats"
+    print(f"{args.steps} steps in {trainer.state.log_history[-1]['train_runtime']:.0f} s")
     print(f"reward {rows[0]['reward']:.3f} to {rows[-1]['reward']:.3f}, {gap}")
 
 
