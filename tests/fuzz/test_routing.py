@@ -11,8 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from lit_rlkv import generate, prepare_backbone, replay_logps
 from lit_rlkv.kvcache import POLICIES, CacheSpec
-from lit_rlkv.types import OWN_CHOICE
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import OWN_CHOICE, Rollout
 from tests.explicit_routing import given_experts, perturb
 from tests.fuzz import explicit
 from tests.fuzz.test_core import PAD, PROFILE, VOCAB
