@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
-from lit_rlkv.checks import is_number
+from lit_rlkv.checks import check_temperature, is_number
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.objectives.corrections import WeightFn, masked, truncated, unweighted
 
@@ -37,10 +37,7 @@ def _check_sampling(config: Any) -> None:
     for name, (neutral, reason) in _NEUTRAL.items():
         if (given := getattr(config, name)) not in neutral:
             raise ValueError(f"{name} must be {neutral[0]}, got {given!r}: {reason}; leave it out")
-    if not config.temperature > 0:
-        raise ValueError(
-            f"temperature must be above 0, got {config.temperature}; greedy decoding has no log-probs"
-        )
+    check_temperature("temperature", config.temperature, is_greedy_allowed=False)
 
 
 @dataclass
