@@ -73,6 +73,7 @@ class CountingDecoder(Decoder):
         self.held = torch.ones(n_rows, dtype=torch.long)
         self.counts = Counts()
         self._masks = None
+        self.keeps_rows = False
 
     @property
     def is_running(self) -> Tensor:  # type: ignore[override]

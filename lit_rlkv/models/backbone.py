@@ -1,5 +1,7 @@
 """Backbones: prepare any transformers causal LM for exact replay, or raise an error."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +86,15 @@ def _own_logits(
         return model(input_ids, use_cache=False).logits, by_row(read(), len(input_ids))
 
 
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """Refuse a model whose forward fails within the block."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{name} cannot be replayed: {error}") from error
+
+
 def _check_replayable(
     model: PreTrainedModel,
     input_ids: Int[Tensor, "batch seq"],
@@ -104,21 +115,12 @@ def _check_replayable(
         mine = None if experts is None else experts[..., chosen]
         return input_ids[:, chosen], position_ids[:, chosen], mine
 
-    try:
+    with _refused(name):
         dense = logits(input_ids, position_ids, experts, evicted_at=never_evicted)
         isolated = logits(input_ids, position_ids, experts, evicted_at=evicted_at_once)
         experts_alone = None if experts is None else by_row(by_token(experts), input_ids.numel())
         one_column = (input_ids.view(-1, 1), position_ids.reshape(-1, 1), experts_alone)
         alone = logits(*one_column, evicted_at=never_evicted.view(-1, 1, 1, 1))
-        # One decode step after a prefill of the other columns.
-        n_layers = text_config(model).num_hidden_layers
-        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
-        with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
-            logits(*columns(slice(None, -1)), slot_cache=cache)
-        cache.advance()
-        decoded = logits(*columns(slice(-1, None)), slot_cache=cache)
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"{name} cannot be replayed: {error}") from error
     if not expected.isfinite().all():
         raise ValueError(
             f"{name} computes logits that are not finite: its weights are broken or overflow "
@@ -130,6 +132,13 @@ def _check_replayable(
             "attention arguments), with our output head or in training mode; set any dropout that is not an "
             "nn.Dropout to 0 in its config"
         )
+    with _refused(name):  # one decode step after a prefill of the other columns
+        n_layers = text_config(model).num_hidden_layers
+        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
+        with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
+            logits(*columns(slice(None, -1)), slot_cache=cache)
+        cache.advance()
+        decoded = logits(*columns(slice(-1, None)), slot_cache=cache)
     if not _is_close(decoded, expected[:, -1:], model.dtype, ignores_outliers=True):
         raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
     if not _is_close(isolated, alone.view_as(isolated), model.dtype):

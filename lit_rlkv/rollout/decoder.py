@@ -254,18 +254,13 @@ class Decoder:
             hidden = hidden_states(self.model, self.newest[:, None], positions, slot_cache=self.kv)
         if self.experts is not None:  # a finished row reads a token that is not in it
             self.experts.write(self.kv.column.where(self.is_running, self.seq_len))
-        self._append(self.all_rows, head_logits(self.model, hidden[:, -1]), self._noise_rows)
+        self._append(self.all_rows, head_logits(self.model, hidden[:, -1]))
 
-    def _append(
-        self,
-        rows: Int[Tensor, " row"],
-        logits: Float[Tensor, "row vocab"],
-        noise_rows: NoiseRows | None = None,
-    ) -> None:
+    def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
         """Sample a token for each row and write it into the next column."""
         settings, is_running = self.settings, self.is_running[rows]
         token, logp, kept = sample(
-            logits, settings.temperature, self.generator, settings.truncation, noise_rows
+            logits, settings.temperature, self.generator, settings.truncation, self._noise_rows
         )
         if self._masks is not None and kept is not None:
             self._masks.write(rows, kept, is_running)

@@ -98,7 +98,10 @@ def generate(
     pad_list = eos_list[:1] if pad_token_id is None else [pad_token_id]
     if not pad_list:
         raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
-    _check_tokens(model, {"eos_token_id": eos_list, "pad_token_id": pad_list})
+    Range(least=0).check(
+        "eos_token_id", min(eos_list, default=0), int
+    )  # one that is never sampled ends no row
+    _check_tokens(model, {"pad_token_id": pad_list})
     decoder = Decoder(
         model,
         cache,

@@ -9,7 +9,7 @@ from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.token_logps import chunks, reference
 from lit_rlkv.kernels.token_logps.chunks import Head, check_frozen, in_chunks
 from lit_rlkv.kernels.token_logps.reference import tempered
-from lit_rlkv.kernels.token_logps.sets import TokenSets, chunk_of, spans_of
+from lit_rlkv.kernels.token_logps.sets import TokenSets, chunk_of, kept_logits, kept_pair, spans_of
 
 __all__ = [
     "Head",
@@ -48,13 +48,10 @@ def token_logps(
     """
     rows, max_logits = _implementation(hidden, kernels)
 
-    def chunk(hidden: Tensor, tokens: Tensor, *spans: Tensor) -> tuple[Tensor]:
-        logits = head(hidden)
-        kept = chunk_of(sets, spans, logits)
-        return (rows.chosen_logps(kept.logits(logits), kept.places(tokens), temperature),)
-
     (logps,) = in_chunks(
-        chunk,
+        lambda hidden, tokens, *spans: (
+            rows.chosen_logps(*kept_logits(sets, spans, head(hidden), tokens), temperature),
+        ),
         hidden,
         tokens,
         *spans_of(sets),
@@ -78,14 +75,10 @@ def token_logps_and_entropy(
     """Return `token_logps`, bit for bit, and the entropy in nats, which carries no gradient."""
     rows, max_logits = _implementation(hidden, kernels)
 
-    def chunk(hidden: Tensor, tokens: Tensor, *spans: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden)
-        kept = chunk_of(sets, spans, logits)
-        logps, entropy = rows.chosen_logps_and_entropy(kept.logits(logits), kept.places(tokens), temperature)
-        return logps, entropy
-
     logps, entropy = in_chunks(
-        chunk,
+        lambda hidden, tokens, *spans: rows.chosen_logps_and_entropy(
+            *kept_logits(sets, spans, head(hidden), tokens), temperature
+        ),
         hidden,
         tokens,
         *spans_of(sets),
@@ -118,13 +111,10 @@ def policy_kl(
     """
     rows, max_logits = _implementation(hidden_p, kernels)
 
-    def chunk(hidden_p: Tensor, hidden_q: Tensor, *spans: Tensor) -> tuple[Tensor]:
-        p_logits, q_logits = head_p(hidden_p), head_q(hidden_q)
-        kept = chunk_of(sets, spans, p_logits)
-        return (rows.kl_of_logits(kept.logits(p_logits), kept.logits(q_logits), temperature),)
-
     (kl,) = in_chunks(
-        chunk,
+        lambda hidden_p, hidden_q, *spans: (
+            rows.kl_of_logits(*kept_pair(sets, spans, head_p(hidden_p), head_q(hidden_q)), temperature),
+        ),
         hidden_p,
         hidden_q,
         *spans_of(sets),

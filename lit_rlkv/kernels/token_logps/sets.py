@@ -74,6 +74,25 @@ def spans_of(sets: TokenSets | None) -> tuple[Tensor, ...]:
     return () if sets is None else sets.spans
 
 
+def kept_logits(
+    sets: TokenSets | None,
+    spans: Sequence[Tensor],
+    logits: Float[Tensor, "position vocab"],
+    tokens: Int[Tensor, " position"],
+) -> tuple[Float[Tensor, "position place"], Int[Tensor, " position"]]:
+    """Return the logits of a chunk's sets, and the place of each token among them; see `chunk_of`."""
+    kept = chunk_of(sets, spans, logits)
+    return kept.logits(logits), kept.places(tokens)
+
+
+def kept_pair(
+    sets: TokenSets | None, spans: Sequence[Tensor], p_logits: Tensor, q_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the logits of two policies for the same sets of a chunk; see `chunk_of`."""
+    kept = chunk_of(sets, spans, p_logits)
+    return kept.logits(p_logits), kept.logits(q_logits)
+
+
 def chunk_of(
     sets: TokenSets | None, spans: Sequence[Tensor], logits: Float[Tensor, "position vocab"]
 ) -> ChunkSets:
