@@ -60,7 +60,9 @@ def composed(name: str, overrides: Sequence[str]) -> DictConfig:
     with initialized():
         try:
             cfg = compose(name, overrides=list(overrides), return_hydra_config=True)
-            _check_interpolations(cfg)
+            # What an override takes away is judged first.
+            if not any(override.startswith("~") for override in overrides):
+                _check_interpolations(cfg)
         except InterpolationResolutionError as error:
             said = str(error).splitlines()[0]
             raise ConfigError(

@@ -81,6 +81,8 @@ def kept_logits(
     tokens: Int[Tensor, " position"],
 ) -> tuple[Float[Tensor, "position place"], Int[Tensor, " position"]]:
     """Return the logits of a chunk's sets, and the place of each token among them; see `chunk_of`."""
+    if sets is None:
+        return logits, tokens
     kept = chunk_of(sets, spans, logits)
     return kept.logits(logits), kept.places(tokens)
 
@@ -89,6 +91,8 @@ def kept_pair(
     sets: TokenSets | None, spans: Sequence[Tensor], p_logits: Tensor, q_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the logits of two policies for the same sets of a chunk; see `chunk_of`."""
+    if sets is None:
+        return p_logits, q_logits
     kept = chunk_of(sets, spans, p_logits)
     return kept.logits(p_logits), kept.logits(q_logits)
 
