@@ -131,3 +131,15 @@ def test_the_step_beside_trl_is_that_of_the_record():
             for who in ("ours", "trl")
         ]
         assert f"| {name} | {' | '.join(cells)} |" in text
+
+
+def test_the_tokens_per_second_inside_trl_are_those_of_the_record():
+    last = rows_of("trl_side_by_side")[-1]
+    text = (DOCS / "how-to/inside-trl.md").read_text(encoding="utf-8")
+    for who, found in last["trainers"].items():
+        name = f"TRL {last['trl_version']}" if who == "TRL" else f"evicting, {who}"
+        low, high = found["times_as_fast_range"]
+        ratio = "1" if who == "TRL" else f"{found['times_as_fast']:.2f} ({low:.2f} to {high:.2f})"
+        phases = [f"{1e3 * found['seconds'][phase]:.0f}" for phase in ("generate", "update", "total")]
+        speeds = [str(found[f"{part}tokens_per_second"]) for part in ("rollout_", "")]
+        assert f"| {' | '.join([name, *phases, *speeds, ratio])} |" in text
