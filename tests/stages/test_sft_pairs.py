@@ -111,7 +111,7 @@ def test_a_model_without_mistakes_is_refused(tmp_path):
 
 
 def test_answers_that_find_too_little_memory_say_what_to_lower(tmp_path):
-    window = ["cache.policy=snapkv", f"cache.window={2**37}", f"cache.budget={2**38}"]
+    window = ["cache.policy=snapkv", f"cache.window={2**30}", f"cache.budget={2**31 - 1}"]
     parts = build_context(config(tmp_path, *window, "evaluation.budgets=[]"))
     says = r"the SFT model answers 8 prompts at a time; lower evaluation\.batch_size=\d+ or rollout"
     with pytest.raises(MemoryExhaustedError, match=says):
