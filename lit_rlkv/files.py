@@ -214,11 +214,18 @@ def _share(path: Path, folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Rename a folder before removing its files, so that nobody finds a partial one."""
+    """Rename a folder before removing its files, so that nobody finds a partial one.
+
+    What is no folder is kept as NAME.damaged, with a warning.
+    """
     if folder.is_dir():
         doomed = _beside(folder, "partial-discarded")
         os.replace(folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+    elif os.path.lexists(folder):
+        kept = folder.with_name(f"{folder.name}{DAMAGED}")
+        os.replace(folder, kept)
+        log.warning("%s should be a folder; it is kept as %s", folder, kept.name)
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -272,7 +279,7 @@ def fingerprint(folder: Path, *patterns: str) -> str:
     Up to 64 samples of 64 KiB are spread evenly over each file, its first and last bytes included.
     """
     found = hashlib.blake2b(digest_size=16)
-    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file()):
         size = path.stat().st_size
         found.update(f"{path.relative_to(folder).as_posix()}:{size};".encode())
         last = max(size - SAMPLE_BYTES, 0)

@@ -97,9 +97,18 @@ def test_two_may_write_one_folder_and_the_faster_one_counts(tmp_path):
 
 def test_a_folder_that_cannot_take_its_name_says_so(tmp_path):
     (tmp_path / "model").touch()
-    with pytest.raises(NotADirectoryError), atomic_dir(tmp_path / "model") as partial:
+    with pytest.raises(NotADirectoryError), atomic_dir(tmp_path / "model", replaces=False) as partial:
         (partial / "weights").touch()
-    assert names_in(tmp_path) == ["model"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_in_the_place_of_a_folder_is_kept_under_another_name(tmp_path, caplog):
+    (tmp_path / "model").write_text("mine")
+    with atomic_dir(tmp_path / "model") as partial:
+        (partial / "weights").touch()
+    assert (tmp_path / "model" / "weights").is_file()
+    assert (tmp_path / "model.damaged").read_text() == "mine"
+    assert "model should be a folder; it is kept as model.damaged" in caplog.text
 
 
 def test_other_weights_have_another_fingerprint(tmp_path):

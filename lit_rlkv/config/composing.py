@@ -15,10 +15,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
-from lit_rlkv.config.errors import ConfigError
+from lit_rlkv.config.errors import ConfigError, interpolations_as_config_errors
 from lit_rlkv.config.hints import hint
 from lit_rlkv.config.options import default_values
 from lit_rlkv.config.schema import Config
@@ -60,20 +60,16 @@ def composed(name: str, overrides: Sequence[str]) -> DictConfig:
     with initialized():
         try:
             cfg = compose(name, overrides=list(overrides), return_hydra_config=True)
-            # What an override takes away is judged first.
-            if not any(override.startswith("~") for override in overrides):
-                _check_interpolations(cfg)
-        except InterpolationResolutionError as error:
-            said = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{error.full_key}: {said}; give a value, or ${{KEY}} with a key that has one"
-            ) from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(friendly_error(error, overrides, name)) from error
+    # The key that a value refers to may be one that is taken away, which check_keys answers.
+    if not any(override.startswith("~") for override in overrides):
+        with interpolations_as_config_errors():
+            _resolve(cfg)
     return cfg
 
 
-def _check_interpolations(cfg: DictConfig) -> None:
+def _resolve(cfg: DictConfig) -> None:
     """Resolve every value once, but for Hydra's own node, whose values are known when it starts.
 
     Raises:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hydra.errors import InstantiationException
+from omegaconf.errors import InterpolationResolutionError
 
 
 class ConfigError(ValueError):
@@ -27,6 +28,18 @@ def as_config_errors(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {one_line(error.__cause__ or error)}") from error
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise ConfigError(f"{where}: {one_line(error)}") from error
+
+
+@contextmanager
+def interpolations_as_config_errors() -> Iterator[None]:
+    """Raise the error of a value that refers to nothing as ConfigError, with the key of the value."""
+    try:
+        yield
+    except InterpolationResolutionError as error:
+        said = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{error.full_key}: {said}; give a value, or ${{KEY}} with a key that has one"
+        ) from error
 
 
 def one_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_policy_name, check_sizes
 from lit_rlkv.checks import Range
-from lit_rlkv.config.errors import as_config_errors, require
+from lit_rlkv.config.errors import as_config_errors, interpolations_as_config_errors, require
 from lit_rlkv.config.options import convert, named_items, show
 from lit_rlkv.config.schema import Config, SFTConfig, Stage
 from lit_rlkv.config.targets import check_policy_trust, find_gguf, is_local
@@ -44,7 +44,8 @@ def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
         not missing,
         f"{', '.join(missing)} {is_or_are} not given; add {' '.join(f'{name}=...' for name in missing)}",
     )
-    values = OmegaConf.to_container(cfg, resolve=True)
+    with interpolations_as_config_errors():
+        values = OmegaConf.to_container(cfg, resolve=True)
     return convert(schema, cast(dict[str, Any], values), **others)
 
 
@@ -54,7 +55,9 @@ def check_types(cfg: DictConfig) -> Config:
     Raises:
         ConfigError: a key is unknown or not given, or a value has the wrong type or is out of its range.
     """
-    config = parse(Config, cfg, source=OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+    with interpolations_as_config_errors():
+        source = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    config = parse(Config, cfg, source=source)
     algorithm = config.algorithm
     nodes = {
         "task": config.task,

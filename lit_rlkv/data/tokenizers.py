@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
+from lit_rlkv.models.loading import friendly_errors
 from lit_rlkv.types import Message, Prompt, PromptBatch, prompt_text
 
 PAD_TOKEN = "<pad>"
@@ -46,14 +47,16 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
     """Return the tokenizer at a local path or hub name, with left padding; None gives the task tokenizer."""
     if path is None:
         return build_task_tokenizer()
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+    with friendly_errors(path):
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+        listed = _listed_ends(tokenizer, path)
     if tokenizer.eos_token is None:
         raise ValueError(
             f"the tokenizer at {path!r} has no eos token, so no completion could end; give it one"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.end_ids = _listed_ends(tokenizer, path)  # read by end_token_ids
+    tokenizer.end_ids = listed  # read by end_token_ids
     return tokenizer
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lit_rlkv.out_of_memory import is_out_of_memory
+
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DROPOUT_NAMES = ("dropout", "pdrop", "jitter", "layerdrop")
 """Substrings of config fields for random noise during training."""
@@ -82,7 +84,11 @@ def _check_folder(folder: Path) -> None:
 
 @contextmanager
 def friendly_errors(path: str | Path) -> Iterator[None]:
-    """Raise transformers' errors about remote code and missing files as short messages."""
+    """Raise the errors of loading a model or tokenizer as short messages.
+
+    Raises:
+        ValueError: it needs remote code, a file is missing, damaged or not whole.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
@@ -102,6 +108,13 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
                 f"use_safetensors=False).save_pretrained('NEW')): {' '.join(text.split())}"
             ) from error
         raise
+    except Exception as error:  # transformers, tokenizers and safetensors raise any type for a damaged file
+        if isinstance(error, ImportError) or is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"{path} has a file that is damaged or not whole ({type(error).__name__}: {error}); restore it, "
+            "or fetch the model again"
+        ) from error
 
 
 def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any]:

@@ -171,8 +171,12 @@ class CheckpointDir:
         The run may be training and removing checkpoints meanwhile.
 
         Raises:
-            ConfigError: all checkpoints are broken, or the newest cannot be read.
+            ConfigError: all checkpoints are broken, the newest cannot be read, or `root` is no folder.
         """
+        if os.path.lexists(self.root) and not self.root.is_dir():
+            raise BrokenCheckpointError(
+                f"{self.root} must be a folder; remove it, or restore the checkpoints"
+            )
         paths = self.all()
         for path in reversed(paths):
             try:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
@@ -34,9 +35,16 @@ def critic_dir(start: str | Path) -> str | Path:
 
 
 def load_reward_head(folder: str | Path) -> dict[str, Tensor] | None:
-    """Load the trained reward head in a folder; None without one."""
+    """Load the trained reward head in a folder; None without one.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     path = Path(folder) / REWARD_HEAD
-    return load_file(path) if path.is_file() else None
+    try:
+        return load_file(path) if path.is_file() else None
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is damaged ({error}); restore it, or start a new run") from error
 
 
 def sft_model_dir(cfg: Config) -> Path:

@@ -174,8 +174,10 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
     else:
         backbone = load_backbone(context, folder)
         shard(context, backbone)
+    with as_config_errors(str(folder)):
+        head = make_head(backbone, weights)
     with use_adapter(lora_layers(backbone), None):
-        return evaluate_reward(context, backbone, make_head(backbone, weights))
+        return evaluate_reward(context, backbone, head)
 
 
 def evaluate_reward(context: RunContext, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:

@@ -218,6 +218,14 @@ def test_no_path_means_the_task_tokenizer():
     assert load_tokenizer(None).get_vocab() == build_task_tokenizer().get_vocab()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_damaged_file_of_a_tokenizer_is_told_with_its_folder(tmp_path, name):
+    word_tokenizer(eos_token="<eos>", pad_token="<pad>").save_pretrained(tmp_path)
+    (tmp_path / name).write_text('[{"a": 1}]')
+    with pytest.raises(ValueError, match=f"{tmp_path} has a file that is damaged or not whole"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_saved_task_tokenizer_comes_back_with_its_checks(tmp_path):
     build_task_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))

@@ -21,7 +21,7 @@ from tests.test_resume import assert_same_run
 from tests.test_sweep import SMALL, kill, run_here, runs_of, start
 from tests.whole_runs import run
 
-pytestmark = pytest.mark.usefixtures("_as_users_run_it")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_as_users_run_it")]
 
 OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
 SMALL_EVALUATION = ["evaluation.budgets=[]", "evaluation.n_prompts=8", "evaluation.n_mismatch=8"]
@@ -38,20 +38,17 @@ def runs(tmp_path_factory):
     return folder
 
 
-def check_fit(runs: Path, algorithm: str, n_kills: int, n_iterations: int) -> None:
-    options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}"]
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "online_dpo"])
+def test_a_run_killed_also_while_it_starts_resumes_bit_for_bit(runs, algorithm):
+    options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={N_ITERATIONS}"]
     straight, folder = (runs / f"{kind}-{algorithm}" for kind in ("straight", "killed"))
     run(runs, straight.name, *options)
     here = [*options, f"runs_dir={runs}", f"hydra.run.dir={folder}"]
-    found = outcome_of(lambda: killed_run.main(1, n_kills, here, early=0.3), limit_s=280, memory=8 << 30)
+    found = outcome_of(
+        lambda: killed_run.main(1, N_KILLS["fit"], here, early=0.3), limit_s=280, memory=8 << 30
+    )
     assert found.trace == ""
     assert_same_run(folder, straight)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "online_dpo"])
-def test_a_run_killed_also_while_it_starts_resumes_bit_for_bit(runs, algorithm):
-    check_fit(runs, algorithm, N_KILLS["fit"], N_ITERATIONS)
 
 
 def entered(command: str, arguments: list[str]) -> int:
@@ -97,11 +94,10 @@ def check_kills(command: str, arguments: list[str], n_kills: int, check_between)
     assert os.waitpid(entered(command, arguments), 0)[1] == 0
 
 
-@pytest.mark.parametrize("n_kills", [2, pytest.param(N_KILLS["evaluate"], marks=pytest.mark.slow)])
-def test_a_killed_evaluation_leaves_no_partial_results(runs, n_kills):
-    copytree(runs / "whole", runs / f"scored-{n_kills}")
-    copytree(runs / "whole", runs / f"scored-straight-{n_kills}")
-    folder, straight = runs / f"scored-{n_kills}", runs / f"scored-straight-{n_kills}"
+def test_a_killed_evaluation_leaves_no_partial_results(runs):
+    folder, straight = runs / "scored", runs / "scored-straight"
+    for copy in (folder, straight):
+        copytree(runs / "whole", copy)
     assert os.waitpid(entered("evaluate", [f"ckpt={straight}"]), 0)[1] == 0
     before = contents(folder)
 
@@ -117,12 +113,11 @@ def test_a_killed_evaluation_leaves_no_partial_results(runs, n_kills):
         samples = [(one / "evaluate_samples.jsonl").read_bytes() for one in (folder, straight)]
         assert samples[0] == samples[1]
 
-    check_kills("evaluate", [f"ckpt={folder}"], n_kills, check_between)
+    check_kills("evaluate", [f"ckpt={folder}"], N_KILLS["evaluate"], check_between)
     check_same()
 
 
-@pytest.mark.parametrize("n_kills", [2, pytest.param(N_KILLS["export"], marks=pytest.mark.slow)])
-def test_a_killed_export_is_whole_or_not_there(runs, tmp_path, n_kills):
+def test_a_killed_export_is_whole_or_not_there(runs, tmp_path):
     given = [f"ckpt={runs / 'whole'}"]
     assert os.waitpid(entered("export", [*given, f"to={tmp_path / 'straight'}"]), 0)[1] == 0
     expected, before, folder = contents(tmp_path / "straight"), contents(runs / "whole"), tmp_path / "killed"
@@ -131,11 +126,10 @@ def test_a_killed_export_is_whole_or_not_there(runs, tmp_path, n_kills):
         assert contents(runs / "whole") == before
         assert not folder.exists() or contents(folder) == expected
 
-    check_kills("export", [*given, f"to={folder}", "overwrite=true"], n_kills, check_between)
+    check_kills("export", [*given, f"to={folder}", "overwrite=true"], N_KILLS["export"], check_between)
     assert contents(folder) == expected
 
 
-@pytest.mark.slow
 def test_a_sweep_killed_at_random_has_the_results_of_an_unbroken_one(tmp_path):
     content = with_parameters(
         GRID,

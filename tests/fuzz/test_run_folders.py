@@ -76,7 +76,9 @@ class Damage:
 
     def __call__(self, folder: Path, outside: Path) -> None:
         path = folder / self.path
-        if not os.path.lexists(path):
+        is_whole_read = self.kind == "huge" and self.path.startswith("backbone/")  # by transformers
+        is_elsewhere = self.kind == "inner" and path.is_dir()  # a link to a folder is as good as one
+        if not os.path.lexists(path) or is_whole_read or is_elsewhere:
             return
         content = path.read_bytes() if path.is_file() else b""
         place = int(self.at * len(content))

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.loading import load_causal_lm, without_dropout
+from lit_rlkv.models.loading import friendly_errors, load_causal_lm, without_dropout
 from tests.models_zoo import build
 from tests.saved_models import change_json, save_checkpoint
 
@@ -40,6 +40,26 @@ def test_a_folder_without_weights_is_named(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"holds no weights \(no \*\.safetensors\)"):
         load_causal_lm(checkpoint, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"{}\n" * 100),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "x"}'),
+    ],
+)
+def test_a_damaged_file_is_told_in_one_line_with_its_folder(checkpoint, name, content):
+    (checkpoint / name).write_bytes(content)
+    with pytest.raises(ValueError, match="has a file that is damaged or not whole") as refusal:
+        load_causal_lm(checkpoint, torch.float32)
+    assert str(checkpoint) in str(refusal.value)
+
+
+def test_a_model_that_memory_does_not_hold_is_not_taken_for_a_damaged_one(checkpoint):
+    with pytest.raises(MemoryError), friendly_errors(checkpoint):
+        raise MemoryError
 
 
 def test_code_of_a_checkpoint_is_never_run(checkpoint, tmp_path):

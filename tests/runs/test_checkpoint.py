@@ -254,6 +254,12 @@ def test_files_have_the_permissions_of_their_folder(tmp_path):
         assert file.stat().st_mode & 0o777 == path.stat().st_mode & 0o666
 
 
+def test_a_file_in_place_of_the_folder_is_refused_and_not_found_when_saving(tmp_path):
+    (tmp_path / "checkpoints").write_text("1")
+    with pytest.raises(BrokenCheckpointError, match="checkpoints must be a folder"):
+        CheckpointDir(tmp_path / "checkpoints").latest()
+
+
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"state\.json is missing"):
         load_checkpoint(tmp_path)

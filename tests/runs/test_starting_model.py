@@ -6,7 +6,13 @@ import pytest
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.runs.checkpoint import Checkpoint
-from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, backbone_id, check_backbone
+from lit_rlkv.runs.starting_model import (
+    REWARD_HEAD,
+    REWARD_MODEL,
+    backbone_id,
+    check_backbone,
+    load_reward_head,
+)
 
 MODEL = "model.safetensors"
 LOADED = [MODEL, REWARD_HEAD, f"{REWARD_MODEL}/{MODEL}", f"{REWARD_MODEL}/{REWARD_HEAD}"]
@@ -39,6 +45,13 @@ def test_models_and_runs_below_the_folder_do_not_count(start, name):
     known = backbone_id(start)
     write(start / name, "others")
     assert backbone_id(start) == known
+
+
+def test_a_damaged_reward_head_is_named(tmp_path):
+    assert load_reward_head(tmp_path) is None
+    (tmp_path / REWARD_HEAD).write_bytes(b"[1]\n")
+    with pytest.raises(ConfigError, match=f"{REWARD_HEAD} is damaged .* restore it"):
+        load_reward_head(tmp_path)
 
 
 def test_a_folder_without_weights_of_its_own_is_refused(tmp_path):
