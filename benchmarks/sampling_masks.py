@@ -1,4 +1,4 @@
-"""What it costs to record the tokens that top_k, top_p and min_p keep, and to replay over them.
+"""The cost of recording the tokens that top_k, top_p and min_p keep, and of a replay over them.
 
     python benchmarks/sampling_masks.py [--rows 16] [--tokens 40] [--vocab 49152] [--rounds 5]
 

@@ -50,17 +50,23 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file; a pipe or a device could keep the reader waiting forever.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not a regular file, or has more than `most` bytes.
+        OSError: the file does not exist, is a folder, or cannot be read.
+        ValueError: it is a pipe or a device, or has more than `most` bytes.
     """
     # Without O_NONBLOCK, opening a pipe waits for a writer.
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-        found = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it must be a regular file, and is a folder, a pipe or a device")
+            raise ValueError("it must be a regular file, and is a pipe or a device")
         if found.st_size > most:
             raise ValueError(f"it must have at most {most:,} bytes, and has {found.st_size:,}")
-        return file.read(found.st_size)  # a larger number would be allocated at once
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(found.st_size)  # a larger number would be allocated at once
+    finally:
+        os.close(descriptor)
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +149,8 @@ def run_command(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        # A shell's background job ignores SIGINT, and so would its children.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     last: deque[str] = deque(maxlen=N_LAST_LINES)
 

@@ -117,7 +117,7 @@ def _read_file(path: Path, read: Callable[[Path], Any], absent: Any, *, is_stric
     """Return what `read` finds in a file, or `absent` if there is no file; its errors name the file."""
     try:
         return read(path) if path.exists() else absent
-    except (LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())  # one line, as YAML's errors are several
         message = f"{path} does not hold what lit_rlkv writes: {reason}"
         if is_strict:

@@ -48,7 +48,7 @@ class DecodedRows(TensorBatch):
     logps: Float[Tensor, "row seq"]
     evicted_at: Int[Tensor, "row layer kv_head seq"]
     kept_ids: list[RowIds] | None = None
-    """What the sampler chose from, row by row; None: from the whole vocabulary."""
+    """The tokens that the sampler chose from, row by row; None: from the whole vocabulary."""
     expert_ids: Int[Tensor, "row router expert seq"] | None = None
 
     def new_empty(self, n_rows: int) -> "DecodedRows":

@@ -98,10 +98,9 @@ def generate(
     pad_list = eos_list[:1] if pad_token_id is None else [pad_token_id]
     if not pad_list:
         raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
-    Range(least=0).check(
-        "eos_token_id", min(eos_list, default=0), int
-    )  # one that is never sampled ends no row
-    _check_tokens(model, {"pad_token_id": pad_list})
+    # A token beyond the vocabulary is never sampled, and ends no response.
+    Range(least=0).check("eos_token_id", min(eos_list, default=0), int)
+    _check_token(model, "pad_token_id", pad_list[0])
     decoder = Decoder(
         model,
         cache,
@@ -334,21 +333,19 @@ def _check_prompts(
             "a prompt is empty or not left-padded; put padding first, so that each row of attention_mask "
             "reads 0...0 1...1"
         )
-    lowest, highest = map(int, input_ids.aminmax())
-    _check_tokens(model, {"a prompt": [lowest, highest]})
+    for token in map(int, input_ids.aminmax()):
+        _check_token(model, "a prompt", token)
     check_length(model, input_ids.shape[1] + max_new_tokens)
 
 
-def _check_tokens(model: PreTrainedModel, given: Mapping[str, Sequence[int]]) -> None:
-    """Check that token ids are in the model's vocabulary."""
+def _check_token(model: PreTrainedModel, name: str, token: int) -> None:
+    """Check that a token is in the model's vocabulary."""
     n_tokens = n_embeddings(model)
-    for name, tokens in given.items():
-        for token in tokens:
-            if not is_whole(token) or not 0 <= token < n_tokens:
-                raise ValueError(
-                    f"{name} holds token {token}, but {type(model).__name__} has {n_tokens} embeddings, of "
-                    f"tokens 0 to {n_tokens - 1}; use the tokenizer of this model, or resize its embeddings"
-                )
+    if not is_whole(token) or not 0 <= token < n_tokens:
+        raise ValueError(
+            f"{name} holds token {token}, but {type(model).__name__} has {n_tokens} embeddings, of "
+            f"tokens 0 to {n_tokens - 1}; use the tokenizer of this model, or resize its embeddings"
+        )
 
 
 def _check_rows(

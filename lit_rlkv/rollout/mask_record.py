@@ -15,7 +15,7 @@ MAX_UNPACKED = 2**27
 """Most bits that are unpacked at once, into a byte each."""
 
 RowIds = tuple[Int32[Tensor, " _"], Int32[Tensor, " _"]]
-"""What was kept for one row: the number of ids for each response token, and all the ids."""
+"""The ids that were kept for one row: their number for each response token, and all of them."""
 
 
 class MaskRecord:

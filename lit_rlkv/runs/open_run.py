@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_rlkv.config import ConfigError, as_config_errors, check_targets
 from lit_rlkv.config.resumed import read_config
+from lit_rlkv.files import MAX_CONFIG_BYTES, read_text
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
@@ -90,10 +91,10 @@ def _at_newest(run_dir: Path) -> SavedRun:
 
 
 def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
-    config_yaml = (run_dir / CONFIG).read_text(encoding="utf-8")
     saved = {} if checkpoint is None else checkpoint.weights()
     weights = {name: value.clone() for name, value in saved.items()}  # the loaded tensors map the file
     cfg = read_config(run_dir)
+    config_yaml = read_text(run_dir / CONFIG, MAX_CONFIG_BYTES)
     cfg.logger, cfg.user_callbacks = None, {}  # they only observe training
     check_targets(cfg)  # a saved config may name code that this process does not trust
     return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights)

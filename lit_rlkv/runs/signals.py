@@ -157,7 +157,7 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
         return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
-    repeated = [one for one in overrides if re.match(r"trusted_modules=|\+?logger[.=]", one)]
+    repeated = [one for one in overrides if re.match(r"\+{0,2}(trusted_modules=|logger[.=])", one)]
     command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *repeated])
     return f"{error}; resume with {command}", interrupts.EXIT_CODE
 

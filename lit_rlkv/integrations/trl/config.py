@@ -1,12 +1,11 @@
 """EvictingGRPOConfig and EvictingRLOOConfig: TRL's configs with the KV cache of rollouts."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
-from lit_rlkv.checks import check_temperature, is_number
+from lit_rlkv.checks import Range, check_temperature
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.objectives.corrections import WeightFn, masked, truncated, unweighted
 
@@ -37,6 +36,8 @@ def _check_sampling(config: Any) -> None:
     for name, (neutral, reason) in _NEUTRAL.items():
         if (given := getattr(config, name)) not in neutral:
             raise ValueError(f"{name} must be {neutral[0]}, got {given!r}: {reason}; leave it out")
+    bound = "give the longest completion, in tokens"
+    Range(least=1).check("max_completion_length", config.max_completion_length, int, bound)
     check_temperature("temperature", config.temperature, is_greedy_allowed=False)
 
 
@@ -118,11 +119,8 @@ class EvictingGRPOConfig(EvictingConfig, GRPOConfig):  # type: ignore[misc]
     def __post_init__(self) -> None:
         self.check()
         self.check_choice("distillation", DISTILLATIONS)
-        if not (is_number(self.distillation_weight) and 0 < self.distillation_weight < math.inf):
-            raise ValueError(
-                f"distillation_weight must be a number above 0, got {self.distillation_weight!r}; raise it, "
-                "or set distillation='none'"
-            )
+        off = "raise it, or set distillation='none'"
+        Range(above=0).check("distillation_weight", self.distillation_weight, hint=off)
         super().__post_init__()
 
 

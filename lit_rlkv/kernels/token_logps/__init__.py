@@ -47,7 +47,6 @@ def token_logps(
         ValueError: `head_is_frozen` is True, but a parameter of the head requires a gradient.
     """
     rows, max_logits = _implementation(hidden, kernels)
-
     (logps,) = in_chunks(
         lambda hidden, tokens, *spans: (
             rows.chosen_logps(*kept_logits(sets, spans, head(hidden), tokens), temperature),
@@ -74,7 +73,6 @@ def token_logps_and_entropy(
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, " position"]]:
     """Return `token_logps`, bit for bit, and the entropy in nats, which carries no gradient."""
     rows, max_logits = _implementation(hidden, kernels)
-
     logps, entropy = in_chunks(
         lambda hidden, tokens, *spans: rows.chosen_logps_and_entropy(
             *kept_logits(sets, spans, head(hidden), tokens), temperature
@@ -110,7 +108,6 @@ def policy_kl(
         ValueError: `heads_are_frozen` is True, but a parameter of a head requires a gradient.
     """
     rows, max_logits = _implementation(hidden_p, kernels)
-
     (kl,) = in_chunks(
         lambda hidden_p, hidden_q, *spans: (
             rows.kl_of_logits(*kept_pair(sets, spans, head_p(hidden_p), head_q(hidden_q)), temperature),
