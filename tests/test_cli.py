@@ -28,8 +28,8 @@ def test_the_first_process_alone_announces_slow_imports(monkeypatch, capsys, env
 
 
 def test_a_name_that_is_too_long_for_a_file_is_one_line():
-    says = r"error: the name /tmp/x+\.\.\. is too long for a file"
+    says = r"error: the name x+\.\.\. is too long for a file"
     with pytest.raises(SystemExit, match=says), exit_in_one_line(ConfigError):
-        Path(f"/tmp/{'x' * 300}").exists()
+        Path("x" * 300).exists()
     with pytest.raises(FileNotFoundError), exit_in_one_line(ConfigError):
-        Path("/tmp/nothing/there").stat()
+        Path("nothing/there").stat()

@@ -6,6 +6,7 @@ from shutil import copytree
 
 import pytest
 
+from lit_rlkv.config import ConfigError
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.config.options import convert
 from lit_rlkv.evaluate import evaluate
@@ -55,6 +56,13 @@ def test_a_run_resumes_without_damaged_side_files(runs, tmp_path, caplog, kind):
         assert (folder / f"{name}.damaged").exists() or name == "evaluation.json"
     assert (folder / "report.html").is_file()
     assert len(read_run(folder).after) == 2  # all that was written since is intact
+
+
+def test_a_config_of_gigabytes_is_one_line(runs, tmp_path):
+    folder = damaged(runs, tmp_path / "damaged", lambda path: None)
+    os.truncate(folder / "config.yaml", 6 * 2**30)  # sparse: it takes no space
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: it must have at most"):
+        evaluate(scoring(folder))
 
 
 def test_a_damaged_run_is_scored_and_exported(runs, tmp_path, caplog):

@@ -164,8 +164,10 @@ def test_a_pipe_a_folder_and_a_file_that_is_too_large_are_refused_at_once(tmp_pa
     for read in (read_bytes, read_json, complete_lines):
         with pytest.raises(ValueError, match="must be a regular file"):
             read(tmp_path / "pipe")  # a plain read would wait forever
+    n_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Is a directory"):
         read_bytes(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_json_that_is_nested_too_deeply_is_a_value_error(tmp_path):

@@ -38,29 +38,6 @@ def sft_runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["experiment=smd"],
-        slow(["algorithm=ppo", "diagnostics.mismatch.every=1", "+diagnostics.layers.every=1"]),
-        slow(["algorithm=online_dpo"]),
-        slow(["experiment=tis", "correction.replays=true", "correction.bypass_mode=false"]),
-    ],
-    ids=str,
-)
-def test_what_top_k_and_top_p_leave_is_replayed_in_a_whole_run(sft_runs, options):
-    name = "masks" + "".join(filter(str.isalnum, "".join(options)))
-    run(sft_runs, name, "rollout.top_p=0.9", "rollout.top_k=20", *options)
-    rows = rows_of(sft_runs / name / "metrics.csv")
-    assert len(rows) == 2
-    for row in rows:
-        assert 0 < float(row["kv/replay_gap"]) < 1e-4
-        assert float(row["kv/recorded_bytes/sampling_masks"]) > 4
-    after = json.loads((sft_runs / name / "evaluation.json").read_text())["after"]
-    assert all(row["replay_gap"] < 1e-4 for row in after)
-
-
 def test_a_run_leaves_everything_in_its_folder(sft_runs):
     folder = sft_runs / "first"
     assert OmegaConf.load(folder / "config.yaml").cache.budget == 7

@@ -75,6 +75,9 @@ def test_a_damaged_file_costs_a_run_that_ends_a_warning_and_not_its_report(tmp_p
     with pytest.raises(ValueError, match="does not hold what lit_rlkv writes"):
         read_run(folder)
     assert read_run(folder, is_strict=False).before == ()
+    (folder / "evaluation.json").unlink()
+    (folder / "evaluation.json").mkdir()
+    assert read_run(folder, is_strict=False).before == ()
     assert "does not hold what lit_rlkv writes" in caplog.text
 
 

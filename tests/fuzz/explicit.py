@@ -90,6 +90,20 @@ def log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> t
     return padded.masked_fill(~rollout.response_mask, 0.0), layers
 
 
+def gradient_errors(model: nn.Module, own_model: nn.Module) -> dict[str, float]:
+    """Largest error of each parameter's gradient, relative to the largest of the parameter, at least 1e-2."""
+    theirs = dict(own_model.named_parameters())
+    errors = {}
+    for name, parameter in model.named_parameters():
+        expected = theirs[name].grad
+        if parameter.grad is None or expected is None:
+            assert parameter.grad is expected, name
+            continue
+        error = (parameter.grad - expected).abs().max() / expected.abs().max().clamp(min=1e-2)
+        errors[name] = float(error)
+    return errors
+
+
 def sets(rollout: Rollout) -> list[tuple[int, int, set[int]]]:
     """Row, column and recorded ids of each response token; none without a record."""
     masks = rollout.sampling_masks

@@ -23,7 +23,7 @@ class Speechless(Exception):
 
 
 class Number:
-    """What `float` takes, and perhaps gets no number from."""
+    """A value that `float` takes, and perhaps gets no number from."""
 
     def __init__(self, found):
         self.found = found

@@ -145,14 +145,8 @@ def check(case: Case, **options: Any) -> tuple[Rollout, explicit.Layers]:
     (own * weight).sum().backward()
     assert (replayed - rollout.rollout_logps).abs().max() < 1e-4
     assert (own - rollout.rollout_logps).abs().max() < 1e-4
-    theirs = dict(own_model.named_parameters())
-    for name, parameter in model.named_parameters():
-        expected = theirs[name].grad
-        if parameter.grad is None or expected is None:
-            assert parameter.grad is expected, name
-            continue
-        error = (parameter.grad - expected).abs().max()
-        assert error <= 1e-3 * max(float(expected.abs().max()), 1e-2), (name, float(error))
+    wrong = explicit.gradient_errors(model, own_model)
+    assert max(wrong.values()) <= 1e-3, wrong
     assert explicit.wrong_evictions(rollout, layers, case.spec) == []
     return rollout, layers
 

@@ -144,15 +144,7 @@ def errors(case: Case, rollout: Rollout, *, replayed: Rollout | None = None) -> 
     with given_experts(own_model, rollout.expert_ids):
         own, _ = explicit.log_probs(own_model, rollout, case.temperature)
     (own * weight).sum().backward()
-    theirs = dict(own_model.named_parameters())
-    wrong = [0.0]
-    for name, parameter in model.named_parameters():
-        expected = theirs[name].grad
-        if parameter.grad is None or expected is None:
-            assert parameter.grad is expected, name
-            continue
-        wrong.append(float((parameter.grad - expected).abs().max() / expected.abs().max().clamp(min=1e-2)))
-    return float((found - own).detach().abs().max()), max(wrong)
+    return float((found - own).detach().abs().max()), max(explicit.gradient_errors(model, own_model).values())
 
 
 def check(case: Case) -> Rollout:

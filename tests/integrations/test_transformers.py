@@ -46,6 +46,21 @@ def prompts(tokenizer):
     return tokenizer(["2+3=", "100+2=", "7"], return_tensors="pt", padding=True)
 
 
+def sampled(model, tokenizer, prompts, **options):
+    """The rollout of the public `generate` under the same cache and random numbers."""
+    return sample_rollout(
+        model,
+        prompts.input_ids,
+        prompts.attention_mask,
+        cache=EVICTS,
+        generator=torch.Generator().manual_seed(1),
+        max_new_tokens=12,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("cache", [CacheSpec.dense(), CacheSpec("snapkv", budget=64)], ids=["dense", "large"])
 def test_greedy_decoding_without_evictions_is_that_of_transformers(model, prompts, cache):
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -88,17 +103,7 @@ def test_it_samples_what_the_public_generate_samples(model, tokenizer, prompts):
         do_sample=True,
         top_k=0,
     )
-    expected = sample_rollout(
-        model,
-        prompts.input_ids,
-        prompts.attention_mask,
-        cache=EVICTS,
-        generator=torch.Generator().manual_seed(1),
-        max_new_tokens=12,
-        num_return_sequences=3,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    expected = sampled(model, tokenizer, prompts, num_return_sequences=3)
     assert torch.equal(output, expected.input_ids)
 
 
@@ -123,17 +128,7 @@ def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, opti
         return_dict_in_generate=True,
         **options,
     )
-    expected = sample_rollout(
-        model,
-        prompts.input_ids,
-        prompts.attention_mask,
-        cache=EVICTS,
-        generator=torch.Generator().manual_seed(1),
-        max_new_tokens=12,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **taken,
-    )
+    expected = sampled(model, tokenizer, prompts, **taken)
     assert torch.equal(output.sequences, expected.input_ids)
     masks = output.rollout.sampling_masks
     assert torch.equal(masks.token_ids, expected.sampling_masks.token_ids)

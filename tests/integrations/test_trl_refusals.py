@@ -61,6 +61,10 @@ def config(folder, **options):
         ({"repetition_penalty": 1.1}, "repetition_penalty must be 1.0, got 1.1"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs must be None"),
         ({"temperature": 0.0}, "temperature must be a number of at least 1e-06 and at most 1000000, got 0.0"),
+        (
+            {"max_completion_length": None},
+            "max_completion_length must be a whole number of",
+        ),
     ],
     ids=str,
 )

@@ -104,6 +104,8 @@ def test_the_command_that_resumes_a_run_trusts_its_modules_again(tmp_path):
     message, _ = end_of_run(error, tmp_path, ["seed=1", "trusted_modules=[mine]"])
     assert shlex.split(message)[-1] == "trusted_modules=[mine]"
     assert "seed" not in message
+    given = ["+trusted_modules=[mine]", "logger=tensorboard", "++logger.save_dir=elsewhere"]
+    assert shlex.split(end_of_run(error, tmp_path, given)[0])[-3:] == given
 
 
 @pytest.mark.usefixtures("own_ctrl_c")
