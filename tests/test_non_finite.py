@@ -120,7 +120,7 @@ def test_a_run_that_diverges_in_its_last_step_fails_and_nothing_opens_its_model(
     ):
         run(
             tmp_path, "run", "stages=[sft,rl]", "algorithm.n_iterations=1", "algorithm.n_minibatches=1",
-            "optimizer.lr=1e30", "diagnostics=none",
+            "optimizer.lr=1e18", "optimizer.weight_decay=1e10", "diagnostics=none",
         )  # fmt: skip
     saved = find_run(tmp_path / "run")
     _, module = open_run(saved)  # as it started
@@ -137,7 +137,7 @@ def test_an_sft_stage_that_diverges_in_its_last_step_leaves_no_model(tmp_path):
     with pytest.raises(NonFiniteError, match=r"diverged in the SFT stage, .* lower sft\.optimizer\.lr"):
         run(
             tmp_path, "run", "stages=[sft]", "sft.n_steps=1", "sft.n_warmup_steps=1",
-            "sft.optimizer.lr=1e30", "sft.optimizer.weight_decay=1e10",
+            "sft.optimizer.lr=1e18", "sft.optimizer.weight_decay=1e10",
         )  # fmt: skip
     assert not (tmp_path / SFT_MODELS).exists()
 
