@@ -45,6 +45,7 @@ def test_recomputed_layers_and_a_critic_give_the_same_update(tmp_path):
         assert again[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_replay_gap_is_smaller_with_the_experts_of_the_sampler(tmp_path):
     checkpoint = save_checkpoint(
         tmp_path / "model", "mixtral", num_local_experts=64, num_experts_per_tok=8, num_hidden_layers=6

@@ -75,6 +75,7 @@ def test_there_is_a_second_backbone_only_for_a_kl(runs):
         assert not any("lora" in parameter for parameter, _ in module.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(runs):
     options = [*FULL, KL, "experiment=shadow", "algorithm.lr_schedule=constant"]
     run(runs, "straight", *options, "algorithm.n_iterations=4")

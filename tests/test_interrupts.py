@@ -137,6 +137,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once():
     assert in_a_fork(slow_to_end) == (EXIT_CODE, "ended at once\n")
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_in_an_iteration_resumes_bit_for_bit(sft_runs):
     options = [*OPTIONS, "algorithm.n_iterations=20"]
     run(sft_runs, "straight", *options)

@@ -99,6 +99,7 @@ def test_past_the_limit_no_candidate_is_tried():
     assert set(tuned.problems.values()) == {"no time left"}
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_once_unless_asked_again_or_the_time_is_over(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     asked = f"--size toy --device {DEVICE} --ops decode_attention --rounds 1 --record --only".split()

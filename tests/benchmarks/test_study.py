@@ -65,6 +65,7 @@ def n_keys(cfg):
     return max(len(tokenizer(problem.prompt + problem.solution).input_ids) for problem in problems)
 
 
+@pytest.mark.slow
 def test_every_budget_of_the_plan_evicts_what_the_sampler_would_read():
     for setting in settings():
         if setting.task == "smollm2":  # its tokenizer is in a file that a test does not fetch

@@ -37,7 +37,7 @@ LOOKED_AT = [
         slow(
             "normalised", ["algorithm=reinforce++", "reward.normalize=batch", "algorithm.aggregation=token"]
         ),
-        ("sampling_masks", ["rollout.top_k=20", "rollout.top_p=0.9", "fabric.tokens_per_pass=48"]),
+        slow("sampling_masks", ["rollout.top_k=20", "rollout.top_p=0.9", "fabric.tokens_per_pass=48"]),
         slow("sparse_rl", ["experiment=sparse_rl", "reward.normalize=running"]),
         ("ppo", ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.kl.target=1.0"]),
         slow("variance", [f"+diagnostics.gradient={GRADIENT}", "experiment=tis"]),
