@@ -36,17 +36,17 @@ def sft_runs(tmp_path_factory, share_sft_model):
 
 @pytest.mark.slow
 def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, sft_runs):
-    # Of 2 layers, 16 rows, 4 heads, 8 dims in float32: 2 · 16 · 4 · 2^37 · 8 · 4 = 2^49 bytes
-    overrides = [f"model.path={sft_runs}", "stages=[rl]", *SIZES, *large_window(2**37)]
+    # Of 2 layers, 16 rows, 4 heads, 8 dims in float32: 2 · 16 · 4 · 2^29 · 8 · 4 = 2^41 bytes
+    overrides = [f"model.path={sft_runs}", "stages=[rl]", *SIZES, *large_window(2**29)]
     done = subprocess.run(
         [sys.executable, "-m", "lit_rlkv.fit", *TINY, *overrides, f"hydra.run.dir={tmp_path}/run"],
         cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 1
     assert "error: out of memory in the rollout: 2 responses of up to 8 tokens to each of 8" in done.stderr
-    product = f"2 layers × 16 rows × 4 query heads × {2**37} in the window × 8 dims × 4 bytes"
-    assert f"512 TiB  latest queries = {product}" in done.stderr
-    assert f"What helps, the most first: lower cache.window={2**37}; set rollout.max_rows" in done.stderr
+    product = f"2 layers × 16 rows × 4 query heads × {2**29} in the window × 8 dims × 4 bytes"
+    assert f"2.00 TiB  latest queries = {product}" in done.stderr
+    assert f"What helps, the most first: lower cache.window={2**29}; set rollout.max_rows" in done.stderr
     assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Traceback" in (tmp_path / "run" / "fit.log").read_text()

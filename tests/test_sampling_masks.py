@@ -14,7 +14,7 @@ from tests.whole_runs import run
     [
         [],
         slow(["experiment=smd"]),
-        slow(["algorithm=ppo", "diagnostics.mismatch.every=1", "+diagnostics.layers.every=1"]),
+        slow(["algorithm=ppo", "diagnostics.mismatch.every=1", "diagnostics.layers.every=1"]),
         slow(["algorithm=online_dpo"]),
         slow(["experiment=tis", "correction.replays=true", "correction.bypass_mode=false"]),
     ],
