@@ -12,9 +12,12 @@ from omegaconf import DictConfig, open_dict, read_write
 from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_trust
 from lit_rlkv.config.help import asked_help
 from lit_rlkv.interrupts import is_first_process
+from lit_rlkv.units import shortened
 
 MAX_SHOWN = 60
 """Characters of a name that is too long."""
+MAX_ERROR, END_OF_ERROR = 3000, 500
+"""Characters of an error that are shown, and how many of these are its end."""
 PRINTING_OPTIONS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 """Options of Hydra that print and run nothing."""
 
@@ -67,7 +70,7 @@ def exit_in_one_line(*kinds: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {shortened(str(error), MAX_ERROR, END_OF_ERROR)}")
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

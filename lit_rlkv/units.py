@@ -1,4 +1,13 @@
-"""Human-readable sizes and durations."""
+"""Human-readable sizes, durations and long texts."""
+
+
+def shortened(text: str, most: int, n_last: int) -> str:
+    """Return a text of at most about `most` characters, without its middle if it is longer.
+
+    Args:
+        n_last: characters of the end that are kept, which in an error say what to do.
+    """
+    return text if len(text) <= most else f"{text[: most - n_last]} ... {text[-n_last:]}"
 
 
 def human_bytes(n_bytes: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from lit_rlkv.files import stamps
 from lit_rlkv.types import Message, Prompt
+from lit_rlkv.units import shortened
 
 EXAMPLE = "example:"
 """Prefix of the name of a file in EXAMPLES."""
@@ -195,7 +196,7 @@ def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed
         try:
             parsed.append(parse(row))
         except ValueError as error:
-            errors.append(f"{place}: {_shortened(str(error))}")
+            errors.append(f"{place}: {shortened(str(error), MAX_ERROR, END_OF_ERROR)}")
     if len(errors) == 1:
         raise ValueError(errors[0])
     if errors:
@@ -203,15 +204,6 @@ def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed
         heading = f"{len(errors)} of {n_rows} rows cannot be used, the first {len(named)} are"
         raise ValueError("\n  ".join([heading, *named]))
     return parsed
-
-
-def _shortened(error: str) -> str:
-    """Return an error that may repeat a whole text of a row, without the middle if it is long."""
-    return (
-        error
-        if len(error) <= MAX_ERROR
-        else f"{error[: MAX_ERROR - END_OF_ERROR]} ... {error[-END_OF_ERROR:]}"
-    )
 
 
 def parse_prompt(value: Any, key: str) -> Prompt:
@@ -304,6 +296,8 @@ def _load(dataset: str, name: str | None, split: str) -> Any:
         if path.is_file():
             return datasets.load_dataset(_FILES[path.suffix], data_files=str(path), split=split)
         return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)
+    except StopIteration as error:
+        raise ValueError(f"{dataset!r} holds no rows; write one JSON object per line") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"cannot load split {split!r} of {dataset!r}: {error.__cause__ or error}; give a name on the "

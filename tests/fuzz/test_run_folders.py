@@ -80,7 +80,8 @@ class Damage:
         is_elsewhere = self.kind == "inner" and path.is_dir()  # a link to a folder is as good as one
         if not os.path.lexists(path) or is_whole_read or is_elsewhere:
             return
-        content = path.read_bytes() if path.is_file() else b""
+        is_small = path.is_file() and path.stat().st_size < HUGE
+        content = path.read_bytes() if is_small else b""
         place = int(self.at * len(content))
         changed = {
             "cut": content[:place],

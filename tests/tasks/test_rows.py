@@ -110,6 +110,12 @@ def test_a_file_in_another_encoding_is_refused_with_the_line(tmp_path, content, 
         parse_rows(numbered_lines(path), parse_object)
 
 
+def test_an_empty_json_file_has_no_rows(tmp_path):
+    (tmp_path / "a.json").write_text("")
+    with pytest.raises(ValueError, match=r"a\.json' holds no rows"):
+        load_problems(str(tmp_path / "a.json"))
+
+
 def test_a_whole_surrogate_pair_is_a_character(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n')
     assert parse_rows(numbered_lines(tmp_path / "a.jsonl"), parse_object) == [{"a": "\U0001f600"}]
