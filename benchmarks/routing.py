@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import record
 import torch
@@ -84,7 +85,7 @@ def make_model(family: str, seed: int, device: str) -> PreTrainedModel:
     return model
 
 
-def sample(model: PreTrainedModel, seed: int, n_rows: int, n_tokens: int) -> Rollout:
+def sample(model: PreTrainedModel, seed: int, n_rows: int, n_tokens: int, **sampling: Any) -> Rollout:
     generator = torch.Generator(model.device).manual_seed(seed)
     input_ids = torch.randint(3, VOCAB, (n_rows, 16), generator=generator, device=model.device)
     return generate(
@@ -97,6 +98,7 @@ def sample(model: PreTrainedModel, seed: int, n_rows: int, n_tokens: int) -> Rol
         pad_token_id=0,
         generator=generator,
         record_routing=True,
+        **sampling,
     )
 
 
