@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from matplotlib.ticker import NullLocator
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from lit_rlkv import CacheSpec, Rollout, generate, prepare_backbone, replay_logps
 from lit_rlkv.config import CONF_DIR
@@ -42,20 +42,35 @@ def tiny_model() -> PreTrainedModel:
     """Return a prepared Qwen3 of two layers and two KV heads with random weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64}
-    model = tiny_qwen3(VOCAB, 0, 1, num_hidden_layers=2, num_key_value_heads=2, **sizes).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(WEIGHT_SCALE)
-    return prepare_backbone(model)
+    return prepare_backbone(
+        scaled(tiny_qwen3(VOCAB, 0, 1, num_hidden_layers=2, num_key_value_heads=2, **sizes))
+    )
 
 
-def sample(model: PreTrainedModel) -> Rollout:
-    """Return 64 responses under CACHE."""
+@torch.no_grad()
+def scaled(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with larger weights."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(WEIGHT_SCALE)
+    return model.eval()
+
+
+def tiny_mixture() -> PreTrainedModel:
+    """Return a prepared Qwen3-MoE of two layers, with 2 of 8 experts for a token and random weights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "head_dim": 8, "moe_intermediate_size": 32, "vocab_size": VOCAB}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(**sizes, **layers, num_experts=8, num_experts_per_tok=2, pad_token_id=0)
+    return prepare_backbone(scaled(AutoModelForCausalLM.from_config(config)))
+
+
+def sample(model: PreTrainedModel, n_rows: int = 64, **options: object) -> Rollout:
+    """Return responses under CACHE."""
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(1, VOCAB, (64, N_PROMPT), generator=generator)
-    limits = {"max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": 0}
-    return generate(model, prompts, torch.ones_like(prompts), cache=CACHE, generator=generator, **limits)
+    prompts = torch.randint(1, VOCAB, (n_rows, N_PROMPT), generator=generator)
+    options |= {"max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": 0}
+    return generate(model, prompts, torch.ones_like(prompts), cache=CACHE, generator=generator, **options)
 
 
 @torch.no_grad()
@@ -88,9 +103,9 @@ def draw_mask(axes: Axes, state: np.ndarray, title: str, x_label: str, y_label: 
     """Draw a matrix of 0 (nothing), 1 (evicted), 2 (seen)."""
     colors = ListedColormap(["white", SAND, BLUE])
     axes.imshow(state, cmap=colors, vmin=0, vmax=2, interpolation="nearest", aspect="auto")
-    edges = np.arange(-0.5, len(state))
-    axes.set_xticks(edges, minor=True)
-    axes.set_yticks(edges, minor=True)
+    n_rows, n_columns = state.shape
+    axes.set_xticks(np.arange(-0.5, n_columns), minor=True)
+    axes.set_yticks(np.arange(-0.5, n_rows), minor=True)
     axes.grid(which="minor", color="white", lw=0.6)
     axes.tick_params(which="both", length=0, labelsize=8, labelcolor=MUTED)
     axes.spines[:].set_visible(False)
@@ -181,6 +196,25 @@ def exact_replay(model: PreTrainedModel, rollout: Rollout) -> Figure:
     style.label_axes(errors, "token of the response", "|log π − log μ|, nats")
     errors.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8.5, borderaxespad=0.2)
     color_legend(figure, "outside lower left", seen=BLUE, evicted=SAND)
+    return figure
+
+
+def recorded_choices(model: PreTrainedModel) -> Figure:
+    """Keys, tokens and experts that the sampler chose for one response."""
+    rollout = sample(model, 1, record_routing=True, top_k=12, top_p=0.9)
+    n_keys = rollout.input_ids.shape[1] - 1
+    figure = Figure(figsize=(7.6, 3.5), layout="constrained")
+    keys, tokens, experts = figure.subplots(1, 3, width_ratios=(1, 1, 1))
+    is_causal, is_seen = mask_of(rollout.evicted_at[0, 0, 0, :n_keys])
+    draw_mask(keys, (is_causal.astype(int) + is_seen).T, "keys, one head", "query", "key")
+    counts = rollout.sampling_masks.counts[0, N_PROMPT:].long()
+    state = np.ones((VOCAB, N_NEW), int)
+    state[rollout.sampling_masks.token_ids, torch.arange(N_NEW).repeat_interleave(counts)] = 2
+    draw_mask(tokens, state, "tokens, from the vocabulary", "token of the response", "token id")
+    state = np.ones((model.config.num_experts, n_keys), int)
+    state[rollout.expert_ids[0, 0, :, :n_keys], np.arange(n_keys)] = 2
+    draw_mask(experts, state, "experts, one layer", "token read", "expert")
+    color_legend(figure, "outside upper left", used_by_the_sampler=BLUE, evicted_or_not_chosen=SAND)
     return figure
 
 
@@ -293,6 +327,7 @@ def draw(folder: Path) -> list[Path]:
     figures = {
         "evicting-cache": evicting_cache(rollout),
         "exact-replay": exact_replay(model, rollout),
+        "recorded-choices": recorded_choices(tiny_mixture()),
         "distillation": distillation(),
         "hydra-roles": hydra_roles(),
         "corrections": corrections(model, rollout),
