@@ -201,6 +201,18 @@ def test_a_damaged_config_is_refused_with_the_key(tmp_path, key, value, says):
         resumed(folder)
 
 
+@pytest.mark.parametrize("key", ["model.path", "logger.name", "diagnostics.cache.every"])
+@pytest.mark.parametrize("value", ["${oc.env:LIT_RLKV_SECRET}", "${seed}"])
+def test_a_saved_config_reads_no_environment_and_no_other_key(tmp_path, monkeypatch, key, value):
+    monkeypatch.setenv("LIT_RLKV_SECRET", "secret")
+    folder = leave_run(tmp_path / "run", "logger=wandb")
+    change(folder, **{key: value})
+    with pytest.raises(ConfigError, match=rf"config\.yaml: {key}=\$\{{.* is an interpolation") as found:
+        read_config(folder)
+    assert "secret" not in str(found.value)
+    assert "\n" not in str(found.value)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -208,7 +220,10 @@ def test_a_damaged_config_is_refused_with_the_key(tmp_path, key, value, says):
         ("[1, 2]", "is damaged, as it lacks task, model"),
         ("a: " + "[" * 2000 + "]" * 2000, "cannot be read: maximum recursion depth"),
         ("a: &a [x]\nb: *a", r"cannot be read: line 2 has an alias \(\*a\)"),
-        ("a: ${no.such}", "cannot be read: Interpolation key 'no.such' not found"),
+        ("a: ${no.such}", r"config\.yaml: a=\$\{no\.such\} is an interpolation"),
+        ("a: '${'", "cannot be read: .*BRACE_CLOSE"),
+        ("a: [{b: x}, {b: 'x${oc.env:HOME}'}]", r"config\.yaml: a\.1\.b=x\$\{oc\.env:HOME\} is an interpol"),
+        ('a: "\\x24{oc.env:HOME}"', r"config\.yaml: a=\$\{oc\.env:HOME\} is an interpolation"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text, says):
