@@ -11,6 +11,7 @@ from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import Range
+from lit_rlkv.config.errors import one_line
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.pictures import Picture
@@ -139,7 +140,7 @@ class GuardedLogger:
                 "%s failed at %s and gets no more data; the run continues, with metrics in metrics.csv: %s",
                 type(self.logger).__name__,
                 doing,
-                error,
+                one_line(error) or type(error).__name__,
             )
 
     def _print(self, message: str | None) -> None:

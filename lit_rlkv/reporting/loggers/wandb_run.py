@@ -211,8 +211,14 @@ class WandbRun(RunLogger):
         self.run.log_artifact(artifact)
 
     def close(self, is_complete: bool) -> str | None:
-        is_offline = self.run.offline
-        self.run.finish(exit_code=0 if is_complete else 1)
+        try:
+            is_offline = self.run.offline
+            self.run.finish(exit_code=0 if is_complete else 1)
+        except Exception:
+            # At exit wandb would write to its service again, and print a traceback if the service is gone.
+            with suppress(Exception):
+                end_service(self._wandb.teardown)
+            raise
         for path in self._sent:  # already uploaded; a sync would upload it again
             path.with_suffix(SYNCED).touch()
         return f"to upload to W&B: wandb sync {self.run_dir / 'wandb'}" if is_offline else None

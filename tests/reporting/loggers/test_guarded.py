@@ -44,6 +44,23 @@ def test_a_failure_anywhere_is_reported_once_and_ends_the_logger_alone(tmp_path,
     assert "metrics.csv" in warning.getMessage()
 
 
+def test_an_error_of_several_lines_or_none_is_one_line(tmp_path, caplog):
+    for error in (OSError("no\nspace"), TimeoutError()):
+        guarded = GuardedLogger(KeepingLogger(), start_in(tmp_path), Console(quiet=True))
+        guarded.send("an iteration", _raising(error))
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        "no space",
+        "TimeoutError",
+    ]
+
+
+def _raising(error):
+    def fail(logger):
+        raise error
+
+    return fail
+
+
 def test_a_logger_that_cannot_even_be_ended_is_reported_once(tmp_path, caplog):
     use(KeepingLogger(fails_at={"scalars", "close"}), tmp_path)
     assert len(caplog.records) == 1

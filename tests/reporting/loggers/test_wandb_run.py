@@ -16,6 +16,7 @@ from lit_rlkv.reporting.loggers.wandb_run import WandbRun, end_service
 from lit_rlkv.reporting.pictures import Picture
 from tests.reporting.loggers.offline_run import finished_runs, read_runs
 from tests.reporting.loggers.recorded import place, start_in
+from tests.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("wandb_home")
 
@@ -201,6 +202,45 @@ def test_what_a_kill_took_from_wandb_is_known_after_a_resume(tmp_path):
     assert again.last_iteration == len(held)
     again.close(is_complete=True)
     assert iterations(read_runs(tmp_path / "run")[0]) == held
+
+
+KILLS_SERVICE = """
+    import logging, os, signal, subprocess, sys
+    from pathlib import Path
+    sys.path.insert(0, ".")
+    from rich.console import Console
+    from lit_rlkv.reporting.loggers import GuardedLogger
+    from lit_rlkv.reporting.loggers.wandb_run import WandbRun
+    from tests.reporting.loggers.recorded import place, start_in
+
+    logging.basicConfig()
+    logger, start = WandbRun("tests", offline=True), start_in(Path(sys.argv[1]))
+    with GuardedLogger(logger, start, Console(file=sys.stdout)) as guarded:
+        for iteration in range(1, 6):
+            guarded.send("an iteration", lambda to: to.scalars({"reward": 0.5}, place(iteration)))
+            if iteration == int(sys.argv[2]):
+                service = logger._wandb.setup().ensure_service()._proc
+                os.kill(service._process.pid, signal.SIGKILL)
+                service._process.wait()
+    assert guarded.is_broken
+"""
+
+
+@pytest.mark.parametrize("killed_after", [1, slow(5)])
+def test_a_killed_service_costs_one_warning_and_no_traceback(tmp_path, killed_after):
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLS_SERVICE), str(tmp_path / "run"), str(killed_after)],
+        env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [line for line in done.stderr.splitlines() if not line.startswith("wandb: ")]
+    assert (done.returncode, done.stdout, len(said)) == (0, "", 1), done.stderr
+    place = "an iteration" if killed_after == 1 else "ending"
+    assert f"WandbRun failed at {place} and gets no more data; the run continues" in said[0]
+    assert not said[0].endswith(": ")
 
 
 def test_a_missing_wandb_stops_nothing(tmp_path, monkeypatch, caplog, capsys):
