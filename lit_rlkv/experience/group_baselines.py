@@ -59,7 +59,8 @@ SCALED_BY_BATCH: dict[Estimate, Callable[[Tensor, Tensor], Tensor]] = {
     reinforce_pp: lambda rewards, advantages: advantages,
     batch_std: lambda rewards, advantages: rewards,
 }
-"""For estimators with a std over the batch: what it is the std of, of rewards and centred advantages."""
+"""Estimators that divide by a std over the batch. The function takes rewards and centred advantages, and
+returns those of the two whose std it is."""
 
 
 def without_failures(

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
+    LogitNormalization,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -113,7 +114,8 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
             f"generation must be greedy or sampling, got {mode.value}; the record of evictions has one "
             "sequence per row"
         )
-    kinds = [type(each) for each in processors]
+    # Log-probs are normalised with and without `renormalize_logits`.
+    kinds = [type(each) for each in processors if not isinstance(each, LogitNormalization)]
     if kinds != [kind for kind in _WARPERS if kind in kinds]:
         given = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
@@ -137,7 +139,8 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
 
 def _sampling(processors: LogitsProcessorList) -> dict[str, Any]:
     """Return the arguments of a rollout that sample as the checked processors do."""
-    return {name: getattr(each, name) for each in processors for name in [_WARPERS[type(each)]]}
+    names = [(each, _WARPERS[type(each)]) for each in processors if type(each) in _WARPERS]
+    return {name: getattr(each, name) for each, name in names}
 
 
 def _check_model_kwargs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
@@ -145,6 +148,11 @@ def _check_model_kwargs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tens
     attention_mask = model_kwargs.get("attention_mask")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
+    if not attention_mask[:, -1].all():
+        raise ValueError(
+            "prompts must be left-padded, got an attention_mask with 0 in the last column; load the "
+            "tokenizer with padding_side='left'"
+        )
     unknown = [name for name, value in model_kwargs.items() if name not in _IGNORED and value is not None]
     if unknown:
         raise ValueError(

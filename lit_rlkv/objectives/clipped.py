@@ -76,15 +76,15 @@ def clipped_weight(
 ) -> Surrogate:
     """Return sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·log π: CISPO (arXiv:2506.13585).
 
-    A clipped token keeps its gradient, with a bounded weight.
+    A clipped token keeps its gradient, with a bounded weight. Tokens count as clipped under the same signs of
+    the advantage as in `clipped_surrogate`, as in TRL's `cispo_clip_ratio`.
     """
     ratio = log_ratio.detach().exp()
-    is_clipped_low, is_clipped_high = ratio < 1 - clip_low, ratio > 1 + clip_high
     return Surrogate(
         gain=ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logps,
-        is_clipped_low=is_clipped_low,
-        is_clipped_high=is_clipped_high,
-        is_clipped_delta=torch.zeros_like(is_clipped_low),
+        is_clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
+        is_clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
+        is_clipped_delta=torch.zeros_like(ratio, dtype=torch.bool),
     )
 
 

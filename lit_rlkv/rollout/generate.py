@@ -127,14 +127,14 @@ def generate(
         nullcontext() if compile_layers else packed_weights(model, decoder.n_rows),
     ):
         check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
-        handover = None if on_finished is None else _Handover(decoder, on_finished)
+        callback = None if on_finished is None else _FinishedCallback(decoder, on_finished)
         rows = decode_all(
-            decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress, handover
+            decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress, callback
         )
-    if handover is not None:
-        handover.give()
+    if callback is not None:
+        callback.call()
     kv_bytes = decoder.kv.kv_bytes
-    del decoder, handover  # frees the cache
+    del decoder, callback  # frees the cache
     return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
 
 
@@ -145,14 +145,14 @@ def decode_all(
     num_return_sequences: int,
     check_every: int,
     on_progress: Callable[[int], object] | None = None,
-    handover: "_Handover | None" = None,
+    callback: "_FinishedCallback | None" = None,
 ) -> DecodedRows:
     """Decode all responses, in the order of their prompts; a prompt starts once enough rows are free.
 
     Args:
         check_every: most decode steps between checks for finished rows.
         on_progress: see `generate`.
-        handover: gets all responses; it gives those of the last check when it is next called.
+        callback: gets all responses; its next call passes those of the last check.
     """
     interval = None if decoder.kv.spec.is_dense else decoder.kv.spec.interval
     waiting = deque(range(len(input_ids)))
@@ -201,15 +201,15 @@ def decode_all(
         decoder.make_room(n_steps)
         for _ in range(n_steps):
             decoder.step()
-        if handover is not None:
-            handover.give()
+        if callback is not None:
+            callback.call()
         n_left = {row: n - n_steps for row, n in n_left.items()}
         is_running = decoder.is_running.tolist()
         done = [row for row in owner if not is_running[row]]
         assert done or n_steps > 0  # otherwise the loop would never end
         decoder.kv.levels.stop(done)
-        if handover is not None:
-            handover.read({row: owner[row] for row in done})
+        if callback is not None:
+            callback.read({row: owner[row] for row in done})
         if on_progress is not None:
             n_begun = num_return_sequences * (len(input_ids) - len(waiting))
             n_unsampled = sum(n_left[row] for row in owner if is_running[row])
@@ -223,10 +223,10 @@ def decode_all(
     return finished
 
 
-class _Handover:
-    """Gives each ended response to a function once, while the device is busy with further steps.
+class _FinishedCallback:
+    """Calls a function once for each response that has ended, while the device is busy with further steps.
 
-    Tokens are read directly after a check for finished rows, when the device is idle, and given after the
+    Tokens are read directly after a check for finished rows, when the device is idle, and passed on after the
     steps up to the next check are queued. So neither the host nor the device waits for the other.
     """
 
@@ -247,7 +247,7 @@ class _Handover:
             self._known.update(new.values())
             self._read = (list(new.values()), *self._decoder.read_tokens(list(new)))
 
-    def give(self) -> None:
+    def call(self) -> None:
         """Call the function with the responses that were read last, if any."""
         if self._read is not None:
             read, self._read = self._read, None

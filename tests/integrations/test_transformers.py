@@ -138,6 +138,24 @@ def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, opti
     assert gap.abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.8}], ids=str)
+def test_renormalize_logits_changes_nothing(model, prompts, options):
+    def rollout(**more):
+        return model.generate(
+            **prompts,
+            custom_generate=generate,
+            cache=EVICTS,
+            generator=torch.Generator().manual_seed(1),
+            max_new_tokens=12,
+            return_dict_in_generate=True,
+            **options | more,
+        ).rollout
+
+    plain, renormalized = rollout(), rollout(renormalize_logits=True)
+    assert torch.equal(renormalized.input_ids, plain.input_ids)
+    assert torch.equal(renormalized.rollout_logps, plain.rollout_logps)
+
+
 def test_max_rows_reaches_the_rollout(model, prompts):
     options = {"custom_generate": generate, "cache": EVICTS, "max_new_tokens": 8, "do_sample": False}
     options["return_dict_in_generate"] = True
@@ -181,6 +199,14 @@ def test_what_a_rollout_cannot_do_is_refused(model, prompts, options, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         model.generate(**prompts, custom_generate=generate, **options)
     assert "\n" not in str(error.value)
+
+
+def test_right_padded_prompts_are_refused_with_the_side_to_choose(model, tokenizer):
+    texts = ["2+3=", "100+2=", "7"]
+    prompts = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    words = "prompts must be left-padded, got an attention_mask with 0 in the last column"
+    with pytest.raises(ValueError, match=words):
+        model.generate(**prompts, custom_generate=generate, cache=EVICTS, max_new_tokens=4, do_sample=False)
 
 
 def test_a_filled_cache_is_refused(model, prompts):

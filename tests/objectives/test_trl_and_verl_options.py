@@ -166,7 +166,17 @@ def test_clipped_tokens_of_cispo_keep_a_gradient_that_those_of_the_surrogate_los
     assert (gradient[is_clipped] != 0).all()
     surrogate = clipped_surrogate(logps - OLD_LOGPS, ADVANTAGES, 0.2, 0.3)
     (gradient,) = torch.autograd.grad(weighted_sum(surrogate.gain, IS_ACTION.double()), logps)
-    assert (gradient[is_clipped] == 0).any()
+    assert (gradient[is_clipped] == 0).all()
+
+
+def test_clipped_tokens_of_cispo_are_counted_as_in_trl():
+    # cispo_clip_ratio: ratio > epsilon_high and A > 0, with epsilon_high = 1 + high.
+    ratio = (START - OLD_LOGPS).exp()
+    found = clipped_weight(START - OLD_LOGPS, START, ADVANTAGES, 1.0, 0.3)
+    is_high = IS_ACTION & (ratio > 1.3)
+    assert torch.equal(found.is_clipped_high & IS_ACTION, is_high & (ADVANTAGES > 0))
+    assert (is_high & (ADVANTAGES < 0)).any()
+    assert not found.is_clipped_low.any()
 
 
 # delta, clip_ratio_c
