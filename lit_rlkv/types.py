@@ -14,6 +14,9 @@ NEVER = torch.iinfo(torch.int32).max
 OWN_CHOICE = -1
 """In place of an expert that was recorded: the router chooses for itself."""
 
+RECORD = {"is_record": True}
+"""Metadata of the fields of a `Rollout` that only a replay reads."""
+
 _BatchType = TypeVar("_BatchType", bound="TensorBatch")
 
 
@@ -69,6 +72,7 @@ class TensorBatch:
         """Return the rows of all batches, one batch after another; scalars are those of the first batch."""
 
         def joined(values: Sequence[Any]) -> Any:
+            assert len({*map(type, values)}) == 1, "a part that only some batches have"
             if isinstance(values[0], TensorBatch):
                 return values[0].cat(values)
             return torch.cat(list(values)) if isinstance(values[0], Tensor) else values[0]
@@ -146,6 +150,11 @@ class SamplingMasks(TensorBatch):
     def padded(self, n_columns: int) -> "SamplingMasks":
         return replace(self, counts=F.pad(self.counts, (0, n_columns)))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.counts.nbytes + self.token_ids.nbytes
+
 
 @dataclass(frozen=True)
 class Rollout(TensorBatch):
@@ -162,13 +171,13 @@ class Rollout(TensorBatch):
     """True on sampled tokens, up to and including the end-of-sequence token."""
     rollout_logps: Float[Tensor, "batch seq"]
     """Log-prob of each sampled token under the distribution it was sampled from; 0 elsewhere."""
-    evicted_at: Int[Tensor, "batch layer kv_head seq"]
+    evicted_at: Int[Tensor, "batch layer kv_head seq"] = field(metadata=RECORD)
     """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
     kv_bytes: int
     """Bytes of keys and values that the cache allocated for the whole batch."""
-    sampling_masks: SamplingMasks | None = None
+    sampling_masks: SamplingMasks | None = field(default=None, metadata=RECORD)
     """The token ids that each response token was chosen from; None: the whole vocabulary."""
-    expert_ids: Int[Tensor, "batch router expert seq"] | None = None
+    expert_ids: Int[Tensor, "batch router expert seq"] | None = field(default=None, metadata=RECORD)
     """Experts that the sampler's routers chose for each token, in the order in which the routers run;
     `OWN_CHOICE` on padding and on a row's last token, which no forward read. None: not recorded."""
 
@@ -185,20 +194,16 @@ class Rollout(TensorBatch):
             return wide
         return replace(wide, expert_ids=F.pad(self.expert_ids, (0, n_columns), value=OWN_CHOICE))
 
-    def without_records(self) -> "Rollout":
-        """Return the rollout without what only a replay reads, the largest of its tensors."""
-        return replace(self, evicted_at=self.evicted_at[:, :0, :0], sampling_masks=None, expert_ids=None)
-
     @property
     def record_bytes(self) -> dict[str, int]:
         """Bytes of each record that a replay reads."""
-        found = {"evicted_at": self.evicted_at.nbytes}
-        if self.sampling_masks is not None:
-            masks = self.sampling_masks
-            found["sampling_masks"] = masks.counts.nbytes + masks.token_ids.nbytes
-        if self.expert_ids is not None:
-            found["expert_ids"] = self.expert_ids.nbytes
-        return found
+        records = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata == RECORD}
+        return {name: record.nbytes for name, record in records.items() if record is not None}
+
+    def without_records(self) -> "Rollout":
+        """Return the rollout without what only a replay reads, the largest of its tensors."""
+        nothing: dict[str, Any] = dict.fromkeys(self.record_bytes)
+        return replace(self, **nothing | {"evicted_at": self.evicted_at[:, :0, :0]})
 
 
 @dataclass(frozen=True)

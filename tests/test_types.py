@@ -1,9 +1,13 @@
 """Batches with ragged records: rows, columns and sizes, against lists of lists."""
 
+from dataclasses import dataclass, field, fields
+
 import pytest
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from lit_rlkv.types import NEVER, Rollout, SamplingMasks
+from lit_rlkv.types import NEVER, RECORD, Rollout, SamplingMasks
 
 SETS = [
     [[], [], [3, 1], [4], []],
@@ -67,15 +71,69 @@ def make_rollout(**changes: object) -> Rollout:
         "evicted_at": torch.full((3, 2, 1, 5), NEVER, dtype=torch.int32),
         "kv_bytes": 7,
         "sampling_masks": masks_of(SETS),
+        "expert_ids": torch.arange(60, dtype=torch.int8).view(3, 2, 2, 5),
     }
     return Rollout(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_the_bytes_of_records_are_counted():
-    # 3 · 2 · 1 · 5 eviction times and 15 counts with 10 ids, of 4 bytes each
-    assert make_rollout().record_bytes == {"evicted_at": 120, "sampling_masks": 100}
-    assert make_rollout(sampling_masks=None).record_bytes == {"evicted_at": 120}
+    # 3 · 2 · 1 · 5 eviction times and 15 counts with 10 ids, of 4 bytes each; 3 · 2 · 2 · 5 experts of 1 byte
+    sizes = {"evicted_at": 120, "sampling_masks": 100, "expert_ids": 60}
+    assert make_rollout().record_bytes == sizes
+    assert make_rollout(sampling_masks=None, expert_ids=None).record_bytes == {"evicted_at": 120}
     assert make_rollout().without_records().record_bytes == {"evicted_at": 0}
+
+
+@dataclass(frozen=True)
+class WithOneMore(Rollout):
+    """A rollout with a record that no operation knows by name."""
+
+    one_more: Int[Tensor, "batch thing seq"] | None = field(default=None, metadata=RECORD)
+
+
+def parts_of(rollout: Rollout) -> dict[str, Tensor]:
+    """The tensors of a rollout by name, with ragged ones as a table."""
+    found = {one.name: getattr(rollout, one.name) for one in fields(rollout)}
+    masks = found.pop("sampling_masks")
+    table = torch.full((*masks.counts.shape, 3), -1)
+    table[torch.arange(3) < masks.counts[..., None]] = masks.token_ids.long()
+    return {"sampling_masks": table.movedim(-1, 1)} | {
+        name: part for name, part in found.items() if isinstance(part, Tensor)
+    }
+
+
+def test_no_operation_forgets_a_part_of_a_rollout():
+    changes = {
+        "attention_mask": torch.arange(5) >= torch.tensor([[0], [1], [2]]),
+        "rollout_logps": torch.arange(15.0).view(3, 5),
+        "evicted_at": torch.arange(30, dtype=torch.int32).view(3, 2, 1, 5),
+    }
+    values = {one.name: getattr(make_rollout(**changes), one.name) for one in fields(Rollout)}
+    rollout = WithOneMore(**values, one_more=torch.arange(30).view(3, 2, 5))  # type: ignore[arg-type]
+    parts, rows = parts_of(rollout), torch.tensor([2, 0])
+    assert parts.keys() == {one.name for one in fields(WithOneMore)} - {"kv_bytes"}
+    optional = {one.name for one in fields(WithOneMore) if one.default is None}
+    assert rollout.record_bytes.keys() == optional | {"evicted_at"}
+    assert all(getattr(rollout.without_records(), name) is None for name in optional)
+    columns = torch.arange(5).expand(2, -1)
+    both = parts_of(WithOneMore.cat([rollout, rollout.rows(rows)]))
+    wide, moved = parts_of(rollout.padded(2)), parts_of(rollout.select(rows, columns))
+    for name, part in parts.items():
+        assert not torch.equal(part[rows], part[:2]), name
+        assert torch.equal(both[name], torch.cat([part, part[rows]])), name
+        assert torch.equal(moved[name], part[rows]), name
+        assert wide[name].shape == (*part.shape[:-1], 7), name
+        assert torch.equal(wide[name][..., :5], part), name
+    elsewhere = rollout.to("meta")
+    assert elsewhere.sampling_masks is not None
+    assert elsewhere.sampling_masks.token_ids.is_meta
+    assert all(getattr(elsewhere, name).device.type == "meta" for name in parts.keys() - {"sampling_masks"})
+
+
+def test_a_part_that_only_some_batches_have_is_not_lost_silently():
+    for first, second in (({}, {"expert_ids": None}), ({"expert_ids": None}, {})):
+        with pytest.raises(AssertionError, match="only some batches have"):
+            Rollout.cat([make_rollout(**first), make_rollout(**second)])
 
 
 def test_a_rollout_is_joined_and_its_rows_are_chosen_with_all_records():

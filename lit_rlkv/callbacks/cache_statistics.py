@@ -18,7 +18,7 @@ from lit_rlkv.diagnostics.position_bins import bin_starts
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.models.replay import dense_evicted_at, query_experts
 from lit_rlkv.types import Rollout
 
 MAX_AGE_BINS = 32
@@ -91,7 +91,7 @@ class CacheStatistics(RowsDiagnostic):
                 rollout.input_ids[:, :-1],
                 token_positions(rollout.attention_mask)[:, :-1],
                 evicted_at=dense_evicted_at(rollout.attention_mask)[..., :-1],
-                expert_ids=None if rollout.expert_ids is None else rollout.expert_ids[..., :-1],
+                expert_ids=query_experts(rollout),
                 probe=attention,
             )
         kept = attention.stacked("kept")

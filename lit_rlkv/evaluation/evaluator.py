@@ -144,6 +144,7 @@ class Evaluator:
             top_k=config.top_k,
             top_p=config.top_p,
             min_p=config.min_p,
+            replay_routing=False,
         )
         self.seed = seed
         self.n_samples = n_samples

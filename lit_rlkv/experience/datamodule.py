@@ -248,7 +248,6 @@ class RolloutDataModule(L.LightningDataModule):
                         cache=self.cache,
                         generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
                         num_return_sequences=group_size,
-                        record_routing=settings.replay_routing,
                         on_progress=on_progress,
                         on_finished=partial(self._add, pending, sum(len(r.input_ids) for r in rollouts)),
                         **generate_options(self.tokenizer, settings),

@@ -54,6 +54,7 @@ def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig
         "cuda_graph": settings.cuda_graph,
         "n_splits": settings.n_splits,
         "compile_layers": settings.compile_layers,
+        "record_routing": settings.replay_routing,
     }
 
 

@@ -39,6 +39,11 @@ def replay_evicted_at(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"
     return evicted_at.masked_fill(~rollout.attention_mask[:, None, None], 0)
 
 
+def query_experts(rollout: Rollout) -> Int[Tensor, "batch router expert query"] | None:
+    """Return the recorded experts of all columns but the last, which predicts no token; None without any."""
+    return None if rollout.expert_ids is None else rollout.expert_ids[..., :-1]
+
+
 def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "token dim"]:
     """Return the hidden states that predict the response tokens, row by row: one column before each token."""
     check_length(model, rollout.input_ids.shape[1])
@@ -51,7 +56,7 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
         prompt_columns(rollout),
         evicted_at[..., :-1],
         is_read=rollout.attention_mask[:, 1:],
-        expert_ids=None if rollout.expert_ids is None else rollout.expert_ids[..., :-1],
+        expert_ids=query_experts(rollout),
     )
     return hidden[rollout.response_mask[:, 1:]]
 

@@ -17,14 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.checks import Range, check_temperature
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
-from lit_rlkv.models.backbone import (
-    has_finite_logits,
-    head_is_frozen,
-    head_logits,
-    is_sharded,
-    text_config,
-)
+from lit_rlkv.models.backbone import head_is_frozen, head_logits, is_sharded, text_config
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.preparation import has_finite_logits
 from lit_rlkv.models.replay import (
     response_hidden,
     response_logps_and_entropy,

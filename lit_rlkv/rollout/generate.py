@@ -284,24 +284,24 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
 def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:
     """Cut the unused columns, and drop evictions after the query that predicted a row's last token."""
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
-    response_mask = rows.response_mask[:, :end]
+    rows = rows.map_tensors(lambda value: value[..., :end])
+    response_mask = rows.response_mask
     attention_mask = response_mask.clone()
     attention_mask[:, : is_prompt.shape[1]] = is_prompt
     column = torch.arange(end, device=is_prompt.device)
     last_token = (column * response_mask).amax(dim=1)
-    evicted_at = rows.evicted_at[..., :end]  # in place, because it is large and has no other reference
+    evicted_at = rows.evicted_at  # in place, because it is large and has no other reference
     evicted_at.masked_fill_(evicted_at > last_token[:, None, None, None] - 1, NEVER)
     evicted_at.masked_fill_(~attention_mask[:, None, None], 0)
-    expert_ids = None if rows.expert_ids is None else rows.expert_ids[..., :end]
     return Rollout(
-        input_ids=rows.input_ids[:, :end],
+        input_ids=rows.input_ids,
         attention_mask=attention_mask,
         response_mask=response_mask,
-        rollout_logps=rows.logps[:, :end],
+        rollout_logps=rows.logps,
         evicted_at=evicted_at,
         kv_bytes=kv_bytes,
         sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
-        expert_ids=expert_ids,
+        expert_ids=rows.expert_ids,
     )
 
 

@@ -14,10 +14,11 @@ from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
-from lit_rlkv.models.backbone import hidden_states, n_embeddings, prepare_backbone, token_positions
+from lit_rlkv.models.backbone import hidden_states, n_embeddings, token_positions
 from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.models.loading import load_causal_lm
+from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.modules.base import PolicyModule

@@ -18,9 +18,9 @@ from lit_rlkv.config import as_config_errors, build
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
-from lit_rlkv.models.backbone import has_finite_logits
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
+from lit_rlkv.models.preparation import has_finite_logits
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.out_of_memory import explain_out_of_memory

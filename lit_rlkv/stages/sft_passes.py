@@ -158,7 +158,7 @@ def _wrong_answers(
             backbone,
             context.tokenizer,
             encode_prompts(context.tokenizer, [p.prompt for p in problems]),
-            replace(settings, max_rows=None),
+            replace(settings, max_rows=None, replay_routing=False),
             cache=context.cache,
             generator=generator,
             on_progress=on_progress,

@@ -1,6 +1,7 @@
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import pytest
@@ -13,13 +14,16 @@ from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.non_finite import NonFiniteError
 from lit_rlkv.rewards import Numeric, RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.types import Problem
-from tests.hand_built import make_roles
+from tests.hand_built import LORA, make_roles
+from tests.models_zoo import build, tiny_config
 from tests.rewards.helpers import InThreads
 
 SPARSE = CacheSpec(policy="snapkv", budget=7, interval=2, sink=1, window=2)
@@ -81,6 +85,25 @@ def test_the_mismatch_is_of_the_distribution_that_rollouts_sample_from():
     assert found.row.kl != pytest.approx(plain.row.kl, abs=1e-3)
     # What is scored is greedy in both.
     assert found.row.accuracy == plain.row.accuracy
+
+
+def test_the_mismatch_is_with_the_experts_that_the_sampler_chose():
+    evaluator = make_evaluator(n_mismatch=4, rollout={"replay_routing": True})
+    backbone = prepare_backbone(build(tiny_config("mixtral")))
+    evaluator.roles = Roles("ppo", lambda role: backbone, lora=LORA, needed=())
+    found = evaluator.score_cache(SPARSE)
+    sampled = found.rollout
+    assert sampled.expert_ids is not None
+    with torch.no_grad():
+        kl, without_record = (
+            float(
+                (sampled.rollout_logps - replay_logps(backbone, one, shadow=False))[one.response_mask].mean()
+            )
+            for one in (sampled, replace(sampled, expert_ids=None))
+        )
+    assert found.row.kl == pytest.approx(kl, abs=1e-5)
+    assert found.row.kl != pytest.approx(without_record, abs=1e-4)
+    assert found.row.replay_gap < 1e-4
 
 
 def test_scored_responses_have_a_truncation_of_their_own():

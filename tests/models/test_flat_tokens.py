@@ -7,9 +7,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import hidden_states, learner_states, prepare_backbone, token_positions
+from lit_rlkv.models.backbone import hidden_states, learner_states, token_positions
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.packing import packed
+from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.models.replay import dense_evicted_at, prompt_columns, replay_evicted_at
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER

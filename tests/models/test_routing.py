@@ -14,7 +14,7 @@ from lit_rlkv import prepare_backbone, replay_logps
 from lit_rlkv.experience.sample import joined, widened
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import backbone, hydra
+from lit_rlkv.models import hydra, preparation
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import packed
@@ -344,7 +344,7 @@ def test_a_model_in_bfloat16_is_not_refused_because_its_experts_flip_by_rounding
     def no_routers(model: PreTrainedModel) -> list:
         raise ValueError
 
-    monkeypatch.setattr(backbone, "routers_of", no_routers)  # each forward of the check then chooses anew
+    monkeypatch.setattr(preparation, "routers_of", no_routers)  # each forward of the check then chooses anew
     refused = 0
     for seed in seeds:
         try:

@@ -10,7 +10,7 @@ import torch
 
 from lit_rlkv import replay_logps
 from lit_rlkv.kvcache import CacheSpec, SlotCache, layer
-from lit_rlkv.models.backbone import prepare_backbone
+from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.rollout import decoder, generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import HEAD_DIM, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
