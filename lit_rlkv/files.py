@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -130,18 +130,23 @@ def read_if_intact(
     A damaged file costs a warning and counts as absent.
 
     Args:
-        sets_aside: rename a damaged file to NAME.damaged, because the caller writes a new one.
+        sets_aside: rename a damaged file as `set_aside` does, because the caller writes a new one.
     """
     try:
         return read(path) if path.exists() else cast(_Content, absent)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        kept = path.with_name(f"{path.name}{DAMAGED}") if sets_aside else path
-        if sets_aside:
-            os.replace(path, kept)
-        where = f"; it is kept as {kept.name}" if sets_aside else ""
+        where = f"; it is kept as {set_aside(path)}" if sets_aside else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         log.warning("%s is damaged and is left out (%s)%s", path, reason, where)
         return cast(_Content, absent)
+
+
+def set_aside(path: Path) -> str:
+    """Rename a file to NAME.damaged, or NAME.damaged.1 and so on if that is taken; return the new name."""
+    names = (f"{path.name}{DAMAGED}{ending}" for ending in chain([""], (f".{n}" for n in count(1))))
+    kept = next(free for name in names if not os.path.lexists(free := path.with_name(name)))
+    os.replace(path, kept)
+    return kept.name
 
 
 def append_if_possible(path: Path, text: str) -> None:
@@ -222,16 +227,14 @@ def _share(path: Path, folder: Path) -> None:
 def discard(folder: Path) -> None:
     """Rename a folder before removing its files, so that nobody finds a partial one.
 
-    What is no folder is kept as NAME.damaged, with a warning.
+    A file in its place is renamed as `set_aside` does, with a warning.
     """
     if folder.is_dir():
         doomed = _beside(folder, "partial-discarded")
         os.replace(folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
     elif os.path.lexists(folder):
-        kept = folder.with_name(f"{folder.name}{DAMAGED}")
-        os.replace(folder, kept)
-        log.warning("%s should be a folder; it is kept as %s", folder, kept.name)
+        log.warning("%s should be a folder; it is kept as %s", folder, set_aside(folder))
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -199,6 +199,21 @@ def test_a_damaged_file_costs_a_warning_and_is_kept(tmp_path, caplog, sets_aside
     assert kept.read_text() == "1\n{\n"
 
 
+def test_every_damaged_file_is_kept_under_a_name_of_its_own(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    for text in ("{1", "{2", "{3"):
+        path.write_text(f"{text}\n")
+        read_if_intact(path, json_lines, [], sets_aside=True)
+        assert not path.exists()
+    (tmp_path / "rows.jsonl.damaged.3").symlink_to("nowhere")
+    path.write_text("{4\n")
+    read_if_intact(path, json_lines, [], sets_aside=True)
+    kept = {place.name: place.read_text().strip() for place in tmp_path.iterdir() if not place.is_symlink()}
+    names = [f"rows.jsonl.damaged{ending}" for ending in ("", ".1", ".2", ".4")]
+    assert kept == dict(zip(names, ("{1", "{2", "{3", "{4"), strict=True))
+    assert "it is kept as rows.jsonl.damaged.4" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

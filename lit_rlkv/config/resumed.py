@@ -13,7 +13,7 @@ from lit_rlkv.config.options import default_values, leaves, show
 from lit_rlkv.config.parsing import AUTO, check_types
 from lit_rlkv.config.run_labels import LABELS, OURS, Choices
 from lit_rlkv.config.schema import Config
-from lit_rlkv.config.targets import check_saved_code
+from lit_rlkv.config.targets import EMPTY, check_saved_code, default_argument
 from lit_rlkv.config.unknown_keys import PRESETS
 from lit_rlkv.files import MAX_CONFIG_BYTES, check_yaml, read_text
 from lit_rlkv.run_files import CONFIG
@@ -164,14 +164,31 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
 
 
 def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that training depends on and that differ, each with its old and new value."""
+    """Return the settings that training depends on and that differ, each with its old and new value.
+
+    An argument that one config leaves out has its default, as for a run from before the argument existed.
+    """
     was, now = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (saved, asked))
     names = [*was, *(name for name in now if name not in was)]
+    for name in was.keys() ^ now.keys():
+        if _decides(name, saved):
+            _fill_in(name, was, now)
     return {
         name: (was.get(name, "nothing"), now.get(name, "nothing"))
         for name in names
         if _decides(name, saved) and was.get(name, _MISSING) != now.get(name, _MISSING)
     }
+
+
+def _fill_in(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Give an argument that one of two flat configs lacks its default, if both name the same class."""
+    node, _, argument = name.rpartition(".")
+    target = one.get(f"{node}._target_")
+    if target is not None and target == other.get(f"{node}._target_"):
+        default = default_argument(target, argument)
+        if default is not EMPTY:
+            one.setdefault(name, default)
+            other.setdefault(name, default)
 
 
 def _decides(name: str, saved: DictConfig) -> bool:

@@ -18,6 +18,7 @@ GGUF, GGUF_MAGIC, GGUF_PART = ".gguf", b"GGUF", re.compile(r"-\d+-of-\d+$")
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
 INSTANTIATE = ("_target_", "_partial_")
 """Keys that a node may have beside named arguments; `_args_` would pass a signature check unseen."""
+EMPTY = inspect.Parameter.empty
 HOMES = (
     "lit_rlkv.callbacks.",
     "lit_rlkv.reporting.loggers.",
@@ -200,6 +201,13 @@ def _arguments_of(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return takes, False
     return takes, True
+
+
+def default_argument(target: str, name: str) -> Any:
+    """Return the default of an argument of a class or function that a config may name; `EMPTY` without one."""
+    check_targets({"_target_": target})
+    parameter = _arguments_of(get_object(target))[0].get(name)
+    return EMPTY if parameter is None else parameter.default
 
 
 def _targets(node: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -71,9 +71,13 @@ class Results:
         write_atomically(run_dir / EVALUATION, json.dumps(found, indent=1))
 
     @classmethod
-    def load(cls, run_dir: Path) -> "Results":
-        """Load the results of a run folder; empty results if there are none, or if the file is damaged."""
-        return read_if_intact(run_dir / EVALUATION, cls._read, cls())
+    def load(cls, run_dir: Path, *, sets_aside: bool = False) -> "Results":
+        """Load the results of a run folder; empty results if there are none, or if the file is damaged.
+
+        Args:
+            sets_aside: rename a damaged file, because the caller writes a new one.
+        """
+        return read_if_intact(run_dir / EVALUATION, cls._read, cls(), sets_aside=sets_aside)
 
     @classmethod
     def _read(cls, path: Path) -> "Results":
@@ -125,7 +129,7 @@ class TrainingRun:
         self.own_dir = run_dir if self.is_rank_zero else run_dir / RANKS / str(fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
         self.progress = ProgressBar("iteration", console, cfg.algorithm.n_iterations, self.resumed_at)
-        self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir))
+        self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir, sets_aside=True))
         self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at)
         self.samples = Samples(
             self.own_dir,

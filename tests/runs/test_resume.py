@@ -73,6 +73,51 @@ def test_auto_finds_the_newest_unfinished_run_with_this_config(tmp_path):
     assert found(asked(tmp_path, "seed=4"), new) is None
 
 
+CLIPPED = ("algorithm.loss.delta", "algorithm.loss.importance_sampling_level")
+NEWER_THAN_SOME_RUNS = {
+    "algorithm=grpo": ("algorithm.advantage.top_entropy_quantile", *CLIPPED),
+    "algorithm=ppo": CLIPPED,
+    "algorithm=reinforce++_plain": CLIPPED,
+    "algorithm=gspo": ("algorithm.advantage.top_entropy_quantile",),
+    "algorithm=rloo": (
+        "algorithm.entropy_coef", "algorithm.kl.bias_correction", "correction.bypass_mode",
+        "rollout.min_p", "rollout.n_splits", "rollout.compile_layers", "rollout.replay_routing",
+        "evaluation.top_k", "evaluation.top_p", "evaluation.min_p", "fabric.tokens_per_pass",
+    ),
+}  # fmt: skip
+
+
+def leave_without(folder, key, algorithm):
+    run = leave_run(folder, key, algorithm)
+    saved = OmegaConf.load(run / CONFIG)
+    node, _, name = key.rpartition(".")
+    OmegaConf.select(saved, node).pop(name)
+    OmegaConf.save(saved, run / CONFIG)
+    return run
+
+
+@pytest.mark.parametrize("algorithm", NEWER_THAN_SOME_RUNS)
+def test_auto_finds_a_run_from_before_a_key_existed(tmp_path, algorithm):
+    for key in NEWER_THAN_SOME_RUNS[algorithm]:
+        (tmp_path / key).mkdir()
+        run = leave_without(tmp_path / key, key, algorithm)
+        assert found(asked(tmp_path / key, algorithm), tmp_path / "new") == run, key
+        assert found(asked(tmp_path / key, algorithm), run) == run, key
+
+
+def test_an_argument_that_is_missing_has_its_default_and_no_other_value(tmp_path):
+    key = "algorithm.loss.importance_sampling_level"
+    leave_without(tmp_path, key, "algorithm=gspo")  # which sets it to sequence
+    assert found(asked(tmp_path, "algorithm=gspo"), tmp_path / "new") is None
+    run = leave_without(tmp_path, "algorithm.loss.delta", "algorithm=grpo")
+    assert found(asked(tmp_path, "algorithm.loss.delta=2"), tmp_path / "new") is None
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.delta: None -> 2"):
+        found(asked(tmp_path, "algorithm.loss.delta=2"), run)
+    leave_without(tmp_path, "algorithm.loss.clip_low", "algorithm=grpo")  # has no default
+    os.rename(run / CONFIG, run / "gone")
+    assert found(asked(tmp_path), tmp_path / "new") is None
+
+
 def test_a_run_with_iterations_left_is_not_done_by_an_earlier_report(tmp_path):
     constant = "algorithm.lr_schedule=constant"
     run = leave_run(tmp_path, "run", constant, finished=True)
