@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
-from lit_rlkv.config.errors import ConfigError, interpolations_as_config_errors
+from lit_rlkv.config.errors import ConfigError, interpolations_as_config_errors, require
 from lit_rlkv.config.hints import hint
-from lit_rlkv.config.options import default_values
+from lit_rlkv.config.options import INTERPOLATION, default_values, leaves, show
 from lit_rlkv.config.schema import Config
 
 PACKAGE_DIR = Path(__file__).parent.parent
@@ -74,10 +74,19 @@ def _resolve(cfg: DictConfig) -> None:
 
     Raises:
         InterpolationResolutionError: a value refers to nothing.
+        ConfigError: a text has `${` after that, which the saved config of the run would resolve once more.
     """
     for key in cfg:
-        if key != "hydra" and not OmegaConf.is_missing(cfg, key) and OmegaConf.is_config(value := cfg[key]):
-            OmegaConf.to_container(value, resolve=True)
+        if key == "hydra" or OmegaConf.is_missing(cfg, key):
+            continue
+        value = cfg[key]
+        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for name, leaf in leaves(plain, str(key)):
+            require(
+                INTERPOLATION not in str(leaf),
+                f"{name}={show(leaf)}: a text cannot have {INTERPOLATION!r} in it, because a config reads a "
+                "reference to another key there; use other text",
+            )
 
 
 def friendly_error(error: Exception, overrides: Sequence[str], name: str = "config") -> str:

@@ -13,6 +13,8 @@ from lit_rlkv.config.errors import ConfigError
 Schema = TypeVar("Schema")
 Node = DictConfig
 """A node that names a class in `_target_`; the signature of the class says which keys it takes."""
+INTERPOLATION = "${"
+"""The beginning of a reference to another key or to the environment."""
 _META = "option"
 
 

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_rlkv.config.errors import ConfigError, one_line, require
-from lit_rlkv.config.options import default_values, leaves, show
+from lit_rlkv.config.options import INTERPOLATION, default_values, leaves, show
 from lit_rlkv.config.parsing import AUTO, check_types
 from lit_rlkv.config.run_labels import LABELS, OURS, Choices
 from lit_rlkv.config.schema import Config
@@ -57,7 +57,12 @@ def read_config(run_dir: Path) -> DictConfig:
             f"{path} cannot be read: {one_line(error)}; restore it, or start a new run"
         ) from error
     nodes = saved if isinstance(saved, DictConfig) else OmegaConf.create()
-    _check_resolved(path, OmegaConf.to_container(nodes, resolve=False))
+    for key, value in leaves(OmegaConf.to_container(nodes, resolve=False)):
+        require(  # it could read the environment of its reader
+            INTERPOLATION not in str(value),
+            f"{path}: {key}={show(value)} is an interpolation, but a saved config has plain values alone; "
+            "write the value itself, or start a new run",
+        )
     missing = [key for key in NODES if not isinstance(nodes.get(key), DictConfig)]
     missing += [] if "distillation" in nodes else ["distillation"]
     require(
@@ -72,22 +77,6 @@ def read_config(run_dir: Path) -> DictConfig:
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is damaged: {one_line(error)}; restore it, or start a new run") from error
     return completed
-
-
-def _check_resolved(path: Path, node: Any, key: str = "") -> None:
-    """Check that a saved config has no interpolation, which could read the environment of its reader.
-
-    Raises:
-        ConfigError: naming the file and the key.
-    """
-    if isinstance(node, dict | list):
-        for name, below in node.items() if isinstance(node, dict) else enumerate(node):
-            _check_resolved(path, below, f"{key}.{name}".lstrip("."))
-    require(
-        not isinstance(node, str) or "${" not in node,
-        f"{path}: {key}={show(node)} is an interpolation, but a saved config has plain values alone; write "
-        "the value itself, or start a new run",
-    )
 
 
 def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:

@@ -341,6 +341,8 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path):
         ("seed=${oc.env:NO_SUCH_VARIABLE}", "seed: .*Environment variable 'NO_SUCH_VARIABLE' not found"),
         ("evaluation.budgets=[${eval:1}]", r"evaluation.budgets\[0\]: Unsupported interpolation type eval"),
         ("runs_dir=${runs_dir}", "runs_dir: Recursive interpolation"),
+        (r"runs_dir='a\${seed}'", r"runs_dir=a\$\{seed\}: a text cannot have '\$\{' in it"),
+        (r"evaluation.budgets=['\${eval:1}']", r"evaluation.budgets=\[.*\]: a text cannot have '\$\{' in it"),
     ],
 )
 def test_an_interpolation_that_leads_nowhere_is_named_with_its_key(override, says):
