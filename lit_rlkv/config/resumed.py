@@ -1,6 +1,7 @@
 """The config of a run that is resumed, read and compared without torch, so that mistakes are told at once."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,10 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
+PLACES = ("dir", "uri", "url", "path", "location", "folder", "root", "file", "filename")
+"""Endings of the names of a logger's arguments that are a folder, a file or an address."""
+LEADS_ELSEWHERE = re.compile(r"[~/\\]|.*:[/\\]|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
+"""Values that are a place whatever the argument: ~, an absolute path, an address, or a path with `..`."""
 N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
 NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric", "correction", "optimizer")
@@ -110,17 +115,25 @@ def check_saved_logger(logger: DictConfig | None, run_dir: Path, overrides: Sequ
     if logger is None or logger._target_.startswith(OURS):  # ours know no other folder
         return
     given = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    for key, value in leaves(OmegaConf.to_container(logger), "logger"):
+    for key, value in _texts(OmegaConf.to_container(logger), "logger"):
         name, is_given = key.rpartition(".")[2], any(f"{key}.".startswith(f"{one}.") for one in given)
-        if is_given or not isinstance(value, str) or name == "_target_":
+        if is_given or name == "_target_":
             continue
-        is_folder = name.endswith(("dir", "uri", "path", "location"))
-        is_path = is_folder or bool({"/", "\\", ":"} & {*value}) or value.startswith(("~", ".."))
+        is_path = name.lower().endswith(PLACES) or LEADS_ELSEWHERE.match(value)
         require(
             not is_path or Path(value).expanduser().resolve().is_relative_to(run_dir.resolve()),
             f"{key}={value} of the saved config is outside of {run_dir}; if the logger may write there, give "
             "logger=... with its keys again on the command line, else logger=csv",
         )
+
+
+def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the value of each text of a container; items of a list have its key."""
+    for name, value in leaves(node, key):
+        for item in value if isinstance(value, list) else ():
+            yield from _texts(item, name)
+        if isinstance(value, str):
+            yield name, value
 
 
 def resumed_choices(run_dir: Path, choices: Choices) -> Choices | None:

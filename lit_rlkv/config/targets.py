@@ -204,7 +204,7 @@ def _arguments_of(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def default_argument(target: str, name: str) -> Any:
-    """Return the default of an argument of a target that a config may name; `EMPTY` if it has none."""
+    """Return the default of an argument of a target that a config may name; `EMPTY` without one."""
     check_targets({"_target_": target})
     parameter = _arguments_of(get_object(target))[0].get(name)
     return EMPTY if parameter is None else parameter.default

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_rlkv.config.options import leaves
+from lit_rlkv.config.options import leaves, show
 from lit_rlkv.units import human_bytes, human_seconds
 
 Tree = Mapping[str, Any]
@@ -52,12 +52,12 @@ def run_facts(
         "Arm": arm(config),
         "Algorithm": algorithm_name(config.get("algorithm", {})),
         "Cache": cache(config.get("cache", {})),
-        "Seed": str(config.get("seed", "")),
+        "Seed": _text(config.get("seed")),
         "Device": device(last.get("device") or {}),
         "Commit": commit(last.get("git")),
         "Date": date(first, last, len(environments)),
         "Duration": human_seconds(sum(stage_seconds.values())) if stage_seconds else "",
-        "Command": re.sub(r"^\S*/", "", str(first.get("command", ""))),
+        "Command": re.sub(r"^\S*/", "", _text(first.get("command"))),
     }
     return {heading: text for heading, text in facts.items() if text}
 
@@ -67,12 +67,17 @@ def target(node: Any) -> str:
     if not isinstance(node, Mapping):
         return ""
     given = {name: value for name, value in node.items() if not name.startswith("_") and value not in NOTHING}
-    options = ", ".join(f"{name}={value}" for name, value in given.items())
-    return f"{_last(node.get('_target_'))}({options})"
+    options = ", ".join(f"{name}={show(value)}" for name, value in given.items())
+    name = _last(node.get("_target_"))
+    return f"{name}({options})" if name else options
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def _last(dotted: Any) -> str:
-    return str(dotted).rpartition(".")[2]
+    return _text(dotted).rpartition(".")[2]
 
 
 def model(node: Tree) -> str:
@@ -82,10 +87,10 @@ def model(node: Tree) -> str:
     preset = node.get("preset") or {}
     if "num_hidden_layers" not in preset:
         return target(preset) if preset else ""
-    return (
-        f"{_last(preset.get('_target_'))}, from scratch: {preset['num_hidden_layers']} layers of "
-        f"{preset.get('num_key_value_heads')} KV heads, width {preset.get('hidden_size')}"
-    )
+    heads, width = (_text(preset.get(name)) for name in ("num_key_value_heads", "hidden_size"))
+    layers = f"{preset['num_hidden_layers']} layers" + (f" of {heads} KV heads" if heads else "")
+    size = layers + (f", width {width}" if width else "")
+    return f"{_last(preset.get('_target_')) or 'model'}, from scratch: {size}"
 
 
 def arm(config: Tree) -> str:
@@ -107,10 +112,11 @@ def algorithm_name(node: Tree) -> str:
         return ""
     loss = node.get("loss") or {}
     estimator, kind = (node.get("advantage") or {}).get("estimator"), _last(loss.get("_target_"))
-    name = str(estimator) if estimator and kind in ("GRPO", "None") else kind
-    level = loss.get("importance_sampling_level")
-    ratio = " with one ratio per response" if level == "sequence" else ""
-    return f"{name}{ratio}, {node.get('group_size')} responses to a prompt"
+    name = str(estimator) if estimator and kind in ("GRPO", "") else kind
+    ratio = " with one ratio per response" if loss.get("importance_sampling_level") == "sequence" else ""
+    group_size = _text(node.get("group_size"))
+    size = f"{group_size} responses to a prompt" if group_size else ""
+    return ", ".join(text for text in (f"{name}{ratio}", size) if text)
 
 
 def cache(node: Tree) -> str:
@@ -126,7 +132,9 @@ def device(node: Tree) -> str:
     """Return the device's name and memory, or the CPU threads."""
     if "name" in node:
         return f"{node['name']}, {human_bytes(node['memory_bytes'])}"
-    return f"{node['type']}, threads: {node.get('n_threads')} of {node.get('n_cpus')}" if node else ""
+    threads, cpus = (_text(node.get(name)) for name in ("n_threads", "n_cpus"))
+    used = f"threads: {threads}" + (f" of {cpus}" if cpus else "") if threads else ""
+    return ", ".join(text for text in (_text(node.get("type")), used) if text)
 
 
 def commit(git: Tree | None) -> str:
@@ -136,7 +144,7 @@ def commit(git: Tree | None) -> str:
 
 def date(first: Tree, last: Tree, n_starts: int) -> str:
     """Return when a run started, and when it resumed last."""
-    started, resumed = (str(entry.get("started_at", ""))[:16].replace("T", " ") for entry in (first, last))
+    started, resumed = (_text(entry.get("started_at"))[:16].replace("T", " ") for entry in (first, last))
     if not started:
         return ""
     return f"{started} UTC" if n_starts == 1 else f"{started} UTC, resumed {n_starts - 1}×, last {resumed}"
@@ -146,5 +154,5 @@ def differing(configs: Mapping[str, Tree]) -> list[list[str]]:
     """Return a row for each key whose value is not the same in all runs: the key, and each run's value."""
     flat = {run: dict(leaves(config)) for run, config in configs.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
-    rows = [[key, *(str(values.get(key, "–")) for values in flat.values())] for key in keys]
+    rows = [[key, *(show(values.get(key, "–")) for values in flat.values())] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, check_command_line, check_keys, label_logger
-from lit_rlkv.config.resumed import load_resumed_config, read_config, resumed_choices
+from lit_rlkv.config.resumed import check_saved_logger, load_resumed_config, read_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from tests.config.test_mistakes import ROOT, SCRIPT
 
@@ -254,3 +254,38 @@ def test_a_saved_logger_writes_elsewhere_only_if_the_command_line_says_so(tmp_pa
     assert resumed(folder, "logger=csv")[0].logger is None
     cfg, _ = resumed(folder, "logger=lightning_csv", f"{sign}logger.{key}='{value}'")
     assert cfg.logger[key] == value
+
+
+LOGGER = "lightning.pytorch.loggers.CSVLogger"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", ".."),
+        ("name", "a/../../elsewhere"),
+        ("name", "a\\..\\elsewhere"),
+        ("name", "~/elsewhere"),
+        ("version", "file:/elsewhere"),
+        ("version", "C:\\elsewhere"),
+        ("tracking_uri", "elsewhere"),
+        ("base_url", "elsewhere"),
+        ("log_file", "elsewhere"),
+        ("settings", {"rootDir": "elsewhere"}),
+        ("tags", ["inside", "/elsewhere"]),
+        ("tags", [[{"dir": "elsewhere"}]]),
+    ],
+)
+def test_places_of_a_saved_logger_are_found_by_name_and_by_value(tmp_path, key, value):
+    logger = OmegaConf.create({"_target_": LOGGER, key: value})
+    with pytest.raises(ConfigError, match=rf"logger\.{key}.* of the saved config is outside of"):
+        check_saved_logger(logger, tmp_path)
+    check_saved_logger(logger, tmp_path, [f"+logger.{key}=..."])
+
+
+@pytest.mark.parametrize("value", ["a/b", "x: y", "2026-01-31T12:00", "a\\b", "v1..2", "...", "ns:run", ""])
+def test_names_of_a_saved_logger_may_have_slashes_and_colons(tmp_path, value):
+    keys = ("name", "version", "run_name", "experiment_name", "prefix")
+    check_saved_logger(OmegaConf.create({"_target_": LOGGER, **dict.fromkeys(keys, value)}), tmp_path)
+    with pytest.raises(ConfigError, match=r"logger\.save_dir="):  # the control
+        check_saved_logger(OmegaConf.create({"_target_": LOGGER, "save_dir": value}), tmp_path)

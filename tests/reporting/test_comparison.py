@@ -79,7 +79,7 @@ def test_the_page_has_its_sections_and_needs_nothing_from_outside(page):
 def test_the_page_shows_only_the_settings_that_differ(page):
     texts = [text.strip() for text in page.texts if text.strip()]
     differing = texts[texts.index("Key") :]
-    assert differing == ["Key", "a", "b", "seed", "3", "4", "correction.replays", "True", "False"]
+    assert differing == ["Key", "a", "b", "seed", "3", "4", "correction.replays", "true", "false"]
 
 
 def test_runs_of_one_config_have_no_section_of_differences():

@@ -66,6 +66,26 @@ def test_only_keys_whose_values_differ_are_listed():
     other = {"seed": 0, "cache": {"budget": 12, "interval": 5}, "logger": {"name": "x"}}
     assert differing({"a": one, "b": other}) == [
         ["cache.budget", "16", "12"],
-        ["logger", "None", "–"],
+        ["logger", "null", "–"],
         ["logger.name", "–", "x"],
     ]
+
+
+def test_what_a_config_or_an_environment_leaves_out_is_left_out_of_its_facts():
+    config = {
+        "task": {"n_terms": 3, "is_short": True},
+        "model": {"preset": {"num_hidden_layers": 2}},
+        "algorithm": {"loss": {}, "advantage": None},
+        "seed": None,
+    }
+    starts = [{"device": {"type": "cpu", "n_threads": None, "n_cpus": None}, "command": None}]
+    facts = run_facts(config, [*starts, *starts], {})
+    assert facts == {
+        "Task": "n_terms=3, is_short=true",
+        "Model": "model, from scratch: 2 layers",
+        "Device": "cpu",
+    }
+    config["algorithm"] = {"advantage": {"estimator": "grpo"}}
+    starts[0]["device"] |= {"n_threads": 2}
+    facts = run_facts(config, starts, {})
+    assert (facts["Algorithm"], facts["Device"]) == ("grpo", "cpu, threads: 2")
