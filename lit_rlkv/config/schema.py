@@ -140,7 +140,10 @@ class AlgorithmConfig:
     n_epochs: int = option(1, "passes over each rollout", least=1)
     n_minibatches: int = option(2, "optimizer steps per pass", least=1)
     critic_warmup: int = option(0, "first iterations, in which the critic alone learns", least=0)
-    mask_truncated: bool = option(False, "leave responses cut at max_new_tokens out of the policy's loss")
+    mask_truncated: bool = option(
+        False,
+        "leave responses cut at max_new_tokens out of the policy's loss, but not out of their number",
+    )
     max_grad_norm: Number | None = option(
         1.0, "norm that gradients are clipped to; null: not clipped", above=0
     )

@@ -77,7 +77,7 @@ class MinibatchSplitter:
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of all optimizer steps of an iteration, equally many on each rank."""
-        whole, advantages = self._with_advantages(experience)
+        whole, advantages, is_response = self._with_advantages(experience)
         algorithm = self.algorithm
         is_warmup = experience.iteration < algorithm.critic_warmup
         learner_parts = (self.warmup_part,) if is_warmup else self.learner_parts
@@ -89,7 +89,7 @@ class MinibatchSplitter:
             order = torch.randperm(by_shard.shape[1], generator=generator).to(by_shard.device)
             for number, chosen in enumerate(order.tensor_split(n_parts)):
                 units = by_shard[:, chosen]
-                step = self._step(whole, units.flatten(0, 1), advantages.is_counted)
+                step = self._step(whole, units.flatten(0, 1), advantages.is_counted, is_response)
                 step = replace(
                     step,
                     is_first_update=epoch == 0 and number == 0,
@@ -110,13 +110,13 @@ class MinibatchSplitter:
         n_groups = len(experience.problems) // experience.group_size
         if not 1 <= n_parts <= n_groups:
             raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
-        whole, advantages = self._with_advantages(experience)
-        step = self._step(whole, advantages.units, advantages.is_counted)
+        whole, advantages, is_response = self._with_advantages(experience)
+        step = self._step(whole, advantages.units, advantages.is_counted, is_response)
         of_group = advantages.units.view(n_groups * experience.ranks.size, -1, advantages.units.shape[1])
         n_response_tokens = whole.rollout.response_mask[of_group].flatten(1).sum(dim=1)
         by_token = self.algorithm.aggregation == "token"
         sizes = (
-            *_sizes(step.loss_weight, of_group, by_token=by_token),
+            *_sizes(step.loss_weight, is_response, of_group, by_token=by_token),
             n_response_tokens.double() / step.n_response_tokens,
         )
         mine = experience.ranks.local_rows(n_groups)
@@ -132,18 +132,23 @@ class MinibatchSplitter:
                 token_share=float(actions.sum()),
             )
 
-    def _with_advantages(self, experience: Experience) -> tuple[TrainBatch, Advantages]:
-        """Return the rollout of all ranks as one batch without denominators, and its advantages."""
+    def _with_advantages(
+        self, experience: Experience
+    ) -> tuple[TrainBatch, Advantages, Bool[Tensor, " batch"]]:
+        """Return the rollout of all ranks as one batch without denominators, and its advantages.
+
+        The third result is True for responses in the denominator of a mean over responses. As in TRL,
+        `mask_truncated` leaves it as it is.
+        """
         experience = experience.all_gather()
         rollout = experience.rollout
-        is_left_out = torch.zeros_like(experience.has_eos)
-        if self.algorithm.mask_truncated:
-            is_left_out |= ~experience.has_eos
         if experience.rewards.is_failed is not None:
-            is_left_out |= experience.rewards.is_failed
-        is_counted = experience.weights.is_counted & ~is_left_out[:, None]
-        experience = replace(experience, weights=replace(experience.weights, is_counted=is_counted))
+            experience = _without(experience, experience.rewards.is_failed)
         advantages = self.advantage.compute(experience)
+        is_response = advantages.is_counted.any(dim=1)
+        if self.algorithm.mask_truncated:
+            experience = _without(experience, ~experience.has_eos)
+            advantages = self.advantage.compute(experience)
         ref_logps = experience.ref_logps
         whole = TrainBatch(
             rollout=rollout,
@@ -159,14 +164,20 @@ class MinibatchSplitter:
             old_values=experience.values,
             returns=advantages.returns,
         )
-        return whole, advantages
+        return whole, advantages, is_response
 
-    def _step(self, whole: TrainBatch, units: Tensor, is_counted: Bool[Tensor, "batch seq"]) -> TrainBatch:
+    def _step(
+        self,
+        whole: TrainBatch,
+        units: Tensor,
+        is_counted: Bool[Tensor, "batch seq"],
+        is_response: Bool[Tensor, " batch"],
+    ) -> TrainBatch:
         """Return the batch with the denominators of the optimizer step on these units."""
         rows = units.flatten()
         loss_weight = torch.zeros_like(whole.loss_weight)
         aggregate = AGGREGATIONS[self.algorithm.aggregation]
-        loss_weight[rows] = aggregate(is_counted[rows], self.max_new_tokens)
+        loss_weight[rows] = aggregate(is_counted[rows], self.max_new_tokens, is_response[rows].sum())
         return replace(
             whole,
             loss_weight=loss_weight,
@@ -195,6 +206,12 @@ class MinibatchSplitter:
                 )
 
 
+def _without(experience: Experience, is_left_out: Bool[Tensor, " batch"]) -> Experience:
+    """Return the experience without these responses in the policy's loss."""
+    is_counted = experience.weights.is_counted & ~is_left_out[:, None]
+    return replace(experience, weights=replace(experience.weights, is_counted=is_counted))
+
+
 def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[TrainBatch, Tensor]:
     """Return this rank's rows with their eviction tables, and units as indices into them."""
     if experience.ranks.size == 1:
@@ -211,7 +228,11 @@ def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
 
 
 def _sizes(
-    loss_weight: Float[Tensor, "batch seq"], of_group: Int[Tensor, "group unit member"], *, by_token: bool
+    loss_weight: Float[Tensor, "batch seq"],
+    is_response: Bool[Tensor, " batch"],
+    of_group: Int[Tensor, "group unit member"],
+    *,
+    by_token: bool,
 ) -> tuple[Bool[Tensor, " group"], Float[Tensor, " group"]]:
     """Return for each group True if the policy loss counts it, and its share of the denominator.
 
@@ -219,6 +240,9 @@ def _sizes(
     """
     weight = loss_weight[of_group]
     is_unit = (weight != 0).any(dim=3).all(dim=2)
-    by_token = by_token and of_group.shape[2] == 1
-    count = ((weight != 0).flatten(1) if by_token else is_unit).sum(dim=1)
+    if of_group.shape[2] > 1:
+        counted = is_unit
+    else:
+        counted = (weight != 0 if by_token else is_response[of_group]).flatten(1)
+    count = counted.sum(dim=1)
     return is_unit.any(dim=1), count.double() / count.sum().clamp(min=1)

@@ -151,8 +151,8 @@ def learner_states(
     flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
     if flat is None:
         return hidden_states(model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids)
-    tokens, places = flat.flatten(input_ids)[None], flat.flatten(positions)[None]
-    experts = None if expert_ids is None else flat.flatten(expert_ids.movedim(-1, 1)).movedim(0, -1)[None]
+    tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
+    experts = None if expert_ids is None else flat.flatten_columns(expert_ids)
     return flat.spread(
         hidden_states(model, tokens, places, evicted_at=evicted_at, expert_ids=experts, flat=flat)[0]
     )

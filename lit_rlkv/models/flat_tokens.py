@@ -39,6 +39,10 @@ class FlatTokens:
         """Return the values [token, ...] of [batch, seq, ...], each from its token's own cell."""
         return values.flatten(0, 1)[self.cells]
 
+    def flatten_columns(self, values: Tensor) -> Tensor:
+        """Return [1, ..., token] of [batch, ..., seq]: a batch whose only row is the flat sequence."""
+        return self.flatten(values.movedim(-1, 1)).movedim(0, -1)[None]
+
     def spread(self, values: Tensor) -> Tensor:
         """Return [batch, seq, ...] for [token, ...]: values of each cell's token; gradients are summed."""
         out: Tensor = _Spread.apply(values, self)  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 Values outside a mask never change a result, not even NaN. Denominators cover the whole optimizer step.
 """
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -22,21 +22,31 @@ def weighted_sum(values: Float[Tensor, "*shape"], weight: Float[Tensor, "*shape"
     return (values.masked_fill(weight == 0, 0.0) * weight).sum()
 
 
-def token_mean(is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int) -> Float[Tensor, "batch seq"]:
+def token_mean(
+    is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int, n_responses: Int[Tensor, ""] | None = None
+) -> Float[Tensor, "batch seq"]:
     """Return equal weights for all counted tokens of the step (DAPO, arXiv:2503.14476)."""
     return is_counted.float() / is_counted.sum().clamp(min=1)
 
 
-def sequence_mean(is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int) -> Float[Tensor, "batch seq"]:
-    """Return equal weights for all responses, each split over its tokens (GRPO, arXiv:2402.03300)."""
-    n_sequences = is_counted.any(dim=1).sum().clamp(min=1)
-    return is_counted.float() / is_counted.sum(dim=1, keepdim=True).clamp(min=1) / n_sequences
+def sequence_mean(
+    is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int, n_responses: Int[Tensor, ""] | None = None
+) -> Float[Tensor, "batch seq"]:
+    """Return equal weights for all responses, each split over its tokens (GRPO, arXiv:2402.03300).
+
+    Args:
+        n_responses: divides the weights; None: the number of responses with a counted token.
+    """
+    n = is_counted.any(dim=1).sum() if n_responses is None else n_responses
+    return is_counted.float() / is_counted.sum(dim=1, keepdim=True).clamp(min=1) / n.clamp(min=1)
 
 
-def constant_length(is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int) -> Float[Tensor, "batch seq"]:
-    """Return weights 1 / (n_responses · max_new_tokens) (Dr. GRPO, arXiv:2503.20783)."""
-    n_sequences = is_counted.any(dim=1).sum().clamp(min=1)
-    return is_counted.float() / max_new_tokens / n_sequences
+def constant_length(
+    is_counted: Bool[Tensor, "batch seq"], max_new_tokens: int, n_responses: Int[Tensor, ""] | None = None
+) -> Float[Tensor, "batch seq"]:
+    """Return weights 1 / (n_responses · max_new_tokens) (Dr. GRPO, arXiv:2503.20783); see `sequence_mean`."""
+    n = is_counted.any(dim=1).sum() if n_responses is None else n_responses
+    return is_counted.float() / max_new_tokens / n.clamp(min=1)
 
 
 AGGREGATIONS = {"token": token_mean, "sequence": sequence_mean, "constant": constant_length}

@@ -139,71 +139,6 @@ def test_rows_and_devices_keep_every_field():
     assert part.n_response_tokens == batch.n_response_tokens
 
 
-@pytest.mark.parametrize(("n_parts", "sizes"), [(1, [4]), (3, [2, 1, 1]), (4, [1, 1, 1, 1])])
-def test_parts_are_whole_groups_under_the_denominators_of_one_step(n_parts, sizes):
-    data = make_datamodule(make_roles(), n_minibatches=2, tokens_per_pass=48)
-    experience = data.collect()
-    parts = list(data.splitter.parts(experience, n_parts))
-    assert [part.n_groups for part in parts] == sizes
-    rows = tokens_of(experience.rollout)
-    for part, size in zip(parts, sizes, strict=True):  # groups in order, nothing twice
-        mine, rows = rows[: 4 * size], rows[4 * size :]
-        assert sorted(row for batch in part.batches for row in tokens_of(batch.rollout)) == sorted(mine)
-        # training learns from at most 48 tokens at a time: three responses of up to 16
-        assert len(part.batches) >= 2
-        assert max(batch.advantages.numel() for batch in part.batches) <= 48
-        assert [batch.ends_step for batch in part.batches] == [False] * (len(part.batches) - 1) + [True]
-        assert {batch.learners for batch in part.batches} == {("policy",)}
-        weight = sum(float(batch.loss_weight.sum()) for batch in part.batches)
-        assert weight == pytest.approx(part.share, abs=1e-5)
-        assert part.share == pytest.approx(part.n_prompts / 4)  # every response weighs the same
-        n_response_tokens = int(experience.rollout.response_mask.sum())
-        assert all(batch.n_response_tokens == n_response_tokens for batch in part.batches)
-        mine = sum(int(batch.rollout.response_mask.sum()) for batch in part.batches)
-        assert part.token_share == pytest.approx(mine / n_response_tokens)
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str):
-    data = make_datamodule(make_roles(), aggregation=aggregation, mask_truncated=True)
-    experience = data.collect()
-    has_eos = torch.tensor([True] * 5 + [False] * 3 + [True] * 8)
-    n_response_tokens = experience.rollout.response_mask.sum(dim=1)
-    counts = (n_response_tokens if aggregation == "token" else torch.ones(16)) * has_eos
-    first, second = data.splitter.parts(replace(experience, has_eos=has_eos), 2)
-    expected = float(counts[:8].sum() / counts.sum())  # of responses 5 / 13
-    assert [first.share, second.share] == pytest.approx([expected, 1 - expected])
-    assert first.n_groups == second.n_groups == 2
-    assert expected != pytest.approx(0.5, abs=0.05)
-    assert first.token_share == pytest.approx(float(n_response_tokens[:8].sum() / n_response_tokens.sum()))
-
-
-def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():
-    data = make_datamodule(make_roles(), advantage=PairAdvantage(), tokens_per_pass=1)
-    experience = data.collect()
-    total = torch.tensor([1.0, 0, 0, 0] * 3 + [1.0] * 4)
-    experience = replace(experience, rewards=replace(experience.rewards, total=total))
-    parts = list(data.splitter.parts(experience, 2))
-    assert [part.n_groups for part in parts] == [2, 1]
-    assert [part.share for part in parts] == pytest.approx([2 / 3, 1 / 3])
-    for part in parts:
-        assert all(len(batch.advantages) == 2 for batch in part.batches)
-        assert {batch.n_pairs for batch in part.batches} == {3}
-
-
-def test_a_part_without_any_whole_pair_counts_no_prompts():
-    data = make_datamodule(make_roles(), advantage=PairAdvantage(drop_ties=False), mask_truncated=True)
-    experience = data.collect()
-    total = torch.tensor([1.0, 0, 0.5, 0.5] * 4)
-    # of the last two pairs one side alone has ended, and the first two are whole
-    has_eos = torch.tensor([True] * 8 + [True, False, True, True] * 2)
-    experience = replace(experience, rewards=replace(experience.rewards, total=total), has_eos=has_eos)
-    parts = list(data.splitter.parts(experience, 2))
-    assert [part.n_groups for part in parts] == [2, 0]
-    assert [part.share for part in parts] == [1.0, 0.0]
-    assert any(bool(batch.loss_weight.any()) for batch in parts[1].batches)
-
-
 def test_a_judge_is_asked_once_about_a_rollout_however_often_it_is_cut():
     asked: list[str] = []
 
@@ -227,17 +162,6 @@ def test_a_judge_is_asked_once_about_a_rollout_however_often_it_is_cut():
     data.iteration += 1
     list(data.splitter.minibatches(data.collect()))
     assert len(asked) == 2 * 4 * 6
-
-
-def test_groups_that_count_nothing_are_not_counted_in_a_part():
-    data = make_datamodule(make_roles(), advantage=GroupAdvantage("dapo", filter_zero_std_groups=True))
-    experience = data.collect()
-    total = torch.tensor([1.0, 0, 0, 0] + [1.0] * 8 + [0, 1.0, 1.0, 1.0])
-    experience = replace(experience, rewards=replace(experience.rewards, total=total))
-    assert [part.n_groups for part in data.splitter.parts(experience, 2)] == [1, 1]
-    assert [part.n_groups for part in data.splitter.parts(experience, 4)] == [1, 0, 0, 1]
-    assert [part.share for part in data.splitter.parts(experience, 4)] == [0.5, 0, 0, 0.5]
-    assert [part.n_prompts for part in data.splitter.parts(experience, 4)] == [1, 1, 1, 1]
 
 
 def test_more_parts_than_groups_are_refused():

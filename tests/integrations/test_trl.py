@@ -1,5 +1,7 @@
 """EvictingGRPOTrainer: TRL's own losses without evictions, and exact replay with them."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("trl")
@@ -10,9 +12,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from lit_rlkv.integrations.trl import EvictingGRPOTrainer
+from lit_rlkv.types import NEVER
 from tests.integrations.trl_runs import (
+    IN_TWO_PARTS,
     KEEPS_ALL,
     PROMPTS,
+    TWICE,
     Recorder,
     save_model,
     train,
@@ -22,8 +27,6 @@ from tests.tiers import slow
 
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length")
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-IN_TWO_PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-TWICE = {"num_iterations": 2, "max_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,8 @@ def test_evictions_that_are_one_query_late_are_caught(model, tmp_path):
     class Late(EvictingGRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):
             found = super()._generate_single_turn(*args, **kwargs)
-            self._evicted_at = self._evicted_at + (self._evicted_at > 0)
+            is_evicted = (self._rollout.evicted_at > 0) & (self._rollout.evicted_at < NEVER)
+            self._rollout = replace(self._rollout, evicted_at=self._rollout.evicted_at + is_evicted)
             return found
 
     _, rows = train(model, tmp_path, trainer=Late, max_steps=1)

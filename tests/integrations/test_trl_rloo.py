@@ -7,11 +7,18 @@ pytest.importorskip("trl")
 from peft import LoraConfig
 
 from lit_rlkv.integrations.trl import EvictingRLOOTrainer
-from tests.integrations.trl_runs import KEEPS_ALL, Recorder, save_model, train, train_plain_rloo
+from tests.integrations.trl_runs import (
+    IN_TWO_PARTS,
+    KEEPS_ALL,
+    TWICE,
+    Recorder,
+    save_model,
+    train,
+    train_plain_rloo,
+)
 from tests.tiers import slow
 
 SAME = ("loss", "grad_norm", "reward", "entropy", "kl", "completions/mean_length")
-TWICE = {"num_iterations": 2, "max_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def train_ours(model, folder, **options):
         slow({"beta": 0.0}),
         slow({"normalize_advantages": True, "temperature": 0.7}),
         slow({"mask_truncated_completions": True}),
-        slow({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+        slow(IN_TWO_PARTS),
     ],
     ids=str,
 )

@@ -8,18 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from lit_rlkv import prepare_backbone
-from lit_rlkv.integrations.trl import EvictingGRPOTrainer
-from lit_rlkv.models.backbone import head_logits, hidden_states, token_positions
-from tests.integrations.trl_runs import save_model, train
-
-
-class Watched(EvictingGRPOTrainer):
-    """Keeps the batches of the loss."""
-
-    def _compute_loss(self, model, inputs):
-        self.batches = [*getattr(self, "batches", []), inputs]
-        return super()._compute_loss(model, inputs)
+from tests.integrations.trl_runs import Watched, completion_logits, save_model, train
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +20,6 @@ def model(tmp_path_factory):
 def sharper(tmp_path_factory):
     """Give a model that evictions change a lot."""
     return save_model(tmp_path_factory.mktemp("sharper"), scale=8.0)
-
-
-def completion_logits(model, batch, *, shadow):
-    """Return the logits that predict the completion, under replay or by the model's own attention."""
-    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    positions = token_positions(mask)
-    if shadow:
-        prepare_backbone(model)
-        logits = head_logits(
-            model, hidden_states(model, input_ids, positions, evicted_at=batch["evicted_at"])
-        )
-    else:
-        model.set_attn_implementation("eager")
-        logits = model(input_ids, attention_mask=mask, position_ids=positions).logits
-    return logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
 
 
 def dense_ratio(model, batch):

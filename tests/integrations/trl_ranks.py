@@ -34,6 +34,7 @@ def main():
     lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
     for name, more in {
         "evicting": {"beta": 0.1},
+        "truncated": {"top_p": 0.8, "beta": 0.1},
         "distilled": {"distillation": "dense_student", "correction": "tis"},
         "lora": {"arguments": lora, "distillation": "sparse_student"},
     }.items():

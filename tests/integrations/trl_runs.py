@@ -4,11 +4,17 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from lit_rlkv import prepare_backbone
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
+from lit_rlkv.integrations.trl.batches import rollout_of
+from lit_rlkv.models.backbone import head_logits, hidden_states, token_positions
 from lit_rlkv.models.presets import tiny_qwen3
+from lit_rlkv.models.replay import replay_evicted_at
 
 PROMPTS = ["2+3=", "40+2=1", "7+8=", "100+11=", "1", "9+9+9+9=", "3+3=", "12+5="]
+IN_TWO_PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+TWICE = {"num_iterations": 2, "max_steps": 4}
 EVICTS = {"cache_budget": 8, "cache_interval": 2, "cache_sink": 1, "cache_window": 2}
 KEEPS_ALL = {**EVICTS, "cache_budget": 64}
 
@@ -137,3 +143,26 @@ def train_plain_rloo(model, folder, recorder, **options):
     found = train(model, folder, trainer=Recorded, reward=own, **options)
     assert own.completions == recorder.completions
     return found
+
+
+class Watched(EvictingGRPOTrainer):
+    """Keeps the batches of the loss."""
+
+    def _compute_loss(self, model, inputs):
+        self.batches = [*getattr(self, "batches", []), inputs]
+        return super()._compute_loss(model, inputs)
+
+
+def completion_logits(model, batch, *, shadow):
+    """Return the logits that predict the completion, under replay or by the model's own attention."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    positions = token_positions(mask)
+    if shadow:
+        prepare_backbone(model)
+        evicted_at = replay_evicted_at(rollout_of(batch["rollout_rows"]))
+        logits = head_logits(model, hidden_states(model, input_ids, positions, evicted_at=evicted_at))
+    else:
+        model.set_attn_implementation("eager")
+        logits = model(input_ids, attention_mask=mask, position_ids=positions).logits
+    return logits[:, batch["prompt_ids"].shape[1] - 1 : -1]

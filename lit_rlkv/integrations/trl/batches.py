@@ -1,4 +1,4 @@
-"""Views of TRL's batches and models: whole rows, eviction tables, the model inside of an adapter."""
+"""Views of TRL's batches and models: rows with their rollout, the model inside of an adapter."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from trl.trainer.utils import use_adapter
 
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
+from lit_rlkv.kernels.token_logps import TokenSets
+from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
+from lit_rlkv.types import Rollout
+
+RolloutRow = tuple[Rollout, int]
+"""A rollout and the number of a row. TRL shuffles and splits a list of these as the tensors of its batch."""
 
 
 def has_adapter(model: Any) -> bool:
@@ -43,10 +48,27 @@ def whole_rows(batch: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
     return input_ids, attention_mask, batch["completion_ids"].shape[1]
 
 
-def pad_columns(evicted_at: Tensor | None, n_columns: int) -> Tensor:
-    """Return the table with the columns of TRL's padding, whose keys no query sees."""
-    assert evicted_at is not None
-    return F.pad(evicted_at, (0, n_columns - evicted_at.shape[-1]))
+def rollout_of(rows: list[RolloutRow]) -> Rollout:
+    """Return the rows of one rollout as a batch."""
+    rollout = rows[0][0]
+    return rollout.rows(torch.tensor([row for _, row in rows], device=rollout.input_ids.device))
+
+
+def evictions(rollout: Rollout, attention_mask: Tensor, *, shadow: bool) -> Tensor:
+    """Return the eviction table of a rollout, or that of a dense cache."""
+    return replay_evicted_at(rollout) if shadow else dense_evicted_at(attention_mask.bool())
+
+
+def token_sets(rollout: Rollout, is_read: Tensor) -> TokenSets | None:
+    """Return the tokens that each read token was chosen from; None: the whole vocabulary.
+
+    Args:
+        is_read: True on all tokens of a completion, or on none where TRL leaves it out.
+    """
+    if rollout.sampling_masks is None:
+        return None
+    masks = rollout.sampling_masks.rows(is_read.any(dim=1))
+    return TokenSets(masks.counts[masks.counts > 0], masks.token_ids)
 
 
 @contextmanager

@@ -22,11 +22,8 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_vllm": ((False,), "vLLM does not record evictions"),
     "use_transformers_continuous_batching": ((False,), "a paged cache does not record evictions"),
     "cache_implementation": ((None,), "the cache is the one of cache_policy and cache_budget"),
-    "top_p": ((1.0,), "the learner's log-probs are of the whole vocabulary"),
-    "top_k": ((0, None), "the learner's log-probs are of the whole vocabulary"),
-    "min_p": ((None, 0.0), "the learner's log-probs are of the whole vocabulary"),
     "repetition_penalty": ((1.0,), "the learner's log-probs have no penalty"),
-    "generation_kwargs": ((None, {}), "the sampler takes temperature and max_completion_length only"),
+    "generation_kwargs": ((None, {}), "the sampler takes temperature, top_k, top_p and min_p only"),
 }
 """Options of TRL that the rollout cannot follow: values that change nothing, and the reason."""
 
@@ -39,6 +36,10 @@ def _check_sampling(config: Any) -> None:
     bound = "give the longest completion, in tokens"
     Range(least=1).check("max_completion_length", config.max_completion_length, int, bound)
     check_temperature("temperature", config.temperature, is_greedy_allowed=False)
+    keeps_all = "{} keeps all tokens"
+    Range(least=0).check("top_k", config.top_k or 0, int, keeps_all.format(0))
+    Range(above=0, most=1).check("top_p", config.top_p, hint=keeps_all.format(1))
+    Range(least=0, below=1).check("min_p", config.min_p or 0, hint=keeps_all.format(0))
 
 
 @dataclass
@@ -54,6 +55,9 @@ class EvictingConfig:
     cache_sink: int = field(default=4, metadata={"help": "First tokens that are never evicted."})
     cache_window: int = field(default=16, metadata={"help": "Latest tokens that are never evicted."})
     correction: str = field(default="shadow", metadata={"help": "shadow replays the evictions."})
+    replay_routing: bool = field(
+        default=False, metadata={"help": "The learner takes the experts of the sampler's routers."}
+    )
 
     def check(self) -> None:
         """Check the fields above, and those of TRL that tell how to sample.
@@ -101,9 +105,14 @@ class EvictingGRPOConfig(EvictingConfig, GRPOConfig):  # type: ignore[misc]
         correction: "shadow": the learner replays the evictions of the rollout. Otherwise it sees every key,
             without a correction ("naive"), or with TRL's per-token loss times the importance weight min(ρ, 2)
             ("tis") or ρ inside [0.5, 2] and 0 outside ("mis"), ρ = π_old / sampler.
+        replay_routing: for mixtures of experts, the learner and the reference take the experts that the
+            sampler's routers chose (arXiv:2510.11370).
         distillation: "dense_student" adds KL(π_dense ‖ sg π_shadow) to the loss, "sparse_student"
             KL(sg reference_dense ‖ π_shadow), over the whole vocabulary (arXiv:2605.06850); "none": neither.
         distillation_weight: weight of the KL, in nats per completion token.
+
+    With `top_k`, `top_p` and `min_p` all distributions at a completion token, those of the policy, the
+    reference and the distillation, are renormalised over the tokens that the sampler chose from.
 
     Raises:
         ValueError: a field is invalid, or an option of TRL asks for what the rollout cannot do.
@@ -129,7 +138,8 @@ class EvictingRLOOConfig(EvictingConfig, RLOOConfig):  # type: ignore[misc]
     """TRL's RLOOConfig, with the KV cache of rollouts and the correction.
 
     Args:
-        cache_policy: eviction policy; this and the other fields of the cache as in `EvictingGRPOConfig`.
+        cache_policy: eviction policy; this, the other fields of the cache and `replay_routing` as in
+            `EvictingGRPOConfig`, and so are `top_k`, `top_p` and `min_p`.
         correction: "shadow" or "naive". RLOO's loss has one ratio for a sequence, where the per-token weights
             of "tis" and "mis" have no place.
 

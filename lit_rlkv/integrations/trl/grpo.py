@@ -9,7 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from lit_rlkv.integrations.trl.batches import as_reference, causal_lm, has_adapter, whole_rows
+from lit_rlkv.integrations.trl.batches import (
+    as_reference,
+    causal_lm,
+    evictions,
+    has_adapter,
+    token_sets,
+    whole_rows,
+)
 from lit_rlkv.integrations.trl.config import CORRECTIONS, EvictingGRPOConfig
 from lit_rlkv.integrations.trl.replaying import EvictingTrainer
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, hidden_states, text_config, token_positions
@@ -45,6 +52,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
         **arguments: Any,
     ) -> None:
         super().__init__(model, reward_funcs, args, **arguments)
+        self.has_entropy_bonus = self._entropy_bonus_enabled
         self._weight_fn = CORRECTIONS[self.args.correction]
         is_anchored = self.ref_model is not None or has_adapter(self.model)
         if self.args.distillation == "sparse_student" and not is_anchored:
@@ -64,7 +72,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
         return self.sample(prompt_ids)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Add the eviction table to TRL's batch, and the importance weights to its advantages."""
+        """Add the rows of the rollout to TRL's batch, and the importance weights to its advantages."""
         output = super()._generate_and_score_completions(inputs)
         if self._weight_fn is unweighted:
             return output
@@ -95,16 +103,21 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
 
     def _distillation_loss(self, learner_states: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Return weight · KL, averaged over the completion tokens of the optimizer step."""
+        assert self._rollout is not None
+        rollout = self._rollout
         input_ids, attention_mask, n_completion = whole_rows(inputs)
         is_read = torch.zeros_like(attention_mask[:, 1:], dtype=torch.bool)
         is_read[:, -n_completion:] = inputs["completion_mask"].bool()
         policy = self.accelerator.unwrap_model(self.model)
 
         def states(model: Any, *, shadow: bool) -> Tensor:
-            evicted_at = self._view(attention_mask, shadow=shadow)
             with self.accelerator.autocast():
                 hidden = hidden_states(
-                    causal_lm(model), input_ids, token_positions(attention_mask), evicted_at=evicted_at
+                    causal_lm(model),
+                    input_ids,
+                    token_positions(attention_mask),
+                    evicted_at=evictions(rollout, attention_mask, shadow=shadow),
+                    expert_ids=rollout.expert_ids,
                 )
             return hidden[:, :-1][is_read]
 
@@ -137,6 +150,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
                 1,
                 reverse=not to_sparse,
                 heads_are_frozen=head_is_frozen(backbone),
+                sets=token_sets(rollout, is_read),
             )
         totals = self.accelerator.reduce(torch.stack([kl_sum.detach(), is_read.sum()]))
         self._metrics[self._mode]["smd/kl"].append((totals[0] / totals[1].clamp(min=1)).item())

@@ -17,16 +17,22 @@ from trl.trainer.utils import get_config_model_id, pad
 from lit_rlkv.integrations.trl.batches import (
     attention_arguments,
     causal_lm,
-    pad_columns,
+    evictions,
     replaced_states,
+    rollout_of,
+    token_sets,
 )
 from lit_rlkv.integrations.trl.config import EvictingConfig
+from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.attention import ATTENTION_NAME
-from lit_rlkv.models.backbone import token_positions
+from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config, token_positions
 from lit_rlkv.models.flat_tokens import flat_tokens
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
+from lit_rlkv.models.hydra import checkpoint_layers
+from lit_rlkv.models.routing import by_token, replayed_experts, routers_of
+from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
+from lit_rlkv.types import Rollout
 
 
 class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
@@ -40,6 +46,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
     config_class: ClassVar[type[EvictingConfig]]
     algorithm: ClassVar[str]
     """Ends the default `output_dir`, as in TRL."""
+    has_entropy_bonus = False
+    """True if the entropies need a gradient."""
 
     def __init__(
         self,
@@ -59,12 +67,15 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             prepare_backbone(causal_lm(model))  # before TRL copies its attention for the reference
         self._spec = args.cache_spec()
         self._replays = args.correction == "shadow"
-        self._evicted_at: Tensor | None = None
+        self._rollout: Rollout | None = None
+        """Rows of the batch at hand, with its columns."""
         self._learner_logps: Tensor | None = None
         self._learner_states: Tensor | None = None
         """Hidden states that predict the completions of the last forward."""
         super().__init__(model, reward_funcs, args, **arguments)
         prepare_backbone(causal_lm(self.model))
+        if args.replay_routing:
+            routers_of(causal_lm(self.model))  # refuses a model without routing to replay
         if self.is_fsdp_enabled or self._dist.is_zero3:
             raise ValueError(
                 f"{type(self).__name__} must have the whole weights on each process, and FSDP and DeepSpeed "
@@ -81,6 +92,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         prompts = [torch.tensor(ids) for ids in prompt_ids[::n]]
         options = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
         device = self.accelerator.device
+        input_ids = pad(prompts, padding_value=self._tokenizer.pad_token_id, **options).to(device)
         with (
             profiling_context(self, "lit_rlkv.generate"),
             unwrap_model_for_generation(
@@ -92,16 +104,22 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         ):
             rollout = generate(
                 causal_lm(model),
-                pad(prompts, padding_value=self._tokenizer.pad_token_id, **options).to(device),
+                input_ids,
                 pad([torch.ones_like(ids) for ids in prompts], padding_value=0, **options).to(device),
                 cache=self._spec,
                 max_new_tokens=self.max_completion_length,
                 eos_token_id=self.eos_token_ids,
                 pad_token_id=self._tokenizer.pad_token_id,
                 temperature=self.temperature,
+                top_k=self.args.top_k or None,
+                top_p=self.args.top_p,
+                min_p=self.args.min_p,
                 num_return_sequences=n,
+                record_routing=self.args.replay_routing,
             )
-        self._evicted_at = replay_evicted_at(rollout)
+        n_response = rollout.input_ids.shape[1] - input_ids.shape[1]
+        n_padding = -n_response % (self.pad_to_multiple_of or 1)  # of TRL's completions
+        self._rollout = rollout.padded(n_padding) if n_padding else rollout
         n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=device))
         self._metrics[self._mode]["kv/bytes"].append(n_bytes.item())
         rows = list(zip(rollout.input_ids, rollout.rollout_logps, rollout.response_mask, strict=True))
@@ -110,10 +128,9 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         ]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Add the eviction table to TRL's batch."""
+        """Add the rows of the rollout to TRL's batch."""
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        n_columns = output["prompt_ids"].shape[1] + output["completion_ids"].shape[1]
-        output["evicted_at"] = pad_columns(self._evicted_at, n_columns)
+        output["rollout_rows"] = [(self._rollout, row) for row in range(len(output["prompt_ids"]))]
         output["sampled_at_step"] = torch.tensor(self.state.global_step)
         return output
 
@@ -128,14 +145,17 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         compute_aux_loss: bool = False,
         **multimodal: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return TRL's log-probs, entropies and auxiliary loss under the learner's view of the keys."""
-        evicted_at = self._view(attention_mask, shadow=self._replays)
+        """Return TRL's log-probs, entropies and auxiliary loss under the learner's view of the keys.
+
+        Log-probs and entropies are of distributions over the tokens that the sampler chose from.
+        """
+        assert self._rollout is not None
         batch_size = batch_size or len(input_ids)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for start in range(0, len(input_ids), batch_size):
             rows = slice(start, start + batch_size)
             part = super()._get_per_token_logps_and_entropies(
-                partial(self._forward, model, evicted_at[rows], logits_to_keep),
+                partial(self._forward, model, self._rollout.rows(rows), logits_to_keep),
                 input_ids[rows],
                 attention_mask[rows],
                 logits_to_keep,
@@ -154,7 +174,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
     def _forward(
         self,
         model: Any,
-        evicted_at: Tensor,
+        rollout: Rollout,
         n_completion: int,
         *,
         input_ids: Tensor,
@@ -168,40 +188,64 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             labels: [batch, seq], -100 outside of completions.
         """
         is_read = labels[:, 1:] != -100
-        positions = token_positions(attention_mask)
-        flat = None
+        sets = token_sets(rollout, is_read)
+        evicted_at = evictions(rollout, attention_mask, shadow=self._replays)
+        positions, expert_ids = token_positions(attention_mask), rollout.expert_ids
+        backbone = causal_lm(self.accelerator.unwrap_model(model))
+        tokens, flat = labels[:, 1:][is_read], None
         if not options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
             is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
             n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
-            flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at)
+            flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
             # A dummy 4-D mask, so that transformers builds none of its own.
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         if flat is not None:
-            input_ids, positions = flat.flatten(input_ids)[None], flat.flatten(positions)[None]
+            input_ids, positions = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
+            expert_ids = None if expert_ids is None else flat.flatten_columns(expert_ids)
+        if expert_ids is not None and torch.is_grad_enabled() and backbone.is_gradient_checkpointing:
+            checkpoint_layers(backbone)  # which recompute with the experts of their forward
+        # With sets the log-probs are computed below, and TRL's head gets no position.
+        n_scored = len(tokens) if sets is None else 0
 
         def read(states: Tensor) -> Tensor:
             rows = states if flat is None else flat.spread(states[0])
             self._learner_states = rows[:, :-1][is_read]
-            return self._learner_states[None]
+            return self._learner_states[None, :n_scored]
 
-        with replaced_states(causal_lm(self.accelerator.unwrap_model(model)).base_model, read):
+        with (
+            replayed_experts(backbone, None if expert_ids is None else by_token(expert_ids)),
+            replaced_states(backbone.base_model, read),
+        ):
             outputs = model(
                 input_ids=input_ids,
                 position_ids=positions,
                 attention_mask=attention_mask,
-                shift_labels=labels[:, 1:][is_read][None],
+                shift_labels=tokens[None, :n_scored],
                 flat=flat,
                 **attention_arguments(model, evicted_at),
                 **options,
             )
+        if sets is not None:
+            outputs.log_probs, outputs.entropy = self._score(backbone, tokens, sets)
         for name in ("log_probs", "entropy"):
             if (values := getattr(outputs, name)) is not None:
                 setattr(outputs, name, values.new_zeros(is_read.shape).masked_scatter(is_read, values))
         return outputs
 
+    def _score(self, backbone: PreTrainedModel, tokens: Tensor, sets: TokenSets) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of the last forward's distributions, renormalised over the sets."""
+        assert self._learner_states is not None
+        head = (self._learner_states, partial(head_logits, backbone))
+        size = (self.temperature, text_config(backbone).vocab_size)
+        is_frozen = head_is_frozen(backbone)
+        logps, entropy = token_logps_and_entropy(*head, tokens, *size, head_is_frozen=is_frozen, sets=sets)
+        if self.has_entropy_bonus and torch.is_grad_enabled():
+            entropy = token_entropy(*head, *size, head_is_frozen=is_frozen, sets=sets)
+        return logps, entropy
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return TRL's loss under the learner's view of the keys."""
-        self._evicted_at = inputs["evicted_at"]
+        self._rollout = rollout_of(inputs["rollout_rows"])
         loss: Tensor = super()._compute_loss(model, inputs)
         if self.state.global_step == inputs["sampled_at_step"]:  # no update since the rollout
             self._log_gap(inputs)
@@ -211,16 +255,12 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    def _view(self, attention_mask: Tensor, *, shadow: bool) -> Tensor:
-        """Return the eviction table of the batch at hand, or that of a dense cache."""
-        if shadow:
-            return pad_columns(self._evicted_at, attention_mask.shape[1])
-        return dense_evicted_at(attention_mask.bool())
-
     @torch.no_grad()
     def _log_gap(self, inputs: dict[str, Any]) -> None:
         assert self._learner_logps is not None
-        gap = (self._learner_logps - inputs["sampling_per_token_logps"]).abs()
+        assert self._rollout is not None
+        n_completion = self._learner_logps.shape[1]
+        gap = (self._learner_logps - self._rollout.rollout_logps[:, -n_completion:]).abs()
         gap = gap.masked_fill(~inputs["completion_mask"].bool(), 0.0)
         largest = self.accelerator.gather(gap.max()).max().item()
         metrics = self._metrics[self._mode]  # TRL logs means of lists, and this is a maximum
@@ -252,6 +292,11 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         if given != ATTENTION_NAME:
             raise ValueError(
                 f"model_init_kwargs must leave attn_implementation out, got {given!r}; replay has its own"
+            )
+        if args.replay_routing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "replay_routing=True must recompute layers with their experts, which use_reentrant=True in "
+                "gradient_checkpointing_kwargs does not allow; leave it out"
             )
         configs = [arguments.get("peft_config"), *getattr(model, "peft_config", {}).values()]
         if any(getattr(config, "is_prompt_learning", False) for config in configs):

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import torch
 from trl import RLOOTrainer
-from trl.trainer.utils import pad
 
 from lit_rlkv.integrations.trl.config import EvictingRLOOConfig
 from lit_rlkv.integrations.trl.replaying import EvictingTrainer
@@ -27,16 +25,5 @@ class EvictingRLOOTrainer(EvictingTrainer, RLOOTrainer):  # type: ignore[misc]
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
     ) -> list[list[int]]:
-        completion_ids, self._sampling_logps = self.sample(prompt_ids)
+        completion_ids, _ = self.sample(prompt_ids)
         return completion_ids
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Add the eviction table to TRL's batch, and the sampler's log-probs, which RLOO does not keep."""
-        output = super()._generate_and_score_completions(inputs)
-        output["sampling_per_token_logps"] = pad(
-            [torch.tensor(logps) for logps in self._sampling_logps],
-            padding_value=0.0,
-            padding_side="right",
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        ).to(self.accelerator.device)
-        return output

@@ -1,0 +1,109 @@
+"""replay_routing through TRL's trainers: the learner takes the experts of the sampler's routers."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
+from lit_rlkv.types import OWN_CHOICE
+from tests.integrations.trl_runs import IN_TWO_PARTS, TWICE, build, save_model, tokenizer, train
+from tests.tiers import slow
+
+N_EXPERTS = 4
+ROUTES = {"replay_routing": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    vocabulary = tokenizer()
+    torch.manual_seed(0)
+    network = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            num_experts=N_EXPERTS,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+            pad_token_id=vocabulary.pad_token_id,
+            eos_token_id=vocabulary.eos_token_id,
+        )
+    )
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    folder = tmp_path_factory.mktemp("moe")
+    network.save_pretrained(folder)
+    return str(folder)
+
+
+def shifted(trainer):
+    """Return the trainer with a record of other experts than the sampler's."""
+
+    class Shifted(trainer):
+        def sample(self, prompt_ids):
+            found = super().sample(prompt_ids)
+            ids = self._rollout.expert_ids
+            others = torch.where(ids == OWN_CHOICE, ids, (ids + 1) % N_EXPERTS)
+            self._rollout = replace(self._rollout, expert_ids=others)
+            return found
+
+    return Shifted
+
+
+@pytest.mark.parametrize("trainer", [EvictingGRPOTrainer, slow(EvictingRLOOTrainer)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1},
+        slow(IN_TWO_PARTS),
+        slow(TWICE),
+        slow({"top_p": 0.8}),
+        slow({"pad_to_multiple_of": 8}),
+        slow({"model_init_kwargs": {"output_router_logits": True}}),
+    ],
+    ids=str,
+)
+def test_the_learner_takes_the_experts_of_the_sampler(model, tmp_path, trainer, options):
+    _, rows = train(model, tmp_path, trainer=trainer, **ROUTES | options)
+    found = [row["kv/replay_gap"] for row in rows if "kv/replay_gap" in row]
+    assert max(found) < 1e-4
+    _, rows = train(model, tmp_path, trainer=shifted(trainer), **ROUTES | options | {"max_steps": 1})
+    assert rows[0]["kv/replay_gap"] > 0.1
+    if "beta" in options:  # the reference, which is the policy before the first update, takes them too
+        assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distillation", ["none", "dense_student"])
+def test_layers_are_recomputed_with_the_experts_of_their_forward(model, tmp_path, distillation):
+    def grad_norm(**options):
+        trainer = shifted(EvictingGRPOTrainer)
+        options = {"max_steps": 1, "distillation": distillation} | ROUTES | options
+        return train(model, tmp_path, trainer=trainer, **options)[1][0]["grad_norm"]
+
+    assert grad_norm(gradient_checkpointing=True) == pytest.approx(
+        grad_norm(gradient_checkpointing=False), rel=1e-5
+    )
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no routing to replay"):
+        build(save_model(tmp_path / "model"), tmp_path, **ROUTES)
+
+
+def test_reentrant_checkpointing_is_refused(model, tmp_path):
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match="replay_routing=True must recompute layers with their experts"):
+        build(model, tmp_path, **ROUTES | options)

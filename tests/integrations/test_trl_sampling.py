@@ -1,0 +1,202 @@
+"""top_k, top_p and min_p through TRL's trainers: the learner renormalises over the tokens that were kept."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
+from lit_rlkv.integrations.trl.batches import rollout_of
+from tests.integrations.trl_runs import (
+    IN_TWO_PARTS,
+    KEEPS_ALL,
+    TWICE,
+    Recorder,
+    Watched,
+    completion_logits,
+    save_model,
+    tokenizer,
+    train,
+    train_plain,
+    train_plain_rloo,
+)
+from tests.tiers import slow
+
+TOP_K, TOP_P, MIN_P = {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}
+ALL_THREE = {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}
+TRAINERS = [EvictingGRPOTrainer, slow(EvictingRLOOTrainer)]
+PLAIN = {EvictingGRPOTrainer: train_plain, EvictingRLOOTrainer: train_plain_rloo}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Give a model with several likely tokens at most positions."""
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def gaps(rows):
+    return [row["kv/replay_gap"] for row in rows if "kv/replay_gap" in row]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("options", "n_rollouts"),
+    [
+        slow(TOP_K, 3),
+        slow(TOP_P, 3),
+        slow(MIN_P, 3),
+        (ALL_THREE, 3),
+        slow(TOP_P | IN_TWO_PARTS, 3),
+        slow(TOP_P | TWICE, 2),
+        slow(TOP_K | {"steps_per_generation": 2, "per_device_train_batch_size": 4}, 2),
+        slow(TOP_P | {"mask_truncated_completions": True}, 3),
+        slow(TOP_P | {"pad_to_multiple_of": 8}, 3),
+        slow(TOP_P | {"gradient_checkpointing": False}, 3),
+        slow(TOP_P | {"cache_policy": "dense"}, 3),
+    ],
+    ids=str,
+)
+def test_the_learner_replays_the_tokens_that_the_sampler_kept(model, tmp_path, trainer, options, n_rollouts):
+    _, rows = train(model, tmp_path, trainer=trainer, **options)
+    assert len(gaps(rows)) == n_rollouts
+    assert max(gaps(rows)) < 1e-4
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_without_the_record_of_kept_tokens_the_gap_is_far_above(model, tmp_path, trainer):
+    class Forgetful(trainer):
+        def sample(self, prompt_ids):
+            found = super().sample(prompt_ids)
+            self._rollout = replace(self._rollout, sampling_masks=None)
+            return found
+
+    _, rows = train(model, tmp_path, trainer=Forgetful, max_steps=1, **TOP_P)
+    assert gaps(rows)[0] > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [EvictingGRPOTrainer, EvictingRLOOTrainer])
+def test_sets_of_the_whole_vocabulary_give_the_losses_of_trl(model, tmp_path, trainer):
+    options = {"beta": 0.1, "max_steps": 2}
+    if trainer is EvictingGRPOTrainer:
+        options["entropy_coef"] = 0.5  # so that the entropy has a gradient
+    recorder = Recorder()
+    everything = {"top_k": len(tokenizer())}
+    ours, rows = train(model, tmp_path, trainer=trainer, reward=recorder, **KEEPS_ALL | options | everything)
+    assert ours._rollout.sampling_masks is not None
+    _, plain_rows = PLAIN[trainer](model, tmp_path, recorder, **options)
+    for row, expected in zip(rows, plain_rows, strict=True):
+        for name in ("loss", "grad_norm", "reward", "entropy", "kl"):
+            assert row[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
+
+
+def kept_logps(logits, batch):
+    """Return log-probs over the vocabulary of distributions over the kept tokens; -inf for the others."""
+    rollout = rollout_of(batch["rollout_rows"])
+    masks, is_kept = rollout.sampling_masks, torch.ones_like(logits, dtype=torch.bool)
+    places = rollout.response_mask[:, -logits.shape[1] :].nonzero().tolist()
+    counts = masks.counts[rollout.response_mask].tolist()
+    for (row, column), ids in zip(places, masks.token_ids.long().split(counts), strict=True):
+        is_kept[row, column] = False
+        is_kept[row, column, ids] = True
+    assert not is_kept.all()
+    return logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+
+
+def mean_over(mask, values):
+    return (values * mask).sum() / mask.sum()
+
+
+def test_loss_gradient_and_entropy_are_those_of_the_renormalised_policy(model, tmp_path):
+    trainer, rows = train(model, tmp_path, trainer=Watched, max_steps=1, max_grad_norm=1e9, **TOP_P)
+    batch, network = trainer.batches[0], AutoModelForCausalLM.from_pretrained(model)
+    mask = batch["completion_mask"]
+
+    def expected(logps):
+        """Return the gradient's norm and the entropy; the ratio is 1, so the gradient is that of log π."""
+        chosen = logps.gather(-1, batch["completion_ids"][..., None]).squeeze(-1)
+        network.zero_grad()
+        (-mean_over(mask, batch["advantages"][:, None] * chosen)).backward(retain_graph=True)
+        probs = logps.exp()
+        entropy = mean_over(mask, -(probs * logps.masked_fill(probs == 0, 0.0)).sum(-1))
+        return float(torch.cat([p.grad.flatten() for p in network.parameters()]).norm()), entropy.item()
+
+    logits = completion_logits(network, batch, shadow=True)
+    norm, entropy = expected(kept_logps(logits, batch))
+    assert rows[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert rows[0]["entropy"] == pytest.approx(entropy, rel=1e-4)
+    norm, entropy = expected(logits.log_softmax(-1))
+    assert rows[0]["grad_norm"] != pytest.approx(norm, rel=1e-2)
+    assert rows[0]["entropy"] != pytest.approx(entropy, rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [TOP_P, ALL_THREE], ids=str)
+def test_the_ratio_is_one_before_the_first_update(model, tmp_path, options):
+    class WithRatio(Watched):
+        def _compute_loss(self, network, inputs):
+            loss = super()._compute_loss(network, inputs)
+            log_ratio = (self._learner_logps - inputs["old_per_token_logps"]) * inputs["completion_mask"]
+            self.log_ratios = [*getattr(self, "log_ratios", []), log_ratio.abs().max().item()]
+            return loss
+
+    trainer, _ = train(model, tmp_path, trainer=WithRatio, **options | TWICE)
+    batch = trainer.batches[0]
+    old_gap = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]) * batch["completion_mask"]
+    assert old_gap.abs().max() < 1e-4
+    assert max(trainer.log_ratios[::2]) < 1e-4  # TRL takes two steps on each rollout
+    assert min(trainer.log_ratios[1::2]) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_reference_is_renormalised_too(model, tmp_path):
+    # Before the first update the reference is the policy, so that their KL over the same tokens is 0.
+    class WholeReference(EvictingGRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            rollout = self._rollout
+            if not torch.is_grad_enabled():
+                self._rollout = replace(rollout, sampling_masks=None)
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self._rollout = rollout
+            return found
+
+    options = {"beta": 0.1, "max_steps": 1} | TOP_P
+    _, rows = train(model, tmp_path, **options)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-8)
+    _, rows = train(model, tmp_path, trainer=WholeReference, **options)
+    assert rows[0]["kl"] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distillation", ["dense_student", "sparse_student"])
+def test_the_distillation_is_over_the_kept_tokens(model, tmp_path, distillation):
+    options = {"distillation": distillation, "distillation_weight": 2.0, "beta": 1e-6, "max_steps": 1} | TOP_K
+    trainer, rows = train(model, tmp_path, trainer=Watched, **options)
+    batch, network = trainer.batches[0], AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        dense, sparse = (completion_logits(network, batch, shadow=shadow) for shadow in (False, True))
+
+    def kl(one, other):  # the dense policy comes first in both
+        return float(mean_over(batch["completion_mask"], (one.exp() * (one - other)).nan_to_num(0).sum(-1)))
+
+    expected = kl(kept_logps(dense, batch), kept_logps(sparse, batch))
+    assert rows[0]["smd/kl"] == pytest.approx(expected, rel=1e-3)
+    assert rows[0]["smd/kl"] != pytest.approx(kl(dense.log_softmax(-1), sparse.log_softmax(-1)), rel=5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", ["tis", "mis"])
+def test_importance_weights_are_of_the_renormalised_policy(model, tmp_path, correction):
+    trainer, _ = train(model, tmp_path, trainer=Watched, correction=correction, max_steps=1, **TOP_P)
+    plain, _ = train(model, tmp_path, trainer=Watched, correction="naive", max_steps=1, **TOP_P)
+    batch, network = trainer.batches[0], AutoModelForCausalLM.from_pretrained(model)
+    logps = kept_logps(completion_logits(network, batch, shadow=False).detach(), batch)
+    logps = logps.gather(-1, batch["completion_ids"][..., None]).squeeze(-1)
+    ratio = ((logps - batch["sampling_per_token_logps"]) * batch["completion_mask"]).exp()
+    weight = ratio.clamp(max=2) if correction == "tis" else ratio * ((ratio >= 0.5) & (ratio <= 2))
+    expected = plain.batches[0]["advantages"][:, None] * weight
+    torch.testing.assert_close(trainer.batches[0]["advantages"], expected, atol=1e-5, rtol=1e-4)
