@@ -34,7 +34,7 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     from lit_rlkv.models.layouts import CRITICS
     from lit_rlkv.runs.model_card import model_card
     from lit_rlkv.runs.open_run import find_run, open_run
-    from lit_rlkv.runs.policy import needed_roles
+    from lit_rlkv.runs.preflight import needed_roles
     from lit_rlkv.stages.export import export_policy
 
     run = find_run(Path(asked.ckpt).expanduser())

@@ -131,7 +131,6 @@ def fit(
     """
     from lit_rlkv.reporting.header import header, trained_parameters
     from lit_rlkv.reporting.progress import say
-    from lit_rlkv.runs.checkpoint import load_trainable
     from lit_rlkv.runs.context import CONFIG, build_context
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import make_policy
@@ -139,6 +138,7 @@ def fit(
     from lit_rlkv.runs.signals import Interruption
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
     from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
+    from lit_rlkv.runs.weights import load_trainable
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
     from lit_rlkv.stages.rl import train_policy
     from lit_rlkv.stages.sft import make_starting_model

@@ -1,1 +1,1 @@
-"""Callbacks of the training loop: shadow distillation and diagnostics."""
+"""Callbacks of the training loop: shadow distillation, reference sync and diagnostics."""

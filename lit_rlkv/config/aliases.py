@@ -35,6 +35,7 @@ SAME = {
     "target_kl": "algorithm.loss.target_kl",
     "kl_ctrl.target_kl": "algorithm.kl.target",
     "kl_ctrl.horizon": "algorithm.kl.horizon",
+    "ref_model_mixup_alpha": "algorithm.reference_sync.alpha",
     "epsilon_high": "algorithm.loss.clip_high",
     "clip_ratio_high": "algorithm.loss.clip_high",
     "epsilon_low": "algorithm.loss.clip_low",
@@ -171,10 +172,6 @@ PRECISIONS = "'fabric.precision' is one of 32-true, 64-true, bf16-true, 16-mixed
 UPPER_BOUND = (
     "it is 'correction.weight_fn.cap' of 'correction=tis' and 'correction=sequence_tis', and "
     "'correction.weight_fn.high' of the corrections that mask"
-)
-ONE_REFERENCE = (
-    "the reference stays the start model: it is the backbone without its adapter, which other roles share, "
-    "so merging the policy into it would change them; start another run from an export"
 )
 OFF_POLICY = "'correction' chooses replay or importance weights, such as 'correction=tis'"
 
@@ -327,9 +324,8 @@ DIFFERENT = {
     "max_length": "prompts are never cut; 'rollout.max_new_tokens' bounds the response",
     "disable_dropout": "dropout is always 0; leave it out",
     "push_to_hub": "python -m lit_rlkv.export writes a folder that huggingface_hub uploads; leave it out",
-    "sync_ref_model": ONE_REFERENCE,
-    "ref_model_sync_steps": ONE_REFERENCE,
-    "ref_model_mixup_alpha": ONE_REFERENCE,
+    "sync_ref_model": "a number in 'algorithm.reference_sync.every' turns it on, with 'roles=full'",
+    "ref_model_sync_steps": "it counts optimizer steps; 'algorithm.reference_sync.every' counts iterations",
     "tensor_model_parallel_size": SHARDED,
 }
 """Advice for names that no key means the same as. Single quotes hold a key, or key=value."""

@@ -132,6 +132,19 @@ class KLConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceSyncConfig:
+    """A reference that follows the policy; each needs a whole backbone of its own (arXiv:2404.09656)."""
+
+    every: int | None = option(
+        None,
+        "iterations after which the reference becomes alpha · policy + (1 − alpha) · reference, with "
+        "roles=full or roles=ppo; null: it stays the starting model",
+        least=1,
+    )
+    alpha: Number = option(0.6, "share of the policy in the new reference", above=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Keys that all algorithms share."""
 
@@ -156,6 +169,7 @@ class AlgorithmConfig:
     n_warmup_steps: int = option(0, "first optimizer steps, in which the learning rate rises", least=0)
     lr_schedule: Literal["linear", "constant"] = option("linear", "linear falls to 0 at the last iteration")
     kl: KLConfig = group(KLConfig)
+    reference_sync: ReferenceSyncConfig = group(ReferenceSyncConfig)
     aggregation: Literal["token", "sequence", "constant"] = option(
         "token", "how token losses become one: mean of tokens, of responses, or over a constant length"
     )

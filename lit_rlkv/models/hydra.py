@@ -65,6 +65,8 @@ class Roles(nn.Module):
         for role, start in (("reward", reward_head), ("value", value_head)):
             if role in self.needed:
                 self.heads[role] = make_head(self.backbone(role), start).requires_grad_(role in TRAINED)
+        self.reference_is_synced = False
+        """True once the reference is no longer the starting model."""
         self.checkpoints_layers = checkpoints_layers
         if checkpoints_layers:
             for name in self.backbones:

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from lit_rlkv.checks import from_json
 from lit_rlkv.config import ConfigError
-from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
-from lit_rlkv.distributed.sharding import gather_full, shard_like
 from lit_rlkv.files import atomic_dir, discard, read_json, sweep_partial
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
+from lit_rlkv.runs.weights import trainable_weights
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
+REFERENCE = "reference.safetensors"
+"""Weights of the reference, in checkpoints of runs that have synced it."""
 BEST = "best"
 """Link to the best checkpoint by the metric of the retention policy."""
 PREFIX = "iteration-"
@@ -69,6 +70,10 @@ class Checkpoint:
         """Load the trained parameters by name."""
         return load_file(self.path / WEIGHTS)
 
+    def reference(self) -> dict[str, Tensor]:
+        """Load the parameters of the reference by name; empty while it is the starting model."""
+        return load_file(self.path / REFERENCE) if REFERENCE in self.files else {}
+
     def learner_state(self) -> dict[str, Any]:
         """Load the state of optimizers and schedulers."""
         state: dict[str, Any] = torch.load(self.path / LEARNER, weights_only=True, map_location="cpu")
@@ -113,6 +118,7 @@ class CheckpointDir:
         metrics: Mapping[str, float] | None = None,
         n_ranks: int = 1,
         backbone: str | None = None,
+        reference: Mapping[str, Tensor] | None = None,
     ) -> Path:
         """Write a checkpoint under another name, sync, then rename: a kill leaves the older ones intact.
 
@@ -122,7 +128,9 @@ class CheckpointDir:
         sweep_partial(self.root, PREFIX)
         target = self.folder_of(iteration)
         with atomic_dir(target) as partial:
-            save_file({name: value.contiguous().cpu() for name, value in weights.items()}, partial / WEIGHTS)
+            tensors = {WEIGHTS: weights} | ({REFERENCE: reference} if reference else {})
+            for file, values in tensors.items():
+                save_file({name: value.contiguous().cpu() for name, value in values.items()}, partial / file)
             torch.save(learner_state, partial / LEARNER)
             state = {
                 "iteration": iteration,
@@ -130,7 +138,7 @@ class CheckpointDir:
                 "metrics": dict(metrics or {}),
                 "n_ranks": n_ranks,
                 "backbone": backbone,
-                "files": {name: digest(partial / name) for name in (WEIGHTS, LEARNER)},
+                "files": {name: digest(partial / name) for name in (*tensors, LEARNER)},
             }
             (partial / STATE).write_text(json.dumps(state | {"digest": _digest_of(state)}))
         self._tidy(iteration)
@@ -232,7 +240,8 @@ def _read(path: Path) -> Checkpoint | None:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
     # Names of files elsewhere, such as of a device, are not written here.
-    return found if is_intact and found.files.keys() == {WEIGHTS, LEARNER} else None
+    is_known = {*found.files} - {REFERENCE} == {WEIGHTS, LEARNER}
+    return found if is_intact and is_known else None
 
 
 def digest(path: Path) -> str:
@@ -243,38 +252,6 @@ def digest(path: Path) -> str:
 
 def _digest_of(state: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def trainable_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters by name, sharded ones gathered on rank 0.
-
-    Every rank must call it. The frozen backbone is saved once, elsewhere.
-    """
-    FORWARD_COORDINATOR.wait()
-    return {name: gather_full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}
-
-
-def load_trainable(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy saved parameters into the trained parameters of a module.
-
-    Raises:
-        ConfigError: names or shapes differ.
-    """
-    FORWARD_COORDINATOR.wait()  # writes to a gathered layer would be lost
-    own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if own.keys() != weights.keys():
-        odd = sorted(own.keys() ^ weights.keys())
-        raise ConfigError(
-            f"the checkpoint must hold this model's trained parameters, but {len(odd)} differ, such as "
-            f"{odd[0]}; give the roles that it was trained with"
-        )
-    for name, parameter in own.items():
-        if parameter.shape != weights[name].shape:
-            raise ConfigError(
-                f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but "
-                f"{tuple(parameter.shape)} here; give the model and the roles.rank that it was trained with"
-            )
-        parameter.data.copy_(shard_like(weights[name], parameter))
 
 
 @dataclass
@@ -296,6 +273,8 @@ class Saver:
     """Fingerprint of the frozen weights."""
     has_finite_logits: Callable[[], bool] = lambda: True
     """Every rank calls it before a checkpoint."""
+    reference: Callable[[], Mapping[str, Tensor]] = dict
+    """Returns the weights of the reference that a checkpoint holds; every rank calls it."""
     _is_late: bool = False
 
     def __call__(self, state: TrainState) -> None:
@@ -321,10 +300,11 @@ class Saver:
                 f"There is {self._newest()} to go back to; start a new run with a lower learning rate"
             )
         content = weights, state.learner_state(), state.data_state, state.metrics
+        reference = self.reference()
         if not self.fabric.is_global_zero:
             return
         try:
-            self.checkpoints.save(state.iteration, *content, self.fabric.world_size, self.backbone)
+            self.checkpoints.save(state.iteration, *content, self.fabric.world_size, self.backbone, reference)
         except OSError as error:
             self._is_late = True
             where = self._newest()

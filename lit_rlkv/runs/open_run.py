@@ -12,7 +12,7 @@ from lit_rlkv.config.resumed import read_config
 from lit_rlkv.files import MAX_CONFIG_BYTES, read_text
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint, load_trainable
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint
 from lit_rlkv.runs.context import (
     BACKBONE,
     CHECKPOINTS,
@@ -24,6 +24,7 @@ from lit_rlkv.runs.context import (
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import backbone_id, check_backbone
+from lit_rlkv.runs.weights import load_reference, load_trainable
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class SavedRun:
     """None: the policy before training."""
     weights: dict[str, Tensor]
     """Weights of the checkpoint, in memory, as a training run removes old files. Empty after `open_run`."""
+    reference: dict[str, Tensor]
+    """Weights of the reference, as `weights`; empty if the checkpoint has none."""
 
     @property
     def iteration(self) -> int:
@@ -91,13 +94,19 @@ def _at_newest(run_dir: Path) -> SavedRun:
 
 
 def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
-    saved = {} if checkpoint is None else checkpoint.weights()
-    weights = {name: value.clone() for name, value in saved.items()}  # the loaded tensors map the file
+    weights, reference = {}, {}
+    if checkpoint is not None:
+        weights, reference = _copied(checkpoint.weights()), _copied(checkpoint.reference())
     cfg = read_config(run_dir)
     config_yaml = read_text(run_dir / CONFIG, MAX_CONFIG_BYTES)
-    cfg.logger, cfg.user_callbacks = None, {}  # they only observe training
+    # They act in training alone, and a reference that only such a callback needs is not built here.
+    cfg.logger, cfg.user_callbacks, cfg.algorithm.reference_sync.every = None, {}, None
     check_targets(cfg)  # a saved config may name code that this process does not trust
-    return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights)
+    return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights, reference)
+
+
+def _copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in weights.items()}  # the loaded tensors map the file
 
 
 def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
@@ -121,6 +130,7 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
     check_backbone(run.checkpoint, start, backbone_id(start))
     if run.checkpoint is not None:
         load_trainable(module, run.weights)
+        load_reference(module.roles, run.reference)
         with context.fabric.autocast():
             problem = find_divergence(run.weights, module.has_finite_logits())
         if problem is not None:
@@ -129,4 +139,5 @@ def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
                 "checkpoint"
             )
         run.weights.clear()
+        run.reference.clear()
     return context, module

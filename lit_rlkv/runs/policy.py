@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors, build
+from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
@@ -25,7 +25,7 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
-from lit_rlkv.runs.preflight import build_user_callbacks
+from lit_rlkv.runs.preflight import needed_roles
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 
 
@@ -125,20 +125,6 @@ def layers_in_order(backbone: PreTrainedModel) -> list[nn.Module]:
         for hook in hooks:
             hook.remove()
     return called
-
-
-def needed_roles(cfg: Config) -> set[str]:
-    """Return the roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
-    needed = set(build(cfg.algorithm.advantage).needs)
-    if cfg.reward.learned != 0:
-        needed.add("reward")
-    if cfg.algorithm.kl.weight > 0:
-        needed.add("reference")
-    if cfg.distillation is not None:
-        needed |= set(build(cfg.distillation).needs)
-    for callback in build_user_callbacks(cfg):
-        needed |= set(getattr(callback, "needs", ()))
-    return needed
 
 
 def make_roles(context: RunContext, start: str | Path) -> Roles:

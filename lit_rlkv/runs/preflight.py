@@ -37,6 +37,7 @@ def checked_config(cfg: DictConfig) -> Config:
     _check_algorithm(config)
     _check_reward(config)
     _check_roles(config)
+    _check_reference_sync(config)
     _check_trained_weights(config)
     for node in (config.logger, config.distillation, *config.diagnostics.values()):
         if node is not None:
@@ -148,6 +149,23 @@ def _check_roles(cfg: Config) -> None:
         not (is_apart and uses_critic and LAYOUTS[cfg.roles.layout].shares_critic),
         f"roles.layout={cfg.roles.layout} has one backbone for policy and critics, but sft.joint=false "
         "trains a reward model with weights of its own; use sft.joint=true, or roles=dynamic_lora",
+    )
+
+
+def _check_reference_sync(cfg: Config) -> None:
+    every, layout = cfg.algorithm.reference_sync.every, cfg.roles.layout
+    if every is None:
+        return
+    require(
+        LAYOUTS[layout].trains_backbones,
+        f"algorithm.reference_sync.every={every} needs a policy with weights of its own to mix into the "
+        f"reference, but roles.layout={layout} trains an adapter, and the reference is the backbone without "
+        "it; use roles=full, or algorithm.reference_sync.every=null",
+    )
+    require(
+        "reference" in needed_roles(cfg),
+        f"algorithm.reference_sync.every={every}, but nothing reads the reference: algorithm.kl.weight=0, "
+        "and no distillation is from it; raise the weight, or use algorithm.reference_sync.every=null",
     )
 
 
@@ -265,3 +283,17 @@ def build_user_callbacks(cfg: Config) -> list[Callback]:
         with as_config_errors(where):
             check_hooks(callbacks[-1:])
     return callbacks
+
+
+def needed_roles(cfg: Config) -> set[str]:
+    """Return the roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
+    needed = set(build(cfg.algorithm.advantage).needs)
+    if cfg.reward.learned != 0:
+        needed.add("reward")
+    if cfg.algorithm.kl.weight > 0:
+        needed.add("reference")
+    if cfg.distillation is not None:
+        needed |= set(build(cfg.distillation).needs)
+    for callback in build_user_callbacks(cfg):
+        needed |= set(getattr(callback, "needs", ()))
+    return needed

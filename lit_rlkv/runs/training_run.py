@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic, DiagnosticsFile
+from lit_rlkv.callbacks.reference_sync import ReferenceSync
 from lit_rlkv.callbacks.reward_watch import RewardWatch
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.checks import from_json
@@ -190,7 +191,7 @@ class TrainingRun:
 
     def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[Callback]:
         """Return all callbacks in calling order: those that add metrics first, those that show them last."""
-        distillation = self.context.cfg.distillation
+        distillation, sync = self.context.cfg.distillation, self.context.cfg.algorithm.reference_sync
         return [
             RolloutStatistics(),
             *([RewardWatch()] if self.resumed_at == 0 else []),
@@ -199,6 +200,7 @@ class TrainingRun:
             DiagnosticsFile(self.own_dir, diagnostics, self.resumed_at),
             *([] if distillation is None else [build(distillation)]),
             *build_user_callbacks(self.context.cfg),
+            *([] if sync.every is None else [ReferenceSync(sync.every, sync.alpha)]),
             self.metrics,
             LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw),
             self.samples,

@@ -13,10 +13,11 @@ from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, Saver, load_trainable
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, Saver
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import tokens_per_pass
 from lit_rlkv.runs.signals import Interruption
+from lit_rlkv.runs.weights import load_reference, load_trainable, reference_weights
 from lit_rlkv.trainer import train
 
 
@@ -84,6 +85,7 @@ def train_policy(
     module.loss_terms = loss_terms_of(callbacks)
     if resume_from is not None:
         load_trainable(module, resume_from.weights())
+        load_reference(module.roles, resume_from.reference())
         with as_config_errors(str(resume_from.path)):
             datamodule.load_state_dict(resume_from.data_state)
 
@@ -104,6 +106,7 @@ def train_policy(
             saved_at=None if resume_from is None else resume_from.iteration,
             backbone=backbone,
             has_finite_logits=module.has_finite_logits,
+            reference=lambda: reference_weights(module.roles),
         ),
         update_context=lambda: explain_out_of_memory(datamodule.explain_update),
         interruption=interruption,

@@ -27,7 +27,7 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import StepProgressBar, say
 from lit_rlkv.run_files import SFT_METRICS
-from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState, load_trainable
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState
 from lit_rlkv.runs.context import RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.pass_size import tokens_per_pass
@@ -35,6 +35,7 @@ from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
+from lit_rlkv.runs.weights import load_trainable
 from lit_rlkv.stages.sft_passes import (
     SFTPass,
     check_data,

@@ -92,7 +92,7 @@ def _check_name(name: str) -> None:
 def _conditions(cfg: Config) -> Iterator[tuple[str, bool, str]]:
     """Yield names that not every run logs, True if this config does, and how to make it log them."""
     from lit_rlkv.experience.advantages import PairAdvantage
-    from lit_rlkv.runs.policy import needed_roles
+    from lit_rlkv.runs.preflight import needed_roles
 
     roles, kl, distillation = needed_roles(cfg), cfg.algorithm.kl, cfg.distillation
     has_pairs = get_object(cfg.algorithm.loss._target_).advantage_estimator is PairAdvantage

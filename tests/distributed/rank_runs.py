@@ -15,6 +15,8 @@ SETTINGS = [
     "callbacks.samples_every=9",
     "diagnostics=none",
 ]
+SYNC = ["roles=full", "algorithm.kl.weight=0.1", "algorithm.reference_sync.every=2"]
+"""A run whose reference follows the policy."""
 OWN = ("time/", "tokens_per_second", "kv/bytes", "kv/attention", "kv/needs_dead_key", "kv/dead_key_on_top")
 """Metrics of the processes themselves, which are not compared; nor are standard errors, `_se`."""
 
@@ -30,4 +32,6 @@ def rows_of(folder):
 
 
 def weights_of(folder):
-    return load_file(folder / "checkpoints" / "iteration-000005" / "trainable.safetensors")
+    """Return all weights of the last checkpoint, those of a synced reference among them."""
+    files = sorted((folder / "checkpoints" / "iteration-000005").glob("*.safetensors"))
+    return {f"{file.stem}.{name}": value for file in files for name, value in load_file(file).items()}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.runs.preflight import check_shares
-from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
+from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
 from tests.tiers import slow
 from tests.whole_runs import config, run, run_on_ranks
 
@@ -47,6 +47,7 @@ LOOKED_AT = [
         slow("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
         slow("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
         slow("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
+        slow("reference_sync", [*SYNC, "algorithm.n_minibatches=2"]),
     ],
 )
 def test_two_ranks_equal_one_process_with_two_shards(folder, name, options):

@@ -24,7 +24,7 @@ from lit_rlkv.distributed.sharding import (
 )
 from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.runs.context import build_context
-from tests.distributed.rank_runs import SETTINGS, rows_of, weights_of
+from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
 from tests.tiers import slow
 from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
 
@@ -56,6 +56,7 @@ def assert_same(folder, one, two):
         slow("joint", ["experiment=j_hydra_ppo"]),
         slow("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
         slow("pairs", ["algorithm=online_dpo"]),
+        slow("sharded_sync", [*SYNC, "fabric.unshard_rollout=true"]),
     ],
 )
 def test_two_sharded_ranks_equal_one_process(folder, name, options):
@@ -68,16 +69,19 @@ def test_two_sharded_ranks_equal_one_process(folder, name, options):
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes_on_one_process_and_the_reverse(folder):
-    options = ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.lr_schedule=constant"]
-    begin = [*SETTINGS, *options, "algorithm.n_iterations=2"]
-    run(folder, "whole", *SETTINGS, *options, "rollout.n_shards=2")
-    run(folder, "to-two", *begin, "rollout.n_shards=2")
-    run_on_ranks(folder, "to-one", 2, *begin, *SHARDED, "rollout.n_shards=2")
-    run_on_ranks(folder, "to-two", 2, *SETTINGS, *options, *SHARDED, "rollout.n_shards=2", resumes=True)
-    run(folder, "to-one", *SETTINGS, *options, "rollout.n_shards=2", resumes=True)
-    assert_same(folder, "whole", "to-two")
-    assert_same(folder, "whole", "to-one")
+@pytest.mark.parametrize(("name", "options"), [("ppo", ["algorithm=ppo"]), ("sync", SYNC)])
+def test_a_sharded_run_resumes_on_one_process_and_the_reverse(folder, name, options):
+    options = [*SETTINGS, *options, "algorithm.n_minibatches=2", "algorithm.lr_schedule=constant"]
+    options += ["rollout.n_shards=2"]
+    begin = [*options, "algorithm.n_iterations=2"]
+    whole, to_two, to_one = (f"{name}-{how}" for how in ("whole", "to-two", "to-one"))
+    run(folder, whole, *options)
+    run(folder, to_two, *begin)
+    run_on_ranks(folder, to_one, 2, *begin, *SHARDED)
+    run_on_ranks(folder, to_two, 2, *options, *SHARDED, resumes=True)
+    run(folder, to_one, *options, resumes=True)
+    assert_same(folder, whole, to_two)
+    assert_same(folder, whole, to_one)
 
 
 @pytest.mark.slow

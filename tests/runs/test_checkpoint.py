@@ -6,17 +6,18 @@ import os
 import shutil
 import signal
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from lit_rlkv import files
 from lit_rlkv.files import atomic_dir
 from lit_rlkv.runs import checkpoint
 from lit_rlkv.runs.checkpoint import (
     LEARNER,
+    REFERENCE,
     STATE,
     WEIGHTS,
     BrokenCheckpointError,
@@ -25,15 +26,14 @@ from lit_rlkv.runs.checkpoint import (
     RetentionPolicy,
     digest,
     load_checkpoint,
-    load_trainable,
 )
 
 
-def save(folder, iteration, reward=0.0, **options):
+def save(folder, iteration, reward=0.0, reference=None, **options):
     weights = {"w": torch.full((3,), float(iteration))}
     learner = {"optimizer": {"step": torch.tensor(iteration)}}
     return CheckpointDir(folder, RetentionPolicy(**options)).save(
-        iteration, weights, learner, {"cursor": 8 * iteration}, {"reward": reward}, n_ranks=2
+        iteration, weights, learner, {"cursor": 8 * iteration}, {"reward": reward}, 2, reference=reference
     )
 
 
@@ -50,6 +50,15 @@ def test_a_checkpoint_loads_what_was_saved(tmp_path):
     assert torch.equal(found.weights()["w"], torch.full((3,), 7.0))
     assert found.learner_state()["optimizer"]["step"] == 7
     assert CheckpointDir(tmp_path / "none").latest() is None
+
+
+def test_a_checkpoint_has_a_file_for_the_reference_only_if_there_is_something_to_save(tmp_path):
+    plain = save(tmp_path, 1, reference={})
+    assert {path.name for path in plain.iterdir()} == {WEIGHTS, LEARNER, STATE}
+    assert load_checkpoint(plain).reference() == {}
+    synced = save(tmp_path, 2, reference={"w": torch.arange(3.0)})
+    assert {path.name for path in synced.iterdir()} == {WEIGHTS, REFERENCE, LEARNER, STATE}
+    assert torch.equal(load_checkpoint(synced).reference()["w"], torch.arange(3.0))
 
 
 def test_the_newest_stay(tmp_path):
@@ -105,14 +114,14 @@ def without(*names):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *[(name, damage) for name in (WEIGHTS, LEARNER, STATE) for damage in (truncate, flip, os.remove)],
+        *product((WEIGHTS, REFERENCE, LEARNER, STATE), (truncate, flip, os.remove)),
         (STATE, edit),
         *[(STATE, without(*names)) for names in (["digest"], ["files"], ["digest", "files"])],
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, name, damage):
     save(tmp_path, 1)
-    damage(save(tmp_path, 2) / name)
+    damage(save(tmp_path, 2, reference={"w": torch.arange(3.0)}) / name)
     with caplog.at_level(logging.WARNING):
         found = CheckpointDir(tmp_path).latest()
     assert found.iteration == 1
@@ -274,14 +283,6 @@ def test_pickled_objects_are_not_read(tmp_path):
     with pytest.raises(Exception, match="Weights only load failed"):
         Checkpoint(tmp_path, 1, {}).learner_state()
     assert tmp_path.exists()
-
-
-def test_parameters_of_another_model_are_refused():
-    module = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="1 differ, such as bias; give the roles"):
-        load_trainable(module, {"weight": torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=r"weight has shape \(3, 2\) .* give the model and the roles\.rank"):
-        load_trainable(module, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})
 
 
 def test_a_state_file_that_is_a_pipe_or_names_files_elsewhere_is_broken_and_hangs_nothing(tmp_path):

@@ -222,6 +222,27 @@ JUDGED = [
             ["algorithm.n_minibatches=999"],
             "algorithm.n_minibatches=999 cannot be cut from 256 responses; lower it, or raise rollout.n_pr",
         ),
+        *(
+            (
+                [f"roles={layout}", "algorithm.reference_sync.every=4", "algorithm.kl.weight=0.1"],
+                "algorithm.reference_sync.every=4 needs a policy with weights of its own to mix into the "
+                f"reference, but roles.layout={layout} trains an adapter",
+            )
+            for layout in ("hydra", "j_hydra", "dynamic_lora", "lora_ppo")
+        ),
+        (
+            ["roles=full", "experiment=shadow", "algorithm.reference_sync.every=4"],
+            "algorithm.reference_sync.every=4, but nothing reads the reference: algorithm.kl.weight=0, and "
+            "no distillation",
+        ),
+        (
+            ["roles=full", "algorithm.kl.weight=0.1", "algorithm.reference_sync.every=0"],
+            "algorithm.reference_sync.every must be a whole number of at least 1 or null, got 0",
+        ),
+        (
+            ["algorithm.reference_sync.alpha=1.5"],
+            "algorithm.reference_sync.alpha must be a number above 0 and at most 1, got 1.5",
+        ),
         (["correction=dense"], "distillation needs an evicting cache"),
         (["cache.policy=dense"], "distillation needs an evicting cache"),
         (["model.path=./no-such-folder"], "model.path=./no-such-folder is not a checkpoint folder"),
@@ -246,3 +267,13 @@ def test_a_mistake_ends_in_one_clear_error(overrides, says):
         cfg = compose("config", overrides=overrides)
     with pytest.raises(ConfigError, match=re.escape(says)):
         checked_config(cfg)
+
+
+@pytest.mark.parametrize(
+    "reads", [["algorithm.kl.weight=0.1"], ["experiment=smd"], ["algorithm=online_dpo"], ["algorithm=ppo"]]
+)
+def test_a_reference_may_follow_the_policy_wherever_something_reads_it(reads):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        sync = ["roles=full", "algorithm.reference_sync.every=4"]
+        cfg = compose("config", overrides=["experiment=shadow", *reads, *sync])
+    assert checked_config(cfg).algorithm.reference_sync.alpha == 0.6

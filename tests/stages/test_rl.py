@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.runs import policy as training
-from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
+from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import build_context
-from lit_rlkv.runs.policy import make_policy, needed_roles
-from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.preflight import checked_config, needed_roles
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL
+from lit_rlkv.runs.weights import load_trainable, trainable_weights
 from lit_rlkv.stages import evaluation as reward
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
