@@ -91,8 +91,8 @@ def test_a_run_without_rl_ends_in_one_line_on_a_full_disk_and_is_resumed(tmp_pat
         f"runs_dir={tmp_path}",
         f"hydra.run.dir={folder}",
     ]
-    # Models are linked into their folder, so there a tokenizer of some KiB is the first that does not fit.
-    code, said = ended(fit, arguments, full_from, n_bytes=2000 if full_from == "sft_models" else 0)
+    # Models are linked into their folder, so there tokenizer.json is the first file that does not fit.
+    code, said = ended(fit, arguments, full_from, n_bytes=1000 if full_from == "sft_models" else 0)
     check_one_line(code, said, "error: the disk is full: ")
     assert not list(tmp_path.rglob("*.partial*"))
     assert not (folder / "report.html").exists()
