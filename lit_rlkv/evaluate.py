@@ -13,7 +13,7 @@ from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_module
 from lit_rlkv.config import ConfigError, as_config_errors, check_saved_code, parse, parse_config, require
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
-from lit_rlkv.files import write_atomically
+from lit_rlkv.files import write_together
 from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 
 if TYPE_CHECKING:
@@ -41,12 +41,16 @@ class Evaluation:
         return [row for row, _ in self.scored]
 
     def save(self, name: str) -> Path:
-        """Write `NAME.json` and, with a line for each sample, `NAME_samples.jsonl` into the run's folder."""
+        """Write `NAME.json` and, with a line for each sample, `NAME_samples.jsonl` into the run's folder.
+
+        Raises:
+            OSError: they cannot be written; those of an earlier evaluation stay, both.
+        """
         lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.samples]
-        write_atomically(self.run_dir / f"{name}_samples.jsonl", "".join(lines))
         rows = [asdict(row) | {"estimates": asdict(found)} for row, found in self.scored]
-        result = self.run_dir / f"{name}.json"
-        write_atomically(result, json.dumps(self.settings | {"rows": rows}, indent=1))
+        result, samples = self.run_dir / f"{name}.json", self.run_dir / f"{name}_samples.jsonl"
+        whole = json.dumps(self.settings | {"rows": rows}, indent=1)
+        write_together({result: whole, samples: "".join(lines)})
         return result
 
 

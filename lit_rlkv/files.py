@@ -10,7 +10,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
 from itertools import chain, count, islice
@@ -26,8 +26,15 @@ ABANDONED_S = 24 * 3600.0
 MAX_CONFIG_BYTES, MAX_BYTES, MAX_LOG_BYTES = 1 << 20, 64 << 20, 4 << 30
 """Largest config, largest file that is read as one value, and largest file of lines that a run appends to."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SAYS_FULL = (*map(os.strerror, FULL), "inline_container")
+SAYS_FULL = (*map(os.strerror, FULL), "torch.save: ")
 """What errors without a number say on a full disk; torch.save does not say why a write failed."""
+WRITE_ERRORS: tuple[tuple[str, type[Exception], str], ...] = (
+    ("safetensors", SafetensorError, "I/O error"),
+    ("torch.save", RuntimeError, "inline_container"),
+    ("torch.save", RuntimeError, "iostream error"),
+    ("tokenizers", Exception, "(os error "),
+)
+"""Libraries with type and text of their errors where a file cannot be written."""
 MAX_FILES = 10_000
 """Most files of a folder of data or of a model."""
 DAMAGED = ".damaged"
@@ -37,13 +44,21 @@ _Content = TypeVar("_Content")
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the content of a file atomically (UTF-8, line ends unchanged)."""
-    partial = _beside(path, "partial")
+    write_together({path: text})
+
+
+def write_together(texts: Mapping[Path, str]) -> None:
+    """Replace the contents of several files, each atomically, once all are written; else none."""
+    partials = {path: _beside(path, "partial") for path in texts}
     try:
-        partial.write_text(text, encoding="utf-8", newline="")
-        sync(partial)
-        os.replace(partial, path)
+        for path, partial in partials.items():
+            partial.write_text(texts[path], encoding="utf-8", newline="")
+            sync(partial)
+        for path, partial in partials.items():
+            os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -208,14 +223,11 @@ def _os_errors() -> Iterator[None]:
     """Raise OSError if a library cannot write a file within the block."""
     try:
         yield
-    except SafetensorError as error:
-        if "I/O error" not in str(error):  # such as an error of reading
-            raise
-        raise OSError(str(error)) from error
-    except RuntimeError as error:
-        if "inline_container" not in str(error):  # raised by torch.save
-            raise
-        raise OSError(f"torch.save: {error}") from error
+    except Exception as error:
+        for library, kind, text in WRITE_ERRORS:
+            if type(error) is kind and text in str(error):
+                raise OSError(f"{library}: {error}") from error
+        raise
 
 
 def _share(path: Path, folder: Path) -> None:

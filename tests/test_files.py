@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.files import (
     ABANDONED_S,
     append_if_possible,
@@ -20,7 +21,9 @@ from lit_rlkv.files import (
     read_json,
     sweep_partial,
     write_atomically,
+    write_together,
 )
+from tests.runs.test_checkpoint import files_of_at_most
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -38,6 +41,33 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
         write_atomically(path, "new \ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_are_written_together_are_replaced_all_or_none(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    write_together({a: "1", b: "1"})
+    with pytest.raises(UnicodeEncodeError):
+        write_together({a: "2", b: "\ud800"})
+    assert (a.read_text(), b.read_text(), names_in(tmp_path)) == ("1", "1", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("error", "library"),
+    [
+        (RuntimeError("basic_ios::clear: iostream error"), "torch.save"),
+        (RuntimeError("[enforce fail at inline_container.cc:664]"), "torch.save"),
+        (Exception("No space left on device (os error 28)"), "tokenizers"),
+        (RuntimeError("shapes differ"), None),
+        (ValueError("No space left on device (os error 28)"), None),
+    ],
+)
+def test_errors_of_libraries_that_cannot_write_a_file_are_known(tmp_path, error, library):
+    with (
+        pytest.raises(OSError if library else type(error), match=library) as found,
+        atomic_dir(tmp_path / "x"),
+    ):
+        raise error
+    assert is_disk_full(found.value) == (library is not None)
 
 
 def names_in(folder):
@@ -197,6 +227,22 @@ def test_a_damaged_file_costs_a_warning_and_is_kept(tmp_path, caplog, sets_aside
     kept = tmp_path / ("rows.jsonl.damaged" if sets_aside else "rows.jsonl")
     assert names_in(tmp_path) == [kept.name]
     assert kept.read_text() == "1\n{\n"
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_disk(tmp_path):
+    whole = tmp_path / "whole"
+    tokenizer = build_task_tokenizer()
+    tokenizer.save_pretrained(whole)
+    n_bytes = (whole / "tokenizer.json").stat().st_size - 1
+    assert n_bytes > (whole / "tokenizer_config.json").stat().st_size
+    with (
+        files_of_at_most(n_bytes),
+        pytest.raises(OSError, match=r"^tokenizers: .*\(os error") as found,
+        atomic_dir(tmp_path / "model") as partial,
+    ):
+        tokenizer.save_pretrained(partial)
+    assert is_disk_full(found.value)
+    assert names_in(tmp_path) == ["whole"]
 
 
 def test_every_damaged_file_is_kept_under_a_name_of_its_own(tmp_path, caplog):
