@@ -3,7 +3,6 @@
 import hashlib
 import json
 import random
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +16,7 @@ _MAX_DRAWS = 1000
 
 def split_of(prompt: Prompt) -> str:
     """Return "eval" for about one in ten prompts, else "train", whatever the task and seed."""
-    text = prompt if isinstance(prompt, str) else json.dumps([asdict(message) for message in prompt])
+    text = prompt if isinstance(prompt, str) else json.dumps([vars(message) for message in prompt])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "big") % _EVAL_ONE_IN == 0 else "train"
 
@@ -90,14 +89,23 @@ class PromptSource:
         return rng.sample(self._members, len(self._members))
 
 
+def check_split(task: FiniteTask, split: str) -> None:
+    """Raise a ValueError if no problem of a task falls into a split; looks no further than the first."""
+    is_divided = isinstance(task, UserTask) and task.n_held_out > 0
+    if not is_divided and not any(_is_member(task, index, split) for index in range(len(task))):
+        raise ValueError(
+            f"none of the {len(task)} problems of {task} falls into the {split} split; add problems"
+        )
+
+
 def _members(task: FiniteTask, split: str) -> list[int]:
     """Return the indices of a split: as the task says, or else by each prompt."""
     if isinstance(task, UserTask) and task.n_held_out:
         n_train = len(task) - task.n_held_out
         return [*(range(n_train) if split == "train" else range(n_train, len(task)))]
-    members = [index for index in range(len(task)) if split_of(task.at(index).prompt) == split]
-    if not members:
-        raise ValueError(
-            f"none of the {len(task)} problems of {task} falls into the {split} split; add problems"
-        )
-    return members
+    check_split(task, split)
+    return [index for index in range(len(task)) if _is_member(task, index, split)]
+
+
+def _is_member(task: FiniteTask, index: int, split: str) -> bool:
+    return split_of(task.at(index).prompt) == split

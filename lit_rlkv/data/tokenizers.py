@@ -3,7 +3,7 @@
 import json
 import string
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import cast
@@ -127,10 +127,8 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
             f"the tokenizer has no chat template to write the chat {prompt_text(prompt)!r} with; use a model "
             "that has one, or prompts that are text"
         )
-    chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    messages = [asdict(message) for message in chat]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise ValueError(
             f"the tokenizer's chat template refuses {prompt_text(prompt)!r}: {error}; change the "
@@ -148,6 +146,35 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     if not input_ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; make it longer")
     return input_ids
+
+
+def count_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *completions: Sequence[str]
+) -> list[list[int]]:
+    """Return the number of tokens of each prompt, and of each text of further columns of completions.
+
+    Raises:
+        ValueError: a row cannot be encoded; `encode_prompt` and `encode` say which and why.
+    """
+    texts = _format_prompts(tokenizer, prompts)
+    has_template = tokenizer.chat_template is not None
+    if is_task_tokenizer(tokenizer):  # which has no token for an unknown character either
+        columns = [texts, *completions]
+        is_known = _TASK_VOCABULARY.keys() >= {*"".join(map("".join, columns))}
+        if has_template or not is_known or not all(texts) or not _has_token_per_character(tokenizer):
+            raise ValueError("the number of characters may not be that of the tokens")
+        return [[*map(len, column)] for column in columns]
+    encoded = [_batch_ids(tokenizer, texts, add_special_tokens=not has_template)]
+    encoded += [_batch_ids(tokenizer, column, add_special_tokens=False) for column in completions]
+    unk = tokenizer.unk_token_id
+    for row in range(len(prompts)) if unk is not None else ():
+        if any(unk in column[row] for column in encoded):  # perhaps of a word, perhaps as an opening token
+            encode_prompt(tokenizer, prompts[row])
+            for column in completions:
+                check_encodable(tokenizer, column[row])
+    if not all(encoded[0]):
+        raise ValueError("a prompt has no tokens")
+    return [[*map(len, column)] for column in encoded]
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> PromptBatch:
@@ -199,10 +226,52 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, input_ids: list[int], nameless:
     )
 
 
+def _messages(prompt: Prompt) -> list[dict[str, str]]:
+    chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    return [dict(vars(message)) for message in chat]
+
+
+def _format_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the prompts as in `format_prompt`, a chat template in one call."""
+    if tokenizer.chat_template is None:
+        return [format_prompt(tokenizer, prompt) for prompt in prompts]
+    chats = [_messages(prompt) for prompt in prompts]
+    try:
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the tokenizer's chat template refuses a prompt: {error}") from error
+    return cast(list[str], texts)
+
+
+def _batch_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[list[int]]:
+    if not any(texts) and not add_special_tokens:  # as the rejected sides of problems
+        return [[]] * len(texts)
+    encoded = tokenizer(
+        [*texts],
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+    )
+    return cast(list[list[int]], encoded["input_ids"])
+
+
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def is_task_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if the tokens are the characters of the native tasks."""
-    return len(tokenizer) == len(_TASK_VOCABULARY) and tokenizer.get_vocab() == _TASK_VOCABULARY
+    return len(tokenizer) == len(_TASK_VOCABULARY) and _has_task_vocabulary(tokenizer)
+
+
+def _has_token_per_character(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if a text of TASK_CHARACTERS has the token of each of them and no others."""
+    return tokenizer.encode(TASK_CHARACTERS) == [_TASK_VOCABULARY[one] for one in TASK_CHARACTERS]
+
+
+@lru_cache(maxsize=4)
+def _has_task_vocabulary(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True for the vocabulary of the native tasks; cached, as a tokenizer copies it for every look."""
+    return tokenizer.get_vocab() == _TASK_VOCABULARY

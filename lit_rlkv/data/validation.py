@@ -1,23 +1,23 @@
 """Checks of a user's rows, or of the first problems of any other task, with tokenizer and model."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, repeat
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import encode, encode_prompt, format_prompt, is_task_tokenizer
+from lit_rlkv.data.prompts import PromptSource, check_split
+from lit_rlkv.data.tokenizers import count_tokens, encode, encode_prompt
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.tasks import Task, UserTask
-from lit_rlkv.tasks.rows import N_REPORTED, parse_rows
+from lit_rlkv.tasks.rows import N_REPORTED, RowErrors, parse_rows
 from lit_rlkv.types import Problem, Prompt, prompt_text
 
 N_CHECKED = 64
 """Problems checked of an endless task."""
 _CHUNK = 1024
-"""Problems tokenized at once."""
+"""Problems tokenized at once: what the texts of more need is the memory of a check."""
 
 _Row = tuple[Prompt, str, str]
 """A prompt, its solution and its rejected side."""
@@ -42,22 +42,40 @@ class Sizes:
         return f"; {len(bad)} of {len(self.places)} problems are too long: {shown}"
 
 
-def measure(task: Task, tokenizer: PreTrainedTokenizerBase, seed: int, *, needs_eval_split: bool) -> Sizes:
-    """Count the tokens of all rows of a user's data, or of the first problems of another task."""
-    problems, places = _problems_and_places(task, seed)
-    if needs_eval_split:
+def measure(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    needs_eval_split: bool,
+    on_progress: Callable[[int], object] = int,
+) -> Sizes:
+    """Count the tokens of all rows of a user's data, or of the first problems of another task.
+
+    Args:
+        on_progress: called with the number of further rows.
+    """
+    if needs_eval_split and isinstance(task, UserTask):
+        check_split(task, "eval")
+    elif needs_eval_split:
         PromptSource(task, split="eval", seed=seed).take(1)
-    sides = map(task.rejected, range(len(task))) if isinstance(task, UserTask) else [""] * len(problems)
-    rows = [(problem.prompt, problem.solution, side) for problem, side in zip(problems, sides, strict=True)]
-    prompts, solutions, rejected = zip(*_token_counts(tokenizer, rows, places), strict=True)
-    return Sizes([*prompts], [*solutions], [*rejected], places)
+    sizes, errors, rows = Sizes([], [], [], []), RowErrors(), _rows(task, seed)
+    while chunk := [*islice(rows, _CHUNK)]:
+        prompts, *completions = _token_counts(tokenizer, chunk, errors)
+        solutions, rejected = ([n + 1 for n in counts] for counts in completions)
+        sizes.prompts.extend(prompts)
+        sizes.solutions.extend(solutions)
+        sizes.rejected.extend(rejected)
+        sizes.places.extend(place for place, _ in chunk)
+        on_progress(len(chunk))
+    errors.check()
+    return sizes
 
 
 def check_answers(task: Task, functions: Mapping[str, RewardFunction], seed: int) -> None:
     """Raise a ValueError that names problems for which a reward function cannot score completions."""
-    problems, places = _problems_and_places(task, seed)
     for function in functions.values():
-        parse_rows(zip(places, problems, strict=True), function.check)
+        parse_rows(_problems(task, seed), function.check)
 
 
 def check_prompts_fit(model: PreTrainedModel, sizes: Sizes, max_new_tokens: int) -> None:
@@ -86,43 +104,40 @@ def _check_fit(model: PreTrainedModel, sizes: Sizes, counts: Sequence[int], n_mo
         raise ValueError(f"{error}{sizes.longest(counts, is_too_long)}") from error
 
 
-def _problems_and_places(task: Task, seed: int) -> tuple[list[Problem], list[str]]:
-    """Return all problems of a user's data, or the first of another task, with their places."""
-    first = PromptSource(task, split="train", seed=seed).take(N_CHECKED)
+def _problems(task: Task, seed: int) -> Iterator[tuple[str, Problem]]:
+    """Yield all problems of a user's data, or the first of another task, behind their places."""
     if isinstance(task, UserTask):
-        indices = range(len(task))
-        return [task.at(index) for index in indices], [task.place(index) for index in indices]
-    return first, [f"{task} {prompt_text(problem.prompt)!r}" for problem in first]
+        check_split(task, "train")
+        yield from ((task.place(index), task.at(index)) for index in range(len(task)))
+        return
+    for problem in PromptSource(task, split="train", seed=seed).take(N_CHECKED):
+        yield f"{task} {prompt_text(problem.prompt)!r}", problem
+
+
+def _rows(task: Task, seed: int) -> Iterator[tuple[str, _Row]]:
+    """Yield prompt, solution and rejected side of each problem, behind its place."""
+    sides = map(task.rejected, range(len(task))) if isinstance(task, UserTask) else repeat("")
+    for (place, problem), side in zip(_problems(task, seed), sides, strict=False):
+        yield place, (problem.prompt, problem.solution, side)
 
 
 def _token_counts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[_Row], places: Sequence[str]
-) -> list[tuple[int, ...]]:
-    """Return the tokens of each text: from batches, or one by one to name the rows that cannot be used."""
-    if not is_task_tokenizer(tokenizer):  # which has a check of its own for each character
-        chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
-        with suppress(ValueError):
-            return [sizes for chunk in chunks for sizes in _count_batch(tokenizer, chunk)]
-    return parse_rows(zip(places, rows, strict=True), lambda row: _count_row(tokenizer, *row))
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, _Row]], errors: RowErrors
+) -> Sequence[Sequence[int]]:
+    """Return the tokens of each column: from one batch, or row by row to name those that cannot be used."""
+    try:
+        counts: Sequence[Sequence[int]] = count_tokens(
+            tokenizer, *zip(*(row for _, row in rows), strict=True)
+        )
+    except ValueError:
+        return [*zip(*errors.parse(rows, lambda row: _count_row(tokenizer, *row)), strict=True)] or [
+            [],
+            [],
+            [],
+        ]
+    errors.n_rows += len(rows)
+    return counts
 
 
 def _count_row(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *completions: str) -> tuple[int, ...]:
-    n_prompt = len(encode_prompt(tokenizer, prompt))
-    return n_prompt, *(len(encode(tokenizer, completion)) + 1 for completion in completions)
-
-
-def _count_batch(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_Row]) -> list[tuple[int, ...]]:
-    """Return the counts of `_count_row` for all rows, in three calls of the tokenizer."""
-    texts = [format_prompt(tokenizer, prompt) for prompt, *_ in rows]
-    prompts = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-    columns = [[row[place] for row in rows] for place in (1, 2)]
-    sides = [tokenizer(column, add_special_tokens=False)["input_ids"] for column in columns]
-    for row, *encoded in zip(rows, prompts, *sides, strict=True):
-        if not encoded[0]:
-            raise ValueError("a prompt without tokens")
-        if any(tokenizer.unk_token_id in input_ids for input_ids in encoded):
-            _count_row(tokenizer, *row)
-    return [
-        (len(prompt), *(len(input_ids) + 1 for input_ids in completions))
-        for prompt, *completions in zip(prompts, *sides, strict=True)
-    ]
+    return len(encode_prompt(tokenizer, prompt)), *(len(encode(tokenizer, text)) for text in completions)

@@ -24,6 +24,8 @@ N_PLAIN_LINES = 10
 """Number of plain lines per task without a terminal, at least; a slow task has more."""
 FIRST_LINE_S, MAX_SILENCE_S = 5.0, 60.0
 """Seconds until a slow task has its first plain line, and between its other lines."""
+QUIET_S = 2.0
+"""Seconds after which checks that are mostly short show their progress."""
 UNITS = {
     "rollout": "tokens",
     "score": "responses",
@@ -51,11 +53,15 @@ class ProgressMeter:
     """Progress of one task, from `start` (or the first `show`) to `stop`, and of a phase of its current unit.
 
     A part of a unit is a fraction.
+
+    Args:
+        quiet_s: seconds from the start in which nothing is shown, for a task that is mostly short.
     """
 
-    def __init__(self, description: str, console: Console | None = None) -> None:
+    def __init__(self, description: str, console: Console | None = None, *, quiet_s: float = 0.0) -> None:
         self.description = description
         self.console = console or stderr_console()
+        self.quiet_s = quiet_s
         self._bar: Progress | None = None
         self._started_at: float | None = None
         self._first_n_done: float | int | None = None
@@ -78,6 +84,10 @@ class ProgressMeter:
         self._first_n_done = n_done
         self._said = (n_done or 0, self._started_at)
         self._n_lines = (n_done or 0) * N_PLAIN_LINES // (n_total or 1)
+        if self.quiet_s == 0:
+            self._open_bar(n_done or 0, n_total)
+
+    def _open_bar(self, n_done: float | int, n_total: int | None) -> None:
         if self.console.is_interactive:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -90,7 +100,7 @@ class ProgressMeter:
                 # Iterations may take minutes; rich's default of 30 seconds would show no remaining time.
                 speed_estimate_period=float("inf"),
             )
-            self._bar.add_task(self.description, total=n_total, completed=n_done or 0, fields="")
+            self._bar.add_task(self.description, total=n_total, completed=n_done, fields="")
             self._bar.start()
 
     def show(self, n_done: float | int, n_total: int, fields: Mapping[str, Field]) -> None:
@@ -99,6 +109,11 @@ class ProgressMeter:
         if self._first_n_done is None:
             self._first_n_done = n_done - 1
         self._is_first_unit = n_done - self._first_n_done < 1
+        assert self._started_at is not None
+        if self.quiet_s > 0 and self._bar is None:
+            if time.monotonic() - self._started_at < self.quiet_s:
+                return
+            self._open_bar(n_done, n_total)
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=n_done, total=n_total, fields=format_fields(fields))
@@ -110,7 +125,6 @@ class ProgressMeter:
         if is_due and n_done > last_n_done:
             self._n_lines, self._said = n_due, (n_done, now)
             place = f"{self.description} {_count(n_done)}/{n_total}"
-            assert self._started_at is not None
             n_done_here = n_done - self._first_n_done
             self._print_line(place, now - self._started_at, n_done_here, n_total - n_done, fields)
 
@@ -284,9 +298,11 @@ class Tracker:
 
 
 @contextmanager
-def track(description: str, total: int, console: Console | None = None) -> Iterator[Tracker]:
+def track(
+    description: str, total: int, console: Console | None = None, *, quiet_s: float = 0.0
+) -> Iterator[Tracker]:
     """Show the progress of a task of `total` units; yields the function that counts them."""
-    meter = ProgressMeter(description, console)
+    meter = ProgressMeter(description, console, quiet_s=quiet_s)
     meter.start(n_done=0, n_total=total)
     try:
         yield Tracker(meter, total)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from lightning.fabric import Fabric
@@ -13,7 +14,7 @@ from lit_rlkv.config import Config, ConfigError, as_config_errors, build, expand
 from lit_rlkv.config.options import named_items, show
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.data.tokenizers import load_tokenizer
-from lit_rlkv.data.validation import Sizes, measure
+from lit_rlkv.data.validation import N_CHECKED, Sizes, measure
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
 from lit_rlkv.experience.reward import RewardRule
@@ -21,6 +22,7 @@ from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
+from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter, track
 from lit_rlkv.rewards import RewardFunction, RewardManager
 from lit_rlkv.run_files import BACKBONE as BACKBONE
 from lit_rlkv.run_files import CHECKPOINTS as CHECKPOINTS
@@ -29,7 +31,8 @@ from lit_rlkv.run_files import EVALUATION as EVALUATION
 from lit_rlkv.run_files import METRICS as METRICS
 from lit_rlkv.run_files import REPORT as REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
-from lit_rlkv.tasks import Task
+from lit_rlkv.tasks import Task, UserTask
+from lit_rlkv.tasks.rows import reading_progress
 
 CONVERTED_MODELS = "converted_models"
 """Folder in `runs_dir` of GGUF files converted to safetensors, which runs share."""
@@ -130,9 +133,20 @@ def build_context(cfg: Config, fabric: Fabric | None = None) -> RunContext:
     with as_config_errors("model"):
         path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
         tokenizer = load_tokenizer(path)
-    task = build(cfg.task)
+    task = build_task(cfg)
     rewards = RewardManager(build_reward_functions(cfg.reward))
     return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards)
+
+
+def build_task(cfg: Config) -> Task:
+    """Build the task of a config, and show the progress of reading its rows if that takes a while."""
+    meter = ProgressMeter("% of rows read", quiet_s=QUIET_S)
+    meter.start(0, 100)
+    try:
+        with reading_progress(lambda n_done, n_total: meter.show(100 * n_done / n_total, 100, {})):
+            return cast(Task, build(cfg.task))
+    finally:
+        meter.stop()
 
 
 def _check_device(cfg: Config, device: torch.device) -> None:
@@ -167,8 +181,9 @@ def _check_device(cfg: Config, device: torch.device) -> None:
 def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task) -> Sizes:
     """Count tokens of prompts and solutions; refuse a max_new_tokens that would cut solutions for SFT."""
     limit = cfg.rollout.max_new_tokens
-    with as_config_errors("task"):
-        sizes = measure(task, tokenizer, cfg.seed, needs_eval_split="eval" in cfg.stages)
+    n_rows = len(task) if isinstance(task, UserTask) else N_CHECKED
+    with as_config_errors("task"), track("count tokens of row", n_rows, quiet_s=QUIET_S) as advance:
+        sizes = measure(task, tokenizer, cfg.seed, needs_eval_split="eval" in cfg.stages, on_progress=advance)
     longest = max(sizes.solutions)
     if "sft" in cfg.stages and min(sizes.solutions) == 1:
         raise ConfigError(

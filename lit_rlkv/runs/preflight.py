@@ -17,7 +17,7 @@ from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.kl import MAX_ERROR
-from lit_rlkv.runs.context import RunContext, build_reward_functions, cache_of
+from lit_rlkv.runs.context import RunContext, build_reward_functions, build_task, cache_of
 from lit_rlkv.tasks import Task
 
 
@@ -60,7 +60,7 @@ def _check_algorithm(cfg: Config) -> None:
     """Check the parts of an algorithm, alone and together."""
     algorithm = cfg.algorithm
     with as_config_errors("algorithm.advantage"):
-        advantage: AdvantageEstimator = build(algorithm.advantage).for_task(build(cfg.task))
+        advantage: AdvantageEstimator = build(algorithm.advantage).for_task(build_task(cfg))
     has_judge = isinstance(advantage, PairAdvantage) and advantage.judge is not None
     require(
         not has_judge or cfg.reward.missing_eos_penalty == 0,
@@ -121,7 +121,7 @@ def _check_parts(algorithm: AlgorithmConfig, n_prompts: int, *, is_pairwise: boo
 
 def _check_reward(cfg: Config) -> None:
     build_reward_functions(cfg.reward)
-    task = build(cfg.task)
+    task = build_task(cfg)
     require(
         cfg.sft.on_policy_pairs.n_prompts == 0 or task.is_verifiable,
         f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task must be able to verify "
@@ -256,7 +256,7 @@ def _check_extensions(cfg: Config) -> None:
             not node or bool(node.get("_partial_")),
             f"{name} must have _partial_: true, as the run adds arguments; add +{name}._partial_=true",
         )
-    task = build(cfg.task)
+    task = build_task(cfg)
     missing = [name for name in ("is_verifiable", "sample", "score", "corrupt") if not hasattr(task, name)]
     require(
         isinstance(task, Task),

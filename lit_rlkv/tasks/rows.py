@@ -1,18 +1,21 @@
 """Rows of a user's data: JSON lines directly, other files and datasets through the package datasets."""
 
 import hashlib
-import importlib
 import json
+import os
 import reprlib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from lit_rlkv.files import stamps
+from lit_rlkv.tasks.hub import BATCH, converted_rows, load
 from lit_rlkv.types import Message, Prompt
 from lit_rlkv.units import shortened
 
@@ -26,9 +29,8 @@ MAX_ERROR, END_OF_ERROR = 500, 200
 N_CACHED = 4
 """Tables kept in memory: a task's rows to train on and to evaluate on, twice over."""
 _LINES = ".jsonl"
-_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-_SAVED = ("state.json", "dataset_dict.json")
-"""Files that save_to_disk writes for a dataset, and for one with splits."""
+_TEXT = (".csv", ".json", _LINES)
+"""Endings of files that are text, which must be UTF-8."""
 _ROLES = ("system", "user", "assistant")
 
 Columns = tuple[tuple[str, str], ...]
@@ -47,6 +49,20 @@ class Table(Generic[_Parsed]):
     places: list[str]
     digest: str | None = None
     """Digest of the data; None if the rows are generated."""
+
+
+_Listener = Callable[[int, int], None]
+_LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def reading_progress(listener: _Listener) -> Iterator[None]:
+    """Call `listener(n_done, n_total)` at times while rows are read in the block: of bytes or of rows."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
 
 
 def _cached_until_changed(read: _Reader) -> _Reader:
@@ -105,12 +121,39 @@ def read_rows(
     path = path_of(dataset)
     if Path(path).suffix == _LINES and split == "train" and name is None:
         return _parse_lines(path, lambda entry: parse(_select(entry, columns, list(entry), hint)))
-    loaded = _load(path, name, split)
+    try:
+        loaded = load(path, name, split)
+    except ValueError:
+        _check_text_files(Path(path).expanduser())  # names the line
+        raise
     _select(dict.fromkeys(loaded.column_names), columns, loaded.column_names, f"{hint} ({dataset!r})")
     rows = loaded.select_columns([*dict.fromkeys(column for _, column in columns)])
     at = dataset if split == "train" else f"{dataset} {split}"
-    entries = ((f"{at} row {index}", row) for index, row in enumerate(rows))
-    return _parse_table(dataset, entries, lambda row: parse({key: row[column] for key, column in columns}))
+
+    def select(row: dict[str, Any] | ValueError) -> _Parsed:
+        if isinstance(row, ValueError):
+            raise row
+        return parse({key: row[column] for key, column in columns})
+
+    return _parse_table(dataset, _numbered_rows(rows, at), select)
+
+
+def _numbered_rows(rows: Any, at: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    """Return place and values of every row of a `datasets.Dataset`, or the error of one without values."""
+    listener = _LISTENER.get()
+    for start in range(0, len(rows), BATCH):
+        converted = converted_rows(rows, start, min(start + BATCH, len(rows)))
+        yield from ((f"{at} row {index}", row) for index, row in enumerate(converted, start))
+        if listener is not None:
+            listener(start + len(converted), len(rows))
+
+
+def _check_text_files(path: Path) -> None:
+    """Raise a ValueError that names the first line which is not UTF-8 in a file or in those of a folder."""
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.suffix in _TEXT and file.is_file() and file.stat().st_size > 0:
+            for _ in numbered_lines(file):
+                pass
 
 
 def path_of(dataset: str) -> str:
@@ -127,7 +170,9 @@ def path_of(dataset: str) -> str:
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Return `file:number` and text of every line that is not blank."""
     _require_file(path)
+    listener, name = _LISTENER.get(), str(path)
     with path.expanduser().open("rb") as file:
+        n_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(BOM_UTF8))
         if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
             raise ValueError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {path}")
@@ -142,7 +187,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
                 ) from error
             if text.strip():
                 n_lines += 1
-                yield f"{path}:{number}", text
+                yield f"{name}:{number}", text
+            if listener is not None and number % BATCH == 0:
+                listener(file.tell(), n_bytes)
     if n_lines == 0:
         raise ValueError(f"{str(path)!r} must have lines, got none; write one JSON object per line")
 
@@ -184,25 +231,47 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
+class RowErrors:
+    """Errors of the rows of a table: the first ones with their places, and the number of all."""
+
+    def __init__(self) -> None:
+        self.n_rows = 0
+        """Rows seen, good or bad."""
+        self._n_bad = 0
+        self._first: list[str] = []
+
+    def parse(self, rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed]) -> list[_Parsed]:
+        """Parse rows, given as (place, row), and leave out those that `parse` refuses."""
+        parsed = []
+        for place, row in rows:
+            self.n_rows += 1
+            try:
+                parsed.append(parse(row))
+            except ValueError as error:
+                self._n_bad += 1
+                if len(self._first) < N_REPORTED:
+                    self._first.append(f"{place}: {shortened(str(error), MAX_ERROR, END_OF_ERROR)}")
+        return parsed
+
+    def check(self) -> None:
+        """Raise a ValueError that names the first bad rows and counts all, if there are any."""
+        if self._n_bad == 1:
+            raise ValueError(self._first[0])
+        if self._n_bad > 1:
+            n_rows, n_named = self.n_rows, len(self._first)
+            heading = f"{self._n_bad} of {n_rows} rows cannot be used, the first {n_named} are"
+            raise ValueError("\n  ".join([heading, *self._first]))
+
+
 def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed]) -> list[_Parsed]:
     """Parse every row, given as (place, row).
 
     Raises:
         ValueError: `parse` refuses rows; the error names the first with their places and counts all.
     """
-    parsed, errors, n_rows = [], [], 0
-    for place, row in rows:
-        n_rows += 1
-        try:
-            parsed.append(parse(row))
-        except ValueError as error:
-            errors.append(f"{place}: {shortened(str(error), MAX_ERROR, END_OF_ERROR)}")
-    if len(errors) == 1:
-        raise ValueError(errors[0])
-    if errors:
-        named = errors[:N_REPORTED]
-        heading = f"{len(errors)} of {n_rows} rows cannot be used, the first {len(named)} are"
-        raise ValueError("\n  ".join([heading, *named]))
+    errors = RowErrors()
+    parsed = errors.parse(rows, parse)
+    errors.check()
     return parsed
 
 
@@ -225,10 +294,13 @@ def parse_prompt(value: Any, key: str) -> Prompt:
 
 def require_user_turn(prompt: Prompt) -> Prompt:
     """Return the prompt; raise a ValueError unless it ends in a text of the user."""
-    last = Message("user", prompt) if isinstance(prompt, str) else prompt[-1]
-    if last.role != "user":
-        raise ValueError(f"the prompt must end in a message of the user, got role {last.role!r}")
-    if not last.content.strip():
+    if isinstance(prompt, str):
+        text = prompt
+    elif prompt[-1].role == "user":
+        text = prompt[-1].content
+    else:
+        raise ValueError(f"the prompt must end in a message of the user, got role {prompt[-1].role!r}")
+    if not text.strip():
         raise ValueError("the prompt is empty; drop the line or fix it")
     return prompt
 
@@ -261,9 +333,9 @@ def _parse_table(
 
     rows = parse_rows(noted(), parse)
     # Of the parsed rows: columns that a task does not read may change.
-    digest = hashlib.blake2b(digest_size=8)
+    digest, encoder = hashlib.blake2b(digest_size=8), json.JSONEncoder(default=vars)
     for row in rows:
-        digest.update(json.dumps(row, default=vars).encode())
+        digest.update(encoder.encode(row).encode())
     return Table(source, rows, places, digest.hexdigest())
 
 
@@ -272,34 +344,3 @@ def _select(entry: Mapping[str, Any], columns: Columns, known: list[str], hint: 
     if missing:
         raise ValueError(f"no column {' and '.join(map(repr, missing))}, it has {', '.join(known)}; {hint}")
     return {key: entry[column] for key, column in columns}
-
-
-def _load(dataset: str, name: str | None, split: str) -> Any:
-    """Return a `datasets.Dataset`."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ImportError(
-            f'{dataset!r} needs the package datasets, which is missing; pip install -e ".[data]", or '
-            "give a file of JSON lines"
-        ) from error
-    path = Path(dataset).expanduser()
-    if path.is_file() and path.suffix not in _FILES:
-        raise ValueError(f"{dataset!r} must be a file of type {', '.join(_FILES)}; convert it")
-    try:
-        if any((path / file).is_file() for file in _SAVED):
-            saved = datasets.load_from_disk(str(path))
-            splits = saved if isinstance(saved, dict) else {"train": saved}
-            if split not in splits:
-                raise ValueError(f"it was saved with {', '.join(splits)}")
-            return splits[split]
-        if path.is_file():
-            return datasets.load_dataset(_FILES[path.suffix], data_files=str(path), split=split)
-        return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)
-    except StopIteration as error:
-        raise ValueError(f"{dataset!r} holds no rows; write one JSON object per line") from error
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"cannot load split {split!r} of {dataset!r}: {error.__cause__ or error}; give a name on the "
-            "hub, a folder, or a file (.jsonl, .json, .parquet), and a split of it"
-        ) from error

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lit_rlkv.data.tokenizers import build_task_tokenizer, encode, encode_prompt
@@ -75,6 +75,43 @@ def test_a_chat_without_a_template_is_named_with_its_row(write):
     task = load_problems(str(write(*rows(100), chat)))
     with pytest.raises(ValueError, match=r"a\.jsonl:101: the tokenizer has no chat template"):
         measure(task, build_task_tokenizer(), 0, needs_eval_split=False)
+
+
+def test_a_task_tokenizer_that_adds_tokens_is_not_counted_by_characters(write):
+    task, plain, adds = JsonlTask(write(*rows(30))), build_task_tokenizer(), build_task_tokenizer()
+    adds.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<eos> $A", special_tokens=[("<eos>", 1)]
+    )
+    templated = build_task_tokenizer()
+    templated.chat_template = "{% for m in messages %}ask {{ m.content }}<eos>{% endfor %}"
+    for tokenizer, n_more in ((plain, 0), (adds, 1), (templated, 5)):
+        prompts = measure(task, tokenizer, 0, needs_eval_split=False).prompts
+        assert prompts == [len(task.at(index).prompt) + n_more for index in range(30)]
+        assert prompts == [len(encode_prompt(tokenizer, task.at(index).prompt)) for index in range(30)]
+        with pytest.raises(ValueError, match=r"a\.jsonl:2: the tokenizer has no token for 'Ä'"):
+            measure(JsonlTask(write(*rows(1), *rows(1, "Ä"))), tokenizer, 0, needs_eval_split=False)
+
+
+def test_progress_counts_every_row_once_whether_it_is_good_or_bad(write):
+    data, seen = rows(2500), []
+    measure(
+        JsonlTask(write(*data)), build_task_tokenizer(), 0, needs_eval_split=True, on_progress=seen.append
+    )
+    assert seen == [1024, 1024, 452]
+    data[1500]["prompt"] = "Ä"
+    seen.clear()
+    with pytest.raises(ValueError, match=r"^[^\n]*a\.jsonl:1501: the tokenizer has no token for 'Ä'[^\n]*$"):
+        measure(
+            JsonlTask(write(*data)), build_task_tokenizer(), 0, needs_eval_split=True, on_progress=seen.append
+        )
+    assert seen == [1024, 1024, 452]
+
+
+def test_rows_without_a_problem_to_evaluate_on_are_refused(write):
+    task = JsonlTask(write({"prompt": "question 0", "answer": "2"}))
+    measure(task, build_task_tokenizer(), 0, needs_eval_split=False)
+    with pytest.raises(ValueError, match=r"none of the 1 problems of .* falls into the eval split"):
+        measure(task, build_task_tokenizer(), 0, needs_eval_split=True)
 
 
 def test_prompts_too_long_for_the_model_are_named_the_longest_first(write):

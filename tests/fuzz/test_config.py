@@ -38,7 +38,8 @@ ODD = [
 ]  # fmt: skip
 NUMBERS = [
     "0", "1", "2", "3", "7", "-1", "0.5", "-0.5", "1.0", "2.5", "1e-300", "5e-324", "-0.0", "100", "1e6",
-    "nan", "inf", "-inf", ".inf", "1e999",
+    "nan", "inf", "-inf", ".inf", "1e999", "1e39",
+    "1" + "0" * 400,
 ]  # fmt: skip
 numbers = st.sampled_from(NUMBERS) | st.integers(-10, 2000).map(str) | st.floats(-1e6, 1e6).map(repr)
 values = numbers | st.sampled_from(ODD) | st.text(max_size=6) | st.text(max_size=6).map(quoted)

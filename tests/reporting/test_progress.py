@@ -220,3 +220,23 @@ def test_brackets_and_colons_of_users_are_no_markup():
     assert file.getvalue() == "eval after a[/b]c/:smile:/" + "long" * 9 + "\n"
     with pytest.raises(MarkupError):  # the control
         Console(file=file).print("a[/b]c")
+
+
+@pytest.mark.parametrize("make", [lambda _: plain(), terminal])
+def test_a_task_that_is_mostly_short_shows_nothing_until_it_takes_longer(monkeypatch, make):
+    console, now = make(monkeypatch), [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with track("check", 40, console, quiet_s=2.0) as advance:
+        for _ in range(20):
+            now[0] += 0.25
+            advance()
+            assert (console.file.getvalue() == "") is (now[0] < 102)
+        advance(20)
+    assert "40/40" in console.file.getvalue()
+
+
+def test_a_task_that_ends_early_shows_nothing():
+    console = plain()
+    with track("check", 2, console, quiet_s=60.0) as advance:
+        advance(2)
+    assert console.file.getvalue() == ""

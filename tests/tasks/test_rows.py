@@ -1,12 +1,13 @@
 """Rows of files, with their places and one report of all errors."""
 
+import hashlib
 import json
 from functools import partial
 
 import pytest
 
 from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences, rows
-from lit_rlkv.tasks.rows import numbered_lines, parse_object, parse_rows
+from lit_rlkv.tasks.rows import numbered_lines, parse_object, parse_rows, reading_progress
 
 
 def positive(number):
@@ -133,6 +134,25 @@ def test_a_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}')
     with pytest.raises(ValueError, match="has more than 2 files; give a folder of data alone"):
         load_problems(str(tmp_path))
+
+
+def test_the_progress_of_reading_is_told_in_bytes_and_only_in_the_block(tmp_path):
+    path, seen = tmp_path / "rows.jsonl", []
+    path.write_text(f"{json.dumps(ROW)}\n" * 3000)
+    with reading_progress(lambda n_done, n_total: seen.append((n_done, n_total))):
+        JsonlTask(path)
+    n_bytes = path.stat().st_size
+    assert seen == [(n_bytes * 1024 // 3000, n_bytes), (n_bytes * 2048 // 3000, n_bytes)]
+    path.write_text(f"{json.dumps(ROW)}\n" * 3001)
+    JsonlTask(path)
+    assert len(seen) == 2
+
+
+def test_the_digest_of_rows_stays_what_it_always_was(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW | {"prompt": [{"role": "user", "content": "é"}]}))
+    text = '{"prompt": [{"role": "user", "content": "\\u00e9"}], "solution": "2", "answer": "2", "extra": {}}'
+    assert JsonlTask(path).digest == hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def test_a_long_text_is_left_out_of_the_error_and_the_advice_is_not(tmp_path):

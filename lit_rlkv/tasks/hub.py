@@ -1,0 +1,78 @@
+"""Tables of the package datasets: load a file, a folder or a dataset on the hub, and convert its rows."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+BATCH = 1024
+"""Rows converted at once."""
+_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+_SAVED = ("state.json", "dataset_dict.json")
+"""Files that save_to_disk writes for a dataset, and for one with splits."""
+_DAMAGED = (LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of the package datasets for files of save_to_disk with other content."""
+
+
+def load(dataset: str, name: str | None, split: str) -> Any:
+    """Return a `datasets.Dataset`.
+
+    Raises:
+        ImportError: the package datasets is missing.
+        ValueError: nothing can be loaded.
+    """
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ImportError(
+            f'{dataset!r} needs the package datasets, which is missing; pip install -e ".[data]", or '
+            "give a file of JSON lines"
+        ) from error
+    path = Path(dataset).expanduser()
+    if path.is_file() and path.suffix not in _FILES:
+        raise ValueError(f"{dataset!r} must be a file of type {', '.join(_FILES)}; convert it")
+    try:
+        if any((path / file).is_file() for file in _SAVED):
+            saved = datasets.load_from_disk(str(path))
+            splits = saved if isinstance(saved, dict) else {"train": saved}
+            if split not in splits:
+                raise ValueError(f"it was saved with {', '.join(splits)}")
+            return splits[split]
+        if path.is_file():
+            return datasets.load_dataset(_FILES[path.suffix], data_files=str(path), split=split)
+        return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)
+    except StopIteration as error:
+        raise ValueError(f"{dataset!r} holds no rows; write one JSON object per line") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError, *_DAMAGED) as error:
+        raise ValueError(
+            f"cannot load split {split!r} of {dataset!r}: {_said(error.__cause__ or error)}; give a name on "
+            "the hub, a folder, or a file (.jsonl, .json, .parquet), and a split of it"
+        ) from error
+
+
+def converted_rows(rows: Any, start: int, stop: int) -> list[dict[str, Any] | ValueError]:
+    """Return rows of a `datasets.Dataset` as dicts, and the error of each that has no Python values."""
+    try:
+        columns = rows[start:stop]
+    except (ValueError, OverflowError, RecursionError) as error:  # such as text that is not UTF-8
+        if stop - start > 1:
+            middle = (start + stop) // 2
+            return converted_rows(rows, start, middle) + converted_rows(rows, middle, stop)
+        return [ValueError(f"{_unreadable(rows, start)}: {_said(error)}; fix the value, or drop the row")]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _unreadable(rows: Any, index: int) -> str:
+    """Return the names of the columns of a row that have no Python values."""
+    bad = []
+    for name in rows.column_names:
+        try:
+            rows.select_columns([name])[index]
+        except (ValueError, OverflowError, RecursionError):
+            bad.append(repr(name))
+    return f"cannot read column {' and '.join(bad)}"
+
+
+def _said(error: BaseException) -> str:
+    """Return the message of an error on one line, behind its kind if that says more."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if isinstance(error, _DAMAGED) else text

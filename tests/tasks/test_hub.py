@@ -1,0 +1,149 @@
+"""Damaged files and datasets are refused in one line with their place."""
+
+import pytest
+
+from lit_rlkv.tasks import load_problems
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+pytestmark = pytest.mark.usefixtures("datasets")
+
+TEXTS = [b"1+1=", b"\xff\xfe", b"2+2="]
+
+
+def not_utf8(values=TEXTS):
+    """A column of strings that holds other bytes, as some programs write them."""
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(values), pyarrow.array(values).buffers())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty folder beside the cache of the package datasets."""
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def write(path, **columns):
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def refusal(path, **options):
+    """The one line with which a dataset is refused."""
+    with pytest.raises(ValueError) as found:  # noqa: PT011
+        load_problems(str(path), **options)
+    assert "\n" not in str(found.value)
+    assert type(found.value) is ValueError
+    return str(found.value)
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer"])
+def test_text_that_is_not_utf8_is_named_with_its_row_and_column(tmp_path, column):
+    path = write(
+        tmp_path / "a.parquet", **({"prompt": list("abc"), "answer": list("abc")} | {column: not_utf8()})
+    )
+    said = refusal(path)
+    assert said.startswith(
+        f"{path} row 1: cannot read column '{column}': 'utf-8' codec can't decode byte 0xff"
+    )
+    assert said.endswith("; fix the value, or drop the row")
+
+
+def test_text_that_is_not_utf8_is_named_in_a_chat_and_far_down(tmp_path):
+    n_rows = 3000
+    texts = [b"x"] * n_rows
+    texts[2500] = b"\xe9"
+    messages = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(["user"] * n_rows), not_utf8(texts)], names=["role", "content"]
+    )
+    chats = pyarrow.ListArray.from_arrays(pyarrow.array(range(n_rows + 1), pyarrow.int32()), messages)
+    path = write(tmp_path / "a.parquet", prompt=chats, answer=["1"] * n_rows)
+    assert refusal(path).startswith(f"{path} row 2500: cannot read column 'prompt': ")
+
+
+def test_several_rows_that_are_not_utf8_are_counted(tmp_path):
+    path = write(tmp_path / "a.parquet", prompt=not_utf8([b"\xff"] * 7 + [b"a"]), answer=["1"] * 8)
+    with pytest.raises(ValueError, match=r"^7 of 8 rows cannot be used, the first 5 are\n  .*row 0: cannot"):
+        load_problems(str(path))
+
+
+def test_a_column_that_nobody_asked_for_may_hold_anything(tmp_path):
+    path = write(tmp_path / "a.parquet", prompt=list("abc"), answer=list("abc"), other=not_utf8())
+    assert len(load_problems(str(path))) == 3
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer"])
+def test_a_null_is_named_with_its_row(tmp_path, column):
+    path = write(
+        tmp_path / "a.parquet", **({"prompt": ["a", "b"], "answer": ["1", "2"]} | {column: ["a", None]})
+    )
+    assert refusal(path).startswith(
+        f"{path} row 1: {column} must be text".replace("prompt must be", "prompt must be a")
+    )
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_truncated_parquet_file_is_named(tmp_path, kept):
+    path = write(tmp_path / "a.parquet", prompt=["a"] * 1000, answer=["1"] * 1000)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept * len(whole))])
+    assert refusal(path).startswith(f"cannot load split 'train' of '{path}': Parquet ")
+
+
+def test_values_nested_too_deep_are_refused(tmp_path):
+    deep = pyarrow.array(["x"])
+    for _ in range(200):
+        deep = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1], pyarrow.int32()), deep)
+    path = write(tmp_path / "a.parquet", prompt=["a"], answer=deep)
+    assert "too deeply nested" in refusal(path)
+    (tmp_path / "a.json").write_text('[{"prompt": "a", "answer": ' + "[" * 3000 + "]" * 3000 + "}]")
+    assert f"'{tmp_path / 'a.json'}': Reached object decoding depth" in refusal(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", b"prompt,answer\na,1\nb,2,3\n", "Expected 2 fields in line 3, saw 3; give a name"),
+        ("a.csv", b"prompt,answer\na,1\n\xe9,2\n", "a.csv:3: not UTF-8 ("),
+        ("a.csv", "prompt,answer\na,1\n".encode("utf-16"), "a.csv is UTF-16; convert it: iconv"),
+        ("a.csv", b"prompt,answer\na,1\nb\n", "row 1: answer must be text, got None"),
+        (
+            "a.json",
+            b'[{"prompt": "a", "answer": "1"},\n{"prompt": "\xe9", "answer": "1"}]',
+            "a.json:2: not UTF-8",
+        ),
+        ("a.json", '[{"prompt": "a", "answer": "1"}]'.encode("utf-16"), "a.json is UTF-16; convert it"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xe9", "answer": "1"}\n',
+            "row 1: cannot read",
+        ),
+    ],
+)
+def test_a_folder_with_a_damaged_file_is_refused_with_the_line(folder, name, content, says):
+    (folder / name).write_bytes(content)
+    said = refusal(folder)
+    assert says in said
+    assert str(folder) in said
+
+
+def test_files_of_other_columns_in_one_folder_are_refused_in_one_line(folder):
+    write(folder / "a.parquet", prompt=["a"], answer=["1"])
+    write(folder / "b.parquet", prompt=["a"], solution=["1"])
+    assert "because column names don't match" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("state.json", "{"), ("state.json", "{}"), ("state.json", "3"), ("dataset_info.json", "[]")],
+)
+def test_a_saved_dataset_with_a_damaged_file_is_refused(datasets, tmp_path, name, content):
+    datasets.Dataset.from_dict({"prompt": ["a"], "answer": ["1"]}).save_to_disk(str(tmp_path / "data"))
+    (tmp_path / "data" / name).write_text(content)
+    assert refusal(tmp_path / "data").startswith(f"cannot load split 'train' of '{tmp_path / 'data'}': ")
+
+
+def test_the_split_is_part_of_the_place(datasets, tmp_path):
+    rows = {"prompt": ["a", None], "answer": ["1", "2"]}
+    datasets.DatasetDict(test=datasets.Dataset.from_dict(rows)).save_to_disk(str(tmp_path / "data"))
+    assert refusal(tmp_path / "data", split="test").startswith(f"{tmp_path / 'data'} test row 1: prompt must")
