@@ -6,7 +6,8 @@ WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# The slowest tests are named, since the short tier must stay short.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
 # Two workers with one thread each: more threads than cores make small tensors slower.
 test test-slow lint notebooks: export OMP_NUM_THREADS = 1
