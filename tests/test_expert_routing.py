@@ -1,11 +1,16 @@
 """Expert routing through the config: runs on checkpoints of mixtures of experts, in float32 and bfloat16."""
 
 import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.experience.memory_needs import rollout_needs
+from lit_rlkv.models import replay
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.runs.context import build_context
@@ -14,8 +19,9 @@ from tests.models_zoo import MOE_FAMILIES
 from tests.saved_models import save_checkpoint
 from tests.test_model_families import rolled_out
 from tests.tiers import short_tier
-from tests.whole_runs import config, run
+from tests.whole_runs import TINY, config, run, run_on_ranks
 
+ROOT = Path(__file__).parents[1]
 LIGHT = ["stages=[rl]", "diagnostics=none", "roles.rank=4"]
 REPLAYED = "rollout.replay_routing=true"
 
@@ -23,7 +29,11 @@ REPLAYED = "rollout.replay_routing=true"
 def metrics_of(folder, name, checkpoint, *overrides):
     """The rows of a run, by iteration."""
     run(folder, name, *LIGHT, f"model.path={checkpoint}", *overrides)
-    with (folder / name / "metrics.csv").open(newline="") as file:
+    return rows_of(folder / name)
+
+
+def rows_of(run_dir):
+    with (run_dir / "metrics.csv").open(newline="") as file:
         return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
 
 
@@ -43,6 +53,79 @@ def test_recomputed_layers_and_a_critic_give_the_same_update(tmp_path):
     (again,) = metrics_of(tmp_path, "again", checkpoint, *options, "roles.gradient_checkpointing=true")
     for name in ("loss", "grad_norm", "kv/replay_gap", "value_loss"):
         assert again[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+
+
+AT_ONCE = [
+    REPLAYED,
+    "rollout.top_p=0.9",
+    "rollout.max_rows=4",  # of 16 responses, so that rows are reused
+    "fabric.tokens_per_pass=48",
+    "roles.gradient_checkpointing=true",
+    "roles.target_modules=[q_proj,v_proj]",
+    "algorithm.kl.weight=0.1",
+]
+
+
+def test_experts_and_sampling_masks_are_replayed_together(tmp_path, monkeypatch):
+    checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
+    options = [*AT_ONCE, "algorithm=ppo", "algorithm.n_iterations=1"]
+    (row,) = metrics_of(tmp_path, "run", checkpoint, *options)
+    assert 0 < row["kv/replay_gap"] < 1e-4
+    assert min(row[f"kv/recorded_bytes/{name}"] for name in ("expert_ids", "sampling_masks")) > 0
+
+    def of_the_token_before(rollout):
+        return rollout.expert_ids[..., :-1].roll(1, dims=-1)
+
+    monkeypatch.setattr(replay, "query_experts", of_the_token_before)
+    (wrong,) = metrics_of(tmp_path, "wrong", checkpoint, *options)
+    assert wrong["kv/replay_gap"] > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [[], ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]], ids=str)
+def test_two_processes_compute_the_updates_of_one(strategy, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
+    one = metrics_of(tmp_path, "one", checkpoint, *AT_ONCE, "rollout.n_shards=2")
+    run_on_ranks(tmp_path, "two", 2, *LIGHT, f"model.path={checkpoint}", *AT_ONCE, *strategy)
+    two = rows_of(tmp_path / "two")
+    for ours, theirs in zip(one, two, strict=True):
+        assert max(row["kv/replay_gap"] for row in (ours, theirs)) < 1e-4
+        assert ours["grad_norm"] > 1e-2
+        for name in ("loss", "grad_norm", "entropy", "kl", "smd/kl", "completions/mean_length"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_compiled_layers_record_the_experts_that_are_replayed(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
+    options = [*LIGHT, *AT_ONCE, "algorithm=ppo", "rollout.compile_layers=true", f"model.path={checkpoint}"]
+    # In another process, because torch.compile cannot trace the type checks of the test run.
+    command = [sys.executable, "-m", "lit_rlkv.fit", *TINY, *options, f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = rows_of(tmp_path / "run")
+    assert 0 < first["kv/replay_gap"] < 1e-4
+    assert 0 < second["kv/replay_gap"] < 1e-4  # other weights
+    assert second["kv/recorded_bytes/expert_ids"] > 0
+
+
+@pytest.mark.slow
+def test_a_learned_reward_and_gradients_by_parts_go_with_all_records(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
+    options = [
+        "algorithm=ppo",
+        "stages=[sft,rl,eval]",
+        "reward=mixed",
+        "algorithm.n_minibatches=2",
+        "algorithm.n_epochs=2",
+    ]
+    options += ["diagnostics=default", *(f"diagnostics.{name}.every=1" for name in ("gradient", "mismatch"))]
+    for row in metrics_of(tmp_path, "run", checkpoint, *AT_ONCE, *options):
+        assert 0 < row["kv/replay_gap"] < 1e-4
+        assert row["gradient/policy/variance"] > 0
+        assert row["reward_std"] > 0
+    after = json.loads((tmp_path / "run" / "evaluation.json").read_text())["after"]
+    assert max(row["replay_gap"] for row in after) < 1e-4
 
 
 @pytest.mark.slow

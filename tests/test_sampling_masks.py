@@ -17,6 +17,8 @@ from tests.whole_runs import run
         slow(["algorithm=ppo", "diagnostics.mismatch.every=1", "diagnostics.layers.every=1"]),
         slow(["algorithm=online_dpo"]),
         slow(["experiment=tis", "correction.replays=true", "correction.bypass_mode=false"]),
+        slow(["algorithm.n_epochs=2", "algorithm.n_minibatches=2", "diagnostics.gradient.every=1"]),
+        slow(["roles=full", "rollout.min_p=0.05"]),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from lit_rlkv.models.hydra import acting_as
 from tests.callbacks.gradients import Run, make_run, measured, square_of, trained_square
 from tests.hand_built import (
     SPEC,
+    TRUNCATED,
     counted_forwards,
     make_datamodule,
 )
@@ -31,6 +32,7 @@ from tests.whole_runs import config
         ("grpo", {"layout": "ppo", "distils": True}),
         ("grpo", {"distils": True, "layout": "ppo", "checkpoints": True}),
         ("grpo", {"kl": KLConfig(weight=0.3), "arm": "naive"}),
+        ("grpo", {"arm": "tis", "distils": True, "rollout": {"n_prompts": 8} | TRUNCATED}),
         ("ppo", {"layout": "dynamic_lora"}),
         ("ppo", {"layout": "j_hydra", "arm": "tis", "checkpoints": True}),
         ("ppo", {"layout": "lora_ppo"}),

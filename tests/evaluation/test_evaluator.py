@@ -94,13 +94,13 @@ def test_the_mismatch_is_with_the_experts_that_the_sampler_chose():
     found = evaluator.score_cache(SPARSE)
     sampled = found.rollout
     assert sampled.expert_ids is not None
-    with torch.no_grad():
-        kl, without_record = (
-            float(
-                (sampled.rollout_logps - replay_logps(backbone, one, shadow=False))[one.response_mask].mean()
-            )
-            for one in (sampled, replace(sampled, expert_ids=None))
+    kl, without_record = (
+        float((sampled.rollout_logps - logps)[sampled.response_mask].mean())
+        for logps in (
+            replay_logps(backbone, sampled, shadow=False).detach(),
+            replay_logps(backbone, replace(sampled, expert_ids=None), shadow=False).detach(),
         )
+    )
     assert found.row.kl == pytest.approx(kl, abs=1e-5)
     assert found.row.kl != pytest.approx(without_record, abs=1e-4)
     assert found.row.replay_gap < 1e-4

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.callbacks.gradient_variance import policy_outputs
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
-from lit_rlkv.objectives.corrections import masked, truncated
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.sampling import Truncation
 from lit_rlkv.types import Rollout, SamplingMasks
@@ -143,12 +143,17 @@ def explicit_logps(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) ->
     return scatter_to_response(rollout, torch.stack(values))
 
 
-@pytest.mark.parametrize("arm", ["tis", "mis", "shadow"])
+@pytest.mark.parametrize("arm", ["naive", "tis", "mis", "sparse_rl", "shadow"])
 def test_ratios_are_of_truncated_distributions_on_both_sides(arm: str):
     roles = shift(make_roles(needed=("policy", "reference")))
     data = make_datamodule(roles, ARMS[arm], rollout={"top_k": 10, "top_p": 0.9})
     experience = data.collect()
     rollout = experience.rollout
+    # The first update: the ratio of the learner's log-probs to those of π_old is 1.
+    for batch in data.splitter.minibatches(experience):
+        module = make_module(roles, replays=ARMS[arm].replays)
+        learner = policy_outputs(module, batch, shadow=module.replays).logps
+        torch.testing.assert_close(learner, batch.old_logps, rtol=1e-4, atol=1e-5)
     scores = score_rollout(roles, rollout, {"policy": False}, temperature=1.0)
     with acting_as(roles, "policy") as backbone:
         dense = explicit_logps(backbone, rollout, shadow=False)
@@ -157,10 +162,10 @@ def test_ratios_are_of_truncated_distributions_on_both_sides(arm: str):
         assert torch.equal(experience.old_logps, rollout.rollout_logps)
         return
     torch.testing.assert_close(experience.old_logps, dense, rtol=1e-4, atol=1e-5)
-    weigh = {"tis": truncated, "mis": masked}[arm]
-    expected = weigh(dense - rollout.rollout_logps, rollout.response_mask).weight
+    expected = ARMS[arm].weight_fn(dense - rollout.rollout_logps, rollout.response_mask).weight
     torch.testing.assert_close(experience.weights.weight, expected, rtol=1e-3, atol=1e-3)
-    assert (expected[rollout.response_mask] != 1).float().mean() > 0.5
+    n_weighed = (expected[rollout.response_mask] != 1).float().mean()
+    assert n_weighed == 0 if arm == "naive" else n_weighed > 0.5
 
 
 def test_the_reference_is_renormalised_over_the_samplers_sets():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,16 @@ from lit_rlkv.models import replay_logps
 from lit_rlkv.models.compiled_layers import CompiledLayers, check_compiler
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
-from tests.models_zoo import PAD, ragged_prompts, tiny_model
+from tests.models_zoo import MOE_FAMILIES, PAD, ragged_prompts, tiny_model
 from tests.rollout.test_generate import spec_of
 
 ROOT = Path(__file__).parents[2]
 
 
-def sample(*, compile_layers: bool) -> Rollout:
+def sample(family: str, *, compile_layers: bool) -> Rollout:
     input_ids, is_prompt = ragged_prompts()
     return generate(
-        tiny_model(),
+        tiny_model(family),
         input_ids,
         is_prompt,
         cache=spec_of("snapkv"),
@@ -32,32 +33,42 @@ def sample(*, compile_layers: bool) -> Rollout:
         pad_token_id=PAD,
         generator=torch.Generator().manual_seed(0),
         compile_layers=compile_layers,
+        record_routing=family in MOE_FAMILIES,
     )
 
 
 @torch.no_grad()
-def compared() -> str:
+def compared(family: str) -> str:
     """Sample with eager layers, with compiled ones, and again; return a comparison as JSON."""
     graphs, rollouts = [], []
     for compile_layers in (False, True, True):
-        rollouts.append(sample(compile_layers=compile_layers))
+        rollouts.append(sample(family, compile_layers=compile_layers))
         graphs.append(counters["stats"]["unique_graphs"])
     eager, compiled, again = rollouts
-    replayed = replay_logps(tiny_model(), compiled)
+    shifted = replace(compiled, evicted_at=compiled.evicted_at.roll(1, dims=-1))
+    if compiled.expert_ids is not None:
+        shifted = replace(compiled, expert_ids=compiled.expert_ids.roll(1, dims=-1))
+
+    def gap(rollout: Rollout) -> float:
+        replayed = replay_logps(tiny_model(family), rollout)
+        return (replayed - rollout.rollout_logps)[rollout.response_mask].abs().max().item()
+
     facts = {
         "graphs": graphs,
         "same_tokens": [torch.equal(eager.input_ids, other.input_ids) for other in (compiled, again)],
         "same_evictions": torch.equal(eager.evicted_at, compiled.evicted_at),
         "difference": (compiled.rollout_logps - eager.rollout_logps).abs().max().item(),
-        "replay_gap": (replayed - compiled.rollout_logps)[compiled.response_mask].abs().max().item(),
+        "replay_gap": gap(compiled),
+        "gap_of_shifted": gap(shifted),
     }
     return json.dumps(facts)
 
 
 @pytest.mark.slow
-def test_compiled_layers_sample_the_same_tokens_and_are_replayed():
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v2"])
+def test_compiled_layers_sample_the_same_tokens_and_are_replayed(family: str):
     # In another process, because torch.compile cannot trace the type checks of the test run.
-    command = [sys.executable, "-c", f"from {__name__} import compared; print(compared())"]
+    command = [sys.executable, "-c", f"from {__name__} import compared; print(compared({family!r}))"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
@@ -68,7 +79,7 @@ def test_compiled_layers_sample_the_same_tokens_and_are_replayed():
     assert facts["same_evictions"]
     # Not 0: other code ran, which rounds otherwise.
     assert 0 < facts["difference"] < 1e-5
-    assert facts["replay_gap"] < 1e-4
+    assert facts["replay_gap"] < 1e-4 < 1e-2 < facts["gap_of_shifted"]
 
 
 def test_layers_run_compiled_within_the_block_only():
