@@ -14,6 +14,7 @@ from lit_rlkv.kernels.evict import choose_survivors, evict, take_slots
 from lit_rlkv.kernels.shadow_attention import shadow_attention
 from lit_rlkv.kvcache.policies import SlotView
 from lit_rlkv.kvcache.prompt_attention import prompt_attention
+from lit_rlkv.kvcache.recent_queries import RecentQueries
 from lit_rlkv.types import NEVER
 
 UNUSED = -1
@@ -45,7 +46,7 @@ class SlotLayer(CacheLayerMixin):
         self.columns: Int[Tensor, "row kv_head slot"]
         """`UNUSED` in the slots without a key. A dense cache, which never compacts, does not allocate it."""
         self.first_slot: Int[Tensor, "row kv_head"]
-        self.recent_queries: Float[Tensor, "row window kv_head group dim"] | None = None
+        self.recent_queries: RecentQueries | None = None
         self.attention: Float[Tensor, "row kv_head slot"] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -138,7 +139,7 @@ class SlotLayer(CacheLayerMixin):
                 packed, key, incoming.is_prompt, scaling, softcap, last_only=last_only
             )
         if self.recent_queries is not None:
-            self._remember_prompt_queries(incoming, packed)
+            self.recent_queries.write_prompts(incoming.rows, packed)
         self._fill(incoming, key, value, attention)
         return out
 
@@ -154,8 +155,7 @@ class SlotLayer(CacheLayerMixin):
             return
         self.columns = key.new_full(shape, UNUSED, dtype=torch.long)
         if cache.policy.sees_queries:
-            window = cache.spec.window
-            self.recent_queries = packed.new_zeros(cache.n_rows, window, n_kv_heads, packed.shape[2], dim)
+            self.recent_queries = RecentQueries(packed, cache.n_rows, cache.spec.window)
         if cache.policy.tracks_attention is not None:
             self.attention = key.new_zeros(shape, dtype=torch.float32)
 
@@ -242,9 +242,7 @@ class SlotLayer(CacheLayerMixin):
             columns = cache.column[:, None].expand(-1, n_kv_heads).flatten()
             self.columns.view(-1).index_copy_(0, places, columns)
         if self.recent_queries is not None:
-            window = cache.spec.window
-            ring = torch.arange(n_rows, device=key.device) * window + cache.column % window
-            self.recent_queries.flatten(0, 1).index_copy_(0, ring, packed)
+            self.recent_queries.write(cache.column, packed)
         read = slice(cache.n_read)
         out = decode_attention(
             packed,
@@ -314,9 +312,7 @@ class SlotLayer(CacheLayerMixin):
         window = self.cache.spec.window
         queries = query_columns = None
         if self.recent_queries is not None:
-            queries = self.recent_queries[rows].permute(0, 2, 3, 1, 4)
-            place = torch.arange(window, device=keys.device)
-            query_columns = newest[:, None] - (newest[:, None] - place) % window
+            queries, query_columns = self.recent_queries.read(rows, newest)
         return SlotView(
             keys=keys,
             values=values,
@@ -330,16 +326,6 @@ class SlotLayer(CacheLayerMixin):
             generator=self.cache.generator,
             is_due=is_due,
         )
-
-    def _remember_prompt_queries(
-        self, incoming: "Prefill", query: Float[Tensor, "batch kv_head group prompt dim"]
-    ) -> None:
-        """Fill the ring buffer of recent queries; the query of column c is at index c % window."""
-        assert self.recent_queries is not None
-        window, n_columns = self.cache.spec.window, query.shape[3]
-        recent = torch.arange(max(n_columns - window, 0), n_columns, device=query.device)
-        latest = query[:, :, :, recent].permute(0, 3, 1, 2, 4).repeat_interleave(incoming.n_samples, dim=0)
-        self.recent_queries[incoming.rows[:, None], recent % window] = latest
 
 
 def _widened(pool: Float[Tensor, "row kv_head slot dim"], rows: Int[Tensor, " kept"], n_slots: int) -> Tensor:
