@@ -58,7 +58,7 @@ def test_recomputed_layers_and_a_critic_give_the_same_update(tmp_path):
 AT_ONCE = [
     REPLAYED,
     "rollout.top_p=0.9",
-    "rollout.max_rows=4",  # of 16 responses, so that rows are reused
+    "rollout.max_rows=4",  # fewer than the responses, so that rows are reused
     "fabric.tokens_per_pass=48",
     "roles.gradient_checkpointing=true",
     "roles.target_modules=[q_proj,v_proj]",
@@ -68,7 +68,13 @@ AT_ONCE = [
 
 def test_experts_and_sampling_masks_are_replayed_together(tmp_path, monkeypatch):
     checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
-    options = [*AT_ONCE, "algorithm=ppo", "algorithm.n_iterations=1"]
+    options = [
+        *AT_ONCE,
+        "algorithm=ppo",
+        "algorithm.n_iterations=1",
+        "rollout.n_prompts=4",
+        "distillation=none",
+    ]
     (row,) = metrics_of(tmp_path, "run", checkpoint, *options)
     assert 0 < row["kv/replay_gap"] < 1e-4
     assert min(row[f"kv/recorded_bytes/{name}"] for name in ("expert_ids", "sampling_masks")) > 0
