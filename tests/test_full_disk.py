@@ -1,5 +1,6 @@
 """A full disk ends every command line in one line; what is saved stays, and a run can be resumed."""
 
+import logging
 import os
 import sys
 import traceback
@@ -37,6 +38,9 @@ def ended(command, arguments, full_from=None, n_bytes=0):
     if child == 0:
         code, sys.stdout = 70, os.fdopen(write, "w", buffering=1)
         sys.stderr, sys.argv = sys.stdout, [command.__name__, *arguments]
+        for handler in [each() for each in logging._handlerList]:
+            if type(handler) is logging.StreamHandler:  # of an earlier test, whose output is in a file
+                handler.setStream(sys.stderr)
         try:
             if full_from is not None:
                 fill_disk_from(full_from, n_bytes)

@@ -71,7 +71,7 @@ def shifted(trainer):
         slow(TWICE),
         slow({"top_p": 0.8}),
         slow({"pad_to_multiple_of": 8}),
-        slow({"model_init_kwargs": {"output_router_logits": True}}),
+        slow({"model_init_kwargs": {"output_router_logits": True}, "beta": 0.1}),
     ],
     ids=str,
 )

@@ -28,9 +28,8 @@ def test_a_run_is_done_by_its_report_and_no_other_file(tmp_path):
     assert failed.reason == f"ended\nfirst\nout of memory\nsee {tmp_path / 'output.log'}"
     (tmp_path / "report.html").write_text("<html>")
     saved = composed("config", ["debug=fast", "stages=[sft]", f"runs_dir={tmp_path}"])
-    OmegaConf.save(
-        OmegaConf.masked_copy(saved, [key for key in saved if key != "hydra"]), tmp_path / "config.yaml"
-    )
+    plain = OmegaConf.masked_copy(saved, [key for key in saved if key != "hydra"])
+    OmegaConf.save(plain, tmp_path / "config.yaml", resolve=True)
     outcome = FitJob(tmp_path).outcome("kl")
     assert (outcome.state, outcome.history, outcome.metrics["kl"]) == ("finished", [0.2], 0.2)
     (tmp_path / "config.yaml").unlink()

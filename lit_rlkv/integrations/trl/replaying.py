@@ -26,7 +26,13 @@ from lit_rlkv.integrations.trl.config import EvictingConfig
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.attention import ATTENTION_NAME
-from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config, token_positions
+from lit_rlkv.models.backbone import (
+    head_is_frozen,
+    head_logits,
+    optional_setting,
+    text_config,
+    token_positions,
+)
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.hydra import checkpoint_layers
 from lit_rlkv.models.routing import by_token, replayed_experts, routers_of
@@ -193,6 +199,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         positions, expert_ids = token_positions(attention_mask), rollout.expert_ids
         backbone = causal_lm(self.accelerator.unwrap_model(model))
         tokens, flat = labels[:, 1:][is_read], None
+        if optional_setting(text_config(backbone), "output_router_logits"):
+            options.setdefault("output_router_logits", False)  # where TRL drops the auxiliary loss
         if not options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
             is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
             n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
