@@ -167,6 +167,7 @@ def test_fewer_rollout_rows_need_a_smaller_cache(sft_runs):
     assert float(few[0]["kv/replay_gap"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypatch):
     called, attend = [], kernel.decode_attention
 
@@ -213,7 +214,8 @@ def test_settings_that_the_device_does_not_support_are_refused_before_any_work(t
     assert not (tmp_path / "sft_models").exists()
 
 
-@pytest.mark.parametrize("policy", short_tier(sorted(POLICIES), ["snapkv"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
     run(
         sft_runs,
@@ -231,7 +233,7 @@ def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
     [
         *map(slow, ("dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_plain", "gspo", "cispo")),
         "ppo",
-        "online_dpo",
+        slow("online_dpo"),
     ],
 )
 def test_every_algorithm_runs(sft_runs, algorithm):
@@ -240,6 +242,7 @@ def test_every_algorithm_runs(sft_runs, algorithm):
     assert len(rows_of(sft_runs / algorithm / "metrics.csv")) == 2
 
 
+@pytest.mark.slow
 def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(sft_runs):
     overrides = ["experiment=rlhf", "sft.on_policy_pairs.n_prompts=64", "roles.value_init=reward"]
     results = run(sft_runs, "rlhf", *overrides)

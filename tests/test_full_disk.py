@@ -83,7 +83,7 @@ def contents(folder):
             ("[sft,eval]", "evaluation.json"),
             ("[sft,eval]", "report.html"),
         ],
-        [("[sft]", "pass-1"), ("[sft]", "sft_models")],
+        [("[sft]", "sft_models")],
     ),
 )
 def test_a_run_without_rl_ends_in_one_line_on_a_full_disk_and_is_resumed(tmp_path, stages, full_from):

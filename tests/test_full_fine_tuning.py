@@ -16,7 +16,7 @@ from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages.export import policy_logits, probe_tokens
 from tests.hand_built import ARMS, gradients_of, make_datamodule, make_model, make_module, make_roles
 from tests.test_resume import assert_same_run, rows_of
-from tests.tiers import pairwise
+from tests.tiers import short_tier
 from tests.whole_runs import config, run, scoring
 
 FULL = [
@@ -113,7 +113,17 @@ CROSSES = [
 ]
 
 
-@pytest.mark.parametrize(("correction", "policy", "distillation"), pairwise(CROSSES))
+SHORT = [
+    ("shadow", "random", "sparse_student"),
+    ("tis", "snapkv", "none"),
+    ("naive", "h2o", "dense_student"),
+    ("mis", "streaming", "none"),
+    ("sparse_rl", "random", "none"),
+    ("dense", "dense", "none"),
+]
+
+
+@pytest.mark.parametrize(("correction", "policy", "distillation"), short_tier(CROSSES, SHORT))
 def test_all_weights_train_with_every_correction_cache_and_distillation(
     runs, correction, policy, distillation
 ):

@@ -25,6 +25,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_run_starts_from_the_weights_of_the_file(folder):
     _, module = open_run(find_run(folder / "a"))
     (converted,) = (folder / CONVERTED_MODELS).iterdir()
@@ -32,6 +33,7 @@ def test_the_run_starts_from_the_weights_of_the_file(folder):
     assert torch.equal(module.roles.backbone("policy").get_input_embeddings().weight, expected)
 
 
+@pytest.mark.slow
 def test_evaluation_repeats_what_the_run_found(folder):
     saved = json.loads((folder / "a" / EVALUATION).read_text())["after"]
     found = evaluate(convert(EvaluateConfig, {"ckpt": str(folder / "a")}))
@@ -40,6 +42,7 @@ def test_evaluation_repeats_what_the_run_found(folder):
     ]
 
 
+@pytest.mark.slow
 def test_the_export_is_a_plain_checkpoint(folder, tmp_path):
     to, _ = export(convert(ExportConfig, {"ckpt": str(folder / "a"), "to": str(tmp_path / "model")}))
     model = AutoModelForCausalLM.from_pretrained(to)

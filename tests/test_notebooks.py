@@ -11,8 +11,6 @@ import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from tests.tiers import short_tier
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 
@@ -115,7 +113,8 @@ def fresh_clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("path", short_tier(NOTEBOOKS, NOTEBOOKS[:1]), ids=lambda path: path.stem)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_small_from_a_fresh_clone_and_shows_the_same_kinds_of_output(path, fresh_clone):
     committed = read(path)
     small = run(read(path), fresh_clone / "notebooks", is_small=True)

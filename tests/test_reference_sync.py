@@ -17,7 +17,6 @@ from lit_rlkv.runs.checkpoint import REFERENCE
 from lit_rlkv.runs.open_run import find_run, open_run
 from tests.test_full_fine_tuning import FULL, KL, PREFIX, start_weights, trained_weights
 from tests.test_resume import ROOT, assert_same_run, rows_of
-from tests.tiers import slow
 from tests.whole_runs import config, run, scoring
 
 OPTIONS = [*FULL, KL, "experiment=shadow", "algorithm.lr_schedule=constant"]
@@ -58,6 +57,7 @@ def test_the_kl_is_zero_on_the_first_minibatch_after_a_sync_with_alpha_one(runs,
     assert synced[:2] == fixed[:2]
 
 
+@pytest.mark.slow
 def test_a_share_of_the_policy_leaves_a_smaller_kl_than_no_sync(runs, fixed):
     run(runs, "half", *ONE_MINIBATCH, "algorithm.n_iterations=3", f"{EVERY}=2")
     assert 1e-6 < kls(runs / "half")[2] < fixed[2] / 2  # near (1 - 0.6)² of it
@@ -95,7 +95,8 @@ def straight(runs) -> Path:
     return runs / "straight"
 
 
-@pytest.mark.parametrize("n_before", [3, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_before", [3, 2])
 def test_a_run_stopped_between_two_syncs_or_right_after_one_resumes_bit_for_bit(runs, straight, n_before):
     folder = runs / f"resumed-{n_before}"
     run(runs, folder.name, *RESUMED, f"algorithm.n_iterations={n_before}")
@@ -104,6 +105,7 @@ def test_a_run_stopped_between_two_syncs_or_right_after_one_resumes_bit_for_bit(
     assert references(folder, 5) == references(straight, 5)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_not_loaded_makes_another_run(runs, straight, monkeypatch):
     monkeypatch.setattr("lit_rlkv.stages.rl.load_reference", lambda roles, weights: None)
     run(runs, "forgetful", *RESUMED, "algorithm.n_iterations=3")
@@ -130,6 +132,7 @@ def test_a_run_killed_at_random_moments_resumes_bit_for_bit(runs, algorithm, n_k
     assert references(folder, n_iterations) == references(straight, n_iterations)
 
 
+@pytest.mark.slow
 def test_export_and_evaluation_take_the_policy_and_an_opened_run_its_synced_reference(runs, tmp_path):
     run(runs, "used", *OPTIONS, f"{EVERY}=1", "algorithm.n_iterations=2")
     _, module = open_run(find_run(runs / "used"))
@@ -145,6 +148,7 @@ def test_export_and_evaluation_take_the_policy_and_an_opened_run_its_synced_refe
     assert rows["dense"].kl == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_whose_reference_only_a_callback_of_the_user_reads_can_be_opened(runs, tmp_path):
     anchor = "+user_callbacks.anchor={_target_: lit_rlkv.callbacks.shadow_distillation.ShadowDistillation, "
     anchor += "direction: sparse_student, weight: 0.0, teacher: reference, anchor_weight: 1.0}"

@@ -56,7 +56,7 @@ def sft_runs(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("algorithm", "n_kills", "n_iterations"),
-    [("grpo", 3, 40), slow("grpo", 20, 140), slow("ppo", 3, 40), slow("online_dpo", 3, 40)],
+    [("grpo", 2, 20), slow("grpo", 20, 140), slow("ppo", 3, 40), slow("online_dpo", 3, 40)],
 )
 def test_a_run_killed_at_random_moments_resumes_bit_for_bit(sft_runs, algorithm, n_kills, n_iterations):
     # The record of what top_p leaves is saved nowhere: an iteration that was cut off is sampled again.

@@ -158,6 +158,7 @@ def test_a_crashed_stage_shows_why_on_the_page():
     assert "RuntimeError" not in page.section("D", {"stages": [row | {"outcome": "done"}]}, is_toy=False)
 
 
+@pytest.mark.slow
 def test_every_module_of_the_stages_lives_without_the_packages_of_a_training_run():
     imports = "\n".join(f"importlib.import_module({name!r})" for name in MODULES)
     done = on_a_lent_machine(

@@ -43,7 +43,7 @@ def loaded_by(code: str) -> set[str]:
 @pytest.mark.parametrize(
     "script",
     [
-        "kernels, kernel_parts.run, kernel_parts.tune",
+        slow("kernels, kernel_parts.run, kernel_parts.tune"),
         slow("learner, kernel_parts.learner"),
         slow("rollout"),
     ],

@@ -133,7 +133,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(block: int | None):
 
 
 @pytest.mark.usefixtures("_outputs_start_as_nan")
-@pytest.mark.parametrize("block", [slow(None), 16])
+@pytest.mark.parametrize("block", [slow(None), slow(16)])
 def test_a_group_split_over_programs_adds_up_to_the_same(block: int | None, monkeypatch: pytest.MonkeyPatch):
     case, found = make_case(17, 4, random_evictions(17)), set()
     plan = layer_plan(case.evicted_at.to(DEVICE), block) if block else None
