@@ -48,7 +48,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_together(texts: Mapping[Path, str]) -> None:
-    """Replace the contents of several files, each atomically, once all are written; else none."""
+    """Replace the contents of several files, each atomically; none if one of them cannot be written."""
     partials = {path: _beside(path, "partial") for path in texts}
     try:
         for path, partial in partials.items():

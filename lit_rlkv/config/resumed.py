@@ -14,7 +14,7 @@ from lit_rlkv.config.options import INTERPOLATION, default_values, leaves, show
 from lit_rlkv.config.parsing import AUTO, check_types
 from lit_rlkv.config.run_labels import LABELS, OURS, Choices
 from lit_rlkv.config.schema import Config
-from lit_rlkv.config.targets import EMPTY, check_saved_code, default_argument
+from lit_rlkv.config.targets import NO_DEFAULT, check_saved_code, default_argument
 from lit_rlkv.config.unknown_keys import PRESETS
 from lit_rlkv.files import MAX_CONFIG_BYTES, check_yaml, read_text
 from lit_rlkv.run_files import CONFIG
@@ -34,10 +34,12 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
-PLACES = ("dir", "uri", "url", "path", "location", "folder", "root", "file", "filename")
+PATH_ENDINGS = ("dir", "directory", "uri", "url", "path", "location", "folder", "root", "file", "filename")
 """Endings of the names of a logger's arguments that are a folder, a file or an address."""
-LEADS_ELSEWHERE = re.compile(r"[~/\\]|.*:[/\\]|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
+OUTSIDE_PATH = re.compile(r"[~/\\]|.*:[/\\]|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
 """Values that are a place whatever the argument: ~, an absolute path, an address, or a path with `..`."""
+VARIABLE = re.compile(r"\$|%.*%", re.DOTALL)
+"""Values that a logger may complete from the environment, as Lightning's TensorBoardLogger does."""
 N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
 NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric", "correction", "optimizer")
@@ -119,12 +121,21 @@ def check_saved_logger(logger: DictConfig | None, run_dir: Path, overrides: Sequ
         name, is_given = key.rpartition(".")[2], any(f"{key}.".startswith(f"{one}.") for one in given)
         if is_given or name == "_target_":
             continue
-        is_path = name.lower().endswith(PLACES) or LEADS_ELSEWHERE.match(value)
+        is_path = name.lower().endswith(PATH_ENDINGS) or OUTSIDE_PATH.match(value) or VARIABLE.search(value)
         require(
-            not is_path or Path(value).expanduser().resolve().is_relative_to(run_dir.resolve()),
+            not is_path or _is_inside(value, run_dir),
             f"{key}={value} of the saved config is outside of {run_dir}; if the logger may write there, give "
             "logger=... with its keys again on the command line, else logger=csv",
         )
+
+
+def _is_inside(value: str, run_dir: Path) -> bool:
+    if VARIABLE.search(value):
+        return False
+    try:
+        return Path(value).expanduser().resolve().is_relative_to(run_dir.resolve())
+    except (RuntimeError, ValueError):  # a home of nobody, or a null byte
+        return False
 
 
 def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -188,7 +199,7 @@ def _fill_in(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
     target = one.get(f"{node}._target_")
     if target is not None and target == other.get(f"{node}._target_"):
         default = default_argument(target, argument)
-        if default is not EMPTY:
+        if default is not NO_DEFAULT:
             one.setdefault(name, default)
             other.setdefault(name, default)
 

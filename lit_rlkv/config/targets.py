@@ -18,7 +18,7 @@ GGUF, GGUF_MAGIC, GGUF_PART = ".gguf", b"GGUF", re.compile(r"-\d+-of-\d+$")
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
 INSTANTIATE = ("_target_", "_partial_")
 """Keys that a node may have beside named arguments; `_args_` would pass a signature check unseen."""
-EMPTY = inspect.Parameter.empty
+NO_DEFAULT = inspect.Parameter.empty
 HOMES = (
     "lit_rlkv.callbacks.",
     "lit_rlkv.reporting.loggers.",
@@ -204,10 +204,10 @@ def _arguments_of(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def default_argument(target: str, name: str) -> Any:
-    """Return the default of an argument of a target that a config may name; `EMPTY` without one."""
+    """Return the default of an argument of a target that a config may name; `NO_DEFAULT` without one."""
     check_targets({"_target_": target})
     parameter = _arguments_of(get_object(target))[0].get(name)
-    return EMPTY if parameter is None else parameter.default
+    return NO_DEFAULT if parameter is None else parameter.default
 
 
 def _targets(node: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -166,9 +166,12 @@ def count_tokens(
         return [[*map(len, column)] for column in columns]
     encoded = [_batch_ids(tokenizer, texts, add_special_tokens=not has_template)]
     encoded += [_batch_ids(tokenizer, column, add_special_tokens=False) for column in completions]
-    unk = tokenizer.unk_token_id
+    unk, checked = tokenizer.unk_token_id, encoded
+    if unk is not None and has_template:  # which may leave a message out
+        contents = ["\n".join(message["content"] for message in _messages(prompt)) for prompt in prompts]
+        checked = [*encoded, _batch_ids(tokenizer, contents, add_special_tokens=False)]
     for row in range(len(prompts)) if unk is not None else ():
-        if any(unk in column[row] for column in encoded):  # perhaps of a word, perhaps as an opening token
+        if any(unk in column[row] for column in checked):  # perhaps of a word, perhaps as an opening token
             encode_prompt(tokenizer, prompts[row])
             for column in completions:
                 check_encodable(tokenizer, column[row])

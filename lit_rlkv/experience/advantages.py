@@ -55,7 +55,7 @@ class AdvantageEstimator(ABC):
 
     @abstractmethod
     def compute(self, experience: Experience) -> Advantages:
-        """Return the advantages of all response tokens."""
+        """Return the advantages of all response tokens; it may be called more than once for a rollout."""
 
 
 def _single_rows(rollout: Rollout) -> Int[Tensor, "batch 1"]:

@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.text import Text
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.interrupts import is_first_process
 from lit_rlkv.units import human_seconds
 
 N_PLAIN_LINES = 10
@@ -41,7 +42,7 @@ Field = float | int | str
 @cache
 def stderr_console() -> Console:
     """Return the shared console; printing on another one would break the progress bar."""
-    return Console(stderr=True, markup=False, emoji=False)
+    return Console(stderr=True, markup=False, emoji=False, quiet=not is_first_process())
 
 
 def say(console: Console, text: str, *, stage: str = "") -> None:

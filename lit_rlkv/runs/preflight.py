@@ -159,8 +159,8 @@ def _check_reference_sync(cfg: Config) -> None:
     require(
         LAYOUTS[layout].trains_backbones,
         f"algorithm.reference_sync.every={every} needs a policy with weights of its own to mix into the "
-        f"reference, but roles.layout={layout} trains an adapter, and the reference is the backbone without "
-        "it; use roles=full, or algorithm.reference_sync.every=null",
+        f"reference, but roles.layout={layout} trains an adapter; use roles=full, or "
+        "algorithm.reference_sync.every=null",
     )
     require(
         "reference" in needed_roles(cfg),

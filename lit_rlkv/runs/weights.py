@@ -31,7 +31,7 @@ def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigError: names or shapes differ.
     """
-    _load(_parameters(module, trained=True), weights)
+    _load(_parameters(module, trained=True), weights, "trained parameters")
 
 
 def load_reference(roles: Roles, weights: Mapping[str, Tensor]) -> None:
@@ -41,7 +41,7 @@ def load_reference(roles: Roles, weights: Mapping[str, Tensor]) -> None:
         ConfigError: names or shapes differ.
     """
     if weights and "reference" in roles.needed:
-        _load(_parameters(roles.backbone("reference"), trained=False), weights)
+        _load(_parameters(roles.backbone("reference"), trained=False), weights, "reference")
         roles.reference_is_synced = True
 
 
@@ -54,11 +54,11 @@ def _gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: gather_full(parameter.detach()) for name, parameter in parameters.items()}
 
 
-def _load(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+def _load(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], name_of_all: str) -> None:
     if own.keys() != weights.keys():
         odd = sorted(own.keys() ^ weights.keys())
         raise ConfigError(
-            f"the checkpoint must hold this model's trained parameters, but {len(odd)} differ, such as "
+            f"the checkpoint must hold this model's {name_of_all}, but {len(odd)} differ, such as "
             f"{odd[0]}; give the roles that it was trained with"
         )
     for name, parameter in own.items():

@@ -44,9 +44,19 @@ def load(dataset: str, name: str | None, split: str) -> Any:
         raise ValueError(f"{dataset!r} holds no rows; write one JSON object per line") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError, *_DAMAGED) as error:
         raise ValueError(
-            f"cannot load split {split!r} of {dataset!r}: {_said(error.__cause__ or error)}; give a name on "
-            "the hub, a folder, or a file (.jsonl, .json, .parquet), and a split of it"
+            f"cannot load split {split!r} of {dataset!r}: {_message(error.__cause__ or error)}; give a name "
+            "on the hub, a folder, or a file (.jsonl, .json, .parquet), and a split of it"
         ) from error
+
+
+def is_of_content(error: BaseException) -> bool:
+    """True if an error of `load` is about what a file holds, and not about its name or split."""
+    cause = error.__cause__
+    while cause is not None:
+        if isinstance(cause, UnicodeDecodeError) or type(cause).__name__.startswith("DatasetGeneration"):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def converted_rows(rows: Any, start: int, stop: int) -> list[dict[str, Any] | ValueError]:
@@ -57,7 +67,7 @@ def converted_rows(rows: Any, start: int, stop: int) -> list[dict[str, Any] | Va
         if stop - start > 1:
             middle = (start + stop) // 2
             return converted_rows(rows, start, middle) + converted_rows(rows, middle, stop)
-        return [ValueError(f"{_unreadable(rows, start)}: {_said(error)}; fix the value, or drop the row")]
+        return [ValueError(f"{_unreadable(rows, start)}: {_message(error)}; fix the value, or drop the row")]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -72,7 +82,7 @@ def _unreadable(rows: Any, index: int) -> str:
     return f"cannot read column {' and '.join(bad)}"
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """Return the message of an error on one line, behind its kind if that says more."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if isinstance(error, _DAMAGED) else text

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from lit_rlkv.files import stamps
-from lit_rlkv.tasks.hub import BATCH, converted_rows, load
+from lit_rlkv.tasks.hub import BATCH, converted_rows, is_of_content, load
 from lit_rlkv.types import Message, Prompt
 from lit_rlkv.units import shortened
 
@@ -123,8 +123,9 @@ def read_rows(
         return _parse_lines(path, lambda entry: parse(_select(entry, columns, list(entry), hint)))
     try:
         loaded = load(path, name, split)
-    except ValueError:
-        _check_text_files(Path(path).expanduser())  # names the line
+    except ValueError as error:
+        if is_of_content(error):
+            _check_text_files(Path(path).expanduser())  # names the line
         raise
     _select(dict.fromkeys(loaded.column_names), columns, loaded.column_names, f"{hint} ({dataset!r})")
     rows = loaded.select_columns([*dict.fromkeys(column for _, column in columns)])

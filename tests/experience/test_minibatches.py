@@ -1,4 +1,4 @@
-"""Parts of a rollout, and denominators of the loss against TRL 1.16 (GRPOTrainer._compute_loss)."""
+"""Parts of a rollout, and denominators of the loss against the formulas of TRL 1.16."""
 
 from dataclasses import replace
 
