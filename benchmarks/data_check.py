@@ -4,7 +4,8 @@
 
 Each tokenizer has a process of its own, for its peak of memory: `characters` is that of the native tasks,
 `chat` the one of `benchmarks/prompts.py` with a chat template. The floor is `json.loads` of every line and
-nothing else. One thread. Rows go to benchmarks/results/data_check.jsonl.
+nothing else. One thread; seconds are of the processor, which other programs hardly change. Rows go to
+benchmarks/results/data_check.jsonl.
 """
 
 import argparse

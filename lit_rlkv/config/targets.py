@@ -219,6 +219,11 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 not unnamed,
                 f"{path}.{', '.join(unnamed)} must be arguments by name, beside {' and '.join(INSTANTIATE)}",
             )
+            partial = node.get("_partial_")
+            require(
+                partial is None or isinstance(partial, bool),
+                f"{path}._partial_ must be true or false, got {show(partial)}",
+            )
             yield path, node["_target_"], {k: v for k, v in node.items() if not str(k).startswith("_")}
         for key, value in node.items():
             yield from _targets(value, f"{path}.{key}".lstrip("."))

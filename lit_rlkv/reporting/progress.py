@@ -88,7 +88,7 @@ class ProgressMeter:
         if self.quiet_s == 0:
             self._open_bar(n_done or 0, n_total)
 
-    def _open_bar(self, n_done: float | int, n_total: int | None) -> None:
+    def _open_bar(self, n_done: int, n_total: int | None) -> None:
         if self.console.is_interactive:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -114,7 +114,7 @@ class ProgressMeter:
         if self.quiet_s > 0 and self._bar is None:
             if time.monotonic() - self._started_at < self.quiet_s:
                 return
-            self._open_bar(n_done, n_total)
+            self._open_bar(int(n_done), n_total)
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=n_done, total=n_total, fields=format_fields(fields))

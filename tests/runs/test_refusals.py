@@ -184,6 +184,8 @@ JUDGED = [
             ["algorithm=ppo", "algorithm.advantage.whiten_advantages=no"],
             "algorithm.advantage.whiten_advantages must be true or false, got no",
         ),
+        (["algorithm.loss._partial_=1e39"], "algorithm.loss._partial_ must be true or false, got 1e+39"),
+        (["optimizer._partial_=1"], "optimizer._partial_ must be true or false, got 1"),
         (["roles.gradient_checkpointing=no"], "roles.gradient_checkpointing must be true or false, got no"),
         (
             ["algorithm.max_grad_norm=abc"],
