@@ -46,6 +46,16 @@ def test_every_row_of_a_users_data_is_measured(write):
     assert sizes.places[199].endswith("a.jsonl:200")
 
 
+def test_an_unknown_word_in_a_message_that_the_template_leaves_out_is_refused(write):
+    messages = [{"role": "system", "content": "odd"}, {"role": "user", "content": "a b"}]
+    task = JsonlTask(write(*({"prompt": messages, "answer": "a"} for _ in range(30))))
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }} {% endfor %}b"
+    with pytest.raises(ValueError, match="no token for 'odd'"):
+        measure(task, words("a", "b", template=template), 0, needs_eval_split=False)
+    sizes = measure(task, words("a", "b", "odd", template=template), 0, needs_eval_split=False)
+    assert sizes.prompts == [3] * 30
+
+
 def test_batches_are_measured_as_single_texts(write):
     task = JsonlTask(
         write(*(row | {"prompt": "a b " * (n + 1)} for n, row in enumerate(rows(30, answer="b a"))))

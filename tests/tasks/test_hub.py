@@ -147,3 +147,9 @@ def test_the_split_is_part_of_the_place(datasets, tmp_path):
     rows = {"prompt": ["a", None], "answer": ["1", "2"]}
     datasets.DatasetDict(test=datasets.Dataset.from_dict(rows)).save_to_disk(str(tmp_path / "data"))
     assert refusal(tmp_path / "data", split="test").startswith(f"{tmp_path / 'data'} test row 1: prompt must")
+
+
+def test_a_split_that_does_not_exist_is_named_whatever_other_files_hold(folder):
+    write(folder / "train.parquet", prompt=["a"], answer=["1"])
+    (folder / "notes.csv").write_bytes(b"\xe9")
+    assert refusal(folder, split="nosuch").startswith(f"cannot load split 'nosuch' of '{folder}': ")
