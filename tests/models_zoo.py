@@ -27,7 +27,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lit_rlkv.models import prepare_backbone
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.rollout import generate
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 4, 8, 3
 PAD = 0
@@ -127,3 +129,14 @@ def ragged_prompts(lens: tuple[int, ...] = (14, 9, 4, 1)) -> tuple[Tensor, Tenso
     attention_mask = torch.arange(width) >= width - torch.tensor(lens)[:, None]
     input_ids = torch.randint(1, VOCAB, (len(lens), width), generator=generator)
     return input_ids.masked_fill(~attention_mask, PAD), attention_mask
+
+
+def gap_of_a_rollout(model: PreTrainedModel) -> float:
+    """Largest |log π − log μ| of a learner that replays a rollout of ragged prompts, in nats."""
+    input_ids, is_prompt = ragged_prompts()
+    spec = CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3)
+    rollout = generate(
+        model, input_ids, is_prompt, cache=spec, max_new_tokens=8, eos_token_id=None, pad_token_id=PAD
+    )
+    with torch.no_grad():
+        return float((replay_logps(model, rollout) - rollout.rollout_logps).abs().max())

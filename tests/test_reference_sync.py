@@ -1,8 +1,5 @@
 """Runs whose reference follows the policy: what they compute, save, resume and export."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,8 @@ from lit_rlkv.export import export
 from lit_rlkv.runs.checkpoint import REFERENCE
 from lit_rlkv.runs.open_run import find_run, open_run
 from tests.test_full_fine_tuning import FULL, KL, PREFIX, start_weights, trained_weights
-from tests.test_resume import ROOT, assert_same_run, rows_of
-from tests.whole_runs import config, run, scoring
+from tests.test_resume import assert_same_run, rows_of
+from tests.whole_runs import config, run, run_killed, scoring
 
 OPTIONS = [*FULL, KL, "experiment=shadow", "algorithm.lr_schedule=constant"]
 EVERY = "algorithm.reference_sync.every"
@@ -121,13 +118,7 @@ def test_a_run_killed_at_random_moments_resumes_bit_for_bit(runs, algorithm, n_k
     options = [*OPTIONS, f"algorithm={algorithm}", f"algorithm.n_iterations={n_iterations}", f"{EVERY}=3"]
     straight, folder = (runs / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
     run(runs, straight.name, *options)
-    command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *options]
-    done = subprocess.run(
-        [*command, f"runs_dir={runs}", f"hydra.run.dir={folder}"],
-        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert 0 < int(done.stdout.split()[-1]) < n_iterations
+    assert 0 < run_killed(runs, folder.name, n_kills, *options)[-1] < n_iterations
     assert_same_run(folder, straight)
     assert references(folder, n_iterations) == references(straight, n_iterations)
 

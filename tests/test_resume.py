@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from lit_rlkv.runs.resume import is_done
 from lit_rlkv.runs.signals import EXIT_CODE
 from lit_rlkv.runs.training_run import Results
 from tests.tiers import slow
-from tests.whole_runs import TINY, run, said_by, scoring
+from tests.whole_runs import TINY, run, run_killed, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
@@ -68,13 +67,7 @@ def test_a_run_killed_at_random_moments_resumes_bit_for_bit(sft_runs, algorithm,
     ]
     straight, folder = (sft_runs / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
     run(sft_runs, straight.name, *options)
-    command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *options]
-    done = subprocess.run(
-        [*command, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}"],
-        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    n_done = [int(line) for line in done.stdout.split()]
+    n_done = run_killed(sft_runs, folder.name, n_kills, *options)
     assert len(n_done) == n_kills
     assert 0 < n_done[0] < n_done[-1] < n_iterations
     assert seconds_of(folder, "rl") >= float(rows_of(folder)[-1]["time/wall_clock_s"])

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -49,6 +50,21 @@ def config(tmp_path, *overrides):
 def run(tmp_path, name, *overrides, resumes=False):
     cfg = config(tmp_path, *overrides)
     return fit(cfg, tmp_path / name, Console(quiet=True), resumes=resumes)
+
+
+def run_killed(tmp_path, name, n_kills, *overrides):
+    """Train in processes that are killed at random moments; return the iterations done at each kill."""
+    command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *overrides]
+    done = subprocess.run(
+        [*command, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path / name}"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
 
 
 def shared_sft_model(cfg, shared):

@@ -121,17 +121,15 @@ def check_saved_logger(logger: DictConfig | None, run_dir: Path, overrides: Sequ
         name, is_given = key.rpartition(".")[2], any(f"{key}.".startswith(f"{one}.") for one in given)
         if is_given or name == "_target_":
             continue
-        is_path = name.lower().endswith(PATH_ENDINGS) or OUTSIDE_PATH.match(value) or VARIABLE.search(value)
+        is_path = name.lower().endswith(PATH_ENDINGS) or OUTSIDE_PATH.match(value)
         require(
-            not is_path or _is_inside(value, run_dir),
+            not VARIABLE.search(value) and (not is_path or _is_inside(value, run_dir)),
             f"{key}={value} of the saved config is outside of {run_dir}; if the logger may write there, give "
             "logger=... with its keys again on the command line, else logger=csv",
         )
 
 
 def _is_inside(value: str, run_dir: Path) -> bool:
-    if VARIABLE.search(value):
-        return False
     try:
         return Path(value).expanduser().resolve().is_relative_to(run_dir.resolve())
     except (RuntimeError, ValueError):  # a home of nobody, or a null byte

@@ -139,8 +139,8 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
 
 def _sampling(processors: LogitsProcessorList) -> dict[str, Any]:
     """Return the arguments of a rollout that sample as the checked processors do."""
-    names = [(each, _WARPERS[type(each)]) for each in processors if type(each) in _WARPERS]
-    return {name: getattr(each, name) for each, name in names}
+    warpers = [each for each in processors if type(each) in _WARPERS]
+    return {(name := _WARPERS[type(each)]): getattr(each, name) for each in warpers}
 
 
 def _check_model_kwargs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

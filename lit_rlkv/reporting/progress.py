@@ -101,7 +101,7 @@ class ProgressMeter:
                 # Iterations may take minutes; rich's default of 30 seconds would show no remaining time.
                 speed_estimate_period=float("inf"),
             )
-            self._bar.add_task(self.description, total=n_total, completed=int(n_done), fields="")
+            self._bar.add_task(self.description, total=n_total, completed=n_done, fields="")
             self._bar.start()
 
     def show(self, n_done: float | int, n_total: int, fields: Mapping[str, Field]) -> None:

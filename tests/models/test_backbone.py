@@ -16,7 +16,6 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import can_be_captured, check_length, head_dims, head_logits, token_positions
 from lit_rlkv.rollout import generate
-from tests.models.test_preparation import gap_of_a_rollout
 from tests.models_zoo import (
     HEAD_DIM,
     HEADS,
@@ -25,6 +24,7 @@ from tests.models_zoo import (
     SIZE,
     VOCAB,
     build,
+    gap_of_a_rollout,
     ragged_prompts,
     tiny_config,
     tiny_model,

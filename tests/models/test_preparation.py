@@ -18,15 +18,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer import SlotLayer
-from lit_rlkv.models import attention, prepare_backbone, replay_logps
-from lit_rlkv.rollout import generate
+from lit_rlkv.models import attention, prepare_backbone
 from tests.models_zoo import (
     FAMILIES,
     HEADS,
     HIDDEN,
-    PAD,
     SIZE,
     VOCAB,
     build,
@@ -34,16 +31,6 @@ from tests.models_zoo import (
     tiny_config,
     tiny_model,
 )
-
-
-def gap_of_a_rollout(model: PreTrainedModel) -> float:
-    input_ids, is_prompt = ragged_prompts()
-    spec = CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3)
-    rollout = generate(
-        model, input_ids, is_prompt, cache=spec, max_new_tokens=8, eos_token_id=None, pad_token_id=PAD
-    )
-    with torch.no_grad():
-        return float((replay_logps(model, rollout) - rollout.rollout_logps).abs().max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -36,10 +36,9 @@ def _check_sampling(config: Any) -> None:
     bound = "give the longest completion, in tokens"
     Range(least=1).check("max_completion_length", config.max_completion_length, int, bound)
     check_temperature("temperature", config.temperature, is_greedy_allowed=False)
-    keeps_all = "{} keeps all tokens"
-    Range(least=0).check("top_k", config.top_k or 0, int, keeps_all.format(0))
-    Range(above=0, most=1).check("top_p", config.top_p, hint=keeps_all.format(1))
-    Range(least=0, below=1).check("min_p", config.min_p or 0, hint=keeps_all.format(0))
+    Range(least=0).check("top_k", config.top_k or 0, int, "0 keeps all tokens")
+    Range(above=0, most=1).check("top_p", config.top_p, hint="1 keeps all tokens")
+    Range(least=0, below=1).check("min_p", config.min_p or 0, hint="0 keeps all tokens")
 
 
 @dataclass
@@ -108,7 +107,7 @@ class EvictingGRPOConfig(EvictingConfig, GRPOConfig):  # type: ignore[misc]
         replay_routing: for mixtures of experts, the learner and the reference take the experts that the
             sampler's routers chose (arXiv:2510.11370).
         distillation: "dense_student" adds KL(π_dense ‖ sg π_shadow) to the loss, "sparse_student"
-            KL(sg reference_dense ‖ π_shadow), over the whole vocabulary (arXiv:2605.06850); "none": neither.
+            KL(sg reference_dense ‖ π_shadow) (arXiv:2605.06850); "none": neither.
         distillation_weight: weight of the KL, in nats per completion token.
 
     With `top_k`, `top_p` and `min_p` all distributions at a completion token, those of the policy, the
