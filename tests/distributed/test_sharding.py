@@ -57,7 +57,7 @@ def assert_same(folder, one, two):
         slow("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
         slow("pairs", ["algorithm=online_dpo"]),
         slow("sharded_sync", [*SYNC, "fabric.unshard_rollout=true"]),
-        slow("sampling_masks", ["rollout.top_k=20", "rollout.top_p=0.9", "fabric.tokens_per_pass=48"]),
+        slow("sharded_masks", ["rollout.top_k=20", "rollout.top_p=0.9", "fabric.tokens_per_pass=48"]),
     ],
 )
 def test_two_sharded_ranks_equal_one_process(folder, name, options):

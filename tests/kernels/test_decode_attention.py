@@ -170,14 +170,14 @@ def shifted_slots(query, keys, *args, received, **kwargs) -> Tensor:
 
 @pytest.mark.parametrize("wrong", [one_slot_more, one_slot_less, swapped_kv_heads, shifted_slots])
 def test_the_comparison_catches(wrong):
-    assert min(excess_errors(wrong, make_inputs(TOY, torch.float32))) > 10.0
+    assert min(excess_errors(wrong, make_inputs(TOY, torch.float32))) > 100.0
 
 
 def test_the_comparison_catches_a_forgotten_softcap():
     def forgets(*args, softcap, **kwargs) -> Tensor:
         return decode_attention(*args, **kwargs)
 
-    assert min(excess_errors(forgets, make_inputs(TOY, torch.float32), softcap=2.0)) > 10.0
+    assert min(excess_errors(forgets, make_inputs(TOY, torch.float32), softcap=2.0)) > 100.0
 
 
 def make_hand_example() -> tuple[Inputs, Tensor]:
@@ -246,7 +246,7 @@ def test_the_comparison_catches_scores_that_do_not_start_afresh():
         received.nan_to_num_(1.0).add_(share)
         return out
 
-    assert accumulation_error(forgets, make_inputs(TOY, torch.float32)) > 10.0
+    assert accumulation_error(forgets, make_inputs(TOY, torch.float32)) > 100.0
 
 
 def test_accumulation_leaves_unused_slots_unchanged(attend):

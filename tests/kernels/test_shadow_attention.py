@@ -8,6 +8,7 @@ from torch import Tensor
 from lit_rlkv.kernels.shadow_attention import shadow_attention, shadow_attention_with_lse
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.types import NEVER
+from tests.kernels.accuracy import bound
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 KV_HEADS, DIM, DIM_V = 2, 16, 8
@@ -59,7 +60,7 @@ def excess_error(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor, Ten
 @pytest.mark.parametrize(("seq", "group"), [(1, 1), (17, 4), (33, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_as_accurate_as_plain_torch(seq: int, group: int, dtype: torch.dtype):
-    assert excess_error(shadow_attention, make_inputs(seq, group, dtype)) <= 2.0
+    assert excess_error(shadow_attention, make_inputs(seq, group, dtype)) <= bound(dtype)
 
 
 @pytest.mark.parametrize("shift", [1, -1])
@@ -69,14 +70,14 @@ def test_the_comparison_catches_evictions_off_by_one(shift: int):
             query, key, value, torch.where(evicted_at < NEVER, evicted_at + shift, evicted_at), scaling
         )
 
-    assert excess_error(shifted, make_inputs(*ODD, torch.float32)) > 10.0
+    assert excess_error(shifted, make_inputs(*ODD, torch.float32)) > 100.0
 
 
 def test_the_comparison_catches_swapped_kv_heads():
     def swapped(query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float) -> Tensor:
         return shadow_attention(query, key, value, evicted_at.flip(1), scaling)
 
-    assert excess_error(swapped, make_inputs(*ODD, torch.float32)) > 10.0
+    assert excess_error(swapped, make_inputs(*ODD, torch.float32)) > 100.0
 
 
 def test_one_table_can_serve_all_heads():

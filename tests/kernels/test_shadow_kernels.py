@@ -172,12 +172,12 @@ def test_the_comparison_catches_another_table(evicted_at: Tensor, block: int | N
 
     plan = layer_plan(evicted_at.to(DEVICE), block) if block else None
     case = make_case(33, 2, ONE_ROW).to(DEVICE)
-    assert min(excess_errors(wrong, case, torch.float32, plan=plan).values()) > 10.0
+    assert min(excess_errors(wrong, case, torch.float32, plan=plan).values()) > 100.0
 
 
 def test_the_comparison_catches_the_plan_of_another_table():
     stranger = layer_plan(cache_evictions(33, n_kv_heads=2, budget=6).to(DEVICE), 16)
-    assert max(errors(make_case(33, 2, cache_evictions(33)), torch.float32, plan=stranger)) > 10.0
+    assert max(errors(make_case(33, 2, cache_evictions(33)), torch.float32, plan=stranger)) > 100.0
 
 
 def test_the_comparison_catches_query_heads_in_another_order():
@@ -186,7 +186,7 @@ def test_the_comparison_catches_query_heads_in_another_order():
         return out.roll(-1, dims=1), lse.roll(-1, dims=1)
 
     case = make_case(*ODD, random_evictions(33)).to(DEVICE)
-    assert min(excess_errors(swapped, case, torch.float32).values()) > 10.0
+    assert min(excess_errors(swapped, case, torch.float32).values()) > 100.0
 
 
 @pytest.mark.parametrize("block", [slow(None), 16])

@@ -263,7 +263,7 @@ def test_the_comparison_catches_a_window_off_by_one(name: str, kernels: str):
     inputs = make_inputs(SHAPES[1])
     is_recent = inputs.columns > inputs.query_columns.amin(-1)[:, None, None]  # one key fewer
     shifted = replace(inputs, query_columns=inputs.query_columns - 1, is_recent=is_recent)
-    assert error(name, of_live_keys(score(name, shifted, kernels), inputs, name), inputs) > 10.0
+    assert error(name, of_live_keys(score(name, shifted, kernels), inputs, name), inputs) > 100.0
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -272,7 +272,7 @@ def test_the_comparison_catches_swapped_heads_and_slots_off_by_one(name: str, ke
     inputs = make_inputs(SHAPES[1])
     for keys in (inputs.keys.flip(1), inputs.keys.roll(1, dims=2)):
         scores = score(name, replace(inputs, keys=keys), kernels)
-        assert error(name, of_live_keys(scores, inputs, name), inputs) > 10.0
+        assert error(name, of_live_keys(scores, inputs, name), inputs) > 100.0
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
@@ -283,7 +283,7 @@ def test_the_comparison_catches_the_earliest_duplicate_being_spared(kernels: str
     inputs.keys[:, :, [12, 20, 28]] = inputs.keys[:, :, 12:13].clone()
     assert error(name, score(name, inputs, kernels), inputs) <= BOUND
     backwards = replace(inputs, keys=inputs.keys.flip(2), is_live=inputs.is_live.flip(2))
-    assert error(name, score(name, backwards, kernels).flip(2), inputs) > 10.0
+    assert error(name, score(name, backwards, kernels).flip(2), inputs) > 100.0
 
 
 @pytest.mark.usefixtures("_poisoned_memory")

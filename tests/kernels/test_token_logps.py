@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kernels.backend import is_interpreted, use_kernels
 from lit_rlkv.kernels.token_logps import policy_kl, token_logps, token_logps_and_entropy
-from tests.kernels.accuracy import excess_error
+from tests.kernels.accuracy import bound, excess_error
 from tests.tiers import diagonal, slow
 
 # numpy speaks of -inf - -inf, which the kernels meet and do not add up.
@@ -213,8 +213,8 @@ def test_a_frozen_head_in_16_bit_loses_no_more_than_torch_does(is_frozen: bool):
         shifted = (tokens + shift) % VOCAB
         return token_logps(hidden, head, shifted, 0.7, VOCAB, head_is_frozen=is_frozen).half()
 
-    assert excess_error(gradient(hidden, head, ours), own, truth) <= 2
-    assert excess_error(gradient(hidden, head, lambda *args: ours(*args, shift=1)), own, truth) > 10
+    assert excess_error(gradient(hidden, head, ours), own, truth) <= bound(own.dtype)
+    assert excess_error(gradient(hidden, head, lambda *args: ours(*args, shift=1)), own, truth) > 100.0
 
 
 def test_a_head_called_frozen_that_learns_is_refused():
@@ -336,5 +336,5 @@ def test_real_sizes_are_as_accurate_as_torch(is_frozen: bool):
 
     with use_kernels("reference"):
         truth, plain = results(torch.float64), results(torch.bfloat16)
-    assert error(results(torch.bfloat16, is_frozen=is_frozen)) <= 2
-    assert error(results(torch.bfloat16, shift=1, is_frozen=is_frozen)) > 10
+    assert error(results(torch.bfloat16, is_frozen=is_frozen)) <= bound(torch.bfloat16)
+    assert error(results(torch.bfloat16, shift=1, is_frozen=is_frozen)) > 100.0

@@ -121,18 +121,19 @@ def test_the_comparison_catches_a_token_off_by_one():
     def shifted(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return operations.chosen_logps_and_entropy(logits, tokens - 1, temperature)
 
-    assert chosen_error(shifted, *CONTROL) > 10
+    assert chosen_error(shifted, *CONTROL) > 100.0
 
 
 def test_the_comparison_catches_a_temperature_forgotten():
     assert (
-        chosen_error(lambda x, tokens, _: operations.chosen_logps_and_entropy(x, tokens, 1.0), *CONTROL) > 10
+        chosen_error(lambda x, tokens, _: operations.chosen_logps_and_entropy(x, tokens, 1.0), *CONTROL)
+        > 100.0
     )
-    assert kl_error(lambda p, q, _: operations.kl_of_logits(p, q, 1.0), *CONTROL) > 10
+    assert kl_error(lambda p, q, _: operations.kl_of_logits(p, q, 1.0), *CONTROL) > 100.0
 
 
 def test_the_comparison_catches_the_other_direction():
-    assert kl_error(lambda p, q, t: operations.kl_of_logits(q, p, t), *CONTROL) > 10
+    assert kl_error(lambda p, q, t: operations.kl_of_logits(q, p, t), *CONTROL) > 100.0
 
 
 def test_the_comparison_catches_what_is_not_written(monkeypatch: pytest.MonkeyPatch):

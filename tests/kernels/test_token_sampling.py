@@ -119,14 +119,14 @@ def test_the_comparison_catches_a_token_off_by_one():
         tokens, logps, entropy = kernel.sample_with_seed(logits, temperature, seed)
         return (tokens + 1) % logits.shape[1], logps, entropy
 
-    assert value_error(shifted, make_logits((12, 33), "usual", torch.float16)) > 10
+    assert value_error(shifted, make_logits((12, 33), "usual", torch.float16)) > 100.0
 
 
 def test_the_comparison_catches_a_temperature_forgotten():
     def untempered(logits: Tensor, temperature: float, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return kernel.sample_with_seed(logits, 1.0, seed)
 
-    assert value_error(untempered, make_logits((12, 33), "usual", torch.float16)) > 10
+    assert value_error(untempered, make_logits((12, 33), "usual", torch.float16)) > 100.0
 
 
 @pytest.mark.parametrize(("shape", "kind", "dtype"), diagonal(SHAPES, KINDS, DTYPES))
