@@ -32,7 +32,7 @@ from lit_rlkv.run_files import METRICS as METRICS
 from lit_rlkv.run_files import REPORT as REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
 from lit_rlkv.tasks import Task, UserTask
-from lit_rlkv.tasks.rows import reading_progress
+from lit_rlkv.tasks.json_rows import reading_progress
 
 CONVERTED_MODELS = "converted_models"
 """Folder in `runs_dir` of GGUF files converted to safetensors, which runs share."""

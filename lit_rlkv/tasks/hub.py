@@ -4,11 +4,11 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-BATCH = 1024
-"""Rows converted at once."""
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SAVED = ("state.json", "dataset_dict.json")
 """Files that save_to_disk writes for a dataset, and for one with splits."""
+_EMPTY = "BatchSize must be greater than 0"
+"""What the package says of a parquet file without rows."""
 _DAMAGED = (LookupError, TypeError, AttributeError, RecursionError)
 """Errors of the package datasets for files of save_to_disk with other content."""
 
@@ -85,4 +85,6 @@ def _unreadable(rows: Any, index: int) -> str:
 def _message(error: BaseException) -> str:
     """Return the message of an error on one line, behind its kind if that says more."""
     text = " ".join(str(error).split())
+    if text.startswith(_EMPTY):
+        return "it holds no rows"
     return f"{type(error).__name__}: {text}" if isinstance(error, _DAMAGED) else text

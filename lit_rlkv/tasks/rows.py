@@ -1,21 +1,24 @@
-"""Rows of a user's data: JSON lines directly, other files and datasets through the package datasets."""
+"""Rows of a user's data: JSON files directly, other files and datasets through the package datasets."""
 
 import hashlib
 import json
-import os
 import reprlib
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from lit_rlkv.files import stamps
-from lit_rlkv.tasks.hub import BATCH, converted_rows, is_of_content, load
+from lit_rlkv.tasks.hub import converted_rows, is_of_content, load
+from lit_rlkv.tasks.json_rows import (
+    BATCH,
+    LISTENER,
+    numbered_lines,
+    numbered_objects,
+    parse_object,
+    require_file,
+)
 from lit_rlkv.types import Message, Prompt
 from lit_rlkv.units import shortened
 
@@ -29,7 +32,8 @@ MAX_ERROR, END_OF_ERROR = 500, 200
 N_CACHED = 4
 """Tables kept in memory: a task's rows to train on and to evaluate on, twice over."""
 _LINES = ".jsonl"
-_TEXT = (".csv", ".json", _LINES)
+_JSON = (".json", _LINES)
+_TEXT = (".csv", *_JSON)
 """Endings of files that are text, which must be UTF-8."""
 _ROLES = ("system", "user", "assistant")
 
@@ -49,20 +53,6 @@ class Table(Generic[_Parsed]):
     places: list[str]
     digest: str | None = None
     """Digest of the data; None if the rows are generated."""
-
-
-_Listener = Callable[[int, int], None]
-_LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
-
-
-@contextmanager
-def reading_progress(listener: _Listener) -> Iterator[None]:
-    """Call `listener(n_done, n_total)` at times while rows are read in the block: of bytes or of rows."""
-    token = _LISTENER.set(listener)
-    try:
-        yield
-    finally:
-        _LISTENER.reset(token)
 
 
 def _cached_until_changed(read: _Reader) -> _Reader:
@@ -86,13 +76,13 @@ def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> 
         FileNotFoundError: the file does not exist.
         ValueError: `parse` refuses lines; the error names them after all lines were read.
     """
-    _require_file(Path(path))
+    require_file(Path(path))
     return _read_lines(str(path), parse)
 
 
 @_cached_until_changed
 def _read_lines(path: str, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
-    return _parse_lines(path, parse)
+    return _parse_json(path, numbered_lines, parse)
 
 
 @_cached_until_changed
@@ -119,8 +109,10 @@ def read_rows(
         ValueError: nothing can be loaded, a column is missing, or `parse` refuses rows.
     """
     path = path_of(dataset)
-    if Path(path).suffix == _LINES and split == "train" and name is None:
-        return _parse_lines(path, lambda entry: parse(_select(entry, columns, list(entry), hint)))
+    if Path(path).suffix in _JSON and split == "train" and name is None:
+        return _parse_json(
+            path, numbered_objects, lambda entry: parse(_select(entry, columns, list(entry), hint))
+        )
     try:
         loaded = load(path, name, split)
     except ValueError as error:
@@ -141,7 +133,7 @@ def read_rows(
 
 def _numbered_rows(rows: Any, at: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
     """Return place and values of every row of a `datasets.Dataset`, or the error of one without values."""
-    listener = _LISTENER.get()
+    listener = LISTENER.get()
     for start in range(0, len(rows), BATCH):
         converted = converted_rows(rows, start, min(start + BATCH, len(rows)))
         yield from ((f"{at} row {index}", row) for index, row in enumerate(converted, start))
@@ -166,70 +158,6 @@ def path_of(dataset: str) -> str:
         known = ", ".join(f"{EXAMPLE}{file.name}" for file in sorted(EXAMPLES.glob(f"*{_LINES}")))
         raise ValueError(f"there is no {dataset!r}; the package has {known}")
     return str(path)
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Return `file:number` and text of every line that is not blank."""
-    _require_file(path)
-    listener, name = _LISTENER.get(), str(path)
-    with path.expanduser().open("rb") as file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        start = file.read(len(BOM_UTF8))
-        if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-            raise ValueError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {path}")
-        file.seek(len(BOM_UTF8) if start == BOM_UTF8 else 0)  # some editors write one
-        n_lines = 0
-        for number, line in enumerate(file, start=1):
-            try:
-                text = line.rstrip(b"\n").decode()
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path}:{number}: not UTF-8 ({error}); convert the file to UTF-8"
-                ) from error
-            if text.strip():
-                n_lines += 1
-                yield f"{name}:{number}", text
-            if listener is not None and number % BATCH == 0:
-                listener(file.tell(), n_bytes)
-    if n_lines == 0:
-        raise ValueError(f"{str(path)!r} must have lines, got none; write one JSON object per line")
-
-
-def _require_file(path: Path) -> None:
-    """Raise a FileNotFoundError unless a path is a regular file, before anything walks through a folder."""
-    if not path.expanduser().is_file():
-        raise FileNotFoundError(f"there is no file at {str(path)!r}; give the path of a file of JSON lines")
-
-
-def parse_object(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line; raise a ValueError for anything else."""
-    try:
-        entry = _DECODER.decode(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error}); write one JSON object per line") from error
-    except RecursionError as error:
-        raise ValueError("the JSON is nested too deeply; write one JSON object per line") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f"got a {type(entry).__name__}; write one JSON object per line")
-    if "\\ud" in line or "\\uD" in line:  # half of a character cannot be encoded, by a tokenizer either
-        try:
-            json.dumps(entry, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"a text has half of a surrogate pair ({error.reason}); drop the line or fix it"
-            ) from error
-    return entry
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twice!r} is given twice; leave one")
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 class RowErrors:
@@ -318,8 +246,12 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _parse_lines(path: str, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
-    return _parse_table(path, numbered_lines(Path(path)), lambda line: parse(parse_object(line)))
+def _parse_json(
+    path: str,
+    numbered: Callable[[Path], Iterator[tuple[str, str]]],
+    parse: Callable[[dict[str, Any]], _Parsed],
+) -> Table[_Parsed]:
+    return _parse_table(path, numbered(Path(path)), lambda text: parse(parse_object(text)))
 
 
 def _parse_table(

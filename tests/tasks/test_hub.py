@@ -90,14 +90,22 @@ def test_a_truncated_parquet_file_is_named(tmp_path, kept):
     assert refusal(path).startswith(f"cannot load split 'train' of '{path}': Parquet ")
 
 
+def test_a_parquet_file_without_rows_is_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", prompt=pyarrow.array([], pyarrow.string()), answer=[])
+    assert "'train' of" in refusal(path)
+    assert "it holds no rows" in refusal(path)
+
+
 def test_values_nested_too_deep_are_refused(tmp_path):
     deep = pyarrow.array(["x"])
     for _ in range(200):
         deep = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1], pyarrow.int32()), deep)
     path = write(tmp_path / "a.parquet", prompt=["a"], answer=deep)
     assert "too deeply nested" in refusal(path)
-    (tmp_path / "a.json").write_text('[{"prompt": "a", "answer": ' + "[" * 3000 + "]" * 3000 + "}]")
-    assert f"'{tmp_path / 'a.json'}': Reached object decoding depth" in refusal(tmp_path / "a.json")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.json").write_text('[{"prompt": "a", "answer": ' + "[" * 3000 + "]" * 3000 + "}]")
+    assert f"'{folder}': Reached object decoding depth" in refusal(folder)
 
 
 @pytest.mark.parametrize(

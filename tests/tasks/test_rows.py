@@ -7,34 +7,14 @@ from functools import partial
 import pytest
 
 from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences, rows
-from lit_rlkv.tasks.rows import numbered_lines, parse_object, parse_rows, reading_progress
+from lit_rlkv.tasks.json_rows import reading_progress
+from lit_rlkv.tasks.rows import parse_rows
 
 
 def positive(number):
     if number <= 0:
         raise ValueError(f"{number} is not positive")
     return number
-
-
-def test_blank_lines_count_but_are_left_out(tmp_path):
-    path = tmp_path / "a.jsonl"
-    # The last line has characters that str.splitlines cuts at and JSON allows inside a text.
-    path.write_text('{"a": 1}\n\n  \n{"a": "x\u2028\x85y"}\n', encoding="utf-8")
-    (first, one), (second, two) = numbered_lines(path)
-    assert (first, second) == (f"{path}:1", f"{path}:4")
-    assert (parse_object(one), parse_object(two)) == ({"a": 1}, {"a": "x\u2028\x85y"})
-
-
-def test_a_byte_order_mark_is_skipped(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": 1}\n', encoding="utf-8-sig")
-    assert [parse_object(line) for _, line in numbered_lines(path)] == [{"a": 1}]
-
-
-def test_a_path_in_the_home_folder_is_found(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text("{}")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert [*numbered_lines(type(tmp_path)("~/a.jsonl"))] == [("~/a.jsonl:1", "{}")]
 
 
 def test_rows_are_parsed_in_order():
@@ -92,34 +72,6 @@ def test_each_format_of_a_file_is_cached_apart(tmp_path):
     assert load_problems(str(path), answer_after="####").at(0).solution == "#### 2"
     assert JsonlTask(path).at(0).solution == "2"
     assert read_preferences(path).at(0).answer == "2"
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl:2: not UTF-8"),
-        ('{"a": 1}\n'.encode("utf-16"), r"a\.jsonl is UTF-16; convert it: iconv"),
-        (b'{"a": "\\ud800"}\n', r"a\.jsonl:1: a text has half of a surrogate pair"),
-        (b"[" * 200_000 + b"\n", r"a\.jsonl:1: the JSON is nested too deeply"),
-        (b'{"a": 1}\n{"b": {"a": 1, "a": 2}}\n', r"a\.jsonl:2: the key 'a' is given twice"),
-    ],
-)
-def test_a_file_in_another_encoding_is_refused_with_the_line(tmp_path, content, says):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=says):
-        parse_rows(numbered_lines(path), parse_object)
-
-
-def test_an_empty_json_file_has_no_rows(tmp_path):
-    (tmp_path / "a.json").write_text("")
-    with pytest.raises(ValueError, match=r"a\.json' holds no rows"):
-        load_problems(str(tmp_path / "a.json"))
-
-
-def test_a_whole_surrogate_pair_is_a_character(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n')
-    assert parse_rows(numbered_lines(tmp_path / "a.jsonl"), parse_object) == [{"a": "\U0001f600"}]
 
 
 def test_a_folder_is_refused_before_it_is_walked(tmp_path, monkeypatch):
