@@ -8,11 +8,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # The slowest tests are named, since the short tier must stay short.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
+# jaxtyping compares shapes and dtypes with the signature at every call, which doubles the time of a test.
+SHAPES = --jaxtyping-packages=lit_rlkv,beartype.beartype
+SHAPED = experience kernels kvcache models modules objectives rollout stages test_crosses.py test_toolchain.py test_types.py
 
 # Two workers with one thread each: more threads than cores make small tensors slower.
-test test-slow lint notebooks: export OMP_NUM_THREADS = 1
+test test-slow test-shapes lint notebooks: export OMP_NUM_THREADS = 1
 
-.PHONY: fit smollm2 test test-slow test-all lint docs notebooks gpu audit clean help
+.PHONY: fit smollm2 test test-slow test-shapes test-all lint docs notebooks gpu audit clean help
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -29,7 +32,10 @@ test: lint docs ## lint, the site and the short tier of the tests, about twelve 
 test-slow: $(STAMP) ## the tests that the short tier leaves out
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: test test-slow ## everything that CI checks, the short tier first
+test-shapes: $(STAMP) ## the short tests of what computes, with the shapes and dtypes of signatures checked
+	$(PYTEST) $(SHAPES) -m "not slow" $(addprefix tests/,$(SHAPED)) $(PYTEST_ARGS)
+
+test-all: test test-slow test-shapes ## all of these, the short tier first
 
 lint: $(STAMP) ## ruff, import layers, mypy
 	$(BIN)/ruff check

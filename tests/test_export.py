@@ -74,6 +74,7 @@ def exported(runs, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_plain_transformers_and_peft_compute_the_policy_in_a_process_of_their_own(runs, exported, tmp_path):
     input_ids, expected = expected_logits(runs / "hydra")
     base, out = runs / "hydra" / "backbone", tmp_path / "logits.safetensors"

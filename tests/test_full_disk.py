@@ -9,7 +9,6 @@ from shutil import copytree
 import pytest
 
 from lit_rlkv import evaluate, export, fit, report
-from tests.tiers import short_tier
 from tests.whole_runs import TINY
 
 pytest.importorskip("resource")
@@ -42,18 +41,16 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "full_from"),
-    short_tier(
-        [
-            *(("[sft]", name) for name in ("config.yaml", "environment.json", "choices.json", "metrics.csv")),
-            *(("[sft]", name) for name in ("iteration-000001", "pass-0", "pass-1", "sft_models", "backbone")),
-            *(("[sft]", name) for name in ("evaluation.json", "report.html")),
-            ("[sft,eval]", "evaluation.json"),
-            ("[sft,eval]", "report.html"),
-        ],
-        [("[sft]", "sft_models")],
-    ),
+    [
+        *(("[sft]", name) for name in ("config.yaml", "environment.json", "choices.json", "metrics.csv")),
+        *(("[sft]", name) for name in ("iteration-000001", "pass-0", "pass-1", "sft_models", "backbone")),
+        *(("[sft]", name) for name in ("evaluation.json", "report.html")),
+        ("[sft,eval]", "evaluation.json"),
+        ("[sft,eval]", "report.html"),
+    ],
 )
 def test_a_run_without_rl_ends_in_one_line_on_a_full_disk_and_is_resumed(tmp_path, stages, full_from):
     folder = tmp_path / "run"

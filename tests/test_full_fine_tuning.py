@@ -115,10 +115,7 @@ CROSSES = [
 
 SHORT = [
     ("shadow", "random", "sparse_student"),
-    ("tis", "snapkv", "none"),
     ("naive", "h2o", "dense_student"),
-    ("mis", "streaming", "none"),
-    ("sparse_rl", "random", "none"),
     ("dense", "dense", "none"),
 ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.runs.signals import EXIT_CODE, INTERRUPTED
-from tests.tiers import short_tier, slow
+from tests.tiers import short_tier
 from tests.whole_runs import TINY, config, said_by
 
 ROOT = Path(__file__).parent.parent
@@ -154,7 +154,8 @@ def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
     assert (said[1:] == ["scontrol requeue 7"]) == is_requeued
 
 
-@pytest.mark.parametrize("dies", [slow(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_is_killed_ends_the_other_rank(sft_runs, dies):
     folder = sft_runs / f"dead-{dies}"
     arguments = ["fabric.devices=2", *LONG, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}"]

@@ -128,7 +128,9 @@ def test_import_layers_are_enforced(tmp_path, importer, imported, is_allowed):
     assert f"{int(is_allowed)} kept, {int(not is_allowed)} broken" in report.stdout
 
 
-def test_shapes_in_signatures_are_checked_while_testing():
+def test_shapes_in_signatures_are_checked_by_make_test_shapes(pytestconfig):
+    if not pytestconfig.getoption("jaxtyping_packages"):
+        pytest.skip("make test-shapes checks shapes")
     ids = torch.zeros(2, 3, dtype=torch.int64)
     PromptBatch(input_ids=ids, attention_mask=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(TypeCheckError):

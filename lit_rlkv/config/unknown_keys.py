@@ -1,6 +1,7 @@
 """Refuse keys that do not exist, which Hydra would merge from a preset without a word."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
@@ -28,17 +29,24 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     """
     _check_given(cfg, choices)
     groups = [f"{name}={choice}" for name, choice in choices.items() if not name.startswith("hydra/")]
-    plain = [choice for choice in groups if choice.split("=")[0] not in PRESETS]
+    plain = (choice for choice in groups if choice.split("=")[0] not in PRESETS)
     _check_deleted(cfg, [override[1:].partition("=")[0] for override in overrides if override[:1] == "~"])
-    with initialized():
-        declared = compose("config", overrides=[*plain, *(f"{name}=none" for name in PRESETS)])
-    known = {key for key, _ in leaves(OmegaConf.to_container(declared))}
+    declared, diagnostics = _declared((*plain, *(f"{name}=none" for name in PRESETS)))
     # A diagnostic that is left out has no keys.
-    known |= {f"diagnostics.{name}" for name in declared.diagnostics if cfg.diagnostics.get(name, 0) is None}
+    known = declared | {f"diagnostics.{name}" for name in diagnostics if cfg.diagnostics.get(name, 0) is None}
     added = [override for override in overrides if override.startswith("+")]
     for path, _ in leaves(OmegaConf.to_container(cfg)):
         if path not in known and not (_is_set_by(path, added) and _is_judged(cfg, path)):
             raise ConfigError(_unknown(path, cfg, known, _is_set_by(path, overrides)))
+
+
+@lru_cache
+def _declared(groups: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the keys that options of groups declare, and the diagnostics; each run of a sweep asks."""
+    with initialized():
+        declared = compose("config", overrides=list(groups))
+    keys = frozenset(key for key, _ in leaves(OmegaConf.to_container(declared)))
+    return keys, frozenset(map(str, declared.diagnostics))
 
 
 def _check_given(cfg: DictConfig, choices: Mapping[str, str | None]) -> None:
@@ -73,7 +81,7 @@ def _is_set_by(path: str, overrides: Sequence[str]) -> bool:
     return any(path == key or path.startswith(f"{key}.") for key in keys)
 
 
-def _unknown(path: str, cfg: DictConfig, known: set[str], is_typed: bool) -> str:
+def _unknown(path: str, cfg: DictConfig, known: frozenset[str], is_typed: bool) -> str:
     """Return the error for a key that no group declares, or that replaces a node of several keys."""
     below = [key.removeprefix(f"{path}.") for key in known if key.startswith(f"{path}.")]
     inner = [key for key in below if not key.startswith("_")]

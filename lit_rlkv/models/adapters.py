@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -119,24 +119,43 @@ def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
     return [module for module in backbone.modules() if isinstance(module, LoraLayer)]
 
 
+State = tuple[bool, Any]
+"""What peft keeps of a layer: whether its adapters are disabled, and the name or names of the active ones."""
+
+
+def adapter_states(layers: Sequence[LoraLayer]) -> list[State]:
+    """Return which adapters are active in each layer, for `use_states`."""
+    return [(layer._disable_adapters, layer._active_adapter) for layer in layers]
+
+
+@contextmanager
+def use_states(layers: Sequence[LoraLayer], states: Sequence[State]) -> Iterator[None]:
+    """Activate in each layer what was active before, within a `with` block; then restore what is active now.
+
+    peft's set_adapter also changes requires_grad, which a role must not.
+    """
+    before = adapter_states(layers)
+    try:
+        _set_states(layers, states)
+        yield
+    finally:
+        _set_states(layers, before)
+
+
+def _set_states(layers: Sequence[LoraLayer], states: Sequence[State]) -> None:
+    for layer, (is_off, active) in zip(layers, states, strict=True):
+        layer._disable_adapters, layer._active_adapter = is_off, active
+
+
 def active_adapter(layers: Sequence[LoraLayer]) -> str | None:
     """Return the name of the active adapter; None if all are disabled."""
     return None if not layers or layers[0]._disable_adapters else layers[0].active_adapters[0]
 
 
-@contextmanager
-def use_adapter(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[None]:
+def use_adapter(layers: Sequence[LoraLayer], adapter: str | None) -> AbstractContextManager[None]:
     """Activate one adapter within a `with` block, or disable all (None); then restore the previous one."""
-    before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
-    try:
-        # peft's set_adapter also changes requires_grad, which a role must not.
-        for layer in layers:
-            layer._disable_adapters = adapter is None
-            layer._active_adapter = [adapter] if adapter is not None else layer._active_adapter
-        yield
-    finally:
-        for layer, (was_off, was_active) in zip(layers, before, strict=True):
-            layer._disable_adapters, layer._active_adapter = was_off, was_active
+    active = [layer._active_adapter if adapter is None else [adapter] for layer in layers]
+    return use_states(layers, [(adapter is None, names) for names in active])
 
 
 @contextmanager

@@ -11,7 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_rlkv.models.adapters import LoraSpec, active_adapter, add_adapter, lora_layers, use_adapter
+from lit_rlkv.models.adapters import (
+    LoraSpec,
+    adapter_states,
+    add_adapter,
+    lora_layers,
+    use_adapter,
+    use_states,
+)
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.layouts import LAYOUTS, ROLES, TRAINED
@@ -153,7 +160,7 @@ def checkpoint_layers(backbone: PreTrainedModel) -> None:
 
     def as_in_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _both(
-            use_adapter(adapted, active_adapter(adapted)), replayed_experts(backbone, given_experts(backbone))
+            use_states(adapted, adapter_states(adapted)), replayed_experts(backbone, given_experts(backbone))
         )
 
     function = partial(checkpoint, use_reentrant=False, context_fn=as_in_forward)

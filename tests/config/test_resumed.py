@@ -11,6 +11,7 @@ from lit_rlkv.config import ConfigError, check_command_line, check_keys, label_l
 from lit_rlkv.config.resumed import check_saved_logger, load_resumed_config, read_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from tests.config.test_mistakes import ROOT, SCRIPT
+from tests.tiers import slow
 
 
 def composed(*arguments):
@@ -236,11 +237,11 @@ def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text, says):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("save_dir", "/elsewhere"),
-        ("save_dir", "elsewhere"),
-        ("save_dir", "~/elsewhere"),
+        slow("save_dir", "/elsewhere"),
+        slow("save_dir", "elsewhere"),
+        slow("save_dir", "~/elsewhere"),
         ("name", "../../elsewhere"),
-        ("version", "/elsewhere"),
+        slow("version", "/elsewhere"),
         ("tracking_uri", "file:/elsewhere"),
     ],
 )

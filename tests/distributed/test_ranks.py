@@ -39,7 +39,7 @@ LOOKED_AT = [
         ),
         slow("sampling_masks", ["rollout.top_k=20", "rollout.top_p=0.9", "fabric.tokens_per_pass=48"]),
         slow("sparse_rl", ["experiment=sparse_rl", "reward.normalize=running"]),
-        ("ppo", ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.kl.target=1.0"]),
+        slow("ppo", ["algorithm=ppo", "algorithm.n_minibatches=2", "algorithm.kl.target=1.0"]),
         slow("variance", [f"+diagnostics.gradient={GRADIENT}", "experiment=tis"]),
         slow("counterfactual", [f"+diagnostics.gradient_sources={COUNTERFACTUAL}", "experiment=shadow"]),
         slow("diagnostics", LOOKED_AT),

@@ -17,6 +17,7 @@ from lit_rlkv.sweeping.plan import Plan, first_config
 from lit_rlkv.sweeping.sweep_file import read_sweep
 from tests.docs.pages import PAGES, ROOT, TRUST, shell_commands
 from tests.saved_models import save_checkpoint
+from tests.tiers import short_tier
 
 FILES = {
     "pairs.jsonl": "tests/data/preferences.jsonl",
@@ -45,6 +46,7 @@ def commands_by_page() -> dict[str, list[tuple[str, ...]]]:
 
 
 COMMANDS = commands_by_page()
+FIRST_READ = ("README.md", "docs/get-started/quickstart.md", "docs/reference/commands.md")
 
 
 def check(words: tuple[str, ...]) -> None:
@@ -132,7 +134,7 @@ def stand_in_for_a_model(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.usefixtures("stand_in_for_a_model")
-@pytest.mark.parametrize("page", COMMANDS)
+@pytest.mark.parametrize("page", short_tier(COMMANDS, FIRST_READ))
 def test_every_command_of_a_page_passes_the_checks_of_its_program(page):
     for words in COMMANDS[page]:
         try:

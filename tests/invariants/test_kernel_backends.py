@@ -14,7 +14,7 @@ from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, build, ragged_prompts, tiny_config
-from tests.tiers import short_tier
+from tests.tiers import short_tier, slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENS = (11, 4)
@@ -55,7 +55,8 @@ def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -
     return [logps.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("policy", short_tier(SCORED, ["snapkv"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SCORED)
 def test_a_greedy_rollout_and_its_evictions_are_those_of_the_definitions(policy: str):
     fast, plain = (roll_out(kernels, policy, temperature=0.0) for kernels in ("triton", "reference"))
     assert torch.equal(fast.input_ids, plain.input_ids)
@@ -76,7 +77,7 @@ def test_replay_equals_rollout_when_both_run_kernels(policy: str, family: str):
     assert blind > 100 * gap
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [slow("llama"), "gemma2"])
 def test_log_probs_and_gradients_are_those_of_the_definitions(family: str):
     rollout = by_triton("h2o", family)
     fast, plain = (logps_and_gradients(kernels, rollout, family) for kernels in ("triton", "reference"))

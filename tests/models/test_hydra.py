@@ -11,9 +11,17 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.adapters import LoraSpec, active_adapter, lora_layers, use_adapters_by_row
+from lit_rlkv.models.adapters import (
+    LoraSpec,
+    active_adapter,
+    add_adapter,
+    lora_layers,
+    use_adapter,
+    use_adapters_by_row,
+    use_states,
+)
 from lit_rlkv.models.backbone import hidden_states, token_positions
-from lit_rlkv.models.hydra import Roles, acting_as, checkpointed_layers
+from lit_rlkv.models.hydra import Roles, acting_as, checkpoint_layers, checkpointed_layers
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.replay import replay_evicted_at, response_logps
 from lit_rlkv.rollout import generate
@@ -196,6 +204,27 @@ def test_without_the_binding_a_recomputed_layer_would_take_the_other_role():
     plain, again = gradients_after_a_switch(moved(make())), gradients_after_a_switch(roles)
     worst = max(float((again.get(name, torch.zeros(())) - g).abs().max()) for name, g in plain.items())
     assert worst > 0.1
+
+
+def test_a_layer_is_recomputed_with_all_adapters_that_were_active():
+    model = copy.deepcopy(tiny_model()).train()
+    for name in ("first", "second"):
+        add_adapter(model, name, LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
+    trained = [value for name, value in model.named_parameters() if "lora_" in name]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.1)
+    layers = lora_layers(model)
+
+    def gradients() -> tuple[Tensor, ...]:
+        with use_states(layers, [(False, ["first", "second"])] * len(layers)):
+            loss = model(torch.arange(12).view(2, 6) % 7 + 3).logits.square().mean()
+        with use_adapter(layers, "first"):
+            return torch.autograd.grad(loss, trained)
+
+    plain = gradients()
+    checkpoint_layers(model)
+    assert all(map(torch.equal, gradients(), plain))
+    assert min(float(gradient.abs().max()) for gradient in plain) > 0
 
 
 def test_checkpointing_really_recomputes_while_learning_and_never_while_sampling():

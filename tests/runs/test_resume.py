@@ -15,6 +15,7 @@ from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.resume import config_to_save, is_done, warn_of_other_ranks
 from lit_rlkv.runs.resume import find_resumable_run as found_by
 from lit_rlkv.trust import trusting
+from tests.tiers import short_tier
 from tests.whole_runs import TINY
 
 
@@ -96,7 +97,7 @@ def leave_without(folder, key, algorithm):
     return run
 
 
-@pytest.mark.parametrize("algorithm", NEWER_THAN_SOME_RUNS)
+@pytest.mark.parametrize("algorithm", short_tier(NEWER_THAN_SOME_RUNS, ["algorithm=ppo"]))
 def test_auto_finds_a_run_from_before_a_key_existed(tmp_path, algorithm):
     for key in NEWER_THAN_SOME_RUNS[algorithm]:
         (tmp_path / key).mkdir()
