@@ -198,7 +198,7 @@ def test_a_key_that_is_newer_than_a_run_gets_its_default(tmp_path):
 def test_a_damaged_config_is_refused_with_the_key(tmp_path, key, value, says):
     folder = leave_run(tmp_path / "run")
     change(folder, **{key: value})
-    with pytest.raises(ConfigError, match=rf"config\.yaml is damaged: .*{says}.*; restore it"):
+    with pytest.raises(ConfigError, match=rf"config\.yaml cannot be used: .*{says}.*; restore it if"):
         resumed(folder)
 
 
