@@ -83,8 +83,8 @@ def read_config(run_dir: Path) -> DictConfig:
         check_types(completed)
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"{path} cannot be used: {one_line(error)}; restore it if it is damaged, use the version of lit_rlkv "
-            "that wrote it, or start a new run"
+            f"{path} cannot be used: {one_line(error)}; restore it if it is damaged, use the version of "
+            "lit_rlkv that wrote it, or start a new run"
         ) from error
     return completed
 
