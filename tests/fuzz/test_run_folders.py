@@ -191,7 +191,8 @@ def test_a_damaged_run_is_used_or_refused_in_one_line(root, command, damage):
 
 
 @pytest.mark.slow
-@settings(PROFILE, max_examples=120)
+@pytest.mark.parametrize("part", range(8))  # so that all workers share the 120 cases
+@settings(PROFILE, max_examples=15)
 @given_damage
-def test_many_damaged_runs_are_used_or_refused_in_one_line(root, command, damage):
+def test_many_damaged_runs_are_used_or_refused_in_one_line(root, part, command, damage):
     check(root, command, damage)
