@@ -180,6 +180,8 @@ class Rollout(TensorBatch):
     expert_ids: Int[Tensor, "batch router expert seq"] | None = field(default=None, metadata=RECORD)
     """Experts that the sampler's routers chose for each token, in the order in which the routers run;
     `OWN_CHOICE` on padding and on a row's last token, which no forward read. None: not recorded."""
+    temperature: float = 1.0
+    """Temperature of the softmax that the responses were sampled from; 0: greedy."""
 
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
         """Return rows with new columns, which must be consecutive; eviction times move along."""

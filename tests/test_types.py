@@ -70,6 +70,7 @@ def make_rollout(**changes: object) -> Rollout:
         "rollout_logps": torch.zeros(3, 5),
         "evicted_at": torch.full((3, 2, 1, 5), NEVER, dtype=torch.int32),
         "kv_bytes": 7,
+        "temperature": 0.7,
         "sampling_masks": masks_of(SETS),
         "expert_ids": torch.arange(60, dtype=torch.int8).view(3, 2, 2, 5),
     }
@@ -111,13 +112,18 @@ def test_no_operation_forgets_a_part_of_a_rollout():
     values = {one.name: getattr(make_rollout(**changes), one.name) for one in fields(Rollout)}
     rollout = WithOneMore(**values, one_more=torch.arange(30).view(3, 2, 5))  # type: ignore[arg-type]
     parts, rows = parts_of(rollout), torch.tensor([2, 0])
-    assert parts.keys() == {one.name for one in fields(WithOneMore)} - {"kv_bytes"}
+    assert parts.keys() == {one.name for one in fields(WithOneMore)} - {"kv_bytes", "temperature"}
     optional = {one.name for one in fields(WithOneMore) if one.default is None}
     assert rollout.record_bytes.keys() == optional | {"evicted_at"}
     assert all(getattr(rollout.without_records(), name) is None for name in optional)
     columns = torch.arange(5).expand(2, -1)
-    both = parts_of(WithOneMore.cat([rollout, rollout.rows(rows)]))
-    wide, moved = parts_of(rollout.padded(2)), parts_of(rollout.select(rows, columns))
+    results = [
+        WithOneMore.cat([rollout, rollout.rows(rows)]),
+        rollout.padded(2),
+        rollout.select(rows, columns),
+    ]
+    both, wide, moved = map(parts_of, results)
+    assert {result.temperature for result in results} == {0.7}
     for name, part in parts.items():
         assert not torch.equal(part[rows], part[:2]), name
         assert torch.equal(both[name], torch.cat([part, part[rows]])), name

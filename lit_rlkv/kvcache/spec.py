@@ -76,6 +76,11 @@ class CacheSpec:
 
     def make_policy(self) -> Policy | None:
         """Return the policy object; None if nothing is ever evicted."""
+        if not isinstance(self.policy, str | Policy) and not callable(self.policy):
+            raise ValueError(
+                f"cache.policy must be one of {', '.join((DENSE, *POLICY_NAMES))}, or a policy of your own, "
+                f"got {self.policy!r}; choose one"
+            )
         if isinstance(self.policy, Policy) or self.policy in (DENSE, *POLICY_NAMES):
             check_no_options(self.policy_name, self.policy_options)
         if self.is_dense or isinstance(self.policy, Policy):

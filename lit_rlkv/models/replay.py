@@ -121,7 +121,7 @@ def scatter_to_response(rollout: Rollout, values: Float[Tensor, " token"]) -> Fl
 
 
 def replay_logps(
-    model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True, temperature: float = 1.0
+    model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True, temperature: float | None = None
 ) -> Float[Tensor, "batch seq"]:
     """Return the log-probs of the rollout's response tokens in one forward; 0 outside `response_mask`.
 
@@ -131,11 +131,18 @@ def replay_logps(
     routers take the experts that the rollout recorded, if it did.
 
     Args:
-        temperature: the temperature of the rollout.
+        temperature: of the softmax; None: the one that the rollout was sampled at.
 
     Raises:
-        ValueError: `temperature` is 0 or no temperature, or the rollout is too long for the model or records
-            the experts of another architecture.
+        ValueError: `temperature` is 0 or no temperature, or the rollout is greedy and none is given, or it is
+            too long for the model or records the experts of another architecture.
     """
+    if temperature is None:
+        if rollout.temperature == 0:
+            raise ValueError(
+                "the rollout is greedy, so its tokens have no log-probs to replay; sample at a temperature "
+                "above 0, or give temperature=1.0 for log-probs of the model's own softmax"
+            )
+        temperature = rollout.temperature
     hidden = response_hidden(model, rollout, shadow=shadow)
     return response_logps(model, rollout, hidden, temperature)

@@ -121,7 +121,7 @@ def _read_file(path: Path, read: Callable[[Path], Any], absent: Any, *, is_stric
         reason = " ".join(str(error).split())  # one line, as YAML's errors are several
         message = f"{path} does not hold what lit_rlkv writes: {reason}"
         if is_strict:
-            raise ValueError(message) from error
+            raise ValueError(f"{message}; restore it, or remove it") from error
         log.warning("the report does without it: %s", message)
         return absent
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -90,6 +91,10 @@ def generate(
             `n_splits` is not between 1 and 128, or the kernel that it is for does not run; or
             `record_routing` is True and the model has no routing that can be replayed.
     """
+    if not isinstance(cache, CacheSpec):
+        raise ValueError(
+            f"cache must be a CacheSpec, got {cache!r}; give CacheSpec('snapkv', budget=512), for example"
+        )
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
@@ -135,7 +140,8 @@ def generate(
         callback.call()
     kv_bytes = decoder.kv.kv_bytes
     del decoder, callback  # frees the cache
-    return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
+    rollout = _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
+    return replace(rollout, temperature=temperature)
 
 
 def decode_all(
@@ -352,6 +358,8 @@ def _check_rows(
     num_return_sequences: int, max_rows: int | None, cuda_graph: bool | None, device: torch.device
 ) -> None:
     Range(least=1).check("num_return_sequences", num_return_sequences, int)
+    if max_rows is not None:
+        Range(least=1).check("max_rows", max_rows, int)
     if max_rows is not None and max_rows < num_return_sequences:
         raise ValueError(
             f"max_rows must be at least num_return_sequences={num_return_sequences}, got {max_rows}; all "

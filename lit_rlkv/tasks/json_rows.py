@@ -2,7 +2,7 @@
 
 import json
 import os
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,9 @@ BATCH = 1024
 """Objects between two calls of a listener."""
 _BLANK = " \t\r\n"
 """What JSON allows between values."""
+_WIDE = (("UTF-32", (BOM_UTF32_LE, BOM_UTF32_BE)), ("UTF-16", (BOM_UTF16_LE, BOM_UTF16_BE)))
+"""Encodings by their byte-order marks; that of UTF-32 begins with that of UTF-16."""
+_LONG = "a number has too many digits for a number of Python; put it in quotes"
 _ASKS = "write one JSON object per line, or one list of objects"
 
 _Listener = Callable[[int, int], None]
@@ -88,6 +91,8 @@ def _numbered_elements(path: Path) -> Iterator[tuple[str, str]]:
             end = decoder.raw_decode(text, at)[1]
         except json.JSONDecodeError as error:
             raise ValueError(f"{name}:{error.lineno}: not JSON ({error}); {_ASKS}") from error
+        except ValueError as error:
+            raise ValueError(f"{name}:{number}: {_LONG}") from error
         except RecursionError as error:
             raise ValueError(f"{name}:{number}: the JSON is nested too deeply; {_ASKS}") from error
         n_elements += 1
@@ -115,11 +120,12 @@ def _skip_blank(text: str, at: int) -> int:
 
 
 def _skip_mark(file: BinaryIO, path: Path) -> None:
-    """Go behind the byte-order mark that some editors write; raise a ValueError for that of UTF-16."""
-    start = file.read(len(BOM_UTF8))
-    if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        raise ValueError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {path}")
-    file.seek(len(BOM_UTF8) if start == BOM_UTF8 else 0)
+    """Go behind the byte-order mark that some editors write; raise a ValueError for those of wide ones."""
+    start = file.read(len(BOM_UTF32_LE))
+    for name, marks in _WIDE:
+        if start.startswith(marks):
+            raise ValueError(f"{path} is {name}; convert it: iconv -f {name} -t UTF-8 {path}")
+    file.seek(len(BOM_UTF8) if start.startswith(BOM_UTF8) else 0)
 
 
 def _not_utf8(path: Path, number: int, error: UnicodeDecodeError) -> ValueError:
@@ -129,7 +135,8 @@ def _not_utf8(path: Path, number: int, error: UnicodeDecodeError) -> ValueError:
 def require_file(path: Path) -> None:
     """Raise a FileNotFoundError unless a path is a regular file, before anything walks through a folder."""
     if not path.expanduser().is_file():
-        raise FileNotFoundError(f"there is no file at {str(path)!r}; give the path of a file of JSON lines")
+        found = "is no file" if path.expanduser().exists() else "does not exist"
+        raise FileNotFoundError(f"{str(path)!r} {found}; give the path of a file of JSON lines")
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -138,6 +145,10 @@ def parse_object(text: str) -> dict[str, Any]:
         entry = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error}); write one JSON object per line") from error
+    except _DuplicateKeyError:
+        raise
+    except ValueError as error:
+        raise ValueError(_LONG) from error
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply; write one JSON object per line") from error
     if not isinstance(entry, dict):
@@ -152,11 +163,15 @@ def parse_object(text: str) -> dict[str, Any]:
     return entry
 
 
+class _DuplicateKeyError(ValueError):
+    pass
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twice!r} is given twice; leave one")
+        raise _DuplicateKeyError(f"the key {twice!r} is given twice; leave one")
     return found
 
 

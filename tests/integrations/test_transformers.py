@@ -177,6 +177,8 @@ def filled_cache(model, prompts):
     ("options", "words"),
     [
         ({"cache": None}, "cache must be given to model.generate"),
+        ({"cache": "snapkv"}, "cache must be a CacheSpec, got 'snapkv'; give CacheSpec("),
+        ({"max_rows": 4.5}, "max_rows must be a whole number"),
         ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor; the learner replays no other"),
         ({"do_sample": True, "typical_p": 0.5}, "got TopKLogitsWarper, TypicalLogitsWarper"),
         (

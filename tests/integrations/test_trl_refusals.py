@@ -42,6 +42,9 @@ def config(folder, **options):
     ("options", "words"),
     [
         ({"cache_policy": "snapkw"}, "unknown cache policy 'snapkw'; choose one of dense, streaming"),
+        ({"cache_policy": None}, "cache.policy must be one of dense, streaming, "),
+        ({"cache_policy": ["snapkv"]}, "or a policy of your own, got ['snapkv']; choose one"),
+        ({"replay_routing": "no"}, "replay_routing must be True or False, got 'no'"),
         ({"cache_budget": 0}, "cache.budget must be at least 1, got 0"),
         ({"cache_budget": 20}, "budget must be at least sink + window + 1 = 21, got 20"),
         ({"cache_interval": 0}, "cache.interval must be at least 1, got 0"),

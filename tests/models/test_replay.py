@@ -44,9 +44,19 @@ def test_a_temperature_without_log_probs_is_refused(temperature: float):
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_log_probs_are_those_of_the_sampler_at_its_temperature(temperature: float):
     rollout = sampled(temperature=temperature)
-    gap = (replay_logps(tiny_model(), rollout, temperature=temperature) - rollout.rollout_logps).abs().max()
-    wrong = (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs().max()
+    logps = replay_logps(tiny_model(), rollout)
+    assert torch.equal(logps, replay_logps(tiny_model(), rollout, temperature=temperature))
+    gap = (logps - rollout.rollout_logps).abs().max()
+    wrong = (replay_logps(tiny_model(), rollout, temperature=1.0) - rollout.rollout_logps).abs().max()
     assert gap < 1e-4 < 1e-1 < wrong
+
+
+def test_a_greedy_rollout_is_replayed_at_a_given_temperature_alone():
+    rollout = sampled(temperature=0.0)
+    with pytest.raises(ValueError, match="the rollout is greedy, so its tokens have no log-probs to replay"):
+        replay_logps(tiny_model(), rollout)
+    logps = replay_logps(tiny_model(), rollout, temperature=1.0)
+    assert (logps[rollout.response_mask] < 0).all()
 
 
 def test_log_probs_are_at_the_response_tokens_and_zero_elsewhere():

@@ -37,7 +37,7 @@ JUDGED = [
             "sft.n_steps must be a multiple of sft.steps_per_iteration=50, got 70; change one of them",
         ),
         (["task.n_terms=1"], "n_terms must be a whole number of at least 2 and at most 10000, got 1"),
-        (["task=jsonl", "task.path=nowhere.jsonl"], "there is no file at 'nowhere.jsonl'"),
+        (["task=jsonl", "task.path=nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
         (["stages=rl"], "stages must be a list"),
         (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every GPU"),
         (["fabric.num_nodes=two"], "fabric.num_nodes must be a whole number of at least 1, got two"),

@@ -39,6 +39,7 @@ def test_a_path_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ('{"a": 1}\n'.encode("utf-16"), r"a\.jsonl is UTF-16; convert it: iconv"),
         (b'{"a": "\\ud800"}\n', r"a\.jsonl:1: a text has half of a surrogate pair"),
         (b"[" * 200_000 + b"\n", r"a\.jsonl:1: the JSON is nested too deeply"),
+        (b'{"a": 1}\n{"b": ' + b"9" * 5000 + b"}\n", r"a\.jsonl:2: a number has too many digits"),
         (b'{"a": 1}\n{"b": {"a": 1, "a": 2}}\n', r"a\.jsonl:2: the key 'a' is given twice"),
     ],
 )
@@ -93,6 +94,11 @@ def test_values_of_a_list_have_the_line_they_begin_in(tmp_path):
         (b'[\n{"a": "\\ud800"}]', r"a\.json:2: a text has half of a surrogate pair"),
         (b"[" * 200_000, r"a\.json:1: the JSON is nested too deeply"),
         (b'[{"a": 1},\n{"b": {"a": 1, "a": 2}}]', r"a\.json:2: the key 'a' is given twice"),
+        (
+            b'[{"a": 1},\n{"a": ' + b"9" * 5000 + b"}]",
+            r"a\.json:2: a number has too many digits .* in quotes",
+        ),
+        ('[{"a": 1}]'.encode("utf-32"), r"a\.json is UTF-32; convert it: iconv -f UTF-32"),
         (b'[{"a": 1}\n{"a": 2}]', r"a\.json:2: the list has neither a comma nor its end here"),
         (b'[{"a": 1},\n{"a": oops}]', r"a\.json:2: not JSON \(Expecting value"),
         (b'[{"a": 1},\n]', r"a\.json:2: not JSON"),

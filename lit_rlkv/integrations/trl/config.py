@@ -71,6 +71,8 @@ class EvictingConfig:
                 f"not take; choose one of {', '.join(self.corrections)}"
             )
         self.check_choice("correction", self.corrections)
+        if not isinstance(self.replay_routing, bool):
+            raise ValueError(f"replay_routing must be True or False, got {self.replay_routing!r}; give one")
         _check_sampling(self)
 
     def check_choice(self, name: str, known: tuple[str, ...]) -> None:
