@@ -117,11 +117,8 @@ def test_no_operation_forgets_a_part_of_a_rollout():
     assert rollout.record_bytes.keys() == optional | {"evicted_at"}
     assert all(getattr(rollout.without_records(), name) is None for name in optional)
     columns = torch.arange(5).expand(2, -1)
-    results = [
-        WithOneMore.cat([rollout, rollout.rows(rows)]),
-        rollout.padded(2),
-        rollout.select(rows, columns),
-    ]
+    joined = WithOneMore.cat([rollout, rollout.rows(rows)])
+    results = [joined, rollout.padded(2), rollout.select(rows, columns)]
     both, wide, moved = map(parts_of, results)
     assert {result.temperature for result in results} == {0.7}
     for name, part in parts.items():
