@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # The slowest tests are named, since the short tier must stay short.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
-# jaxtyping compares shapes and dtypes with the signature at every call, which doubles the time of a test.
+# jaxtyping compares shapes and dtypes with the signature at every call, which nearly doubles the time of the tests.
 SHAPES = --jaxtyping-packages=lit_rlkv,beartype.beartype
 SHAPED = experience kernels kvcache models modules objectives rollout stages test_crosses.py test_toolchain.py test_types.py
 

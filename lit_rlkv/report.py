@@ -73,6 +73,8 @@ def parse(arguments: Sequence[str]) -> ReportArguments:
         to = Path(targets[0].removeprefix("to=")).expanduser()
         if to.is_dir() or not to.name:
             raise ConfigError(f"{targets[0]} must name a file, and is a folder; give to=FOLDER/page.html")
+        if to.exists() and to.suffix != ".html":
+            raise ConfigError(f"{targets[0]} exists and is no page; give to=FILE.html, or remove it first")
         if to.name == REPORT and (to.parent / CONFIG).is_file() and not to.is_file():
             raise ConfigError(f"{targets[0]} would mark an unfinished run as complete; give another to=FILE")
     elif len(runs) > 1:

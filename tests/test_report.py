@@ -100,6 +100,10 @@ def test_mistakes_are_told_in_one_line(tmp_path, run_report):
         ("to=x.html",): "error: a report needs a run folder, got none",
         (folder, "to=x.html", "to=y.html"): "error: to= must be given once",
         (folder, "to=other"): "error: to=other must name a file, and is a folder",
+        (
+            folder,
+            f"to={folder}/config.yaml",
+        ): f"error: to={folder}/config.yaml exists and is no page; give to=",
         (folder, "to=file/x.html"): "error: file/x.html cannot be written",
         (folder, "at=x.html"): "error: at=x.html must be the folder of a run",
     }

@@ -120,7 +120,7 @@ def lora_layers(backbone: PreTrainedModel) -> list[LoraLayer]:
 
 
 State = tuple[bool, Any]
-"""What peft keeps of a layer: whether its adapters are disabled, and the name or names of the active ones."""
+"""A layer's adapters as peft keeps them: True if all are disabled, and the names of the active ones."""
 
 
 def adapter_states(layers: Sequence[LoraLayer]) -> list[State]:

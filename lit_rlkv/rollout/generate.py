@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -140,8 +139,7 @@ def generate(
         callback.call()
     kv_bytes = decoder.kv.kv_bytes
     del decoder, callback  # frees the cache
-    rollout = _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes)
-    return replace(rollout, temperature=temperature)
+    return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes, temperature)
 
 
 def decode_all(
@@ -287,7 +285,9 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
     )
 
 
-def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int) -> Rollout:
+def _trim(
+    rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int, temperature: float
+) -> Rollout:
     """Cut the unused columns, and drop evictions after the query that predicted a row's last token."""
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
     rows = rows.map_tensors(lambda value: value[..., :end])
@@ -308,6 +308,7 @@ def _trim(rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: 
         kv_bytes=kv_bytes,
         sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
         expert_ids=rows.expert_ids,
+        temperature=temperature,
     )
 
 

@@ -8,7 +8,7 @@ _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SAVED = ("state.json", "dataset_dict.json")
 """Files that save_to_disk writes for a dataset, and for one with splits."""
 _EMPTY = "BatchSize must be greater than 0"
-"""What the package says of a parquet file without rows."""
+"""Beginning of the package's error for a parquet file without rows."""
 _DAMAGED = (LookupError, TypeError, AttributeError, RecursionError)
 """Errors of the package datasets for files of save_to_disk with other content."""
 

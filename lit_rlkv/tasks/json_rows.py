@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 BATCH = 1024
 """Objects between two calls of a listener."""
 _BLANK = " \t\r\n"
-"""What JSON allows between values."""
+"""Characters that JSON allows between values."""
 _WIDE = (("UTF-32", (BOM_UTF32_LE, BOM_UTF32_BE)), ("UTF-16", (BOM_UTF16_LE, BOM_UTF16_BE)))
 """Encodings by their byte-order marks; that of UTF-32 begins with that of UTF-16."""
 _LONG = "a number has too many digits for a number of Python; put it in quotes"
@@ -21,7 +21,7 @@ _ASKS = "write one JSON object per line, or one list of objects"
 
 _Listener = Callable[[int, int], None]
 LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
-"""What `reading_progress` calls."""
+"""The function that `reading_progress` gives to the readers."""
 
 
 @contextmanager
@@ -35,18 +35,20 @@ def reading_progress(listener: _Listener) -> Iterator[None]:
 
 
 def numbered_objects(path: Path) -> Iterator[tuple[str, str]]:
-    """Return `file:line` and text of every value of a list, or of every line if the file begins otherwise.
+    """Return `file:line` and text of every value of a `.json` file's list, or of every line of other files.
 
     Raises:
         FileNotFoundError: there is no regular file.
         ValueError: the file is not UTF-8, is a list that is not JSON, or has nothing in it.
     """
     require_file(path)
+    return _numbered_elements(path) if path.suffix == ".json" and _is_list(path) else numbered_lines(path)
+
+
+def _is_list(path: Path) -> bool:
     with path.expanduser().open("rb") as file:
         _skip_mark(file, path)
-        is_list = next((line for line in file if line.strip()), b"").lstrip().startswith(b"[")
-    # A line may be a list by mistake; a file of lines is named so.
-    return _numbered_elements(path) if is_list and path.suffix == ".json" else numbered_lines(path)
+        return next((line for line in file if line.strip()), b"").lstrip().startswith(b"[")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
