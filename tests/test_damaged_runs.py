@@ -2,16 +2,19 @@
 
 import json
 import os
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import pytest
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.config.options import convert
+from lit_rlkv.config.resumed import resumed_choices
+from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.export import export
 from lit_rlkv.reporting.run_folder import read_run
+from lit_rlkv.runs.open_run import find_run
 from tests.tiers import short_tier
 from tests.whole_runs import run, scoring
 
@@ -72,4 +75,23 @@ def test_a_damaged_run_is_scored_and_exported(runs, tmp_path, caplog):
     written, _ = export(convert(ExportConfig, {"ckpt": str(folder), "to": str(tmp_path / "out")}))
     assert json.loads((written / "export.json").read_text())["iteration"] == 2
     assert "evaluation.json is damaged and is left out" in caplog.text
+    resumed_choices(folder, Choices({}, []))
+    assert "choices.json is damaged and is left out" in caplog.text
     assert [path.name for path in folder.iterdir() if path.name.endswith(".damaged")] == []
+
+
+def test_a_trained_run_without_checkpoints_is_scored_with_a_warning(runs, tmp_path, caplog):
+    folder = copytree(runs / "whole", tmp_path / "bare")
+    rmtree(folder / "checkpoints")
+    assert find_run(folder).iteration == 0
+    assert "has trained for 2 iterations and has no checkpoint" in caplog.text
+    caplog.clear()
+    assert find_run(runs / "whole").iteration == 2
+    assert caplog.text == ""
+
+
+def test_a_checkpoint_is_found_without_zeros_in_its_name_or_those_that_exist_are_named(runs):
+    checkpoints = runs / "whole" / "checkpoints"
+    assert find_run(checkpoints / "iteration-2").iteration == 2
+    with pytest.raises(ConfigError, match=r"checkpoints has no iteration-3; it has iteration-000001, iteration-000002$"):
+        find_run(checkpoints / "iteration-3")

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig
 
 from lit_rlkv.checks import fits
-from lit_rlkv.files import read_json, write_atomically
+from lit_rlkv.files import read_if_intact, read_json, write_atomically
 from lit_rlkv.run_files import CHOICES
 from lit_rlkv.trust import KEY
 
@@ -49,14 +49,19 @@ class Choices:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Choices | None":
-        """Return the choices with which a run was started; None if its folder does not tell."""
-        try:
-            saved = read_json(run_dir / CHOICES)
-            options, overrides = saved["options"], saved["overrides"]
-            is_whole = fits(options, dict[str, str | None]) and fits(overrides, list[str])
-        except (OSError, ValueError, TypeError, LookupError):
-            return None
-        return cls(options, overrides) if is_whole else None
+        """Return the choices with which a run was started; None if its folder does not tell.
+
+        A damaged file costs a warning.
+        """
+        return read_if_intact(run_dir / CHOICES, cls._read, None)
+
+    @classmethod
+    def _read(cls, path: Path) -> "Choices | None":
+        saved = read_json(path)
+        options, overrides = saved["options"], saved["overrides"]
+        if not fits(options, dict[str, str | None]) or not fits(overrides, list[str]):
+            raise ValueError("options must be a mapping of texts, and overrides a list of texts")
+        return cls(options, overrides)
 
 
 def label_logger(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:

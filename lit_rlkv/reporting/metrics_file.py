@@ -4,6 +4,7 @@ import csv
 import io
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,29 @@ class RunAxes(RLCallback):
 class MetricsFile(RLCallback):
     """Writes one row per iteration to a CSV file.
 
-    `history` holds the rows. After a resume the rows up to the checkpoint are read back.
+    `history` holds the rows. After a resume the rows up to the checkpoint are read back; a warning says how
+    many of them the file lacks.
+
+    Args:
+        resumed_at: iteration of the checkpoint; 0 for a new run.
+        last: metrics of that iteration, for the case that the file lacks them.
     """
 
-    def __init__(self, path: Path, resumed_at: int = 0) -> None:
+    def __init__(self, path: Path, resumed_at: int = 0, last: Mapping[str, float] | None = None) -> None:
         self.path = path
         earlier = read_if_intact(path, read_metrics, [], sets_aside=True) if resumed_at else []
         self.history = [row for row in earlier if row["iteration"] <= resumed_at]
+        n_missing = resumed_at - len({row["iteration"] for row in self.history})
+        if last and (not self.history or self.history[-1]["iteration"] < resumed_at):
+            self.history.append({"iteration": float(resumed_at), **last})
+            n_missing -= 1
+        if n_missing > 0:
+            log.warning(
+                "%s lacks the rows of %d of the %d iterations before the checkpoint; plots lack them, too",
+                path,
+                n_missing,
+                resumed_at,
+            )
         self.columns = dict.fromkeys(name for row in self.history for name in row)
         self._is_behind = False
         """True if the file lacks rows or ends within one."""

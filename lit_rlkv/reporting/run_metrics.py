@@ -26,14 +26,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the complete rows of a metrics file, without empty cells.
 
     Raises:
-        ValueError: a cell is not a number, or a row has no iteration or more cells than the heading.
+        ValueError: a cell is not a number, or a row has no iteration, or not one cell for each heading.
     """
     try:
         rows = list(csv.DictReader(complete_lines(path)))
     except csv.Error as error:
         raise ValueError(str(error)) from error
-    if any(None in row or not row.get(ITERATION) for row in rows):
-        raise ValueError("every row must have an iteration, and at most one cell for each heading")
+    if any(None in row or None in row.values() or not row.get(ITERATION) for row in rows):
+        raise ValueError("every row must have an iteration, and one cell for each heading")
     return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
 
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rlkv.checks import Range
 from lit_rlkv.kernels.token_logps import tempered
 from lit_rlkv.kernels.token_sampling import NoiseRows, sample_tokens
 
@@ -34,14 +35,11 @@ class Truncation:
     min_p: float | int | None = None
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}; use None to keep all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p must be above 0 and at most 1, got {self.top_p}; use 1 to keep all tokens"
-            )
-        if self.min_p is not None and not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must be at least 0 and below 1, got {self.min_p}; 0 keeps all tokens")
+        if self.top_k is not None:
+            Range(least=1).check("top_k", self.top_k, int, hint="None keeps all tokens")
+        Range(above=0, most=1).check("top_p", self.top_p, hint="1 keeps all tokens")
+        if self.min_p is not None:
+            Range(least=0, below=1).check("min_p", self.min_p, hint="0 keeps all tokens")
 
     @property
     def is_on(self) -> bool:

@@ -169,6 +169,19 @@ class CheckpointDir:
         """Return the folder of an iteration's checkpoint; names sort by iteration."""
         return self.root / f"{PREFIX}{iteration:06d}"
 
+    def named(self, name: str) -> Path:
+        """Return the folder of a checkpoint by its name, such as best; iteration-50 may lack its zeros.
+
+        Raises:
+            ConfigError: there is none of that name; the error names those that there are.
+        """
+        number = name.removeprefix(PREFIX)
+        folder = self.folder_of(int(number)) if number.isdecimal() else self.root / name
+        if not folder.is_dir():
+            there_are = ", ".join(path.name for path in self.all()) or "no checkpoint"
+            raise ConfigError(f"{self.root} has no {name}; it has {there_are}")
+        return folder
+
     def all(self) -> list[Path]:
         """Return all checkpoint folders, oldest first, also broken ones."""
         return sorted(path for path in self.root.glob(f"{PREFIX}*") if path.is_dir())

@@ -55,6 +55,8 @@ class FolderLock:
         path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(f"{path} is a folder; remove it")
             path.touch()
         except OSError as error:
             raise ConfigError(

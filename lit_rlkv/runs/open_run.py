@@ -1,5 +1,6 @@
 """Open a saved run: find it by a path and load its policy at a checkpoint."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,14 +10,16 @@ from torch import Tensor
 
 from lit_rlkv.config import ConfigError, as_config_errors, check_targets
 from lit_rlkv.config.resumed import read_config
-from lit_rlkv.files import MAX_CONFIG_BYTES, read_text
+from lit_rlkv.files import MAX_CONFIG_BYTES, read_if_intact, read_text
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
+from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint
 from lit_rlkv.runs.context import (
     BACKBONE,
     CHECKPOINTS,
     CONFIG,
+    METRICS,
     RunContext,
     build_context,
     pretrained_path,
@@ -25,6 +28,8 @@ from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import backbone_id, check_backbone
 from lit_rlkv.runs.weights import load_reference, load_trainable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,17 @@ def find_run(ckpt: Path) -> SavedRun:
                 f"ckpt={ckpt} is neither a run folder (with {CONFIG}) nor a checkpoint in one; "
                 "give runs/NAME or runs/NAME/checkpoints/iteration-N"
             )
-        return _saved_run(run_dir, load_checkpoint(ckpt))
+        return _saved_run(run_dir, load_checkpoint(CheckpointDir(ckpt.parent).named(ckpt.name)))
 
 
 def _at_newest(run_dir: Path) -> SavedRun:
     checkpoint = CheckpointDir(run_dir / CHECKPOINTS).latest()
+    if checkpoint is None and (trained := read_if_intact(run_dir / METRICS, read_metrics, [])):
+        log.warning(
+            "%s has trained for %d iterations and has no checkpoint: this is the policy before training",
+            run_dir,
+            trained[-1]["iteration"],
+        )
     try:
         return _saved_run(run_dir, checkpoint)
     except OSError:

@@ -131,7 +131,8 @@ class TrainingRun:
         self.own_dir.mkdir(parents=True, exist_ok=True)
         self.progress = ProgressBar("iteration", console, cfg.algorithm.n_iterations, self.resumed_at)
         self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir, sets_aside=True))
-        self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at)
+        last = {} if self.resume_from is None else self.resume_from.metrics
+        self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at, last)
         self.samples = Samples(
             self.own_dir,
             n=keep.n_samples,

@@ -57,7 +57,8 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
         stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
         bar = StepProgressBar(stage.steps_done(), stage.resumed_at, run.console)
         with run.timed("sft", lambda: f"step {bar.step} of the SFT stage"):
-            metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at)
+            last = {} if stage.resumed is None else stage.resumed.metrics
+            metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at, last)
             start = stage.run([bar, metrics])
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next

@@ -28,7 +28,7 @@ def load(dataset: str, name: str | None, split: str) -> Any:
             "give a file of JSON lines"
         ) from error
     path = Path(dataset).expanduser()
-    if path.is_file() and path.suffix not in _FILES:
+    if path.is_file() and path.suffix.lower() not in _FILES:
         raise ValueError(f"{dataset!r} must be a file of type {', '.join(_FILES)}; convert it")
     try:
         if any((path / file).is_file() for file in _SAVED):
@@ -38,7 +38,7 @@ def load(dataset: str, name: str | None, split: str) -> Any:
                 raise ValueError(f"it was saved with {', '.join(splits)}")
             return splits[split]
         if path.is_file():
-            return datasets.load_dataset(_FILES[path.suffix], data_files=str(path), split=split)
+            return datasets.load_dataset(_FILES[path.suffix.lower()], data_files=str(path), split=split)
         return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)
     except StopIteration as error:
         raise ValueError(f"{dataset!r} holds no rows; write one JSON object per line") from error

@@ -39,16 +39,20 @@ def numbered_objects(path: Path) -> Iterator[tuple[str, str]]:
 
     Raises:
         FileNotFoundError: there is no regular file.
-        ValueError: the file is not UTF-8, is a list that is not JSON, or has nothing in it.
+        ValueError: the file is not UTF-8, is one object or a list that is not JSON, or has nothing in it.
     """
     require_file(path)
-    return _numbered_elements(path) if path.suffix == ".json" and _is_list(path) else numbered_lines(path)
+    start = _first_line(path) if path.suffix.lower() == ".json" else b""
+    if start == b"{":
+        raise ValueError(f"{str(path)!r} is one object over many lines; {_ASKS}")
+    return _numbered_elements(path) if start.startswith(b"[") else numbered_lines(path)
 
 
-def _is_list(path: Path) -> bool:
+def _first_line(path: Path) -> bytes:
+    """Return the first line that is not blank, without its ends."""
     with path.expanduser().open("rb") as file:
         _skip_mark(file, path)
-        return next((line for line in file if line.strip()), b"").lstrip().startswith(b"[")
+        return next((line.strip() for line in file if line.strip()), b"")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -154,7 +158,7 @@ def parse_object(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply; write one JSON object per line") from error
     if not isinstance(entry, dict):
-        raise ValueError(f"got a {type(entry).__name__}; write one JSON object per line")
+        raise ValueError(f"must be an object, got {type(entry).__name__}; write one JSON object per line")
     if "\\ud" in text or "\\uD" in text:  # half of a character cannot be encoded, by a tokenizer either
         try:
             json.dumps(entry, ensure_ascii=False).encode()

@@ -109,7 +109,7 @@ def read_rows(
         ValueError: nothing can be loaded, a column is missing, or `parse` refuses rows.
     """
     path = path_of(dataset)
-    if Path(path).suffix in _JSON and split == "train" and name is None:
+    if Path(path).suffix.lower() in _JSON and split == "train" and name is None:
         return _parse_json(
             path, numbered_objects, lambda entry: parse(_select(entry, columns, list(entry), hint))
         )
@@ -144,7 +144,7 @@ def _numbered_rows(rows: Any, at: str) -> Iterator[tuple[str, dict[str, Any] | V
 def _check_text_files(path: Path) -> None:
     """Raise a ValueError that names the first line which is not UTF-8 in a file or in those of a folder."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.suffix in _TEXT and file.is_file() and file.stat().st_size > 0:
+        if file.suffix.lower() in _TEXT and file.is_file() and file.stat().st_size > 0:
             for _ in numbered_lines(file):
                 pass
 

@@ -179,7 +179,11 @@ def filled_cache(model, prompts):
         ({"cache": None}, "cache must be given to model.generate"),
         ({"cache": "snapkv"}, "cache must be a CacheSpec, got 'snapkv'; give CacheSpec("),
         ({"max_rows": 4.5}, "max_rows must be a whole number"),
-        ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor; the learner replays no other"),
+        ({"generator": 5}, "generator must be a torch.Generator or None, got 5"),
+        (
+            {"repetition_penalty": 1.2},
+            "got RepetitionPenaltyLogitsProcessor; the learner .* such as repetition_penalty=1.0",
+        ),
         ({"do_sample": True, "typical_p": 0.5}, "got TopKLogitsWarper, TypicalLogitsWarper"),
         (
             {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])},

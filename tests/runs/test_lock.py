@@ -28,6 +28,12 @@ def test_a_folder_has_one_writer_and_a_second_gets_its_pid(tmp_path):
         assert (run / LOCK).exists()
 
 
+def test_a_folder_in_place_of_the_lock_is_named(tmp_path):
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(ConfigError, match=r"\.lock is a folder; remove it"), FolderLock() as lock:
+        lock.take(tmp_path)
+
+
 def test_another_folder_is_taken_instead_of_the_first(tmp_path):
     with FolderLock() as lock, FolderLock() as other:
         lock.take(tmp_path / "a")

@@ -144,7 +144,7 @@ def test_prompts_alone_have_no_solution(tmp_path):
         ({"question": "?", "answer": "so ####"}, "the answer is empty"),
         ({"question": "?", "answer": None}, "solution must be text, got None"),
         ({"question": "?"}, "no column 'answer', it has question; set prompt_column"),
-        ([], "got a list"),
+        ([], "must be an object, got list"),
         ("{oops", "not JSON"),
     ],
 )

@@ -88,8 +88,8 @@ def test_values_of_a_list_have_the_line_they_begin_in(tmp_path):
         (b'[{"a": 1}', r"a\.json:1: the list has neither a comma nor its end here"),
         (b'[{"a": 1}]\n[]', r"a\.json:1: something follows the end of the list"),
         (b"[ \n]", r"a\.json' must have rows, got an empty list"),
-        (b'[{"a": 1},\n3]', r"a\.json:2: got a int; write"),
-        (b'{\n"a": 1}', r"a\.json:1: not JSON"),
+        (b'[{"a": 1},\n3]', r"a\.json:2: must be an object, got int; write"),
+        (b'\n{\n"data": [{"a": 1}]}', r"a\.json' is one object over many lines; write one JSON object per line"),
         (b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl:2: not UTF-8"),
         ('{"a": 1}\n'.encode("utf-16"), r"a\.jsonl is UTF-16; convert it: iconv"),
         (b'{"a": "\\ud800"}\n', r"a\.jsonl:1: a text has half of a surrogate pair"),
@@ -103,6 +103,12 @@ def test_a_bad_file_is_refused_with_the_line(tmp_path, content, says):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=says):
         parse_rows(numbered_objects(path), parse_object)
+
+
+def test_the_ending_of_a_name_may_be_in_capitals(tmp_path):
+    path = tmp_path / "A.JSON"
+    path.write_text('[\n{"prompt": "?", "chosen": "a",\n"rejected": "b"}]')
+    assert load_preferences(str(path)).at(0).answer == "a"
 
 
 def test_preferences_are_read_from_a_list(tmp_path):

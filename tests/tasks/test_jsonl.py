@@ -78,7 +78,7 @@ def test_a_corruption_changes_the_answer_and_nothing_before_it(write, answer):
     ("line", "message"),
     [
         ("{oops", "problems.jsonl:2: not JSON"),
-        ([1, 2], "problems.jsonl:2: got a list"),
+        ([1, 2], "problems.jsonl:2: must be an object, got list"),
         ({"prompt": "1+1="}, "problems.jsonl:2: missing answer; each line needs prompt and answer"),
         ({}, "problems.jsonl:2: missing prompt, answer"),
         ({"prompt": "1+1=", "answer": None}, "problems.jsonl:2: answer must be text, got None"),

@@ -116,7 +116,7 @@ def role(name):
     ("bad", "message"),
     [
         ("{oops", "not JSON"),
-        ([1, 2], "got a list; write one JSON object per line"),
+        ([1, 2], "must be an object, got list; write one JSON object per line"),
         ({"prompt": "?"}, "missing chosen and rejected; a preference needs both sides"),
         ({"prompt": "?", "chosen": "a"}, "missing rejected"),
         ({"chosen": "a b", "rejected": "a c"}, "missing prompt; only whole conversations contain theirs"),

@@ -37,8 +37,10 @@ class PythonFunction(SlowFunction):
     def __post_init__(self) -> None:
         super().__post_init__()
         file, name = self._file_and_name()
-        if not file.is_file() or not name:
+        if not name or file == Path():
             raise ValueError(f"path must name a function as path/to/file.py:function, got {self.path!r}")
+        if not file.is_file():
+            raise ValueError(f"path={self.path}: there is no file {str(file)!r}; give its path")
         names = _names(file)
         if name not in names:
             raise ValueError(f"{file} has no {name!r}; it has {', '.join(names) or 'no functions'}")
@@ -89,8 +91,11 @@ class Command(SlowFunction):
                 f"argv must be a list of a program and its arguments, got {self.argv!r}; write it as "
                 "[python, score.py], because no shell splits a line"
             )
-        if shutil.which(self.argv[0]) is None:
-            raise ValueError(f"argv: there is no program {self.argv[0]!r}; give its path or install it")
+        program = self.argv[0]
+        if shutil.which(program) is None:
+            if Path(program).is_file():
+                raise ValueError(f"argv: {program!r} is not executable; chmod +x it, or put python first")
+            raise ValueError(f"argv: there is no program {program!r}; give its path or install it")
 
     def open(self) -> Grader:
         programs = _Programs(list(self.argv), float(self.timeout_s))

@@ -110,7 +110,7 @@ def test_a_parameter_without_a_column_is_named(file):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere.py:score", "path must name a function as path/to/file.py:function"),
+        ("nowhere.py:score", "there is no file '.*nowhere.py'; give its path"),
         ("rewards.py", "path must name a function as"),
         ("rewards.py:long", "has no 'long'; it has LENGTH, n_calls, short, fields, chat"),
         ("broken.py:score", "must be Python, got .*; fix it"),
@@ -223,6 +223,13 @@ def test_the_supervisor_survives_sigterm():
     assert process.returncode == 0
     os.close(read)
     os.close(write)
+
+
+def test_a_program_without_the_right_to_run_is_refused_with_the_remedy(tmp_path):
+    program = tmp_path / "score.py"
+    program.write_text("print(1)\n")
+    with pytest.raises(ValueError, match=r"score\.py' is not executable; chmod \+x it, or put python first"):
+        Command(argv=[str(program)])
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
