@@ -81,7 +81,7 @@ class Range:
     def check(self, name: str, value: Any, kind: type = float, hint: str = "change it") -> None:
         """Raise a ValueError that names a setting unless its value is a number inside the range."""
         if not self.holds(value, kind):
-            raise ValueError(f"{name} must be {self.describe(kind, value)}, got {value!r}; {hint}")
+            raise ValueError(f"{name} must be {self.describe(kind, value)}, got {value}; {hint}")
 
 
 def check_temperature(name: str, value: Any, *, is_greedy_allowed: bool) -> None:

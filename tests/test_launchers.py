@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.runs.signals import EXIT_CODE, INTERRUPTED
-from tests.tiers import short_tier
 from tests.whole_runs import TINY, config, said_by
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +57,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("name", short_tier(LAUNCHERS, ["torchrun"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_decides_the_number_of_processes(sft_runs, name):
     process = start(LAUNCHERS[name], f"runs_dir={sft_runs}", f"hydra.run.dir={sft_runs / name}")
     said = said_by(process)

@@ -5,20 +5,20 @@ import json
 import pytest
 
 from lit_rlkv.reporting.run_folder import read_metrics
-from tests.tiers import slow
 from tests.whole_runs import run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         [],
-        slow(["experiment=smd"]),
-        slow(["algorithm=ppo", "diagnostics.mismatch.every=1", "diagnostics.layers.every=1"]),
-        slow(["algorithm=online_dpo"]),
-        slow(["experiment=tis", "correction.replays=true", "correction.bypass_mode=false"]),
-        slow(["algorithm.n_epochs=2", "algorithm.n_minibatches=2", "diagnostics.gradient.every=1"]),
-        slow(["roles=full", "rollout.min_p=0.05"]),
+        ["experiment=smd"],
+        ["algorithm=ppo", "diagnostics.mismatch.every=1", "diagnostics.layers.every=1"],
+        ["algorithm=online_dpo"],
+        ["experiment=tis", "correction.replays=true", "correction.bypass_mode=false"],
+        ["algorithm.n_epochs=2", "algorithm.n_minibatches=2", "diagnostics.gradient.every=1"],
+        ["roles=full", "rollout.min_p=0.05"],
     ],
     ids=str,
 )

@@ -23,6 +23,12 @@ def short_tier(cases: Iterable[object], short: Iterable[object]) -> list[object]
     return [case if case in short else slow(*_values(case)) for case in cases]
 
 
+def every_nth(n: int, cases: Iterable[object]) -> list[object]:
+    """Return all cases of a parametrized test; all but the first of every `n` are marked slow."""
+    cases = list(cases)
+    return short_tier(cases, cases[::n])
+
+
 def pairwise(cases: Sequence[tuple[object, ...]]) -> list[object]:
     """Return all cases; marked slow are those not needed to see every pair of values of two axes once.
 

@@ -19,39 +19,39 @@ from tests.hand_built import (
     counted_forwards,
     make_datamodule,
 )
+from tests.tiers import every_nth
 from tests.whole_runs import config
 
+RUNS = [
+    ("grpo", {}),
+    ("grpo", {"arm": "sparse_rl"}),
+    ("grpo", {"layout": "ppo"}),
+    ("grpo", {"checkpoints": True, "distils": True}),
+    ("grpo", {"layout": "ppo", "distils": True}),
+    ("grpo", {"distils": True, "layout": "ppo", "checkpoints": True}),
+    ("grpo", {"kl": KLConfig(weight=0.3), "arm": "naive"}),
+    ("grpo", {"arm": "tis", "distils": True, "rollout": {"n_prompts": 8} | TRUNCATED}),
+    ("ppo", {"layout": "dynamic_lora"}),
+    ("ppo", {"layout": "j_hydra", "arm": "tis", "checkpoints": True}),
+    ("ppo", {"layout": "lora_ppo"}),
+    ("online_dpo", {"distils": True, "advantage": PairAdvantage(drop_ties=False)}),
+    ("online_dpo", {"arm": "mis"}),
+    ("grpo", {"arm": "sparse_rl", "aggregation": "token", "mask_truncated": True}),
+    ("grpo", {"aggregation": "token", "distils": True, "mask_truncated": True}),
+    ("grpo", {"aggregation": "constant", "distils": True}),
+    ("grpo", {"advantage": GroupAdvantage("dapo", filter_zero_std_groups=True), "aggregation": "token"}),
+    (
+        "grpo",
+        {
+            "advantage": GroupAdvantage("dapo", filter_zero_std_groups=True),
+            "aggregation": "token",
+            "distils": True,
+        },
+    ),
+]
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [
-        ("grpo", {}),
-        ("grpo", {"arm": "sparse_rl"}),
-        ("grpo", {"layout": "ppo"}),
-        ("grpo", {"checkpoints": True, "distils": True}),
-        ("grpo", {"layout": "ppo", "distils": True}),
-        ("grpo", {"distils": True, "layout": "ppo", "checkpoints": True}),
-        ("grpo", {"kl": KLConfig(weight=0.3), "arm": "naive"}),
-        ("grpo", {"arm": "tis", "distils": True, "rollout": {"n_prompts": 8} | TRUNCATED}),
-        ("ppo", {"layout": "dynamic_lora"}),
-        ("ppo", {"layout": "j_hydra", "arm": "tis", "checkpoints": True}),
-        ("ppo", {"layout": "lora_ppo"}),
-        ("online_dpo", {"distils": True, "advantage": PairAdvantage(drop_ties=False)}),
-        ("online_dpo", {"arm": "mis"}),
-        ("grpo", {"arm": "sparse_rl", "aggregation": "token", "mask_truncated": True}),
-        ("grpo", {"aggregation": "token", "distils": True, "mask_truncated": True}),
-        ("grpo", {"aggregation": "constant", "distils": True}),
-        ("grpo", {"advantage": GroupAdvantage("dapo", filter_zero_std_groups=True), "aggregation": "token"}),
-        (
-            "grpo",
-            {
-                "advantage": GroupAdvantage("dapo", filter_zero_std_groups=True),
-                "aggregation": "token",
-                "distils": True,
-            },
-        ),
-    ],
-)
+
+@pytest.mark.parametrize(("algorithm", "options"), every_nth(2, RUNS))
 def test_the_sum_over_the_parts_is_the_gradient_that_training_takes(algorithm, options):
     run = make_run(algorithm, **options)
     found = measured(GradientVariance(every=1, n_parts=4), run)

@@ -10,6 +10,7 @@ from lit_rlkv.experience.group_baselines import batch_std
 from lit_rlkv.experience.score import ENTROPY
 from lit_rlkv.kvcache import POLICIES
 from tests.config.asking import asked
+from tests.tiers import every_nth
 
 GROUPS = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
 OPTIONS = sorted(
@@ -53,7 +54,7 @@ STABLE_NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", every_nth(4, OPTIONS))
 def test_every_option_of_every_group_composes_and_passes_the_checks(option):
     if option in PACKAGES:
         pytest.importorskip(PACKAGES[option])

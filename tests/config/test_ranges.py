@@ -25,6 +25,7 @@ from lit_rlkv.objectives.preference import check_dpo
 from tests.config.asking import refusal
 from tests.hand_built import make_ppo, make_roles
 from tests.models_zoo import tiny_model
+from tests.tiers import every_nth
 
 NAN, INF = math.nan, math.inf
 NOT_FINITE = (NAN, INF, -INF)
@@ -62,7 +63,10 @@ SWITCHED_OFF = "rollout.top_k"
 """A key that has one value only."""
 
 
-@pytest.mark.parametrize("key", [key for key, _, _ in numeric_keys(Config) if key != SWITCHED_OFF])
+NUMBERS = [key for key, _, _ in numeric_keys(Config) if key != SWITCHED_OFF]
+
+
+@pytest.mark.parametrize("key", every_nth(8, NUMBERS))
 def test_every_number_of_a_run_is_refused_out_of_its_range(default, key):
     kind, declared = next(found[1:] for found in numeric_keys(Config) if found[0] == key)
     is_list = get_origin(kind) is tuple

@@ -27,7 +27,7 @@ LOOKED_AT = [
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("grpo", ["algorithm.kl.weight=0.1"]),
+        slow("grpo", ["algorithm.kl.weight=0.1"]),
         # A response at a time, and so more micro-batches than a rank has prompts.
         slow(
             "minibatches", ["algorithm.n_minibatches=2", "algorithm.n_epochs=2", "fabric.tokens_per_pass=1"]
@@ -104,6 +104,7 @@ def test_sft_on_two_ranks_gives_the_model_of_one(tmp_path):
         torch.testing.assert_close(one[embedding], other[embedding], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_two_ranks_equals_that_of_one(folder):
     options = [*SETTINGS, "stages=[eval]", "evaluation.batch_size=8", "evaluation.n_prompts=20"]
     run(folder, "scored", *options)

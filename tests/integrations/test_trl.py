@@ -53,8 +53,8 @@ def largest_gap(rows):
     [
         *[slow({"loss_type": kind}) for kind in LOSS_TYPES if kind != "vespo"],
         {"loss_type": "vespo"},
-        {},
-        IN_TWO_PARTS,
+        slow({}),
+        slow(IN_TWO_PARTS),
         {"beta": 0.1} | TWICE,
         slow({"importance_sampling_level": "sequence", "loss_type": "grpo"} | TWICE),
         slow({"gradient_checkpointing": False, "temperature": 0.7}),

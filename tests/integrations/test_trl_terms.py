@@ -9,6 +9,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tests.integrations.trl_runs import Watched, completion_logits, save_model, train
+from tests.tiers import diagonal, slow
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,9 @@ def expected_weight(correction, ratio):
     return ratio * ((ratio >= 0.5) & (ratio <= 2))
 
 
-@pytest.mark.parametrize("correction", ["tis", "mis"])
-@pytest.mark.parametrize("num_iterations", [1, 2])  # TRL computes π_old itself with several iterations
+@pytest.mark.parametrize(  # TRL computes π_old itself with several iterations
+    ("correction", "num_iterations"), diagonal(["tis", "mis"], [1, 2])
+)
 def test_each_token_is_weighted_by_its_importance(model, tmp_path, correction, num_iterations):
     options = {"max_steps": 1, "num_iterations": num_iterations}
     trainer, _ = train(model, tmp_path, trainer=Watched, correction=correction, **options)
@@ -82,10 +84,10 @@ def mean_kl(teacher, student, batch):
 @pytest.mark.parametrize(
     ("options", "peft_config"),
     [
-        ({"distillation": "dense_student"}, None),
+        slow({"distillation": "dense_student"}, None),
         ({"distillation": "dense_student", "correction": "tis"}, None),
-        ({"distillation": "sparse_student", "beta": 1e-6}, None),
-        ({"distillation": "sparse_student"}, LoraConfig(r=2, target_modules="all-linear")),
+        slow({"distillation": "sparse_student", "beta": 1e-6}, None),
+        slow({"distillation": "sparse_student"}, LoraConfig(r=2, target_modules="all-linear")),
         ({"distillation": "sparse_student", "correction": "naive", "beta": 1e-6}, None),
     ],
     ids=["dense", "dense-tis", "sparse", "sparse-lora", "sparse-naive"],

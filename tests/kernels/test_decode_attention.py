@@ -329,7 +329,7 @@ def test_slots_are_split_only_where_programs_are_few_and_slots_many():
     assert launch.choose_n_splits(1, 100, 132) == 1
 
 
-@pytest.mark.parametrize("n_splits", [1, 3, 4])
+@pytest.mark.parametrize("n_splits", [slow(1), 3, slow(4)])
 def test_with_a_fixed_number_of_splits_a_row_is_the_same_in_any_batch(n_splits, monkeypatch):
     # Slots of a toy are as many blocks, and worth as many splits, as the slots of a real pool.
     monkeypatch.setattr(launch, "MIN_SPLIT_SLOTS", 16)

@@ -164,9 +164,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("block", [None, 16], ids=["contiguous", "listed"])
-@pytest.mark.parametrize("evicted_at", WRONG.values(), ids=WRONG)
-def test_the_comparison_catches_another_table(evicted_at: Tensor, block: int | None):
+@pytest.mark.parametrize(("wrong", "block"), diagonal(WRONG, [None, 16]))
+def test_the_comparison_catches_another_table(wrong: str, block: int | None):
+    evicted_at = WRONG[wrong]
+
     def wrong(query: Tensor, key: Tensor, value: Tensor, _: Tensor, scaling: float, **settings: object):
         return triton(query, key, value, evicted_at.to(DEVICE), scaling, **settings)
 

@@ -7,6 +7,7 @@ import pytest
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.metric import Metric, check_metric, logged_names
+from tests.tiers import every_nth
 from tests.whole_runs import config, run
 
 REFUSED = [
@@ -27,10 +28,13 @@ REFUSED = [
     ("perf/mfu/update", ["diagnostics.performance=null"], "switch diagnostics.performance on"),
     ("time/diagnostics/cache", ["diagnostics=none"], "switch diagnostics.cache on"),
 ]
+NAMES = [name for name, *_ in REFUSED]
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize(("name", "overrides", "says"), REFUSED, ids=[name for name, *_ in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "overrides", "says"), every_nth(3, REFUSED), ids=[name for name, *_ in REFUSED]
+)
 def test_a_metric_that_no_run_of_the_config_logs_is_refused(tmp_path, name, overrides, says):
     with pytest.raises(ConfigError, match=says):
         check_metric(Metric(name=name), config(tmp_path, *overrides), is_watched=False)

@@ -7,6 +7,7 @@ import pytest
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.plan import by_key, cells_to_check, check_plan, groups_of
 from tests.sweeping.files import BAYES, GRID, plan_of, with_parameters
+from tests.tiers import every_nth
 
 
 def test_a_run_is_told_its_values_and_the_users_overrides_win(tmp_path):
@@ -80,73 +81,73 @@ def test_all_combinations_are_checked_but_each_seed_only_once(tmp_path):
     assert [(cell["seed"], cell["cache.budget"]) for cell in cells] == [(3, 12), (3, 16), (4, 12), (5, 12)]
 
 
+MISTAKES = [
+    (
+        with_parameters(cache__bugdet={"values": [12]}),
+        "unknown key 'cache.bugdet': did you mean 'cache.budget'.*cache.bugdet=12",
+    ),
+    (
+        with_parameters(experiment={"values": ["smd", "smb"]}),
+        "experiment must be one of dense.*got smb.*experiment=smb",
+    ),
+    (
+        with_parameters(cache__budget={"values": [16, 4]}),
+        "got 4; raise the budget.*cache.budget=4",
+    ),
+    (
+        with_parameters(cache={"parameters": {"policy": {"values": ["lru"]}}}),
+        "unknown cache policy 'lru'",
+    ),
+    (
+        with_parameters(seed={"values": [0, 1]}, distillation={"values": ["none", "x"]}),
+        "distillation must be one of .*got x",
+    ),
+    (
+        with_parameters(optimizer__lr={"values": ["fast"]}),
+        "optimizer.lr must be a number above 0, got fast",
+    ),
+    (with_parameters(BAYES, cache__budget={"min": 2, "max": 20}), "got 2; raise the budget"),
+    (
+        GRID | {"metric": {"name": "eval/acuracy"}},
+        "'eval/acuracy' is logged by no run in rl or eval; did you mean 'eval/accuracy'",
+    ),
+    (
+        GRID | {"metric": {"name": "rewrad"}},
+        "metric='rewrad' is logged by no run in rl or eval; did you mean 'reward'",
+    ),
+    (
+        with_parameters(
+            GRID | {"metric": {"name": "dpo_loss"}}, algorithm={"values": ["online_dpo", "grpo"]}
+        ),
+        "metric=dpo_loss is not logged with these settings; .*algorithm=grpo",
+    ),
+    (
+        GRID | {"early_terminate": {"type": "hyperband", "min_iter": 3}},
+        "metric=eval/accuracy is logged only at a run's end, too late for early_terminate",
+    ),
+    (
+        with_parameters(seed={"values": [0]}, stages={"value": ["sft", "rl"]}),
+        "metric=eval/accuracy needs eval in stages",
+    ),
+    (
+        with_parameters(
+            GRID | {"metric": {"name": "reward"}}, seed={"values": [0]}, stages={"value": ["sft"]}
+        ),
+        "metric=reward is logged by rl",
+    ),
+    (
+        with_parameters(
+            GRID | {"metric": {"name": "eval/accuracy_gain"}},
+            seed={"values": [0]},
+            stages={"value": ["sft", "eval"]},
+        ),
+        "needs rl and eval in stages",
+    ),
+]
+
+
 @pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (
-            with_parameters(cache__bugdet={"values": [12]}),
-            "unknown key 'cache.bugdet': did you mean 'cache.budget'.*cache.bugdet=12",
-        ),
-        (
-            with_parameters(experiment={"values": ["smd", "smb"]}),
-            "experiment must be one of dense.*got smb.*experiment=smb",
-        ),
-        (
-            with_parameters(cache__budget={"values": [16, 4]}),
-            "got 4; raise the budget.*cache.budget=4",
-        ),
-        (
-            with_parameters(cache={"parameters": {"policy": {"values": ["lru"]}}}),
-            "unknown cache policy 'lru'",
-        ),
-        (
-            with_parameters(seed={"values": [0, 1]}, distillation={"values": ["none", "x"]}),
-            "distillation must be one of .*got x",
-        ),
-        (
-            with_parameters(optimizer__lr={"values": ["fast"]}),
-            "optimizer.lr must be a number above 0, got fast",
-        ),
-        (with_parameters(BAYES, cache__budget={"min": 2, "max": 20}), "got 2; raise the budget"),
-        (
-            GRID | {"metric": {"name": "eval/acuracy"}},
-            "'eval/acuracy' is logged by no run in rl or eval; did you mean 'eval/accuracy'",
-        ),
-        (
-            GRID | {"metric": {"name": "rewrad"}},
-            "metric='rewrad' is logged by no run in rl or eval; did you mean 'reward'",
-        ),
-        (
-            with_parameters(
-                GRID | {"metric": {"name": "dpo_loss"}}, algorithm={"values": ["online_dpo", "grpo"]}
-            ),
-            "metric=dpo_loss is not logged with these settings; .*algorithm=grpo",
-        ),
-        (
-            GRID | {"early_terminate": {"type": "hyperband", "min_iter": 3}},
-            "metric=eval/accuracy is logged only at a run's end, too late for early_terminate",
-        ),
-        (
-            with_parameters(seed={"values": [0]}, stages={"value": ["sft", "rl"]}),
-            "metric=eval/accuracy needs eval in stages",
-        ),
-        (
-            with_parameters(
-                GRID | {"metric": {"name": "reward"}}, seed={"values": [0]}, stages={"value": ["sft"]}
-            ),
-            "metric=reward is logged by rl",
-        ),
-        (
-            with_parameters(
-                GRID | {"metric": {"name": "eval/accuracy_gain"}},
-                seed={"values": [0]},
-                stages={"value": ["sft", "eval"]},
-            ),
-            "needs rl and eval in stages",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("content", "says"), every_nth(3, MISTAKES))
 def test_mistakes_are_refused_before_the_first_run(tmp_path, content, says):
     with pytest.raises(ConfigError, match=says):
         check_plan(plan_of(tmp_path, content))

@@ -16,7 +16,6 @@ from lit_rlkv.reporting.loggers.wandb_run import WandbRun, end_service
 from lit_rlkv.reporting.pictures import Picture
 from tests.reporting.loggers.offline_run import finished_runs, read_runs
 from tests.reporting.loggers.recorded import place, start_in
-from tests.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("wandb_home")
 
@@ -226,7 +225,8 @@ KILLS_SERVICE = """
 """
 
 
-@pytest.mark.parametrize("killed_after", [1, slow(5)])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_after", [1, 5])
 def test_a_killed_service_costs_one_warning_and_no_traceback(tmp_path, killed_after):
     (tmp_path / "run").mkdir()
     done = subprocess.run(
