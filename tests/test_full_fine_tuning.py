@@ -115,7 +115,6 @@ CROSSES = [
 
 SHORT = [
     ("shadow", "random", "sparse_student"),
-    ("naive", "h2o", "dense_student"),
     ("dense", "dense", "none"),
 ]
 

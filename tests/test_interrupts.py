@@ -218,8 +218,8 @@ raise ImportError("the interrupt was caught in the middle of this import")
     [
         ("fit", "torch", []),
         ("evaluate", "torch", ["ckpt=runs/x"]),
-        ("export", "torch", ["ckpt=runs/x", "to=x"]),
-        ("sweep", "torch", ["sweeps/arms.yaml"]),
+        slow("export", "torch", ["ckpt=runs/x", "to=x"]),
+        slow("sweep", "torch", ["sweeps/arms.yaml"]),
         ("report", "matplotlib", ["{run}"]),
         slow("fit", "torchmetrics", []),  # of the last module that it imports
         slow("evaluate", "torchmetrics", ["ckpt=runs/x"]),

@@ -150,6 +150,7 @@ def test_a_run_whose_reference_only_a_callback_of_the_user_reads_can_be_opened(r
     assert (folder / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_distillation_from_the_reference_follows_it(runs):
     options = [*FULL, "experiment=shadow", "distillation=anchor", "algorithm.n_minibatches=1"]
     options += ["algorithm.n_iterations=2", "correction=dense"]

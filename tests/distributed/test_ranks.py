@@ -80,6 +80,7 @@ def test_ranks_train_in_half_precision(folder, sft_model, precision):
     ]
 
 
+@pytest.mark.slow
 def test_other_shards_are_other_responses(folder):
     run(folder, "alone", *SETTINGS, "rollout.n_shards=1")
     run(folder, "shards", *SETTINGS, "rollout.n_shards=2")

@@ -25,7 +25,6 @@ from lit_rlkv.distributed.sharding import (
 from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.runs.context import build_context
 from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
-from tests.tiers import slow
 from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
 
 SHARDED = ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]
@@ -41,11 +40,12 @@ def assert_same(folder, one, two):
         torch.testing.assert_close(value, weights[parameter], rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("smd", ["experiment=smd", "roles.gradient_checkpointing=true", "fabric.tokens_per_pass=48"]),
-        slow(
+        (
             "full",
             [
                 *("algorithm=ppo", "roles=ppo", "algorithm.critic_warmup=2"),
@@ -53,11 +53,11 @@ def assert_same(folder, one, two):
                 *("fabric.unshard_rollout=true", "stages=[sft,rl,eval]"),
             ],
         ),
-        slow("joint", ["experiment=j_hydra_ppo"]),
-        slow("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
-        slow("pairs", ["algorithm=online_dpo"]),
-        slow("sharded_sync", [*SYNC, "fabric.unshard_rollout=true"]),
-        slow("sharded_masks", ["rollout.top_k=20", "rollout.top_p=0.9", "fabric.tokens_per_pass=48"]),
+        ("joint", ["experiment=j_hydra_ppo"]),
+        ("two_backbones", ["algorithm=ppo", "roles=dynamic_lora"]),
+        ("pairs", ["algorithm=online_dpo"]),
+        ("sharded_sync", [*SYNC, "fabric.unshard_rollout=true"]),
+        ("sharded_masks", ["rollout.top_k=20", "rollout.top_p=0.9", "fabric.tokens_per_pass=48"]),
     ],
 )
 def test_two_sharded_ranks_equal_one_process(folder, name, options):

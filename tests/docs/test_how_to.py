@@ -107,6 +107,7 @@ def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
         assert [row.cache for row in evaluate(scoring(run_dir)).rows] == ["dense", "Every 7+2"]
 
 
+@pytest.mark.slow
 def test_own_callback_logs_its_metric(run_page):
     run_dir, _ = run_page("own-callback")
     assert all(0 < float(row["distinct_answers"]) <= 1 for row in columns_of(run_dir))

@@ -30,8 +30,8 @@ def model_of(family: str) -> PreTrainedModel:
 
 def roll_out(kernels: str, policy: str, family: str = "llama", **changes: Any) -> Rollout:
     settings: dict[str, Any] = {
-        "cache": CacheSpec(policy=policy, budget=8, interval=3, sink=1, window=3),
-        "max_new_tokens": 6,
+        "cache": CacheSpec(policy=policy, budget=8, interval=2, sink=1, window=3),
+        "max_new_tokens": 5,
         "eos_token_id": None,
         "pad_token_id": PAD,
         "generator": torch.Generator(DEVICE).manual_seed(0),
