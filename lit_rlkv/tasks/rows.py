@@ -64,9 +64,15 @@ def _cached_until_changed(read: _Reader) -> _Reader:
 
     @wraps(read)
     def reader(source: str | Path, *args: Any, **options: Any) -> Any:
+        _check_is_path(source)
         return cached(tuple(stamps(Path(source).expanduser())), source, *args, **options)
 
     return cast(_Reader, reader)
+
+
+def _check_is_path(source: object) -> None:
+    if not isinstance(source, str | Path) or source == "":
+        raise ValueError(f"data must be one file, folder or name on the hub, got {source!r}; give a path")
 
 
 def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
@@ -76,6 +82,7 @@ def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> 
         FileNotFoundError: the file does not exist.
         ValueError: `parse` refuses lines; the error names them after all lines were read.
     """
+    _check_is_path(path)
     require_file(Path(path))
     return _read_lines(str(path), parse)
 

@@ -26,6 +26,13 @@ def test_one_bad_row_is_one_line():
         parse_rows([("a", 3), ("b", 0)], positive)
 
 
+@pytest.mark.parametrize("load", [load_problems, load_preferences, read_preferences, JsonlTask])
+@pytest.mark.parametrize("source", ["", ["a", "b"], None])
+def test_data_must_be_one_path(load, source):
+    with pytest.raises(ValueError, match=r"data must be one file, folder or name on the hub, got .*; give a"):
+        load(source)
+
+
 def test_the_first_bad_rows_are_named_and_all_are_counted():
     rows = [(f"row {index}", index % 2) for index in range(20)]
     with pytest.raises(ValueError, match="10 of 20 rows") as caught:
