@@ -1,6 +1,9 @@
 """Tables of the package datasets: load a file, a folder or a dataset on the hub, and convert its rows."""
 
 import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +34,16 @@ def load(dataset: str, name: str | None, split: str) -> Any:
     if path.is_file() and path.suffix.lower() not in _FILES:
         raise ValueError(f"{dataset!r} must be a file of type {', '.join(_FILES)}; convert it")
     try:
-        if any((path / file).is_file() for file in _SAVED):
-            saved = datasets.load_from_disk(str(path))
-            splits = saved if isinstance(saved, dict) else {"train": saved}
-            if split not in splits:
-                raise ValueError(f"it was saved with {', '.join(splits)}")
-            return splits[split]
-        if path.is_file():
-            return datasets.load_dataset(_FILES[path.suffix.lower()], data_files=str(path), split=split)
-        return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)
+        with _without_errors_logged():
+            if any((path / file).is_file() for file in _SAVED):
+                saved = datasets.load_from_disk(str(path))
+                splits = saved if isinstance(saved, dict) else {"train": saved}
+                if split not in splits:
+                    raise ValueError(f"it was saved with {', '.join(splits)}")
+                return splits[split]
+            if path.is_file():
+                return datasets.load_dataset(_FILES[path.suffix.lower()], data_files=str(path), split=split)
+            return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)
     except StopIteration as error:
         raise ValueError(f"{dataset!r} holds no rows; write one JSON object per line") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError, *_DAMAGED) as error:
@@ -47,6 +51,18 @@ def load(dataset: str, name: str | None, split: str) -> Any:
             f"cannot load split {split!r} of {dataset!r}: {_message(error.__cause__ or error)}; give a name "
             "on the hub, a folder, or a file (.jsonl, .json, .parquet), and a split of it"
         ) from error
+
+
+@contextmanager
+def _without_errors_logged() -> Iterator[None]:
+    """Keep the package datasets from logging, in lines of its own, an error that it raises as well."""
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def is_of_content(error: BaseException) -> bool:

@@ -149,9 +149,14 @@ def _numbered_rows(rows: Any, at: str) -> Iterator[tuple[str, dict[str, Any] | V
 
 
 def _check_text_files(path: Path) -> None:
-    """Raise a ValueError that names the first line which is not UTF-8 in a file or in those of a folder."""
+    """Raise a ValueError that names the first lines which are not UTF-8 or JSON in a file or a folder's."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.suffix.lower() in _TEXT and file.is_file() and file.stat().st_size > 0:
+        kind = file.suffix.lower()
+        if kind not in _TEXT or not file.is_file() or file.stat().st_size == 0:
+            continue
+        if kind in _JSON:
+            parse_rows(numbered_objects(file), parse_object)
+        else:
             for _ in numbered_lines(file):
                 pass
 

@@ -105,7 +105,7 @@ def test_values_nested_too_deep_are_refused(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.json").write_text('[{"prompt": "a", "answer": ' + "[" * 3000 + "]" * 3000 + "}]")
-    assert f"'{folder}': Reached object decoding depth" in refusal(folder)
+    assert f"{folder}/a.json:1: the JSON is nested too deeply" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,8 @@ def test_values_nested_too_deep_are_refused(tmp_path):
             "a.json:2: not UTF-8",
         ),
         ("a.json", '[{"prompt": "a", "answer": "1"}]'.encode("utf-16"), "a.json is UTF-16; convert it"),
+        ("a.json", b'[{"prompt": "a", "answer": "1"},\n{"prompt": oops}]', "a.json:2: not JSON (Expecting"),
+        ("a.jsonl", b'{"prompt": "a", "answer": "1"}\n{"prompt": "a"\n', "a.jsonl:2: not JSON (Expecting"),
         (
             "a.jsonl",
             b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xe9", "answer": "1"}\n',
@@ -128,9 +130,10 @@ def test_values_nested_too_deep_are_refused(tmp_path):
         ),
     ],
 )
-def test_a_folder_with_a_damaged_file_is_refused_with_the_line(folder, name, content, says):
+def test_a_folder_with_a_damaged_file_is_refused_with_the_line(folder, capfd, name, content, says):
     (folder / name).write_bytes(content)
     said = refusal(folder)
+    assert "Failed to" not in capfd.readouterr().err  # the package's own lines about the same
     assert says in said
     assert str(folder) in said
 
