@@ -56,13 +56,18 @@ def load(dataset: str, name: str | None, split: str) -> Any:
 @contextmanager
 def _without_errors_logged() -> Iterator[None]:
     """Keep the package datasets from logging, in lines of its own, an error that it raises as well."""
-    logger = logging.getLogger("datasets")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    handlers = logging.getLogger("datasets").handlers
+    for handler in handlers:
+        handler.addFilter(_is_no_error)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for handler in handlers:
+            handler.removeFilter(_is_no_error)
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 def is_of_content(error: BaseException) -> bool:
