@@ -56,18 +56,18 @@ def load(dataset: str, name: str | None, split: str) -> Any:
 @contextmanager
 def _without_errors_logged() -> Iterator[None]:
     """Keep the package datasets from logging, in lines of its own, an error that it raises as well."""
-    handlers = logging.getLogger("datasets").handlers
+    handlers = [*logging.getLogger("datasets").handlers, *logging.getLogger().handlers]
     for handler in handlers:
-        handler.addFilter(_is_no_error)
+        handler.addFilter(_is_no_error_of_datasets)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(_is_no_error)
+            handler.removeFilter(_is_no_error_of_datasets)
 
 
-def _is_no_error(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR
+def _is_no_error_of_datasets(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or not record.name.startswith("datasets")
 
 
 def is_of_content(error: BaseException) -> bool:
