@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,18 +20,18 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1_000_000
 
 
 def is_whole(value: Any) -> bool:
-    """True for an integer; a bool is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """True for an integer, of numpy too; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """True for an int or a float; a bool is none."""
-    return is_whole(value) or isinstance(value, float)
+    """True for an integer or a float, of numpy too; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
     """True for a finite number."""
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return is_whole(value) or (is_number(value) and math.isfinite(value))
 
 
 @dataclass(frozen=True, kw_only=True)

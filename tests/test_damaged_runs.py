@@ -58,6 +58,8 @@ def test_a_run_resumes_without_damaged_side_files(runs, tmp_path, caplog, kind):
         assert f"{folder / name} is damaged and is left out" in caplog.text
         assert (folder / f"{name}.damaged").exists()
     assert (folder / "report.html").is_file()
+    assert read_run(folder).history == read_run(runs / "whole").history[-1:]  # from the checkpoint
+    assert f"{folder / 'metrics.csv'} lacks the rows of 1 of 2 iterations" in caplog.text
     assert len(read_run(folder).after) == 2  # all that was written since is intact
 
 
@@ -84,7 +86,7 @@ def test_a_trained_run_without_checkpoints_is_scored_with_a_warning(runs, tmp_pa
     folder = copytree(runs / "whole", tmp_path / "bare")
     rmtree(folder / "checkpoints")
     assert find_run(folder).iteration == 0
-    assert "has trained for 2 iterations and has no checkpoint" in caplog.text
+    assert "has rows of 2 iterations and no checkpoint, so this is the policy before training" in caplog.text
     caplog.clear()
     assert find_run(runs / "whole").iteration == 2
     assert caplog.text == ""
@@ -93,5 +95,25 @@ def test_a_trained_run_without_checkpoints_is_scored_with_a_warning(runs, tmp_pa
 def test_a_checkpoint_is_found_without_zeros_in_its_name_or_those_that_exist_are_named(runs):
     checkpoints = runs / "whole" / "checkpoints"
     assert find_run(checkpoints / "iteration-2").iteration == 2
-    with pytest.raises(ConfigError, match=r"has no iteration-3; it has iteration-000001, iteration-000002$"):
-        find_run(checkpoints / "iteration-3")
+    for name in ("iteration-3", "2", "iteration--2", "iteration-²"):
+        says = rf"has no checkpoint {name}; give one of iteration-000001, iteration-000002$"
+        with pytest.raises(ConfigError, match=says):
+            find_run(checkpoints / name)
+
+
+def test_a_copied_checkpoint_is_found_by_its_own_name(runs, tmp_path):
+    folder = copytree(runs / "whole", tmp_path / "copied")
+    (folder / "checkpoints" / "iteration-000001").rename(folder / "checkpoints" / "iteration-2")
+    assert find_run(folder / "checkpoints" / "iteration-2").iteration == 1
+
+
+def test_a_run_that_begins_again_without_its_checkpoints_keeps_its_files(runs, caplog):
+    folder = copytree(runs / "whole", runs / "bare")
+    (folder / "report.html").unlink()
+    rmtree(folder / "checkpoints")
+    earlier = {name: (folder / name).read_bytes() for name in ("metrics.csv", "samples.jsonl")}
+    run(runs, "bare", *OPTIONS, resumes=True)
+    assert "has rows of 2 iterations and no checkpoint, so training begins again" in caplog.text
+    for name, content in earlier.items():
+        assert (folder / f"{name}.damaged").read_bytes() == content
+    assert [row["iteration"] for row in read_run(folder).history] == [1, 2]

@@ -53,7 +53,7 @@ def names_on_hub(cfg: Config) -> dict[str, str]:
         names[cfg.model.path] = "model"
     dataset = str(cfg.task.get("dataset") or "")
     is_name = OWNER_AND_NAME.fullmatch(dataset) is not None and not is_local(dataset)
-    if cfg.task.get("_target_") in LOADERS and is_name and Path(dataset).suffix not in FILES:
+    if cfg.task.get("_target_") in LOADERS and is_name and Path(dataset).suffix.lower() not in FILES:
         names[dataset] = "dataset"
     return names
 

@@ -120,8 +120,9 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
         given = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
             "logits must be changed by temperature, top_k, top_p and min_p alone, each at most once and in "
-            f"this order, got {given}; the learner replays no other change. What the call leaves out comes "
-            "from model.generation_config; switch it off by its neutral value, such as repetition_penalty=1.0"
+            f"this order, got {given}; the learner replays no other change. Options that the call does not "
+            "set are those of model.generation_config; disable one by its neutral value, such as "
+            "repetition_penalty=1.0"
         )
     known = (EosTokenCriteria, MaxLengthCriteria)
     names = [type(each).__name__ for each in criteria if not isinstance(each, known)]

@@ -40,27 +40,26 @@ class RunAxes(RLCallback):
 class MetricsFile(RLCallback):
     """Writes one row per iteration to a CSV file.
 
-    `history` holds the rows. After a resume the rows up to the checkpoint are read back; a warning says how
-    many of them the file lacks.
+    `history` holds the rows. After a resume the rows up to the checkpoint are read back.
 
     Args:
         resumed_at: iteration of the checkpoint; 0 for a new run.
-        last: metrics of that iteration, for the case that the file lacks them.
+        last: metrics of that iteration in the checkpoint, for those that the file lacks; a warning then says
+            how many rows are missing. None on ranks of which the checkpoint holds no metrics.
     """
 
     def __init__(self, path: Path, resumed_at: int = 0, last: Mapping[str, float] | None = None) -> None:
         self.path = path
         earlier = read_if_intact(path, read_metrics, [], sets_aside=True) if resumed_at else []
-        self.history = [row for row in earlier if row["iteration"] <= resumed_at]
-        n_missing = resumed_at - len({row["iteration"] for row in self.history})
-        if last and (not self.history or self.history[-1]["iteration"] < resumed_at):
-            self.history.append({"iteration": float(resumed_at), **last})
-            n_missing -= 1
-        if n_missing > 0:
+        rows = {row["iteration"]: row for row in earlier if 1 <= row["iteration"] <= resumed_at}
+        if last and resumed_at:
+            rows[float(resumed_at)] = {"iteration": float(resumed_at), **last, **rows.get(resumed_at, {})}
+        self.history = [rows[iteration] for iteration in sorted(rows)]
+        if last is not None and len(rows) < resumed_at:
             log.warning(
-                "%s lacks the rows of %d of the %d iterations before the checkpoint; plots lack them, too",
+                "%s lacks the rows of %d of %d iterations up to the checkpoint; plots have gaps there",
                 path,
-                n_missing,
+                resumed_at - len(rows),
                 resumed_at,
             )
         self.columns = dict.fromkeys(name for row in self.history for name in row)

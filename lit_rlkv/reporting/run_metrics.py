@@ -1,6 +1,7 @@
 """Metrics of a run: axes, the rows of metrics.csv, and final metrics; without torch."""
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the complete rows of a metrics file, without empty cells.
 
     Raises:
-        ValueError: a cell is not a number, or a row has no iteration, or not one cell for each heading.
+        ValueError: a cell is not a number, or a row has no finite iteration or not one cell per heading.
     """
     try:
         rows = list(csv.DictReader(complete_lines(path)))
@@ -34,7 +35,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         raise ValueError(str(error)) from error
     if any(None in row or None in row.values() or not row.get(ITERATION) for row in rows):
         raise ValueError("every row must have an iteration, and one cell for each heading")
-    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
+    found = [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
+    if not all(math.isfinite(row[ITERATION]) for row in found):
+        raise ValueError("every iteration must be finite")
+    return found
 
 
 FINAL_METRICS = (

@@ -95,7 +95,10 @@ def generate(
             f"cache must be a CacheSpec, got {cache!r}; give CacheSpec('snapkv', budget=512), for example"
         )
     if not isinstance(generator, torch.Generator | None):
-        raise ValueError(f"generator must be a torch.Generator or None, got {generator!r}")
+        raise ValueError(
+            f"generator must be a torch.Generator or None, got {generator!r}; give "
+            "torch.Generator(device).manual_seed(0)"
+        )
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)

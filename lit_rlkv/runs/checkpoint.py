@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ REFERENCE = "reference.safetensors"
 BEST = "best"
 """Link to the best checkpoint by the metric of the retention policy."""
 PREFIX = "iteration-"
+N_NAMED = 6
+"""Most checkpoints that an error names."""
 
 log = logging.getLogger(__name__)
 
@@ -175,12 +178,16 @@ class CheckpointDir:
         Raises:
             ConfigError: there is none of that name; the error names those that there are.
         """
-        number = name.removeprefix(PREFIX)
-        folder = self.folder_of(int(number)) if number.isdecimal() else self.root / name
-        if not folder.is_dir():
-            there_are = ", ".join(path.name for path in self.all()) or "no checkpoint"
-            raise ConfigError(f"{self.root} has no {name}; it has {there_are}")
-        return folder
+        number = re.fullmatch(f"{PREFIX}([0-9]{{1,9}})", name)
+        for folder in (self.root / name, *([] if number is None else [self.folder_of(int(number[1]))])):
+            if folder.is_dir():
+                return folder
+        there_are = [path.name for path in (*self.all(), self.root / BEST) if path.is_dir()]
+        shown = there_are if len(there_are) <= N_NAMED else [there_are[0], "...", *there_are[-2:]]
+        raise ConfigError(
+            f"{self.root} has no checkpoint {name}; "
+            + (f"give one of {', '.join(shown)}" if shown else "it has none: give another run")
+        )
 
     def all(self) -> list[Path]:
         """Return all checkpoint folders, oldest first, also broken ones."""

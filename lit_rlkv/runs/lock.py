@@ -55,13 +55,14 @@ class FolderLock:
         path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise IsADirectoryError(f"{path} is a folder; remove it")
-            path.touch()
+            if not path.is_dir():
+                path.touch()
         except OSError as error:
             raise ConfigError(
                 f"{folder} cannot be written: {error}; give another ({self.setting}...)"
             ) from error
+        if path.is_dir():
+            raise ConfigError(f"{path} must be a file, and is a folder; remove it")
         lock = FileLock(path, timeout=TIMEOUT_S)
         is_locked = True
         try:

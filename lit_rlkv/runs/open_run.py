@@ -92,9 +92,11 @@ def _at_newest(run_dir: Path) -> SavedRun:
     checkpoint = CheckpointDir(run_dir / CHECKPOINTS).latest()
     if checkpoint is None and (trained := read_if_intact(run_dir / METRICS, read_metrics, [])):
         log.warning(
-            "%s has trained for %d iterations and has no checkpoint: this is the policy before training",
+            "%s has rows of %d iterations and no checkpoint, so this is the policy before training; restore "
+            "its folder %s, or wait for its first checkpoint",
             run_dir,
             trained[-1]["iteration"],
+            CHECKPOINTS,
         )
     try:
         return _saved_run(run_dir, checkpoint)

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import partial
@@ -21,7 +21,7 @@ from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.checks import from_json
 from lit_rlkv.config import Config, as_config_errors, build
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
-from lit_rlkv.files import atomic_dir, link_tree, read_if_intact, read_json, write_atomically
+from lit_rlkv.files import atomic_dir, link_tree, read_if_intact, read_json, set_aside, write_atomically
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
@@ -31,10 +31,10 @@ from lit_rlkv.reporting.pictures import Picture, figures
 from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.reporting.report import write_report
 from lit_rlkv.reporting.run_folder import RunReport, read_run
-from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
+from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values, read_metrics
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.rewards.verifier import EXACT_MATCH
-from lit_rlkv.run_files import EVICTIONS
+from lit_rlkv.run_files import EVICTIONS, SAMPLES
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
@@ -126,13 +126,13 @@ class TrainingRun:
             run_dir.mkdir(parents=True, exist_ok=True)
             saved = config_to_save(cfg.source, run_dir)
             write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(saved))
+            self._keep_results_without_checkpoint()
         self.logger = start_logger(context, run_dir, self.resumed_at, console)
         self.own_dir = run_dir if self.is_rank_zero else run_dir / RANKS / str(fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
         self.progress = ProgressBar("iteration", console, cfg.algorithm.n_iterations, self.resumed_at)
         self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir, sets_aside=True))
-        last = {} if self.resume_from is None else self.resume_from.metrics
-        self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at, last)
+        self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at, self._last_metrics())
         self.samples = Samples(
             self.own_dir,
             n=keep.n_samples,
@@ -140,6 +140,26 @@ class TrainingRun:
             console=console,
             accuracy=cfg.reward.accuracy or EXACT_MATCH,
             resumed_at=self.resumed_at,
+        )
+
+    def _last_metrics(self) -> Mapping[str, float] | None:
+        """Return what the checkpoint holds of rank 0's metrics; None on other ranks."""
+        if not self.is_rank_zero:
+            return None
+        return {} if self.resume_from is None else self.resume_from.metrics
+
+    def _keep_results_without_checkpoint(self) -> None:
+        """Rename the metrics and samples of a run whose checkpoints are gone, for it begins again."""
+        every = self.context.cfg.callbacks.checkpoint_every or self.context.cfg.algorithm.n_iterations
+        rows = read_if_intact(self.run_dir / METRICS, read_metrics, [])
+        if self.resume_from is not None or not rows or rows[-1][ITERATION] < every:
+            return
+        kept = [set_aside(path) for name in (METRICS, SAMPLES) if (path := self.run_dir / name).is_file()]
+        log.warning(
+            "%s has rows of %d iterations and no checkpoint, so training begins again; it keeps them as %s",
+            self.run_dir,
+            rows[-1][ITERATION],
+            " and ".join(kept),
         )
 
     @contextmanager

@@ -57,7 +57,7 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
         stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
         bar = StepProgressBar(stage.steps_done(), stage.resumed_at, run.console)
         with run.timed("sft", lambda: f"step {bar.step} of the SFT stage"):
-            last = {} if stage.resumed is None else stage.resumed.metrics
+            last = stage.resumed.metrics if run.is_rank_zero and stage.resumed is not None else None
             metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at, last)
             start = stage.run([bar, metrics])
             del stage

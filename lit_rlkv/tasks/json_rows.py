@@ -39,12 +39,13 @@ def numbered_objects(path: Path) -> Iterator[tuple[str, str]]:
 
     Raises:
         FileNotFoundError: there is no regular file.
-        ValueError: the file is not UTF-8, is one object or a list that is not JSON, or has nothing in it.
+        ValueError: the file is not UTF-8, is a list that is not JSON, begins with an object over several
+            lines, or has nothing in it.
     """
     require_file(path)
     start = _first_line(path) if path.suffix.lower() == ".json" else b""
     if start == b"{":
-        raise ValueError(f"{str(path)!r} is one object over many lines; {_ASKS}")
+        raise ValueError(f"{str(path)!r} has an object over several lines outside of a list; {_ASKS}")
     return _numbered_elements(path) if start.startswith(b"[") else numbered_lines(path)
 
 

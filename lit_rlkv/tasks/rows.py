@@ -72,7 +72,7 @@ def _cached_until_changed(read: _Reader) -> _Reader:
 
 def _check_is_path(source: object) -> None:
     if not isinstance(source, str | Path) or source == "":
-        raise ValueError(f"data must be one file, folder or name on the hub, got {source!r}; give a path")
+        raise ValueError(f"the data must be one path or name, got {source!r}; give it as text")
 
 
 def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:

@@ -10,7 +10,7 @@ from lit_rlkv.experience.group_baselines import batch_std
 from lit_rlkv.experience.score import ENTROPY
 from lit_rlkv.kvcache import POLICIES
 from tests.config.asking import asked
-from tests.tiers import every_nth
+from tests.tiers import short_tier
 
 GROUPS = sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
 OPTIONS = sorted(
@@ -18,6 +18,7 @@ OPTIONS = sorted(
     for path in CONF_DIR.glob("*/*.yaml")
     if path.stem != "none" and path.stem[0] != "_"
 )
+FIRST_OF_EACH_GROUP = {option.partition("=")[0]: option for option in reversed(OPTIONS)}.values()
 # Options that need something of the user's.
 EXTRAS = {
     "task=jsonl": ["task.path=tests/data/problems.jsonl"],
@@ -54,7 +55,7 @@ STABLE_NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("option", every_nth(4, OPTIONS))
+@pytest.mark.parametrize("option", short_tier(OPTIONS, FIRST_OF_EACH_GROUP))
 def test_every_option_of_every_group_composes_and_passes_the_checks(option):
     if option in PACKAGES:
         pytest.importorskip(PACKAGES[option])

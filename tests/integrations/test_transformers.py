@@ -182,7 +182,7 @@ def filled_cache(model, prompts):
         ({"generator": 5}, "generator must be a torch.Generator or None, got 5"),
         (
             {"repetition_penalty": 1.2},
-            "replays no other change. What the call leaves out comes from model.generation_config",
+            "replays no other change. Options that the call does not set are those of model.generation",
         ),
         ({"do_sample": True, "typical_p": 0.5}, "got TopKLogitsWarper, TypicalLogitsWarper"),
         (

@@ -114,10 +114,30 @@ def test_a_resumed_run_says_how_many_rows_are_missing_and_keeps_the_last_axes(tm
         path.write_bytes(content)
     again = MetricsFile(path, resumed_at=3, last={"rollout/tokens": 300.0})
     n_kept = 1 if damage in ("a line cut", "zeros at the end") else 0
-    assert f"{path} lacks the rows of {2 - n_kept} of the 3 iterations before the checkpoint" in caplog.text
+    assert f"{path} lacks the rows of {2 - n_kept} of 3 iterations up to the checkpoint" in caplog.text
     assert (tmp_path / "metrics.csv.damaged").exists() == (damage == "a row short")
     assert RunAxes(again.history).n_tokens == 300
     assert [row["iteration"] for row in read(path)] == ["1.0"] * n_kept + ["3.0"]
+
+
+def test_rows_in_another_order_or_twice_are_put_in_order(tmp_path, caplog):
+    path = tmp_path / "metrics.csv"
+    path.write_text("iteration,reward,kl\n0,9,9\n3,0.3,\n2,9,9\n2,0.2,0\n1,0.1,0\n4,0.4,0\n")
+    rows = MetricsFile(path, resumed_at=3, last={"reward": 9, "kl": 0.5}).history
+    assert [(row["iteration"], row["reward"], row["kl"]) for row in rows] == [
+        (1, 0.1, 0),
+        (2, 0.2, 0),
+        (3, 0.3, 0.5),
+    ]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("iteration", ["nan", "inf"])
+def test_an_iteration_that_is_no_number_is_damage(tmp_path, iteration):
+    path = tmp_path / "metrics.csv"
+    path.write_text(f"iteration,reward\n{iteration},1\n")
+    with pytest.raises(ValueError, match="every iteration must be finite"):
+        read_metrics(path)
 
 
 def test_a_file_that_is_being_written_gives_its_whole_rows(tmp_path):

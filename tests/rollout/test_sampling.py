@@ -176,6 +176,7 @@ def test_greedy_decoding_records_nothing():
         ({"top_k": 0}, "top_k must be a whole number of at least 1, got 0; None keeps all tokens"),
         ({"top_k": 2.5}, "top_k must be a whole number of at least 1, got 2.5"),
         ({"top_k": "5"}, "top_k must be a whole number of at least 1, got 5"),
+        ({"top_k": True}, "top_k must be a whole number of at least 1, got True"),
         ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, got 0.0; 1 keeps all tokens"),
         ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1, got 1.5"),
         ({"min_p": 1.0}, "min_p must be a number of at least 0 and below 1, got 1.0; 0 keeps all tokens"),

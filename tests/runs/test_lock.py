@@ -30,7 +30,8 @@ def test_a_folder_has_one_writer_and_a_second_gets_its_pid(tmp_path):
 
 def test_a_folder_in_place_of_the_lock_is_named(tmp_path):
     (tmp_path / LOCK).mkdir()
-    with pytest.raises(ConfigError, match=r"\.lock is a folder; remove it"), FolderLock() as lock:
+    says = r"\.lock must be a file, and is a folder; remove it"
+    with pytest.raises(ConfigError, match=says), FolderLock() as lock:
         lock.take(tmp_path)
 
 

@@ -32,9 +32,7 @@ NAMES = [name for name, *_ in REFUSED]
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize(
-    ("name", "overrides", "says"), every_nth(3, REFUSED), ids=[name for name, *_ in REFUSED]
-)
+@pytest.mark.parametrize(("name", "overrides", "says"), every_nth(3, REFUSED), ids=NAMES)
 def test_a_metric_that_no_run_of_the_config_logs_is_refused(tmp_path, name, overrides, says):
     with pytest.raises(ConfigError, match=says):
         check_metric(Metric(name=name), config(tmp_path, *overrides), is_watched=False)

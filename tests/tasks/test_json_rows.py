@@ -91,7 +91,7 @@ def test_values_of_a_list_have_the_line_they_begin_in(tmp_path):
         (b'[{"a": 1},\n3]', r"a\.json:2: must be an object, got int; write"),
         (
             b'\n{\n"data": [{"a": 1}]}',
-            r"a\.json' is one object over many lines; write",
+            r"a\.json' has an object over several lines outside of a list; write",
         ),
         (b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl:2: not UTF-8"),
         ('{"a": 1}\n'.encode("utf-16"), r"a\.jsonl is UTF-16; convert it: iconv"),

@@ -29,7 +29,7 @@ def test_one_bad_row_is_one_line():
 @pytest.mark.parametrize("load", [load_problems, load_preferences, read_preferences, JsonlTask])
 @pytest.mark.parametrize("source", ["", ["a", "b"], None])
 def test_data_must_be_one_path(load, source):
-    with pytest.raises(ValueError, match=r"data must be one file, folder or name on the hub, got .*; give a"):
+    with pytest.raises(ValueError, match=r"the data must be one path or name, got .*; give it as text"):
         load(source)
 
 

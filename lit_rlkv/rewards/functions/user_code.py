@@ -93,8 +93,13 @@ class Command(SlowFunction):
             )
         program = self.argv[0]
         if shutil.which(program) is None:
+            if os.access(program, os.X_OK) and Path(program).is_file():
+                raise ValueError(f"argv: {program!r} is not in PATH; write ./{program}")
             if Path(program).is_file():
-                raise ValueError(f"argv: {program!r} is not executable; chmod +x it, or put python first")
+                raise ValueError(
+                    f"argv: {program!r} is not executable; chmod +x it, or begin with its interpreter, as "
+                    "in [python, score.py]"
+                )
             raise ValueError(f"argv: there is no program {program!r}; give its path or install it")
 
     def open(self) -> Grader:

@@ -228,8 +228,18 @@ def test_the_supervisor_survives_sigterm():
 def test_a_program_without_the_right_to_run_is_refused_with_the_remedy(tmp_path):
     program = tmp_path / "score.py"
     program.write_text("print(1)\n")
-    with pytest.raises(ValueError, match=r"score\.py' is not executable; chmod \+x it, or put python first"):
+    with pytest.raises(ValueError, match=r"score\.py' is not executable; chmod \+x it, or begin with"):
         Command(argv=[str(program)])
+
+
+def test_a_program_of_this_folder_needs_its_path(tmp_path, monkeypatch):
+    program = tmp_path / "score.sh"
+    program.write_text("#!/bin/sh\necho 1\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"'score\.sh' is not in PATH; write \./score\.sh"):
+        Command(argv=["score.sh"])
+    Command(argv=["./score.sh"])
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
