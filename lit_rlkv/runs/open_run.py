@@ -13,7 +13,7 @@ from lit_rlkv.config.resumed import read_config
 from lit_rlkv.files import MAX_CONFIG_BYTES, read_if_intact, read_text
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
-from lit_rlkv.reporting.run_metrics import read_metrics
+from lit_rlkv.reporting.run_metrics import ITERATION, read_metrics
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint
 from lit_rlkv.runs.context import (
     BACKBONE,
@@ -95,7 +95,7 @@ def _at_newest(run_dir: Path) -> SavedRun:
             "%s has rows of %d iterations and no checkpoint, so this is the policy before training; restore "
             "its folder %s, or wait for its first checkpoint",
             run_dir,
-            trained[-1]["iteration"],
+            trained[-1][ITERATION],
             CHECKPOINTS,
         )
     try:

@@ -150,9 +150,11 @@ class TrainingRun:
 
     def _keep_results_without_checkpoint(self) -> None:
         """Rename the metrics and samples of a run whose checkpoints are gone, for it begins again."""
+        if self.resume_from is not None:
+            return
         every = self.context.cfg.callbacks.checkpoint_every or self.context.cfg.algorithm.n_iterations
         rows = read_if_intact(self.run_dir / METRICS, read_metrics, [])
-        if self.resume_from is not None or not rows or rows[-1][ITERATION] < every:
+        if not rows or rows[-1][ITERATION] < every:  # killed before its first checkpoint was due
             return
         kept = [set_aside(path) for name in (METRICS, SAMPLES) if (path := self.run_dir / name).is_file()]
         log.warning(

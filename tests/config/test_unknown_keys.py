@@ -5,7 +5,7 @@ from hydra import compose, initialize_config_dir
 
 from lit_rlkv.config import CONF_DIR, ConfigError, build, check_keys
 from tests.config.asking import asked, refusal
-from tests.tiers import every_nth
+from tests.tiers import slow
 
 
 def test_build_makes_what_the_config_names():
@@ -20,7 +20,7 @@ def test_build_makes_what_the_config_names():
         ("algoritm:\n  group_size: 4\n", "unknown key 'algoritm.group_size'"),
     ],
 )
-@pytest.mark.parametrize("group", every_nth(3, ["experiment", "recipe", "debug"]))
+@pytest.mark.parametrize("group", ["experiment", slow("recipe"), slow("debug")])
 def test_a_misspelt_key_in_a_preset_is_refused(tmp_path, group, body, says):
     for path in CONF_DIR.rglob("*.yaml"):
         copy = tmp_path / path.relative_to(CONF_DIR)
