@@ -55,8 +55,7 @@ class FolderLock:
         path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not path.is_dir():
-                path.touch()
+            path.touch()
         except OSError as error:
             raise ConfigError(
                 f"{folder} cannot be written: {error}; give another ({self.setting}...)"
