@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from study_parts.plan import N_RESPONSES, PRETRAINED_RESPONSES
 
 from lit_rlkv.evaluation.intervals import t_level, t_quantile
 
 Row = Mapping[str, Any]
 
-RESPONSES_PER_ITERATION = 256
 SMOOTHING = 10
 """Iterations over which the reward is averaged before it is compared with a threshold."""
 
@@ -44,7 +44,7 @@ def pairs_of(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row
 
 
 def place(row: Row) -> tuple[int, str]:
-    """Seed and kind of processor, which together make a SFT model."""
+    """Seed and kind of processor: within a comparison, runs that share both start from one SFT model."""
     return row["seed"], processor(row)
 
 
@@ -57,7 +57,8 @@ def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contr
     """First minus second, by seed.
 
     Raises:
-        ValueError: fewer than two pairs are in both, or a seed is in one of them twice.
+        ValueError: fewer than two pairs are in both, a seed is in one of them twice, or a pair does not
+            start from the same SFT model.
     """
     for rows in (first, second):
         if len({row["seed"] for row in rows}) < len(rows):
@@ -67,6 +68,13 @@ def contrast(first: Sequence[Row], second: Sequence[Row], measure: str) -> Contr
         raise ValueError(
             f"{len(pairs)} seeds in both, on one kind of processor; a paired difference needs at least 2"
         )
+    for pair in pairs:
+        starts = [row["dense_accuracy_before"] for row in pair]
+        if starts[0] != starts[1]:
+            raise ValueError(
+                f"seed {pair[0]['seed']}: {pair[0]['name']} started at {starts[0]:.1%} with all keys and "
+                f"{pair[1]['name']} at {starts[1]:.1%}, so from different SFT models; run one of them again"
+            )
     differences = [a[measure] - b[measure] for a, b in pairs]
     n, mean = len(differences), statistics.mean(differences)
     error = statistics.stdev(differences) / n**0.5
@@ -99,7 +107,11 @@ def rollouts_to(row: Row, accuracy: float) -> int | None:
         return None
     trailing = np.convolve(rewards, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
     reached = np.flatnonzero(trailing >= accuracy - 1e-9)  # sums of tenths
-    return None if len(reached) == 0 else int(reached[0] + SMOOTHING) * RESPONSES_PER_ITERATION
+    return None if len(reached) == 0 else int(reached[0] + SMOOTHING) * responses_per_iteration(row)
+
+
+def responses_per_iteration(row: Row) -> int:
+    return PRETRAINED_RESPONSES if row["task"] == "smollm2" else N_RESPONSES
 
 
 def gained(row: Row, view: str) -> float:

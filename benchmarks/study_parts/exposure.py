@@ -9,14 +9,11 @@ from omegaconf import OmegaConf
 from study_parts import runs
 from study_parts.plan import BUDGETS, Setting, budgets
 
-from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.reporting.tables import markdown_table
 
 NAME = "study_exposure"
 SEED = 2
 """One is enough to see by how much tasks and budgets differ."""
-LEARNS_NOTHING = 1e-30
-"""The rollout that is measured comes before the first update."""
 METRICS = {
     "affected": "kv/affected",
     "mean_length": "completions/mean_length",
@@ -29,7 +26,7 @@ def places() -> list[Setting]:
     """Every task and budget of the plan."""
     found = [*BUDGETS.items(), *((run.task, run.budget) for run in budgets(lambda *_: 0.0))]
     return [
-        Setting("naive", False, SEED, lr=LEARNS_NOTHING, task=task, budget=budget, n_iterations=1)
+        Setting("naive", False, SEED, lr=runs.STANDS_STILL, task=task, budget=budget, n_iterations=1)
         for task, budget in dict.fromkeys(found)
     ]
 
@@ -52,9 +49,8 @@ def run(place: Setting, runs_dir: Path) -> dict:
     (history,) = runs.read_metrics(folder)
     found = {name: float(history[metric]) for name, metric in METRICS.items()}
     cfg = OmegaConf.load(folder / "config.yaml")
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    tokenizer = build_task_tokenizer()
-    n_prompt = max(len(tokenizer(sample["prompt"]).input_ids) for sample in samples)
+    evictions = json.loads((folder / "evictions.json").read_text())
+    n_prompt = -min(evictions["fill"]["position"])  # the first token of the response is at 0
     row = {
         **{"task": place.task, "policy": place.policy, "budget": place.budget, "seed": place.seed},
         "overrides": told,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from study_parts.analysis import RESPONSES_PER_ITERATION, SMOOTHING, VIEWS, Row, gained
+from study_parts.analysis import SMOOTHING, VIEWS, Row, gained, responses_per_iteration
 
 COLORS = {
     "dense": "#5f6673",
@@ -85,7 +85,7 @@ def _curves(axes: Axes, by_arm: Mapping[str, Sequence[Row]]) -> None:
         rewards = np.stack(
             [np.convolve(row["rewards"], np.ones(SMOOTHING) / SMOOTHING, "valid") for row in rows]
         )
-        at = (np.arange(rewards.shape[1]) + SMOOTHING) * RESPONSES_PER_ITERATION
+        at = (np.arange(rewards.shape[1]) + SMOOTHING) * responses_per_iteration(rows[0])
         # The reward of dense is with all keys, that of the others under the budget.
         axes.plot(at, rewards.mean(0), "--" if arm == "dense" else "-", color=color, lw=1.8, label=arm)
     axes.set(xlabel="Responses sampled", ylabel=f"Reward, mean of {SMOOTHING} iterations", ylim=(None, 1.02))

@@ -1,6 +1,7 @@
 """From `_target_` nodes to objects: trusted targets and checked signatures."""
 
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ HOMES = (
     *TRUSTED[1:],
 )
 """Packages whose classes and functions a config may name; others could write files or run programs."""
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs, in lines of its own, what it raises
 
 
 def build(node: DictConfig) -> Any:
@@ -54,7 +56,8 @@ def check_targets(node: Any, path: str = "") -> None:
         try:
             found = get_object(target)
         except Exception as error:
-            raise ConfigError(f"{where}._target_={target!r} cannot be imported: {error}") from error
+            reason = error.__cause__ or error
+            raise ConfigError(f"{where}._target_={target!r} cannot be imported: {reason}") from error
         # A trusted module also holds what it imports, torch.load among it; only what it defines is meant.
         home = f"{getattr(found, '__module__', None)}."
         is_named = home.startswith(HOMES) or is_trusted(home)

@@ -147,6 +147,11 @@ def _sampling(processors: LogitsProcessorList) -> dict[str, Any]:
 
 def _check_model_kwargs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     """Return the attention mask, which transformers drops where it is all ones."""
+    unknown = [name for name, value in model_kwargs.items() if name not in _IGNORED and value is not None]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} must be left out: a rollout takes input_ids and attention_mask"
+        )
     attention_mask = model_kwargs.get("attention_mask")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
@@ -154,11 +159,6 @@ def _check_model_kwargs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tens
         raise ValueError(
             "prompts must be left-padded, got an attention_mask with 0 in the last column; load the "
             "tokenizer with padding_side='left'"
-        )
-    unknown = [name for name, value in model_kwargs.items() if name not in _IGNORED and value is not None]
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)} must be left out: a rollout takes input_ids and attention_mask"
         )
     positions = model_kwargs.get("position_ids")
     if positions is not None and not torch.equal(

@@ -230,14 +230,14 @@ def _found_routers(model: PreTrainedModel) -> list[Router]:
     if not routers:
         raise ValueError(
             f"{name} has no routing to replay: no module chooses experts by a top-k over [token, expert], so "
-            "it is dense or routes in another way; use replay_routing=false"
+            "it is dense or routes in another way; leave replay_routing off"
         )
     for router in routers:
         n_calls = calls[router.module].count((router.n_experts, router.k))
         if n_calls > 1:
             raise ValueError(
                 f"the routing of {name} cannot be replayed: its {type(router.module).__name__} chooses "
-                f"{n_calls} times in a forward; use replay_routing=false"
+                f"{n_calls} times in a forward; leave replay_routing off"
             )
     with recorded_experts(routers) as read:
         hidden()
@@ -255,6 +255,6 @@ def _found_routers(model: PreTrainedModel) -> list[Router]:
     if not 10 * error(chosen) < error(others):
         raise ValueError(
             f"the routing of {name} cannot be replayed: it does not compute the same with the experts that "
-            "it chose, and something else with others; use replay_routing=false"
+            "it chose, and something else with others; leave replay_routing off"
         )
     return routers

@@ -11,7 +11,7 @@ import study
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import open_dict
-from study_parts import analysis, plan, plot, runs, tables, timing, variance
+from study_parts import analysis, exposure, plan, plot, runs, tables, timing, variance
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_keys
@@ -109,7 +109,7 @@ def test_the_tuning_seed_is_used_for_nothing_else():
 def row(name, seed, sparse, dense=0.99, **more):
     start = {"sparse_accuracy_before": 0.6, "dense_accuracy_before": 1.0}
     ends = {"sparse_accuracy_after": sparse, "dense_accuracy_after": dense}
-    return {"name": name, "seed": seed, **start, **ends, **more}
+    return {"name": name, "seed": seed, "task": "chain_sum", **start, **ends, **more}
 
 
 def test_a_paired_difference_matches_hand_arithmetic():
@@ -136,6 +136,18 @@ def test_rows_of_different_processors_are_no_pair():
     assert analysis.contrast(first, second, "sparse_accuracy_after").mean == pytest.approx(0.15)
 
 
+def test_runs_from_different_sft_models_are_no_pair():
+    first, second = ([row(name, seed, 0.7) for seed in (0, 1)] for name in ("a", "b"))
+    second[1]["dense_accuracy_before"] = 0.9
+    with pytest.raises(ValueError, match="seed 1: a started at 100.0% with all keys and b at 90.0%"):
+        analysis.contrast(first, second, "sparse_accuracy_after")
+
+
+def test_measured_rows_are_known_by_overrides_that_are_written_otherwise_today():
+    assert {place.task for place in exposure.missing()} <= {"smollm2"}
+    assert not variance.missing()
+
+
 def test_two_rows_of_a_seed_are_no_pair():
     twice = [row("a", 0, 0.8), row("a", 0, 0.7)]
     with pytest.raises(ValueError, match="several rows"):
@@ -151,8 +163,17 @@ def test_holm_multiplies_by_the_questions_left_and_never_falls():
 def test_responses_are_counted_until_the_trailing_mean_reaches_the_goal():
     rewards = [0.0] * 10 + [1.0] * 20
     # ten iterations are averaged: 8 of 10 ones after iteration 18
-    assert analysis.rollouts_to({"rewards": rewards}, 0.8) == 18 * 256
-    assert analysis.rollouts_to({"rewards": [0.1] * 30}, 0.8) is None
+    assert analysis.rollouts_to({"task": "chain_sum", "rewards": rewards}, 0.8) == 18 * 256
+    assert analysis.rollouts_to({"task": "smollm2", "rewards": rewards}, 0.8) == 18 * 32
+    assert analysis.rollouts_to({"task": "chain_sum", "rewards": [0.1] * 30}, 0.8) is None
+
+
+@pytest.mark.slow
+def test_iterations_have_as_many_responses_as_the_analysis_counts():
+    for task in ("chain_sum", "smollm2"):
+        cfg = composed(Setting("smd", True, seed=0, lr=1e-3, task=task))
+        n_responses = cfg.rollout.n_prompts * cfg.algorithm.group_size
+        assert n_responses == analysis.responses_per_iteration({"task": task})
 
 
 def kept(run_dir, setting):

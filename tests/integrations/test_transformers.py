@@ -207,6 +207,12 @@ def test_what_a_rollout_cannot_do_is_refused(model, prompts, options, words):
     assert "\n" not in str(error.value)
 
 
+def test_embeddings_are_refused_by_their_name(model, prompts):
+    embeddings = model.get_input_embeddings()(prompts.input_ids)
+    with pytest.raises(ValueError, match="inputs_embeds must be left out: a rollout takes input_ids"):
+        model.generate(inputs_embeds=embeddings, custom_generate=generate, cache=EVICTS, max_new_tokens=4)
+
+
 def test_right_padded_prompts_are_refused_with_the_side_to_choose(model, tokenizer):
     texts = ["2+3=", "100+2=", "7"]
     prompts = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")

@@ -253,7 +253,10 @@ MISTAKES = [
         "fabric.precision must be one of 32-true, 64-true, bf16-true, 16-mixed, bf16-mixed, got fp8",
     ),
     (["task._target_=os.system"], "task._target_='os.system' is not from a trusted package"),
-    (["task._target_=lit_rlkv.tasks.ChainProduct"], "cannot be imported"),
+    (
+        ["task._target_=lit_rlkv.tasks.ChainProduct"],
+        "cannot be imported: No module named 'lit_rlkv.tasks.ChainProduct'",
+    ),
     (
         ["+task.n_term=3"],
         "lit_rlkv.tasks.ChainSum: unexpected 'n_term'; it takes n_terms, max_operand",
