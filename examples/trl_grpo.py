@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with rollouts under a KV cache of fixed size, replayed exactly.
 
-pip install 'lit_rlkv[trl]'
+pip install -e '.[trl]'
 python examples/trl_grpo.py                  a small random model, less than a minute on a CPU
 python examples/trl_grpo.py --model MODEL    a folder, a GGUF file or a name on the hub
 """

@@ -1,12 +1,14 @@
 """Sentences of docs/results/pretrained.md that the recorded cells decide."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import exp, log
 
 from pretrained_parts import tables
 from pretrained_parts.results import Group, Results
 from pretrained_parts.setting import DENSE
 from pretrained_parts.tables import small
+
+from lit_rlkv.evaluation.results import IntervalEstimate
 
 SHOWN_BUDGET = 64
 """Budget of the first claims, of the table by position and of the figure."""
@@ -54,18 +56,29 @@ def best_on_both(results: Results) -> Iterator[str]:
     if not all(orders.values()):
         return
     right = {kind: {policy: group.accuracy for policy, group in found} for kind, found in orders.items()}
-    first, second = (found[0][0] for found in orders.values())
-    if second not in right["recall"] or first not in right["few_shot"]:
-        return
     texts, shots = right["recall"], right["few_shot"]
-    if texts[second] == texts[first] or shots[first] == shots[second]:
+    of_texts, of_shots = (
+        [policy for policy, share in found.items() if share == next(iter(found.values()))]
+        for found in (texts, shots)
+    )
+    if not {*of_texts, *of_shots} <= texts.keys() & shots.keys():
+        return
+    if {*of_texts} & {*of_shots}:
         yield "**The best policy on documents is also the best on few-shot questions.**"
         return
     yield (
-        f"**No policy is best everywhere.** `{first}` is best on documents and answers "
-        f"{tables.percent(shots[first])} % of the few-shot questions. `{second}` is best on those "
-        f"({tables.percent(shots[second])} %) and answers {tables.percent(texts[second])} % on documents."
+        f"**No policy is best everywhere.** Best on documents: {_named(of_texts)}, with "
+        f"{_percents(shots, of_texts)} % of the few-shot questions. Best on those: {_named(of_shots)} "
+        f"({_percents(shots, of_shots[:1])} %), with {_percents(texts, of_shots)} % on documents."
     )
+
+
+def _named(policies: Sequence[str]) -> str:
+    return " and ".join(f"`{policy}`" for policy in policies)
+
+
+def _percents(accuracies: Mapping[str, IntervalEstimate | None], policies: Sequence[str]) -> str:
+    return " and ".join(str(tables.percent(accuracies[policy])) for policy in policies)
 
 
 def gap(results: Results) -> Iterator[str]:

@@ -21,5 +21,5 @@ def check_trl_version() -> None:
     if found == "none" or not SpecifierSet(SUPPORTED_TRL).contains(found, prereleases=True):
         raise ImportError(
             f"lit_rlkv.integrations.trl must have trl{SUPPORTED_TRL}, found {found}; "
-            "run: pip install 'lit_rlkv[trl]'"
+            "run: pip install -e '.[trl]'"
         )
