@@ -46,12 +46,16 @@ def main() -> None:
 
 
 def prepare_triton(device: str) -> None:
-    """Kernels are interpreted where there is no GPU, and compiled anew where there is one."""
+    """Kernels are interpreted where there is no GPU, and compiled anew where there is one.
+
+    Unless the environment names a folder of compiled kernels.
+    """
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         for cache in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-            os.environ[cache] = tempfile.mkdtemp()
+            if cache not in os.environ:
+                os.environ[cache] = tempfile.mkdtemp()
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,7 +1,8 @@
 """The rollout against transformers.generate, and what to do with rows that finish: wait, shrink or refill.
 
     python benchmarks/rollout.py [--device cuda] [--preset 1.5b|tiny] [--batch N] [--new N] [--budgets N ...]
-                                 [--minutes M] [--skip-theirs] [--schedules] [--record] [--plot FILE]
+                                 [--minutes M] [--compile-layers] [--skip-theirs] [--schedules] [--record]
+                                 [--plot FILE]
 
 Every run samples from random weights with no end of sequence, so all rows write `--new` tokens. Before
 anything is timed, the plain definitions must replay the log-probs of a rollout that the kernels sampled.
@@ -43,7 +44,12 @@ def measurements(
 ) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """Yield the entries that tell a row from the others, and what measures it."""
     first, *others = budgets
-    ours = {"batch": setting.batch, "new": setting.new, "integrated": False}
+    ours = {
+        "batch": setting.batch,
+        "new": setting.new,
+        "compile_layers": setting.compile_layers,
+        "integrated": False,
+    }
     yield ours | {"budget": first}, lambda: time_ours(setting, first, limit)
     if not skip_theirs:
         theirs = {"cache": "transformers dense", "asked_batch": setting.batch, "new": setting.new}
@@ -92,6 +98,7 @@ def parse() -> tuple[argparse.Namespace, Setting]:
     parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--skip-theirs", action="store_true", help="leave out transformers.generate")
+    parser.add_argument("--compile-layers", action="store_true", help="rollout.compile_layers=true, for ours")
     add_restart_options(parser)
     arguments = parser.parse_args()
     preset = PRESETS[arguments.preset]
@@ -103,6 +110,7 @@ def parse() -> tuple[argparse.Namespace, Setting]:
         new=arguments.new or preset.new,
         rounds=arguments.rounds,
         device=torch.device(arguments.device),
+        compile_layers=arguments.compile_layers,
     )
 
 
@@ -135,7 +143,8 @@ def main() -> None:
 
 
 def print_row(row: Row) -> None:
-    line = f"{row['cache']:20} batch {row['batch']:4}: {row['tokens_per_s']:10,.0f} tokens/s "
+    name = row["cache"] + (", compiled layers" if row.get("compile_layers") else "")
+    line = f"{name:20} batch {row['batch']:4}: {row['tokens_per_s']:10,.0f} tokens/s "
     if "step_ms" in row:
         line += f"(integrated from steps of {row['step_ms'][-1]:.1f} to {row['step_ms'][0]:.1f} ms)"
     else:

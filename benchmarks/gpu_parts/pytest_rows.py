@@ -1,21 +1,51 @@
-"""Pytest plugin: a row of the record for each test as it ends; tests that passed before are left out."""
+"""Pytest plugin: a row of the record for each test as it ends; tests that passed before are left out.
+
+A test that leaves the device unusable, as an illegal access does, ends pytest with `LOST_DEVICE`, because
+every later test of the process would fail as well. Started again, it goes on without that test.
+"""
 
 import pytest
 import record
+import torch
+from gpu_parts.stages import LOST_DEVICE
 
 NAME = "tests"
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k, on what is left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what passed on this machine with this version of the package."""
-    done = [item for item in items if record.find(NAME, test=item.nodeid, outcome="passed") is not None]
-    if done:
-        items[:] = [item for item in items if item not in done]
-        config.hook.pytest_deselected(items=done)
+    """Leave out what passed on this machine with this version of the package, and what cost it the device."""
+    here = record.provenance()
+    done = {
+        row["test"]
+        for row in record.rows(NAME)
+        if (row["outcome"] == "passed" or row.get("lost_device"))
+        and (row["source"], row["device"]) == (here["source"], here["device"])
+    }
+    left_out = [item for item in items if item.nodeid in done]
+    if left_out:
+        items[:] = [item for item in items if item.nodeid not in done]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Record the call, and what ended before or failed after it."""
-    if report.when == "call" or report.outcome != "passed":
-        row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-        record.append(NAME, row | {"error": report.longreprtext[-2000:]} if report.failed else row)
+    if report.when != "call" and report.outcome == "passed":
+        return
+    row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+    if report.failed:
+        row |= {"error": report.longreprtext[-2000:], "lost_device": has_lost_device()}
+    record.append(NAME, row)
+    if row.get("lost_device"):
+        pytest.exit(f"{report.nodeid} left the device unusable", returncode=LOST_DEVICE)
+
+
+def has_lost_device() -> bool:
+    """True if nothing can run on the GPU any more in this process."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+CACHE = Path.home() / ".cache" / "lit_rlkv"
+"""Folder of compiled kernels."""
 OWN_SHARE = 0.85
 """Share of a stage's time after which a command starts no new measurement."""
 GRACE_S = 15.0
@@ -26,7 +29,13 @@ TITLES = {
     "D": "learner",
     "E": "tuning",
 }
-GPU_TESTS = ("tests/kernels", "tests/rollout/test_decoder.py", "tests/rollout/test_graph.py")
+GPU_TESTS = (
+    "tests/kernels",
+    "tests/models/test_lm_head.py",
+    "tests/rollout/test_decoder.py",
+    "tests/rollout/test_graph.py",
+    "tests/rollout/test_growing_cache.py",
+)
 TOY_TESTS = ("tests/kernels/test_triton_functions.py", "tests/kernels/test_device.py")
 
 
@@ -45,7 +54,7 @@ def commands(stage: str, minutes: float, *, is_toy: bool) -> list[list[str]]:
     if stage == "A":
         return [test_command(is_toy=is_toy)]
     timed = TOY[stage] if is_toy else REAL[stage]
-    if stage == "C" and not is_toy and MODEL.is_file():
+    if stage == "C" and not is_toy and MODEL.is_file() and find_spec("gguf"):
         timed = [*timed, f"replay_gap.py --model {MODEL} --budget 256 --new 512"]
     return [
         [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--minutes", f"{minutes * OWN_SHARE}"]
@@ -63,6 +72,7 @@ REAL = {
     "C": [
         "rollout.py --record --rounds 1 --budgets 1024",
         "replay_gap.py --record",
+        "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs --compile-layers",
         "rollout.py --record --rounds 1 --budgets 512 2048 --skip-theirs",
     ],
     "D": ["learner.py --record --lengths 16384 8192 4096"],
@@ -81,6 +91,8 @@ TOY = {
     "E": [f"kernels.py {TOY_RUN} --rounds 1 --tune --size toy --ops decode_attention"],
 }
 """A CPU can run these; their figures mean nothing."""
+LOST_DEVICE = 77
+"""Exit status of tests that left the device unusable."""
 OK_CODES = {"A": (0, 1, 5)}
 """Exit statuses of a command that did its work, where 0 is not the only one: pytest's for failed tests, which
 the table shows, and for none left to run."""
@@ -102,7 +114,10 @@ def test_command(*, is_toy: bool) -> list[str]:
 
 
 def environment(folder: Path, *, is_toy: bool) -> dict[str, str]:
-    """Return the environment of the commands: rows go to the folder, and memory grows in place."""
+    """Return the environment of the commands.
+
+    Rows go to the folder, memory grows in place, and what one command has compiled the next one finds.
+    """
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     ours = {
         "BENCHMARK_RESULTS": str(folder.resolve()),
@@ -110,6 +125,8 @@ def environment(folder: Path, *, is_toy: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
         "TOKENIZERS_PARALLELISM": "false",
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(CACHE / "triton")),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor")),
     }
     return os.environ | ours | ({"CUDA_VISIBLE_DEVICES": ""} if is_toy else {})
 
@@ -117,11 +134,14 @@ def environment(folder: Path, *, is_toy: bool) -> dict[str, str]:
 def run_stage(stage: str, folder: Path, minutes: float, *, is_toy: bool) -> Ended:
     """Run the commands of a stage one after the other until its minutes are over.
 
-    A command that fails does not stop the next.
+    A command that fails does not stop the next. Tests that lose the device are started again, without the one
+    that lost it.
     """
     started_at = time.monotonic()
     outcomes, last_lines = [], []
-    for command in commands(stage, minutes, is_toy=is_toy):
+    todo = deque(commands(stage, minutes, is_toy=is_toy))
+    while todo:
+        command = todo.popleft()
         left_s = started_at + 60 * minutes - time.monotonic()
         if left_s <= 0:
             outcomes.append("out of time")
@@ -130,6 +150,9 @@ def run_stage(stage: str, folder: Path, minutes: float, *, is_toy: bool) -> Ende
             command[-1] = f"{left_s / 60 * OWN_SHARE:.3f}"
         env, ok_codes = environment(folder, is_toy=is_toy), OK_CODES.get(stage, (0,))
         outcome, lines = run_command(command, env, left_s, ok_codes)
+        if outcome == "lost the device":
+            todo.appendleft(command)
+            continue
         outcomes.append(outcome)
         if outcome != "done":
             last_lines += lines
@@ -174,6 +197,8 @@ def run_command(
             process.kill()
             process.wait()
     reader.join(GRACE_S)
-    if outcome == "done" and process.returncode not in ok_codes:
+    if outcome == "done" and process.returncode == LOST_DEVICE:
+        outcome = "lost the device"
+    elif outcome == "done" and process.returncode not in ok_codes:
         outcome = "crashed"
     return outcome, list(last)

@@ -83,12 +83,16 @@ def kernels(records: Records) -> Iterator[Figure]:
         yield Figure("B", f"{name} dense cuDNN", _ratio(row, "dense cuDNN", "shadow"))
         with_plan = _ratio(row, "dense flash", "shadow and its plan")
         yield Figure("B", f"{name} dense flash, plan included", with_plan)
+    for row in {(row["op"], row["label"]): row for row in rows}.values():
+        if "arms" not in row:
+            yield Figure("B", f"{row['op']}, {row['label']}: refused: {row['reason']}", None)
 
 
 def rollout(records: Records) -> Iterator[Figure]:
     """Yield the rollout against transformers.generate, and the gaps of replay."""
     rows = records.get("rollout", ())
-    ours = _latest(rows, **ROLLOUT)
+    ours = _latest(rows, **ROLLOUT, compile_layers=False)
+    compiled = _latest(rows, **ROLLOUT, compile_layers=True)
     theirs = _latest(rows, cache="transformers dense", preset=ROLLOUT["preset"], new=ROLLOUT["new"])
     speed = None if ours is None else ours["tokens_per_s"]
     ratio = None if ours is None or theirs is None else ours["tokens_per_s"] / theirs["tokens_per_s"]
@@ -98,6 +102,7 @@ def rollout(records: Records) -> Iterator[Figure]:
     unit = "tokens/s, extrapolated" if ours and ours["integrated"] else "tokens/s"
     is_h100 = ours is not None and "H100" in ours["device"]
     yield Figure("C", "rollout", speed, ROLLOUT_TOKENS_PER_S if is_h100 else None, unit=unit)
+    yield Figure("C", "rollout, compiled layers", compiled and compiled["tokens_per_s"], unit="tokens/s")
     batch = f", batch {theirs['batch']}" if theirs and "batch" in theirs else ""
     yield Figure("C", f"transformers.generate{batch}", theirs and theirs["tokens_per_s"], unit="tokens/s")
     gaps = records.get("replay_gap", ())
@@ -128,7 +133,8 @@ def learner(records: Records) -> Iterator[Figure]:
             if failed["out_of_memory"]:
                 yield Figure("D", f"learner's step, {tokens} tokens, {failed['name']}: out of memory", None)
         if "arms" not in row:
-            yield Figure("D", f"learner's step, {tokens} tokens: out of memory", None)
+            why = "out of memory" if row["out_of_memory"] else f"refused: {row['reason']}"
+            yield Figure("D", f"learner's step, {tokens} tokens: {why}", None)
 
 
 def tuning(records: Records) -> Iterator[Figure]:
@@ -146,8 +152,8 @@ def _latest(rows: Sequence[Row], **wanted: Any) -> Row | None:
 
 
 def _arm(row: Row | None, name: str, entry: str) -> Any:
-    """Return an entry of an arm; None if there is no such row or the arm did not run."""
-    return next((arm[entry] for arm in row["arms"] if arm["name"] == name), None) if row else None
+    """Return an entry of an arm; None if there is no such row, it was refused, or the arm did not run."""
+    return next((arm[entry] for arm in (row or {}).get("arms", ()) if arm["name"] == name), None)
 
 
 def _ratio(row: Row | None, over: str, under: str) -> float | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from kernel_parts.accuracy import WrongKernelError
 from kernel_parts.counts import Work
 from kernel_parts.timing import Call, Ceilings, Spread, first_seconds, spread, taking_turns
 from live_bytes import CudaBytes, LiveBytes, Meter
@@ -120,6 +121,27 @@ class CaseResult:
         """The medians alone, for whoever waits for the table."""
         medians = ", ".join(f"{arm.name} {1e3 * arm.seconds.median:.3f}" for arm in self.arms)
         return f"{self.label}, ms: {medians}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A case without measurements: the kernel is wrong, or memory does not suffice."""
+
+    reason: str
+    out_of_memory: bool
+
+
+def try_to_measure(build: Builder, setting: Setting, ceilings: Ceilings) -> CaseResult | Refusal:
+    """Return the measurements of a case, or why there are none; the other cases of a run go on."""
+    try:
+        return measure(build(), setting, ceilings)
+    except Exception as error:
+        is_memory = is_out_of_memory(error)
+        if not (is_memory or isinstance(error, WrongKernelError)):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+    release(setting.device)  # not within the handler, which keeps the tensors of the case
+    return Refusal(reason, is_memory)
 
 
 def measure(case: Case, setting: Setting, ceilings: Ceilings) -> CaseResult:

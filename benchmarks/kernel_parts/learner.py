@@ -1,6 +1,7 @@
 """The run behind learner.py: a model and rollouts, both kernels compared, then all views timed in turns."""
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from functools import partial
 import record
 import torch
 from kernel_parts.accuracy import require_accurate
-from kernel_parts.case import Arm, Case, CaseResult, Setting, measure, release
+from kernel_parts.case import Arm, Case, CaseResult, Refusal, Setting, release, try_to_measure
 from kernel_parts.evictions import Schedule, simulate_evictions
 from kernel_parts.table import mb
 from kernel_parts.timing import Ceilings
@@ -22,7 +23,6 @@ from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.models.replay import response_logps
-from lit_rlkv.out_of_memory import is_out_of_memory
 from lit_rlkv.types import Rollout
 
 NAME = "learner"
@@ -48,12 +48,16 @@ class Shape:
 
 
 def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
-    """Length by length, all budgets of a length in turns with the dense views."""
+    """Length by length, all budgets of a length in turns with the dense views.
+
+    Raises:
+        SystemExit: the kernels were refused at some lengths; the others have been measured.
+    """
     sizes = sizes | ({"num_hidden_layers": args.layers} if args.layers else {})
     shape = Shape(sizes, args.batch, args.interval, args.prompt, args.checkpointing)
     setting = Setting(args.device, args.device == "cpu", args.rounds)
     model = make_model(setting, shape, max(args.lengths))
-    limit, results = TimeLimit(args.minutes), []
+    limit, results, refused = TimeLimit(args.minutes), [], []
     for length in args.lengths:
         asked = {"tokens": length, "budgets": args.budgets, "dtype": _precision(setting), **asdict(shape)}
         if args.record and not args.again and record.find(NAME, asked=asked) is not None:
@@ -64,31 +68,33 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
             continue
         result = measure_length(setting, model, shape, length, args.budgets)
         release(setting.device)
-        row = {"out_of_memory": True} if result is None else record_row(result, setting)
+        if isinstance(result, Refusal):
+            row = asdict(result)
+            print(f"{length} tokens: refused: {result.reason}", flush=True)
+            if not result.out_of_memory:
+                refused.append(f"{length} tokens: refused: {result.reason}")
+        else:
+            row = record_row(result, setting)
+            results.append(result)
+            print(result.in_short, flush=True)
         if args.record:
             record.append(NAME, {"asked": asked, **row})
-        if result is not None:
-            results.append(result)
-        print(f"{length} tokens: out of memory" if result is None else result.in_short, flush=True)
     if results:
         print("\n" + report(results, setting, shape))
     if args.plot and results:
         from kernel_parts.plot import draw_learner  # matplotlib is there for --plot alone
 
         draw_learner(results, setting).savefig(args.plot)
+    if refused:
+        sys.exit("\n".join(refused))
     return results
 
 
 def measure_length(
     setting: Setting, model: PreTrainedModel, shape: Shape, length: int, budgets: Sequence[int]
-) -> CaseResult | None:
-    """Return the measurements of one length; None if memory holds no view of it, or not the proof."""
-    try:
-        return measure(make_case(setting, model, shape, length, budgets), setting, NO_CEILING)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return None
+) -> CaseResult | Refusal:
+    """Return the measurements of one length, or why there are none."""
+    return try_to_measure(partial(make_case, setting, model, shape, length, budgets), setting, NO_CEILING)
 
 
 def make_model(setting: Setting, shape: Shape, max_len: int) -> PreTrainedModel:

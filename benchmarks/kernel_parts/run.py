@@ -1,7 +1,9 @@
 """The run behind kernels.py: ceilings, then every case of every operation, then tables and picture."""
 
 import argparse
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
 
 import record
 from kernel_parts import decode as kernel_decode
@@ -10,7 +12,7 @@ from kernel_parts import sampling as kernel_sampling
 from kernel_parts import scores as kernel_scores
 from kernel_parts import shadow as kernel_shadow
 from kernel_parts import tokens as kernel_tokens
-from kernel_parts.case import Builders, CaseResult, Setting, measure, release
+from kernel_parts.case import Builders, CaseResult, Refusal, Setting, release, try_to_measure
 from kernel_parts.table import case_table, record_row
 from kernel_parts.timing import Ceilings, ceilings
 from time_limit import TimeLimit
@@ -27,11 +29,15 @@ CASES: dict[str, Callable[[Setting], Builders]] = {
 
 
 def run(args: argparse.Namespace) -> list[CaseResult]:
-    """Everything asked for; what was measured is kept case by case, and printed as tables at the end."""
+    """Everything asked for; what was measured is kept case by case, and printed as tables at the end.
+
+    Raises:
+        SystemExit: cases were refused; the others have been measured.
+    """
     setting, limit = setting_of(args), TimeLimit(args.minutes)
     limits = ceilings(setting.device)
     release(setting.device)
-    results = []
+    results, refused = [], []
     for op in args.ops:
         for label, build in CASES[op](setting):
             if args.only not in label or is_done(args, NAME, op, label):
@@ -39,17 +45,25 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
             if limit.is_over:
                 print(f"{op}, {label}: no time left; start again to go on", flush=True)
                 continue
-            result = measure(build(), setting, limits)
+            result = try_to_measure(build, setting, limits)
             release(setting.device)
+            if isinstance(result, Refusal):
+                row = {"op": op, "label": label, "device_type": args.device, **asdict(result)}
+                refused.append(f"{op}, {label}: refused: {result.reason}")
+                print(refused[-1], flush=True)
+            else:
+                row = record_row(result, setting, limits)
+                results.append(result)
+                print(f"{op}, {result.in_short}", flush=True)
             if args.record:
-                record.append(NAME, record_row(result, setting, limits))
-            results.append(result)
-            print(f"{op}, {result.in_short}", flush=True)
+                record.append(NAME, row)
     print("\n" + report(results, setting, limits))
     if args.plot and results:
         from kernel_parts.plot import draw  # matplotlib is there for --plot alone
 
         draw(results, setting).savefig(args.plot)
+    if refused:
+        sys.exit("\n".join(refused))
     return results
 
 

@@ -28,7 +28,7 @@ def cases(setting: Setting) -> Builders:
 
 
 def _case(setting: Setting, label: str, n_rows: int, vocab: int) -> Case:
-    logits = 2 * setting.random(n_rows, vocab, seed=0)
+    logits = 2 * setting.random(n_rows, vocab, seed=0).float()  # as the head of the model returns them
     generator = torch.Generator(setting.device).manual_seed(1)
     work = sampling_work(n_rows, vocab, logits.element_size())
     names = ["sampling"] if setting.timed_kernels == "reference" else ["sampling", "reference"]

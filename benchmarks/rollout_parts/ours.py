@@ -75,7 +75,8 @@ def time_ours(setting: Setting, budget: int, limit: TimeLimit) -> dict[str, Any]
     """
     input_ids, cache = setting.prompts(setting.batch), setting.cache(budget)
     on_cuda = setting.device.type == "cuda"
-    n_short = min(4 * cache.interval, setting.new)  # until the graphs are captured
+    # Until step and eviction are compiled and captured.
+    n_short = min(max(0, budget - setting.shape.prompt) + 4 * cache.interval, setting.new)
     check(setting, budget)
     first_s = setting.seconds(lambda: setting.roll_out(input_ids, cache, max_new_tokens=n_short))
     if on_cuda:
@@ -98,6 +99,7 @@ def time_ours(setting: Setting, budget: int, limit: TimeLimit) -> dict[str, Any]
     median_s = statistics.median(times)
     return {
         "budget": budget,
+        "compile_layers": setting.compile_layers,
         "cache": cache.label,
         "batch": setting.batch,
         "new": setting.new,

@@ -76,6 +76,7 @@ class Setting:
     new: int
     rounds: int
     device: torch.device
+    compile_layers: bool = False
     n_layers: int | None = None
     """Attributes of the model that differ from the preset."""
     dtype: torch.dtype | None = None
@@ -118,6 +119,7 @@ class Setting:
             "max_new_tokens": self.new,
             "eos_token_id": None,
             "generator": torch.Generator(self.device).manual_seed(0),
+            "compile_layers": self.compile_layers,
         }
         return generate(
             self.model,

@@ -14,6 +14,7 @@ from lit_rlkv.config.options import leaves, named_items, show
 from lit_rlkv.models.layouts import LAYOUTS
 
 SMOKE_TEST = "debug=fast is a smoke test: every stage runs, and nothing is learned"
+EMULATED = "this CPU has no bfloat16 instructions and is slow at it; fabric.precision=32-true is faster"
 
 
 def header(
@@ -42,7 +43,17 @@ def header(
         "stages": ", ".join(cfg.stages),
     }
     lines = [f"{name:<10} {value}" for name, value in fields.items()]
-    return lines + ([SMOKE_TEST] if choices.get("debug") == "fast" else [])
+    notes = {
+        SMOKE_TEST: choices.get("debug") == "fast",
+        EMULATED: fabric.precision.startswith("bf16") and emulates_bfloat16(device),
+    }
+    return lines + [note for note, is_true in notes.items() if is_true]
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """True on a CPU whose matrix products in bfloat16 are made of other instructions."""
+    has_library = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return has_library and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _roles(cfg: Config) -> str:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.token_sampling import NoiseRows
 from lit_rlkv.kvcache import CacheSpec, SlotCache
+from lit_rlkv.kvcache.policies import Policy
 from lit_rlkv.models.backbone import (
     can_be_captured,
     head_logits,
@@ -72,8 +73,8 @@ FIRST_TOKENS, GROWTH = 256, 1.5
 """Response tokens for which a dense cache has slots at first, and the factor by which its rows grow. A larger
 factor leaves more slots unused; a smaller one copies more, and captures more CUDA graphs."""
 
-NOT_CAPTURED: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose decode step could not be captured; their later rollouts do not try again."""
+NOT_CAPTURED: WeakSet[PreTrainedModel | type[Policy]] = WeakSet()
+"""Models whose decode step, and policies whose eviction, could not be captured; later rollouts do not try."""
 
 
 class Decoder:
@@ -149,9 +150,10 @@ class Decoder:
         self._has_kernels = uses_triton(torch.empty(0, device=device, dtype=model.dtype))
         self._step = CudaGraphRunner(generator, is_enabled=self._is_graph, is_required=bool(cuda_graph))
         # The reference of eviction reads on the host which rows are due; a graph cannot.
-        self._evict = CudaGraphRunner(
-            generator, is_enabled=self._is_graph and self._has_kernels, is_required=bool(cuda_graph)
-        )
+        is_graph = self._is_graph and self._has_kernels
+        if cuda_graph is None:
+            is_graph = is_graph and type(self.kv.policy) not in NOT_CAPTURED
+        self._evict = CudaGraphRunner(generator, is_enabled=is_graph, is_required=bool(cuda_graph))
 
     def prefill(
         self,
@@ -195,7 +197,10 @@ class Decoder:
             NOT_CAPTURED.add(self.model)
         if self.kv.levels.step():
             self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
+            is_graph = self._evict.is_enabled
             self._evict(self.kv.evict)
+            if is_graph and not self._evict.is_enabled:
+                NOT_CAPTURED.add(type(self.kv.policy))
 
     def make_room(self, n_steps: int) -> None:
         """Prepare the record of sampling masks for so many steps; may wait for the device."""

@@ -82,7 +82,7 @@ def _capture(function: Callable[[], None], generator: torch.Generator | None) ->
         RuntimeError: the capture failed. The generators are then as before.
     """
     device = torch.cuda.current_device()
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     before = torch.cuda.current_stream(device)
     # A capture that fails leaves generators in a state in which they draw for graphs only.
     used = [torch.cuda.default_generators[device], *([] if generator is None else [generator])]
@@ -91,14 +91,30 @@ def _capture(function: Callable[[], None], generator: torch.Generator | None) ->
         graph.register_generator_state(generator)
     try:
         # Other threads of the process, for example loggers, may use the device during the capture.
-        with torch.cuda.graph(graph, stream=_side_stream(device), capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=pool, stream=_side_stream(device), capture_error_mode="thread_local"
+        ):
             function()
     except RuntimeError:
         torch.cuda.set_stream(before)  # the end of a broken capture raises before torch restores it
         for each, state in states:
             each.graphsafe_set_state(state)
+        _leave_pool(device, pool)
         raise
     return graph
+
+
+def _leave_pool(device: int, pool: tuple[int, int]) -> None:
+    """End the allocation to the pool of a capture that failed, and free the pool.
+
+    torch before 2.12 does not (pytorch/pytorch#180395). Its allocator then acts as if the capture went on:
+    `empty_cache` frees nothing, and so nothing is freed where memory runs out.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # torch has done so
+    torch._C._cuda_releasePool(device, pool)
 
 
 @cache

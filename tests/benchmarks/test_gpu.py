@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_parts import page
+from gpu_parts import page, stages
 from gpu_parts.stages import GPU_TESTS, REAL, TITLES, commands, run_command
 from gpu_parts.targets import ROLLOUT, Figure, figures
 
@@ -71,18 +71,32 @@ def test_shares_and_ratios_are_read_off_the_rows_and_judged():
     )
     assert found[f"{name} dense flash, plan included"].value == 3.6
     assert found[f"{name} dense cuDNN"].verdict == "not measured"
+    refused = {"op": "evict", "label": "64 rows", "reason": "off by 5", "out_of_memory": False}
+    wrong = {**rows[0], "reason": "off by 9"}
+    del wrong["arms"]
+    found = by_name("B", {"kernels": [*rows, refused, wrong]})
+    assert found["evict, 64 rows: refused: off by 5"].value is None
+    assert found["decode with scores, 2048 slots, share of copy bandwidth"].verdict == "not measured"
 
 
 @pytest.mark.parametrize(("device", "verdict"), [("NVIDIA H100 80GB HBM3", "missed"), ("NVIDIA H200", "")])
 def test_the_rollout_is_compared_with_generate_and_on_an_h100_with_a_speed(device, verdict):
-    ours = {**ROLLOUT, "device": device, "tokens_per_s": 29_000.0, "integrated": False}
+    ours = {
+        **ROLLOUT,
+        "device": device,
+        "tokens_per_s": 29_000.0,
+        "integrated": False,
+        "compile_layers": False,
+    }
+    compiled = ours | {"compile_layers": True, "tokens_per_s": 40_000.0}
     other = ours | {"budget": 512, "tokens_per_s": 99_000.0}
     theirs = {"cache": "transformers dense", "preset": "1.5b", "new": 8192, "tokens_per_s": 5_000.0}
-    found = by_name("C", {"rollout": [ours, other, theirs]})
+    found = by_name("C", {"rollout": [ours, other, theirs, compiled]})
     ratio = found["rollout over transformers.generate, 1.5B, 8k tokens, budget 1024"]
     assert ratio.value == pytest.approx(5.8)
     assert ratio.verdict == "missed"
     assert found["rollout"].verdict == verdict
+    assert found["rollout, compiled layers"].value == 40_000
 
 
 def test_the_gap_is_at_most_its_target():
@@ -111,7 +125,8 @@ def test_a_learner_out_of_memory_is_named():
     arms = [arm("shadow 1024, triton", 2.0), arm("shadow 1024, reference", 9.0)]
     rows = [
         {"asked": {"tokens": 8}, "arms": arms, "failed": failed},
-        {"asked": {"tokens": 16}, "out_of_memory": True},
+        {"asked": {"tokens": 16}, "out_of_memory": True, "reason": "full"},
+        {"asked": {"tokens": 32}, "out_of_memory": False, "reason": "off by 5"},
     ]
     found = by_name("D", {"learner": rows})
     assert {name.removeprefix("learner's step, ") for name in found} == {
@@ -119,6 +134,7 @@ def test_a_learner_out_of_memory_is_named():
         "8 tokens, shadow 1024, reference, speed over torch's dense",
         "8 tokens, torch dense: out of memory",
         "16 tokens: out of memory",
+        "32 tokens: refused: off by 5",
     }
     assert {figure.verdict for figure in found.values()} == {"not measured"}
 
@@ -148,6 +164,34 @@ def test_a_command_that_crashes_leaves_its_last_lines():
     assert outcome == "crashed"
     assert lines[-1] == "ZeroDivisionError: division by zero"
     assert run_command([sys.executable, "-c", "exit(1)"], dict(os.environ), 60.0, (0, 1))[0] == "done"
+
+
+LOSES_THE_DEVICE = """
+from gpu_parts import pytest_rows
+
+def test_that_loses_the_device(monkeypatch):
+    pytest_rows.has_lost_device = lambda: True
+    assert False
+
+def test_after_it():
+    pass
+"""
+
+
+def test_a_test_that_loses_the_device_is_left_out_when_the_tests_are_started_again(tmp_path, monkeypatch):
+    tests = tmp_path / "test_device.py"
+    tests.write_text(LOSES_THE_DEVICE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_parts.pytest_rows", "-c", os.devnull]
+    monkeypatch.setattr(
+        stages, "commands", lambda *_, **__: [[*command, "--rootdir", str(tmp_path), str(tests)]]
+    )
+    ended = stages.run_stage("A", tmp_path, 5.0, is_toy=True)
+    assert ended.outcome == "done"
+    rows = [json.loads(line) for line in (tmp_path / "tests.jsonl").read_text().splitlines()]
+    assert [(row["test"].rpartition("::")[2], row["outcome"]) for row in rows] == [
+        ("test_that_loses_the_device", "failed"),
+        ("test_after_it", "passed"),
+    ]
 
 
 def test_a_crashed_stage_shows_why_on_the_page():

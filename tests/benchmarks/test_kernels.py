@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import kernels
@@ -11,12 +12,13 @@ import record
 import torch
 from kernel_parts import run as kernel_run
 from kernel_parts import tune as kernel_tune
-from kernel_parts.case import Arm, ArmResult, CaseResult, Setting
+from kernel_parts.accuracy import WrongKernelError
+from kernel_parts.case import Arm, ArmResult, Case, CaseResult, Setting
 from kernel_parts.counts import Work
 from kernel_parts.decode import cases as decode_cases
 from kernel_parts.plot import draw
 from kernel_parts.shadow import cases as shadow_cases
-from kernel_parts.timing import Spread
+from kernel_parts.timing import Ceilings, Spread
 from matplotlib.figure import Figure
 from time_limit import TimeLimit
 
@@ -72,6 +74,28 @@ def test_a_run_prints_records_and_draws(tmp_path, monkeypatch, capsys):
     assert rows[0]["timed"] == ("triton" if HAS_CUDA else "reference")
     assert rows[0]["ceilings"]["copy_gb_per_s"] > 0
     assert picture.stat().st_size > 10_000
+
+
+def test_a_wrong_kernel_is_refused_and_the_other_cases_are_measured(tmp_path, monkeypatch, capsys):
+    def wrong() -> float:
+        raise WrongKernelError("off by 5")
+
+    def cases(setting: Setting):
+        for label, check in (("first", wrong), ("second", lambda: 1.0)):
+            arms = (Arm("ours", lambda: torch.ones(3)),)
+            yield label, partial(Case, op="evict", label=label, sizes={}, arms=arms, check=check)
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(kernel_run, "ceilings", lambda device: Ceilings(1.0, 1.0))
+    monkeypatch.setitem(kernel_run.CASES, "evict", cases)
+    asked = kernels.parse_arguments(["--device", "cpu", "--ops", "evict", "--rounds", "1", "--record"])
+    with pytest.raises(SystemExit, match="evict, first: refused: off by 5"):
+        kernel_run.run(asked)
+    first, second = (json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines())
+    assert (first["label"], first["reason"], first["out_of_memory"]) == ("first", "off by 5", False)
+    assert second["label"] == "second"
+    assert [arm["name"] for arm in second["arms"]] == ["ours"]
+    assert "evict: largest error 1.00" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_rows_of_different_processors_are_no_pair():
 def test_runs_from_different_sft_models_are_no_pair():
     first, second = ([row(name, seed, 0.7) for seed in (0, 1)] for name in ("a", "b"))
     second[1]["dense_accuracy_before"] = 0.9
-    with pytest.raises(ValueError, match="seed 1: a started at 100.0% with all keys and b at 90.0%"):
+    with pytest.raises(ValueError, match=r"seed 1: a started at 100\.0% with all keys and b at 90\.0%"):
         analysis.contrast(first, second, "sparse_accuracy_after")
 
 

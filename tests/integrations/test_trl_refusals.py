@@ -166,10 +166,7 @@ def test_a_config_of_trl_is_not_enough(model, tmp_path):
 
 
 def words_for(found):
-    return (
-        f"lit_rlkv.integrations.trl must have trl>=1.16,<1.17, found {found}; "
-        "run: pip install -e '.[trl]'"
-    )
+    return f"lit_rlkv.integrations.trl must have trl>=1.16,<1.17, found {found}; run: pip install -e '.[trl]'"
 
 
 @pytest.mark.parametrize("found", ["1.15.2", "1.17.0", "2.0.0"])

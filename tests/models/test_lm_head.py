@@ -18,13 +18,14 @@ from lit_rlkv.models.lm_head import LMHead
 from tests.models_zoo import SIZE, VOCAB, build, ragged_prompts, tiny_config
 
 HALVES = [torch.bfloat16, torch.float16]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def make_head(dtype: torch.dtype, *, bias: bool = False) -> LMHead:
+def make_head(dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> LMHead:
     torch.manual_seed(0)
-    head = LMHead(48, 101, bias=bias).to(dtype)
+    head = LMHead(48, 101, bias=bias)
     nn.init.normal_(head.weight)
-    return head
+    return head.to(device, dtype)
 
 
 def plain(head: LMHead, hidden: torch.Tensor) -> torch.Tensor:
@@ -46,8 +47,9 @@ def chunk(request, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("lead", [(5,), (2, 3), (0,), ()], ids=str)
-def test_logits_of_16_bit_operands_are_not_rounded_to_16_bit(lead, dtype, bias):
-    head, hidden = make_head(dtype, bias=bias), torch.randn(*lead, 48).to(dtype)
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_of_16_bit_operands_are_not_rounded_to_16_bit(device, lead, dtype, bias):
+    head, hidden = make_head(dtype, bias=bias, device=device), torch.randn(*lead, 48).to(device, dtype)
     logits = head(hidden)
     assert logits.dtype == torch.float32
     assert logits.shape == (*lead, 101)
@@ -75,8 +77,10 @@ def errors(found, true):
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_are_as_accurate_as_torch_in_16_bit(dtype):
-    head, hidden, upstream = make_head(dtype), torch.randn(33, 48).to(dtype), torch.randn(33, 101)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_as_accurate_as_torch_in_16_bit(device, dtype):
+    head = make_head(dtype, device=device)
+    hidden, upstream = torch.randn(33, 48).to(device, dtype), torch.randn(33, 101).to(device)
     found = gradients(head, LMHead.forward, hidden, upstream)
     assert [gradient.dtype for gradient in found] == [dtype, dtype]
     true = gradients(head, exact, hidden, upstream)
@@ -96,11 +100,13 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_states_may_need_none():
 
 
 @pytest.mark.usefixtures("chunk")
-def test_autocast_rounds_the_operands_and_not_the_logits():
-    head, hidden, upstream = make_head(torch.float32, bias=True), torch.randn(33, 48), torch.randn(33, 101)
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_rounds_the_operands_and_not_the_logits(device):
+    head = make_head(torch.float32, bias=True, device=device)
+    hidden, upstream = torch.randn(33, 48).to(device), torch.randn(33, 101).to(device)
     halves = copy.deepcopy(head).bfloat16()
     halves.bias.data = head.bias.data  # autocast does not round what is added in float32
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         logits = head(hidden)
         assert plain(head, hidden).dtype == torch.bfloat16  # the control
         found = gradients(head, LMHead.forward, hidden, upstream)

@@ -277,6 +277,34 @@ def test_a_captured_step_gives_the_same_greedy_rollout_on_a_gpu(policy: str, max
     assert same(captured, plain)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["dense", "snapkv", "random"])
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_a_captured_step_samples_what_a_plain_one_does_on_a_gpu(policy: str, compile_layers: bool):
+    model = prepare_backbone(build(tiny_config("qwen3")).to("cuda"))
+    prompts = [t.cuda() for t in ragged_prompts(LENS)]
+    spec = CacheSpec("random", budget=8, interval=3, sink=1, window=3)
+    settings: dict[str, Any] = {"max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": PAD}
+    captured, plain = (
+        generate(
+            model,
+            *prompts,
+            cache=spec if policy == "random" else spec_of(policy),
+            generator=torch.Generator("cuda").manual_seed(0),
+            top_k=20,
+            compile_layers=compile_layers,
+            cuda_graph=cuda_graph,
+            **settings,
+        )
+        for cuda_graph in (True, False)
+    )
+    assert torch.equal(captured.input_ids, plain.input_ids)
+    assert torch.equal(captured.evicted_at, plain.evicted_at)
+    with torch.no_grad():
+        difference = (replay_logps(model, captured) - captured.rollout_logps).abs().max()
+    assert difference < REPLAY_TOLERANCE
+
+
 @pytest.mark.parametrize("policy", some_of(DETERMINISTIC))
 def test_a_budget_with_room_for_all_takes_the_memory_of_a_dense_cache_and_evicts_nothing(policy: str):
     roomy = CacheSpec.dense() if policy == "dense" else CacheSpec(policy=policy, budget=1000, interval=100)

@@ -4,12 +4,16 @@ import logging
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
-from lit_rlkv.rollout import generate, graph
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.rollout import decoder, generate, graph
 from lit_rlkv.rollout.graph import CudaGraphRunner
+from tests.models_zoo import PAD, build, ragged_prompts, tiny_config
 from tests.rollout.test_decoder import run, stops
 
 FAILURE = "operation not permitted when stream is capturing"
@@ -88,3 +92,61 @@ def test_a_capture_that_fails_restores_the_stream_and_is_told_by_its_cause(caplo
     assert torch.cuda.current_stream() == before
     assert not runner.is_enabled
     assert "capturing" in caplog.text
+    # The allocator no longer acts as if the capture went on: it gives memory back.
+    block = torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    n_reserved = torch.cuda.memory_reserved()
+    del block
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= n_reserved - 2**26
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_pool_of_a_broken_capture_is_freed_once(has_ended: bool, monkeypatch: pytest.MonkeyPatch):
+    calls: list[Any] = []
+
+    def end(device: int, pool: tuple[int, int]) -> None:
+        calls.append(("end", device, pool))
+        if has_ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    release = lambda *arguments: calls.append(("release", *arguments))  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+    graph._leave_pool(1, (0, 7))
+    ended = ("end", 1, (0, 7))
+    assert calls == [ended] if has_ended else [ended, ("release", 1, (0, 7))]
+
+
+@pytest.mark.usefixtures("_fake_cuda")
+def test_a_policy_whose_eviction_cannot_be_captured_is_remembered(monkeypatch: pytest.MonkeyPatch):
+    class Replayed:
+        def __init__(self, function: Callable[[], None]) -> None:
+            self.replay = function
+
+    def capture(function: Callable[[], None], generator: torch.Generator | None) -> Any:
+        if function.__name__ == "evict":
+            raise RuntimeError(FAILURE)
+        return Replayed(function)
+
+    monkeypatch.setattr(graph, "_capture", capture)
+    monkeypatch.setattr(decoder, "NOT_CAPTURED", (remembered := WeakSet()))
+    run("snapkv")
+    assert set(remembered) == {POLICIES["snapkv"]}
+
+
+@pytest.mark.gpu
+def test_a_policy_whose_eviction_cannot_be_captured_warns_in_its_first_rollout_alone(
+    caplog: pytest.LogCaptureFixture,
+):
+    class Waits(POLICIES["knorm"]):
+        def score(self, view: Any) -> Any:
+            torch.ones((), device="cuda").item()
+            return super().score(view)
+
+    model = prepare_backbone(build(tiny_config("qwen3")).to("cuda"))
+    cache = CacheSpec(policy=Waits, budget=8, interval=3, sink=1, window=3)
+    settings: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": PAD}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            generate(model, *(t.cuda() for t in ragged_prompts((14, 9))), cache=cache, **settings)
+    assert caplog.text.count("the capture failed") == 1
