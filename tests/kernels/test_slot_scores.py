@@ -128,10 +128,9 @@ def redundancy_of_head(inputs: Inputs, b: int, h: int, live: Tensor) -> Tensor:
     keys = inputs.keys[b, h, live]
     unit = keys / keys.square().sum(-1, keepdim=True).sqrt()
     cosine = (unit @ unit.T).fill_diagonal_(0.0)
-    for row in cosine:
-        duplicates = (row > 0.5).nonzero().flatten().tolist()
-        if duplicates:
-            row[duplicates[-1]] = 0.0
+    is_duplicate = cosine > 0.5
+    last = torch.where(is_duplicate, torch.arange(len(cosine), device=cosine.device), 0).amax(1, keepdim=True)
+    cosine.scatter_(1, last, cosine.gather(1, last).where(~is_duplicate.any(1, keepdim=True), 0.0))
     return cosine.mean(0).softmax(-1)
 
 
