@@ -7,10 +7,11 @@
 Each case is first proven right against its definition, and refused if it is not; then it and its comparisons
 are timed in turns. Printed are the median and the 10th and 90th percentile in milliseconds, the time over
 that of the first way, which is ours, bytes and flops by formula (kernel_parts/counts.py) as rates and as a
-share of what copies of large buffers and a product of 8192 x 8192 matrices in bfloat16 reach in the same
-run, the wall-clock of the first call with compilation, and the most memory above the inputs. On CUDA caches
-are flushed before each call. A row for each case goes to benchmarks/results/kernels.jsonl at once; started
-again, it measures the cases that this machine and version of the package have no row for.
+share of what copies of large buffers and a product of 8192 x 8192 matrices in bfloat16 reach in the same run,
+the wall-clock of the first call with compilation (if TRITON_CACHE_DIR is not set), and the most memory above
+the inputs. On CUDA caches are flushed before each call. A row for each case goes to
+benchmarks/results/kernels.jsonl at once; started again, it measures the cases that this machine and version
+of the package have no row for.
 
 --tune times the kernels with other tiles, warps and stages instead, a row for each of the largest operations
 in tune.jsonl.
@@ -46,10 +47,7 @@ def main() -> None:
 
 
 def prepare_triton(device: str) -> None:
-    """Kernels are interpreted where there is no GPU, and compiled anew where there is one.
-
-    Unless the environment names a folder of compiled kernels.
-    """
+    """Interpret kernels where there is no GPU; elsewhere compile them anew, or as the environment says."""
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     else:

@@ -121,7 +121,7 @@ def main() -> None:
     if arguments.schedules:
         found = time_schedules(setting, setting.cache(arguments.budgets[0]))
         if records:
-            record.append(NAME, common | {"schedules": found})
+            record.append(NAME, common | {"schedules": found, "compile_layers": setting.compile_layers})
         print_schedules(found)
         return
     limit, rows = TimeLimit(arguments.minutes), []

@@ -1,7 +1,7 @@
 """Pytest plugin: a row of the record for each test as it ends; tests that passed before are left out.
 
 A test that leaves the device unusable, as an illegal access does, ends pytest with `LOST_DEVICE`, because
-every later test of the process would fail as well. Started again, it goes on without that test.
+every later test of the process would fail as well. When pytest is started again, it leaves that test out.
 """
 
 import pytest
@@ -14,7 +14,7 @@ NAME = "tests"
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, on what is left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what passed on this machine with this version of the package, and what cost it the device."""
+    """Leave out what passed here with this version of the package, and what left the device unusable."""
     here = record.provenance()
     done = {
         row["test"]

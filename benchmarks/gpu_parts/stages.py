@@ -32,6 +32,7 @@ TITLES = {
 GPU_TESTS = (
     "tests/kernels",
     "tests/models/test_lm_head.py",
+    "tests/rollout/test_compiled_layers.py",
     "tests/rollout/test_decoder.py",
     "tests/rollout/test_graph.py",
     "tests/rollout/test_growing_cache.py",

@@ -85,7 +85,7 @@ def kernels(records: Records) -> Iterator[Figure]:
         yield Figure("B", f"{name} dense flash, plan included", with_plan)
     for row in {(row["op"], row["label"]): row for row in rows}.values():
         if "arms" not in row:
-            yield Figure("B", f"{row['op']}, {row['label']}: refused: {row['reason']}", None)
+            yield Figure("B", f"{row['op']}, {row['label']}: {_why_not(row)}", None)
 
 
 def rollout(records: Records) -> Iterator[Figure]:
@@ -99,10 +99,12 @@ def rollout(records: Records) -> Iterator[Figure]:
     yield Figure(
         "C", "rollout over transformers.generate, 1.5B, 8k tokens, budget 1024", ratio, ROLLOUT_OVER_GENERATE
     )
-    unit = "tokens/s, extrapolated" if ours and ours["integrated"] else "tokens/s"
+    units = [
+        "tokens/s, extrapolated" if row and row["integrated"] else "tokens/s" for row in (ours, compiled)
+    ]
     is_h100 = ours is not None and "H100" in ours["device"]
-    yield Figure("C", "rollout", speed, ROLLOUT_TOKENS_PER_S if is_h100 else None, unit=unit)
-    yield Figure("C", "rollout, compiled layers", compiled and compiled["tokens_per_s"], unit="tokens/s")
+    yield Figure("C", "rollout", speed, ROLLOUT_TOKENS_PER_S if is_h100 else None, unit=units[0])
+    yield Figure("C", "rollout, compiled layers", compiled and compiled["tokens_per_s"], unit=units[1])
     batch = f", batch {theirs['batch']}" if theirs and "batch" in theirs else ""
     yield Figure("C", f"transformers.generate{batch}", theirs and theirs["tokens_per_s"], unit="tokens/s")
     gaps = records.get("replay_gap", ())
@@ -133,8 +135,7 @@ def learner(records: Records) -> Iterator[Figure]:
             if failed["out_of_memory"]:
                 yield Figure("D", f"learner's step, {tokens} tokens, {failed['name']}: out of memory", None)
         if "arms" not in row:
-            why = "out of memory" if row["out_of_memory"] else f"refused: {row['reason']}"
-            yield Figure("D", f"learner's step, {tokens} tokens: {why}", None)
+            yield Figure("D", f"learner's step, {tokens} tokens: {_why_not(row)}", None)
 
 
 def tuning(records: Records) -> Iterator[Figure]:
@@ -145,6 +146,11 @@ def tuning(records: Records) -> Iterator[Figure]:
     for row in {row["op"]: row for row in rows}.values():
         name = f"{row['op']}, {row['label']}: {row['fastest']}, time over today's"
         yield Figure("E", name, row["fastest_over_as_it_is"])
+
+
+def _why_not(row: Row) -> str:
+    """Return why a row has no measurements."""
+    return "out of memory" if row["out_of_memory"] else f"refused: {row['reason']}"
 
 
 def _latest(rows: Sequence[Row], **wanted: Any) -> Row | None:

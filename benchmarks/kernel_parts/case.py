@@ -130,6 +130,10 @@ class Refusal:
     reason: str
     out_of_memory: bool
 
+    @property
+    def in_short(self) -> str:
+        return "out of memory" if self.out_of_memory else f"refused: {self.reason}"
+
 
 def try_to_measure(build: Builder, setting: Setting, ceilings: Ceilings) -> CaseResult | Refusal:
     """Return the measurements of a case, or why there are none; the other cases of a run go on."""
@@ -139,9 +143,7 @@ def try_to_measure(build: Builder, setting: Setting, ceilings: Ceilings) -> Case
         is_memory = is_out_of_memory(error)
         if not (is_memory or isinstance(error, WrongKernelError)):
             raise
-        reason = str(error).strip().partition("\n")[0]
-    release(setting.device)  # not within the handler, which keeps the tensors of the case
-    return Refusal(reason, is_memory)
+        return Refusal(str(error).strip().partition("\n")[0], is_memory)
 
 
 def measure(case: Case, setting: Setting, ceilings: Ceilings) -> CaseResult:

@@ -60,7 +60,8 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
     limit, results, refused = TimeLimit(args.minutes), [], []
     for length in args.lengths:
         asked = {"tokens": length, "budgets": args.budgets, "dtype": _precision(setting), **asdict(shape)}
-        if args.record and not args.again and record.find(NAME, asked=asked) is not None:
+        row = record.find(NAME, asked=asked) if args.record and not args.again else None
+        if row is not None and (row["out_of_memory"] or "reason" not in row):
             print(f"{length} tokens: in the record already", flush=True)
             continue
         if limit.is_over:
@@ -70,9 +71,9 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
         release(setting.device)
         if isinstance(result, Refusal):
             row = asdict(result)
-            print(f"{length} tokens: refused: {result.reason}", flush=True)
+            print(f"{length} tokens: {result.in_short}", flush=True)
             if not result.out_of_memory:
-                refused.append(f"{length} tokens: refused: {result.reason}")
+                refused.append(f"{length} tokens: {result.in_short}")
         else:
             row = record_row(result, setting)
             results.append(result)

@@ -49,8 +49,9 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
             release(setting.device)
             if isinstance(result, Refusal):
                 row = {"op": op, "label": label, "device_type": args.device, **asdict(result)}
-                refused.append(f"{op}, {label}: refused: {result.reason}")
-                print(refused[-1], flush=True)
+                print(f"{op}, {label}: {result.in_short}", flush=True)
+                if not result.out_of_memory:
+                    refused.append(f"{op}, {label}: {result.in_short}")
             else:
                 row = record_row(result, setting, limits)
                 results.append(result)
@@ -68,12 +69,14 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
 
 
 def is_done(args: argparse.Namespace, name: str, op: str, label: str) -> bool:
-    """True, and said, if the record has this case and it is not to be measured again."""
-    if (
-        not args.record
-        or args.again
-        or record.find(name, op=op, label=label, device_type=args.device) is None
-    ):
+    """True, and said, if the record has this case and it is not to be measured again.
+
+    A case that was refused is.
+    """
+    if not args.record or args.again:
+        return False
+    row = record.find(name, op=op, label=label, device_type=args.device)
+    if row is None or "reason" in row:
         return False
     print(f"{op}, {label}: in the record already", flush=True)
     return True

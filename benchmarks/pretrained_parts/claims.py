@@ -67,18 +67,19 @@ def best_on_both(results: Results) -> Iterator[str]:
         yield "**The best policy on documents is also the best on few-shot questions.**"
         return
     yield (
-        f"**No policy is best everywhere.** Best on documents: {_named(of_texts)}, with "
-        f"{_percents(shots, of_texts)} % of the few-shot questions. Best on those: {_named(of_shots)} "
+        f"**No policy is best everywhere.** On documents {_are_best(of_texts)}, with "
+        f"{_percents(shots, of_texts)} % of the few-shot questions. On those {_are_best(of_shots)} "
         f"({_percents(shots, of_shots[:1])} %), with {_percents(texts, of_shots)} % on documents."
     )
 
 
-def _named(policies: Sequence[str]) -> str:
-    return " and ".join(f"`{policy}`" for policy in policies)
+def _are_best(policies: Sequence[str]) -> str:
+    names = " and ".join(f"`{policy}`" for policy in policies)
+    return f"{names} {'is' if len(policies) == 1 else 'are'} best"
 
 
 def _percents(accuracies: Mapping[str, IntervalEstimate | None], policies: Sequence[str]) -> str:
-    return " and ".join(str(tables.percent(accuracies[policy])) for policy in policies)
+    return " and ".join(dict.fromkeys(str(tables.percent(accuracies[policy])) for policy in policies))
 
 
 def gap(results: Results) -> Iterator[str]:

@@ -33,7 +33,6 @@ HOMES = (
     *TRUSTED[1:],
 )
 """Packages whose classes and functions a config may name; others could write files or run programs."""
-logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs, in lines of its own, what it raises
 
 
 def build(node: DictConfig) -> Any:
@@ -54,10 +53,12 @@ def check_targets(node: Any, path: str = "") -> None:
     _check_trust(node, path)
     for where, target, arguments in _targets(node, path):
         try:
-            found = get_object(target)
+            found = _located(target)
         except Exception as error:
             reason = error.__cause__ or error
-            raise ConfigError(f"{where}._target_={target!r} cannot be imported: {reason}") from error
+            raise ConfigError(
+                f"{where}._target_={target!r} cannot be imported: {type(reason).__name__}: {reason}"
+            ) from error
         # A trusted module also holds what it imports, torch.load among it; only what it defines is meant.
         home = f"{getattr(found, '__module__', None)}."
         is_named = home.startswith(HOMES) or is_trusted(home)
@@ -72,6 +73,16 @@ def check_targets(node: Any, path: str = "") -> None:
                 raise ConfigError(f"{target}: unexpected {name!r}; it takes {', '.join(takes)}")
             if name in takes:
                 _check_kind(f"{where}.{name}".lstrip("."), value, takes[name].annotation)
+
+
+def _located(target: str) -> Any:
+    """Return what a dotted name means, without the lines in which Hydra logs the error that it raises."""
+    logger = logging.getLogger("hydra.utils")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        return get_object(target)
+    finally:
+        logger.disabled = was_disabled
 
 
 def check_policy_trust(policy: str) -> None:

@@ -1,6 +1,7 @@
 """The first lines of a run on the terminal: what is trained, how, and where."""
 
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from lit_rlkv.config.options import leaves, named_items, show
 from lit_rlkv.models.layouts import LAYOUTS
 
 SMOKE_TEST = "debug=fast is a smoke test: every stage runs, and nothing is learned"
-EMULATED = "this CPU has no bfloat16 instructions and is slow at it; fabric.precision=32-true is faster"
+EMULATED = "bfloat16 is emulated on this CPU and slow; fabric.precision=32-true is faster"
 
 
 def header(
@@ -51,9 +52,11 @@ def header(
 
 
 def emulates_bfloat16(device: torch.device) -> bool:
-    """True on a CPU whose matrix products in bfloat16 are made of other instructions."""
-    has_library = device.type == "cpu" and torch.backends.mkldnn.is_available()
-    return has_library and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """True on an x86 CPU without instructions for products in bfloat16."""
+    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    has_instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # private, so it may go away
+    return has_instructions is not None and not has_instructions()
 
 
 def _roles(cfg: Config) -> str:

@@ -197,10 +197,11 @@ class Decoder:
             NOT_CAPTURED.add(self.model)
         if self.kv.levels.step():
             self._evict.is_enabled &= self._step.is_enabled  # a second warning would say nothing new
-            is_graph = self._evict.is_enabled
+            was_graph, policy = self._evict.is_enabled, self.kv.policy
             self._evict(self.kv.evict)
-            if is_graph and not self._evict.is_enabled:
-                NOT_CAPTURED.add(type(self.kv.policy))
+            if policy is not None and was_graph and not self._evict.is_enabled:
+                NOT_CAPTURED.add(type(policy))
+                self._step.forget()  # its graph does not know the state that the generator now has
 
     def make_room(self, n_steps: int) -> None:
         """Prepare the record of sampling masks for so many steps; may wait for the device."""

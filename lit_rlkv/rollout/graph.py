@@ -105,15 +105,16 @@ def _capture(function: Callable[[], None], generator: torch.Generator | None) ->
 
 
 def _leave_pool(device: int, pool: tuple[int, int]) -> None:
-    """End the allocation to the pool of a capture that failed, and free the pool.
+    """End the allocation to the pool of a capture that failed, if torch has not, and free the pool.
 
-    torch before 2.12 does not (pytorch/pytorch#180395). Its allocator then acts as if the capture went on:
-    `empty_cache` frees nothing, and so nothing is freed where memory runs out.
+    Older releases of torch do not (pytorch/pytorch#180395). Their allocator then acts as if the capture went
+    on: `empty_cache` frees nothing, and so nothing is freed where memory runs out. A torch that ends the
+    allocation may keep the pool, which holds what one step allocates.
     """
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        return  # torch has done so
+        return  # torch has done so, and may release the pool itself
     torch._C._cuda_releasePool(device, pool)
 
 

@@ -72,7 +72,7 @@ def test_shares_and_ratios_are_read_off_the_rows_and_judged():
     assert found[f"{name} dense flash, plan included"].value == 3.6
     assert found[f"{name} dense cuDNN"].verdict == "not measured"
     refused = {"op": "evict", "label": "64 rows", "reason": "off by 5", "out_of_memory": False}
-    wrong = {**rows[0], "reason": "off by 9"}
+    wrong = {**rows[0], "reason": "off by 9", "out_of_memory": False}
     del wrong["arms"]
     found = by_name("B", {"kernels": [*rows, refused, wrong]})
     assert found["evict, 64 rows: refused: off by 5"].value is None
@@ -169,7 +169,7 @@ def test_a_command_that_crashes_leaves_its_last_lines():
 LOSES_THE_DEVICE = """
 from gpu_parts import pytest_rows
 
-def test_that_loses_the_device(monkeypatch):
+def test_that_loses_the_device():
     pytest_rows.has_lost_device = lambda: True
     assert False
 

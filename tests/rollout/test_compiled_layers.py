@@ -17,32 +17,33 @@ from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models_zoo import MOE_FAMILIES, PAD, ragged_prompts, tiny_model
 from tests.rollout.test_generate import spec_of
+from tests.tiers import slow
 
 ROOT = Path(__file__).parents[2]
 
 
-def sample(family: str, *, compile_layers: bool) -> Rollout:
+def sample(family: str, device: str, *, compile_layers: bool) -> Rollout:
     input_ids, is_prompt = ragged_prompts()
     return generate(
-        tiny_model(family),
-        input_ids,
-        is_prompt,
+        tiny_model(family).to(device),
+        input_ids.to(device),
+        is_prompt.to(device),
         cache=spec_of("snapkv"),
         max_new_tokens=20,
         eos_token_id=None,
         pad_token_id=PAD,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator(device).manual_seed(0),
         compile_layers=compile_layers,
         record_routing=family in MOE_FAMILIES,
     )
 
 
 @torch.no_grad()
-def compared(family: str) -> str:
+def compared(family: str, device: str) -> str:
     """Sample with eager layers, with compiled ones, and again; return a comparison as JSON."""
     graphs, rollouts = [], []
     for compile_layers in (False, True, True):
-        rollouts.append(sample(family, compile_layers=compile_layers))
+        rollouts.append(sample(family, device, compile_layers=compile_layers))
         graphs.append(counters["stats"]["unique_graphs"])
     eager, compiled, again = rollouts
     shifted = replace(compiled, evicted_at=compiled.evicted_at.roll(1, dims=-1))
@@ -64,11 +65,17 @@ def compared(family: str) -> str:
     return json.dumps(facts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v2"])
-def test_compiled_layers_sample_the_same_tokens_and_are_replayed(family: str):
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [
+        *(slow(family, "cpu") for family in ("llama", "mixtral", "deepseek_v2")),
+        pytest.param("llama", "cuda", marks=pytest.mark.gpu),  # within a captured step
+    ],
+)
+def test_compiled_layers_sample_the_same_tokens_and_are_replayed(family: str, device: str):
     # In another process, because torch.compile cannot trace the type checks of the test run.
-    command = [sys.executable, "-c", f"from {__name__} import compared; print(compared({family!r}))"]
+    code = f"from {__name__} import compared; print(compared({family!r}, {device!r}))"
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])

@@ -97,7 +97,7 @@ def test_a_capture_that_fails_restores_the_stream_and_is_told_by_its_cause(caplo
     n_reserved = torch.cuda.memory_reserved()
     del block
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= n_reserved - 2**26
+    assert torch.cuda.memory_reserved() < n_reserved
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -123,7 +123,10 @@ def test_a_policy_whose_eviction_cannot_be_captured_is_remembered(monkeypatch: p
         def __init__(self, function: Callable[[], None]) -> None:
             self.replay = function
 
+    captured = []
+
     def capture(function: Callable[[], None], generator: torch.Generator | None) -> Any:
+        captured.append(function.__name__)
         if function.__name__ == "evict":
             raise RuntimeError(FAILURE)
         return Replayed(function)
@@ -132,6 +135,8 @@ def test_a_policy_whose_eviction_cannot_be_captured_is_remembered(monkeypatch: p
     monkeypatch.setattr(decoder, "NOT_CAPTURED", (remembered := WeakSet()))
     run("snapkv")
     assert set(remembered) == {POLICIES["snapkv"]}
+    # The step is captured anew, with the state that the failed capture has given the generator.
+    assert captured == ["_decode", "evict", "_decode"]
 
 
 @pytest.mark.gpu

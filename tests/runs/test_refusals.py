@@ -255,7 +255,7 @@ MISTAKES = [
     (["task._target_=os.system"], "task._target_='os.system' is not from a trusted package"),
     (
         ["task._target_=lit_rlkv.tasks.ChainProduct"],
-        "cannot be imported: No module named 'lit_rlkv.tasks.ChainProduct'",
+        "cannot be imported: ModuleNotFoundError: No module named 'lit_rlkv.tasks.ChainProduct'",
     ),
     (
         ["+task.n_term=3"],
