@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 from study_parts import runs
 from study_parts.plan import BUDGETS, Setting, budgets
 
+from lit_rlkv.data.tokenizers import encode_prompts, load_tokenizer
 from lit_rlkv.reporting.tables import markdown_table
+from lit_rlkv.run_files import BACKBONE
 
 NAME = "study_exposure"
 SEED = 2
@@ -49,8 +51,9 @@ def run(place: Setting, runs_dir: Path) -> dict:
     (history,) = runs.read_metrics(folder)
     found = {name: float(history[metric]) for name, metric in METRICS.items()}
     cfg = OmegaConf.load(folder / "config.yaml")
-    evictions = json.loads((folder / "evictions.json").read_text())
-    n_prompt = -min(evictions["fill"]["position"])  # the first token of the response is at 0
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    tokenizer = load_tokenizer(str(folder / BACKBONE) if cfg.model.path else None)
+    n_prompt = encode_prompts(tokenizer, [sample["prompt"] for sample in samples]).input_ids.shape[1]
     row = {
         **{"task": place.task, "policy": place.policy, "budget": place.budget, "seed": place.seed},
         "overrides": told,
