@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 
 import record
 import torch
@@ -63,7 +64,7 @@ def full_loop(model: PreTrainedModel, input_ids: torch.Tensor, policy: str) -> N
         model,
         input_ids,
         torch.ones_like(input_ids),
-        cache=CacheSpec(**{**CACHE, "policy": policy}),
+        cache=replace(CacheSpec(**asdict(CACHE)), policy=policy),
         max_new_tokens=NEW,
         eos_token_id=None,
         pad_token_id=0,
