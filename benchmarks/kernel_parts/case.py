@@ -135,6 +135,11 @@ class Refusal:
         return "out of memory" if self.out_of_memory else f"refused: {self.reason}"
 
 
+def is_done(row: dict | None) -> bool:
+    """True if a row of the record need not be measured again: all but a refused kernel's."""
+    return row is not None and ("reason" not in row or row["out_of_memory"])
+
+
 def try_to_measure(build: Builder, setting: Setting, ceilings: Ceilings) -> CaseResult | Refusal:
     """Return the measurements of a case, or why there are none; the other cases of a run go on."""
     try:

@@ -10,7 +10,7 @@ from functools import partial
 import record
 import torch
 from kernel_parts.accuracy import require_accurate
-from kernel_parts.case import Arm, Case, CaseResult, Refusal, Setting, release, try_to_measure
+from kernel_parts.case import Arm, Case, CaseResult, Refusal, Setting, is_done, release, try_to_measure
 from kernel_parts.evictions import Schedule, simulate_evictions
 from kernel_parts.table import mb
 from kernel_parts.timing import Ceilings
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
     limit, results, refused = TimeLimit(args.minutes), [], []
     for length in args.lengths:
         asked = {"tokens": length, "budgets": args.budgets, "dtype": _precision(setting), **asdict(shape)}
-        row = record.find(NAME, asked=asked) if args.record and not args.again else None
-        if row is not None and (row["out_of_memory"] or "reason" not in row):
+        if args.record and not args.again and is_done(record.find(NAME, asked=asked)):
             print(f"{length} tokens: in the record already", flush=True)
             continue
         if limit.is_over:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import record
+from kernel_parts import case
 from kernel_parts import decode as kernel_decode
 from kernel_parts import evict as kernel_evict
 from kernel_parts import sampling as kernel_sampling
@@ -69,14 +70,10 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
 
 
 def is_done(args: argparse.Namespace, name: str, op: str, label: str) -> bool:
-    """True, and said, if the record has this case and it is not to be measured again.
-
-    A case that was refused is.
-    """
+    """True, and said, if the record has this case and it is not to be measured again."""
     if not args.record or args.again:
         return False
-    row = record.find(name, op=op, label=label, device_type=args.device)
-    if row is None or "reason" in row:
+    if not case.is_done(record.find(name, op=op, label=label, device_type=args.device)):
         return False
     print(f"{op}, {label}: in the record already", flush=True)
     return True

@@ -15,7 +15,7 @@ from lit_rlkv.config.options import leaves, named_items, show
 from lit_rlkv.models.layouts import LAYOUTS
 
 SMOKE_TEST = "debug=fast is a smoke test: every stage runs, and nothing is learned"
-EMULATED = "bfloat16 is emulated on this CPU and slow; fabric.precision=32-true is faster"
+EMULATED = "this CPU has no instructions for bfloat16 and emulates it; fabric.precision=32-true needs none"
 
 
 def header(

@@ -110,7 +110,10 @@ def test_the_pool_of_a_broken_capture_is_freed_once(has_ended: bool, monkeypatch
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
-    release = lambda *arguments: calls.append(("release", *arguments))  # noqa: E731
+
+    def release(device: int, pool: tuple[int, int]) -> None:
+        calls.append(("release", device, pool))
+
     monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
     graph._leave_pool(1, (0, 7))
     ended = ("end", 1, (0, 7))
