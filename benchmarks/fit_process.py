@@ -1,4 +1,4 @@
-"""Runs of fit as processes of their own, one thread each."""
+"""Runs of fit as processes of their own."""
 
 import os
 import shutil
@@ -12,24 +12,36 @@ N_LAST_LINES = 5
 """Lines of a log that say why a run failed."""
 
 
-def fit(folder: Path, runs_dir: Path, overrides: Iterable[str], before: Iterable[str] = ()) -> Path:
+def fit(
+    folder: Path,
+    runs_dir: Path,
+    overrides: Iterable[str],
+    before: Iterable[str] = (),
+    *,
+    n_threads: int | None = 1,
+) -> Path:
     """One run in a folder, from the SFT models of `runs_dir`; its log is beside the folder.
 
     Args:
         before: what stands before the command, such as taskset.
+        n_threads: threads of the run; None: as many as fit takes by itself.
 
     Raises:
         RuntimeError: it failed; with the end of its log.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
-    command = [*before, sys.executable, "-m", "lit_rlkv.fit", "fabric.n_threads=1"]
+    command = [*before, sys.executable, "-m", "lit_rlkv.fit"]
+    environment = dict(os.environ)
+    if n_threads is not None:
+        command.append(f"fabric.n_threads={n_threads}")
+        environment["OMP_NUM_THREADS"] = str(n_threads)
     log_path = Path(f"{folder}.log")
     with log_path.open("w") as log:
         done = subprocess.run(
             [*command, f"runs_dir={runs_dir}", f"hydra.run.dir={folder}", *overrides],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=environment,
             stdout=log,
             stderr=log,
             check=False,

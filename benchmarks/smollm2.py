@@ -1,16 +1,16 @@
 """recipe=smollm2 with several seeds: accuracy before and after RL, under its budget and with all keys.
 
     python scripts/smollm2.py                                    fetches the model
-    python benchmarks/smollm2.py [--seeds 0 1 2] [--jobs 2] [--runs-dir runs]
+    python benchmarks/smollm2.py [--seeds 0 1 2] [--runs-dir runs]
     python benchmarks/smollm2.py --report                        the table
 
-A seed whose run has finished in the folder is not run again. Each run is a process of one thread and starts
-from an SFT stage of its own seed; passes of 2,048 tokens, so that several fit into the memory.
+One seed after another, each as `make smollm2 ARGS="seed=..."` would run it; a seed that has finished is not
+run again. The minutes hold for a machine without other work. They include the SFT stage, unless the folder of
+runs has its model already.
 """
 
 import argparse
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,7 +29,7 @@ KEPT = ("prompt", "completion", "answer", "reward")
 
 def overrides(seed: int) -> list[str]:
     """Return the overrides for fit besides its folders."""
-    return ["recipe=smollm2", f"seed={seed}", "fabric.tokens_per_pass=2048"]
+    return ["recipe=smollm2", f"seed={seed}"]
 
 
 def is_finished(folder: Path) -> bool:
@@ -42,7 +42,7 @@ def run(seed: int, runs_dir: Path) -> dict:
     """Train with a seed unless its run has finished; the row is on disk when this returns."""
     folder = runs_dir / NAME / f"seed{seed}"
     if not is_finished(folder):
-        fit_process.fit(folder, runs_dir, overrides(seed))
+        fit_process.fit(folder, runs_dir, overrides(seed), n_threads=None)
     row = {"seed": seed, "overrides": overrides(seed), **found(folder)}
     record.append(NAME, row)
     return row
@@ -117,15 +117,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--report", action="store_true", help="print the table, run nothing")
     args = parser.parse_args()
     if not args.report:
         done = {row["seed"] for row in record.rows(NAME)}
-        with ThreadPoolExecutor(args.jobs) as pool:
-            missing = [seed for seed in args.seeds if seed not in done]
-            list(pool.map(lambda seed: run(seed, args.runs_dir.absolute()), missing))
+        for seed in args.seeds:
+            if seed not in done:
+                run(seed, args.runs_dir.absolute())
     print(report(record.rows(NAME)))
 
 

@@ -29,7 +29,8 @@ def started(tmp_path, monkeypatch):
     """The overrides of the runs that were started; each finishes at once."""
     calls = []
 
-    def fit(folder, runs_dir, overrides):
+    def fit(folder, runs_dir, overrides, n_threads):
+        assert n_threads is None  # as for a user
         calls.append(overrides)
         write_run(folder)
 
