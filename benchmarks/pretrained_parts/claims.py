@@ -139,7 +139,7 @@ def rounding(results: Results) -> Iterator[str]:
 
 def clipping(results: Results) -> Iterator[str]:
     """Return what the corrections of single tokens keep, clip and drop."""
-    rows = results.rollouts("wide")
+    rows = results.rollouts("long")
     if not rows:
         return
     n = max(int(n) for row in rows.values() for n in row["by_length"])
@@ -197,7 +197,7 @@ def _shown(results: Results, kind: str) -> list[tuple[str, Group]]:
 
 def sequence_shares(results: Results) -> tuple[int, int, dict[str, float]] | None:
     """Return sequences, tokens and each policy's effective share of sequences; None without rollouts."""
-    rows = results.rollouts("wide")
+    rows = results.rollouts("long")
     if not rows:
         return None
     n_tokens = max(int(n) for row in rows.values() for n in row["by_length"])

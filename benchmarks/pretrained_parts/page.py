@@ -65,20 +65,17 @@ def reweighting(results: Results) -> Iterator[str]:
     if not shares:
         return
     n_rows, n_tokens, _ = shares
-    row = next(iter(results.rollouts("wide").values()))
+    row = next(iter(results.rollouts("long").values()))
     budget, n_prompt = row["cell"]["budget"], round(statistics.mean(row["n_prompt_tokens"]))
     yield "## What reweighting keeps"
     yield from claims.clipping(results)
     yield tables.weights(results)
-    text = (
+    yield (
         f"{n_rows} sequences of {n_tokens} tokens behind prompts of about {n_prompt}, sampled at temperature "
         f"1 under {budget} keys, past end tokens. *sequences* and *tokens* are effective shares; the least "
-        f"possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}."
+        f"possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}. What tis clips and mis drops is of all "
+        "tokens."
     )
-    if long := results.rollouts("long"):
-        cell = next(iter(long.values()))["cell"]
-        text += f" The last column is of {_sampled(cell)}."
-    yield text
 
 
 def replay(results: Results) -> Iterator[str]:
@@ -111,10 +108,12 @@ def costs(results: Results) -> Iterator[str]:
             f"**{cell['budget']} keys take {tables.mib(row)} MiB of KV cache a sequence, all keys "
             f"{tables.mib(dense)} MiB**, for a prompt and {cell['tokens']:,} response tokens."
         )
+    speeds = [tables.tokens_per_second(row) for row in rows.values()]
+    beside = f", and {tables.tokens_per_second(dense):.0f} with all keys" if dense else ""
     yield (
-        f"**The tokens per second do not rank policies.** They are of {cell['rows']} sequences at a time in "
-        "float32, one thread, on a machine whose load from other work changed much between rows. With so few "
-        "sequences reading the weights takes most of a step, whatever the cache."
+        f"**{min(speeds):.0f} to {max(speeds):.0f} tokens are sampled per second under {cell['budget']} keys"
+        f"{beside}**, {cell['rows']} sequences at a time, in float32 on one machine ({row['device']}), each "
+        "measured once."
     )
     yield tables.costs(results)
 

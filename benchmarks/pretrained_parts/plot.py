@@ -52,7 +52,7 @@ def draw(results: Results, budget: int, path: Path) -> None:
         _accuracy(shots, results, "few_shot", policy)
         _divergence(divergence, results, policy)
         _growth(growth, results, policy, budget)
-        _weights(sequences, results.rollout("wide", policy), "ess_sequence", policy)
+        _weights(sequences, results.rollout("long", policy), "ess_sequence", policy)
         _weights(tokens, results.rollout("long", policy), "ess_tis", policy)
     _dense(documents, results, "recall")
     _dense(shots, results, "few_shot")
@@ -127,7 +127,7 @@ def _weights(axes: Axes, row: Row | None, statistic: str, policy: str) -> None:
 
 def _floor(axes: Axes, results: Results) -> None:
     """Mark the smallest possible effective share, that of one sequence."""
-    rows = results.rollouts("wide")
+    rows = results.rollouts("long")
     if rows:
         n = next(iter(rows.values()))["cell"]["rows"]
         axes.axhline(1 / n, color=MUTED, lw=1, ls=(0, (5, 3)))

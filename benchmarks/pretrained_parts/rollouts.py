@@ -75,9 +75,8 @@ def measure(models: Models, cell: Cell) -> dict:
         "n_tokens": int(rollout.response_mask.sum()),
         "kv_bytes": rollout.kv_bytes,
         "rollout_seconds": seconds,
+        "gap": gap(_logps(model, rollout, shadow=True), rollout),
     }
-    if cell.block != "wide":
-        row["gap"] = gap(_logps(model, rollout, shadow=True), rollout)
     if cell.block != "bf16" and cell.policy != DENSE:
         row["by_length"] = by_length(_logps(model, rollout, shadow=False), rollout)
     return row

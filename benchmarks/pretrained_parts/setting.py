@@ -25,21 +25,19 @@ class Sizes:
     """Most tokens of the reply in a chat that is measured."""
     history_tokens: int = 96
     """Most tokens of the replies before it."""
-    long: tuple[int, int, int] = (2, 1024, 128)
-    """Rows, tokens and budget of the long rollouts."""
-    wide: tuple[int, int, int] = (16, 128, 64)
-    """Rows, tokens and budget of the wide rollouts."""
+    long: tuple[int, int, int] = (16, 1024, 64)
+    """Rows, tokens and budget of the rollouts in float32."""
     bf16: tuple[int, int, int] = (4, 128, 64)
     """Rows, tokens and budget of the rollouts in bfloat16."""
 
 
 FULL = Sizes()
-FAST = Sizes((64,), ("streaming", "h2o"), (2, 2, 1), 8, 24, 24, (2, 96, 64), (2, 64, 32), (2, 64, 32))
+FAST = Sizes((64,), ("streaming", "h2o"), (2, 2, 1), 8, 24, 24, (2, 96, 64), (2, 64, 32))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement; `block` is one of `KINDS`, or long, wide, bf16."""
+    """One measurement; `block` is one of `KINDS`, or long, bf16."""
 
     block: str
     policy: str
@@ -63,9 +61,9 @@ class Cell:
 def cells(sizes: Sizes, n_chunks: int) -> Iterator[Cell]:
     """Return every cell, the first chunk of all prompts before the rollouts, further chunks after them."""
     yield from chunk_cells(sizes, 0)
-    for block in ("bf16", "wide", "long"):
+    for block in ("bf16", "long"):
         rows, tokens, budget = getattr(sizes, block)
-        for policy in (*sizes.policies, DENSE) if block != "wide" else sizes.policies:
+        for policy in (*sizes.policies, DENSE):
             yield Cell(block, policy, None if policy == DENSE else budget, 0, rows, tokens)
     for chunk in range(1, n_chunks):
         yield from chunk_cells(sizes, chunk)

@@ -74,25 +74,19 @@ def positions(results: Results, kind: str, budget: int) -> str:
 
 def weights(results: Results) -> str:
     """Return what reweighting keeps, by policy and response length."""
-    rows, long = results.rollouts("wide"), results.rollouts("long")
+    rows = results.rollouts("long")
     lengths = sorted({int(n) for row in rows.values() for n in row["by_length"]})
-    longest = max((int(n) for row in long.values() for n in row["by_length"]), default=0)
-    headings = ["policy", *(f"sequences, {n} tokens" for n in lengths)]
-    headings += [f"tokens (tis), {n} tokens" for n in lengths[-1:]]
+    headings = ["policy", *(f"sequences, {n:,} tokens" for n in lengths)]
+    headings += [f"tokens (tis), {n:,} tokens" for n in (lengths[0], lengths[-1])]
     headings += ["clipped by tis, %", "dropped by mis, %"]
-    if long:
-        headings.append(f"tokens (tis), {longest:,} tokens")
     body = []
     for policy, row in rows.items():
         found = [row["by_length"][str(n)] for n in lengths]
         cells: list[str | None] = [f"{one['ess_sequence']:.2f}" for one in found]
         cells += [
-            f"{found[-1]['ess_tis']:.2f}",
+            *(f"{one['ess_tis']:.2f}" for one in (found[0], found[-1])),
             *(f"{100 * found[-1][k]:.1f}" for k in ("clipped", "masked")),
         ]
-        if long:
-            at_end = long.get(policy, {}).get("by_length", {}).get(str(longest))
-            cells.append(at_end and f"{at_end['ess_tis']:.2f}")
         body.append(_row(policy, cells))
     return markdown_table(headings, body)
 
@@ -116,13 +110,18 @@ def costs(results: Results) -> str:
     for policy in (DENSE, *results.policies):
         row = results.rollout("long", policy)
         if row:
-            body.append(_row(policy, [mib(row), f"{row['n_tokens'] / row['rollout_seconds']:.0f}"]))
+            body.append(_row(policy, [mib(row), f"{tokens_per_second(row):.0f}"]))
     return markdown_table(["policy", "KV cache of a sequence, MiB", "tokens per second"], body)
 
 
 def mib(row: Row) -> str:
     """Return the bytes of a rollout's cache for one sequence, in MiB."""
     return f"{row['kv_bytes'] / row['cell']['rows'] / 2**20:.1f}"
+
+
+def tokens_per_second(row: Row) -> float:
+    """Return the sampled tokens of a rollout per second."""
+    return row["n_tokens"] / row["rollout_seconds"]
 
 
 def small(value: float) -> str:

@@ -131,7 +131,7 @@ def folder(tmp_path_factory):
 
 
 TINY = replace(FAST, prompts=(1, 1, 1), turn_tokens=4, history_tokens=4, answer_tokens=4)
-TINY = replace(TINY, long=(2, 64, 48), wide=(2, 32, 48), bf16=(2, 8, 48))
+TINY = replace(TINY, long=(2, 64, 48), bf16=(2, 8, 48))
 
 
 @pytest.fixture(scope="module")
