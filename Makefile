@@ -22,7 +22,7 @@ test test-slow test-shapes lint notebooks: export OMP_NUM_THREADS = 1
 fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
 	$(BIN)/python -m lit_rlkv.fit $(ARGS)
 
-smollm2: $(STAMP) ## fetch a pretrained model of 135M parameters and train it, in about an hour (ARGS as for fit)
+smollm2: $(STAMP) ## fetch a pretrained model of 135M parameters and train it, in about 25 minutes (ARGS as for fit)
 	$(BIN)/python scripts/smollm2.py
 	$(BIN)/python -m lit_rlkv.fit recipe=smollm2 $(ARGS)
 

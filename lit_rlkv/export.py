@@ -31,7 +31,7 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     """
     import torch
 
-    from lit_rlkv.models.layouts import CRITICS
+    from lit_rlkv.models.layouts import CRITICS, LAYOUTS
     from lit_rlkv.runs.model_card import model_card
     from lit_rlkv.runs.open_run import find_run, open_run
     from lit_rlkv.runs.preflight import needed_roles
@@ -40,10 +40,17 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     run = find_run(Path(asked.ckpt).expanduser())
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
-    if asked.heads and not needed_roles(parse_config(run.cfg)) & set(CRITICS):
+    cfg = parse_config(run.cfg)
+    needed = needed_roles(cfg)
+    if asked.heads and not needed & set(CRITICS):
         raise ConfigError(
             "heads=true needs a run whose RL uses a reward or value head, and this run's uses neither; leave "
             "heads out"
+        )
+    if asked.heads and "value" in needed and LAYOUTS[cfg.roles.layout].trains_backbones:
+        raise ConfigError(
+            f"heads=true cannot be had with roles.layout={cfg.roles.layout}: the value head reads a model of "
+            "its own, all of it trained, and export writes the policy alone; leave heads out"
         )
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning import Callback
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import HalfPrecision
@@ -84,6 +85,7 @@ def train(
                     if index == 0:
                         call(callbacks, "on_phase_progress", "update", 0, batch.n_steps)
                     if module.on_train_batch_start(batch, index) == -1:
+                        learner.skip(batch.n_steps + 1 - math.ceil(batch.n_steps_done))
                         break  # Lightning's protocol to skip the rest of a dataloader
                     learner.learn(batch, index)
                     call(callbacks, "on_phase_progress", "update", batch.n_steps_done, batch.n_steps)
@@ -141,7 +143,7 @@ class Learner:
     A step with a non-finite gradient is skipped and counted in the metric `skipped_steps`.
 
     Args:
-        module: with more than one rank it must have `idle_parameters`, as all of `lit_rlkv.modules` have.
+        module: in a process group it must have `idle_parameters`, as all of `lit_rlkv.modules` have.
         max_grad_norm: gradients are clipped to this norm; None: not clipped.
         state: to resume from.
 
@@ -195,8 +197,14 @@ class Learner:
         if batch.ends_step:
             self._step()
 
+    def skip(self, n_steps: int) -> None:
+        """Leave out optimizer steps; the learning rate follows its schedule as if they were done."""
+        if self.scheduler is not None:
+            for _ in range(n_steps):
+                self.scheduler.step()
+
     def _step(self) -> None:
-        if self.fabric.world_size > 1:
+        if dist.is_available() and dist.is_initialized():
             # Their reduced gradients are zeros, and an optimizer would still apply momentum and decay.
             idle = cast("Callable[[set[str]], list[nn.Parameter]]", self.module.idle_parameters)
             for parameter in idle(self._learners):

@@ -353,6 +353,12 @@ def test_heads_are_refused_where_the_run_has_none(runs, tmp_path):
         export(asking(runs, "grpo", tmp_path / "out", heads=True))
 
 
+def test_a_value_head_is_refused_where_its_model_would_not_be_written(runs, tmp_path):
+    with pytest.raises(ConfigError, match=r"heads=true cannot be had with roles\.layout=ppo: the value head"):
+        export(asking(runs, "ppo", tmp_path / "out", heads=True))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_command_line_says_what_it_wrote_and_what_not(runs, tmp_path):
     command = [sys.executable, "-m", "lit_rlkv.export", f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}"]

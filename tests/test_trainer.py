@@ -3,15 +3,18 @@ import copy
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.config.schema import KLConfig
+from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.weights import load_trainable, trainable_weights
 from lit_rlkv.trainer import Learner, MetricSums, train
-from tests.hand_built import make_datamodule, make_module, make_roles, steps_of
+from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles, steps_of
+from tests.modules.ppo_by_definition import make_data
 
 
 class LossLog(L.Callback):
@@ -161,6 +164,38 @@ def test_without_a_bound_gradients_are_not_clipped_and_their_norm_is_logged(boun
     logged = log.rows[0]["grad_norm"]
     assert logged > 1e-2
     assert sum(norms) / len(norms) == pytest.approx(1e-3 if is_clipped else logged, rel=1e-2)
+
+
+def test_a_linear_rate_ends_at_0_also_where_steps_are_left_out():
+    rates = {}
+    for is_cut in (False, True):
+        module, datamodule = make_run(n_minibatches=4, tokens_per_pass=96)
+        module.n_decay_steps = 8
+        if is_cut:
+            module.on_train_batch_start = lambda batch, index: -1 if batch.n_steps_done > 2 else None
+        rates[is_cut] = [row["learning_rate"] for row in train_here(module, datamodule, 2)]
+    assert rates[True] == rates[False]
+    assert rates[True][-1] == 0
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_process_group_of_one_leaves_weights_that_do_not_learn_alone(group_of_one):
+    roles = make_roles("hydra", ROLES)
+    module = make_ppo(roles)
+    parts = {"learner_parts": module.learner_parts, "warmup_part": module.warmup_part}
+    data = make_data(roles, critic_warmup=1, **parts)
+    learner = Learner(Fabric(accelerator="cpu"), module, [], 1.0, None)
+    for index, batch in enumerate(data.train_dataloader()):
+        learner.learn(batch, index)
+    stepped = {id(parameter) for parameter in learner.optimizer.state}
+    assert stepped
+    assert not stepped & {id(parameter) for parameter in roles.trained_parameters("policy")}
 
 
 def test_metrics_add_up_over_micro_batches_and_average_over_steps():

@@ -19,6 +19,7 @@ SAME = {
     "val_kwargs.top_k": "evaluation.top_k",
     "val_kwargs.top_p": "evaluation.top_p",
     "train_batch_size": "rollout.n_prompts",
+    "max_num_seqs": "rollout.max_rows",
     "ppo_max_token_len_per_gpu": "fabric.tokens_per_pass",
     "log_prob_max_token_len_per_gpu": "fabric.tokens_per_pass",
     "max_token_len_per_gpu": "fabric.tokens_per_pass",
@@ -227,6 +228,9 @@ DIFFERENT = {
         "'correction=sequence_tis' and sequence_mask 'correction=sequence_mis'"
     ),
     "vllm_importance_sampling_clip_max": UPPER_BOUND,
+    "vllm_importance_sampling_clip_min": (
+        "it is 'correction.weight_fn.low' of 'correction=mis' and 'correction=sequence_mis', which mask"
+    ),
     "rollout_is": "token is 'correction=tis', sequence is 'correction=sequence_tis'",
     "rollout_is_threshold": UPPER_BOUND,
     "cast_lm_head_to_fp32": "logits are always float32; leave it out",
@@ -251,6 +255,7 @@ DIFFERENT = {
     "reward_functions": REWARD_FUNCTIONS,
     "reward_weights": REWARD_FUNCTIONS,
     "custom_reward_function.path": "write 'reward=python' and 'reward.functions.custom.path=FILE:FUNCTION'",
+    "custom_reward_function.name": "write 'reward=python' and 'reward.functions.custom.path=FILE:FUNCTION'",
     "reward_model": REWARD_MODEL,
     "reward_model_path": REWARD_MODEL,
     "reward_model.model.path": REWARD_MODEL,

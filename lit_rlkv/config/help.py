@@ -43,7 +43,7 @@ A saved run's policy for plain transformers and peft: the merged model, the adap
 
 Examples
   python -m lit_rlkv.export ckpt=runs/NAME to=my-model
-  python -m lit_rlkv.export ckpt=runs/NAME/checkpoints/iteration-000050 to=my-model dtype=bfloat16""",
+  python -m lit_rlkv.export ckpt=runs/NAME/checkpoints/iteration-000130 to=my-model dtype=bfloat16""",
 }
 """First lines of the help, by the config's name in conf/."""
 PRESET_HELP = {

@@ -100,7 +100,7 @@ class RolloutConfig:
 class KLConfig:
     """The KL divergence to the reference, under the learner's own view."""
 
-    weight: Number = option(0.0, "coefficient; 0 leaves the reference out", least=0)
+    weight: Number = option(0.0, "coefficient; 0 leaves this KL out", least=0)
     place: Literal["loss", "reward"] = option(
         "loss", "a loss term with a gradient, or a penalty on the reward of each token"
     )
@@ -233,7 +233,7 @@ class OnPolicyPairsConfig:
         0, "prompts that the model answers, at rollout.temperature; 0: no such pass", least=0
     )
     n_steps: int = option(300, "optimizer steps of this pass", least=1)
-    reward_weight: Number = option(1.0, "weight of the ranking loss in this pass", least=0)
+    reward_weight: Number = option(1.0, "weight of the ranking loss in this pass", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,9 +271,7 @@ class SFTConfig:
     def trains_reward_head(self) -> bool:
         """True if the stage trains a reward head."""
         on_task_pairs = self.n_pairs > 0 and (self.reward_weight > 0 or not self.joint)
-        return on_task_pairs or (
-            self.on_policy_pairs.n_prompts > 0 and self.on_policy_pairs.reward_weight > 0
-        )
+        return on_task_pairs or (self.on_policy_pairs.n_prompts > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,6 +84,9 @@ def score_rollout(
         ValueError: the rollout exceeds the model's positions.
     """
     check_length(roles.backbone("policy"), rollout.input_ids.shape[1])
+    if not views:
+        on_progress(len(rollout.input_ids))
+        return {}
     pass_of = {role: _pass_over(rollout, roles, role, shadow) for role, shadow in views.items()}
     wanted = set(pass_of.values())
     n_stacked = _most_stacked(wanted) if stacks_passes else 1

@@ -10,6 +10,7 @@ from jinja2 import StrictUndefined, Template
 from lit_rlkv.config import is_local
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import read_if_intact
+from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.reporting.tables import markdown_table
 from lit_rlkv.runs import environment
@@ -69,6 +70,7 @@ def model_card(run: SavedRun, exported: Exported) -> str:
         cache=cache,
         origins=[*(("trained", start) for start in starts[-1:]), ("exported", now)],
         fence="`" * max(3, longest + 1),  # longer than any in the config
+        shares_critic=LAYOUTS[cfg.roles.layout].shares_critic,
         table=_table,
         ADAPTER=ADAPTER,
         VALUE_ADAPTER=VALUE_ADAPTER,

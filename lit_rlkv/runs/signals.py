@@ -109,6 +109,11 @@ class Interruption:
         self._agreed = mine
         return mine is not None
 
+    @property
+    def is_agreed(self) -> bool:
+        """True if the last `is_requested` was, so that the run is about to end on all ranks."""
+        return self._agreed is not None
+
     def raise_if_agreed(self) -> None:
         """End the run if the last `is_requested` was True: on all ranks, or on none.
 

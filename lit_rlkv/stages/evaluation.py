@@ -1,5 +1,6 @@
 """The evaluation stage: accuracy on held-out prompts by cache, and the quality of the reward model."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -8,7 +9,7 @@ from random import Random
 
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import Config, as_config_errors
+from lit_rlkv.config import Config, ConfigError, as_config_errors
 from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
@@ -30,6 +31,8 @@ from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.types import PreferencePair, Rollout
+
+log = logging.getLogger(__name__)
 
 
 def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str | Path) -> None:
@@ -159,15 +162,20 @@ def held_out_pairs(context: RunContext) -> list[PreferencePair]:
 def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> RewardReport | None:
     """Return the quality of the starting model's reward head, whether or not this run rewards by it.
 
-    None without a reward head. Call it before training.
+    None without a reward head, or, with a warning, if the task makes no pairs. Call it before training.
     """
     folder = critic_dir(start)
     weights = load_reward_head(folder)
     if weights is None:
         return None
+    try:
+        pairs = held_out_pairs(context)
+    except (ConfigError, NotImplementedError) as error:
+        log.warning("the reward head of %s is not scored, for want of pairs: %s", folder, error)
+        return None
     if "reward" in roles.needed:
         with acting_as(roles, "reward") as backbone:
-            return evaluate_reward(context, backbone, roles.head("reward"))
+            return evaluate_reward(context, backbone, roles.head("reward"), pairs)
     # Before training the policy's backbone holds the starting model's weights; no second copy is needed.
     if folder == start:
         backbone = roles.backbone("policy")
@@ -177,12 +185,13 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
     with as_config_errors(str(folder)):
         head = make_head(backbone, weights)
     with use_adapter(lora_layers(backbone), None):
-        return evaluate_reward(context, backbone, head)
+        return evaluate_reward(context, backbone, head, pairs)
 
 
-def evaluate_reward(context: RunContext, backbone: PreTrainedModel, head: ScalarHead) -> RewardReport:
-    """Score held-out pairs with a head on the backbone in its current role."""
-    pairs = held_out_pairs(context)
+def evaluate_reward(
+    context: RunContext, backbone: PreTrainedModel, head: ScalarHead, pairs: list[PreferencePair]
+) -> RewardReport:
+    """Score pairs with a head on the backbone in its current role."""
     longest = max(context.sizes.prompts) + max(*context.sizes.solutions, *context.sizes.rejected)
     batch_size = max(tokens_per_pass(context, backbone, backbone, adapter=None) // longest, 1)
     with track("reward", len(pairs)) as advance, context.fabric.autocast():

@@ -76,7 +76,8 @@ def train_policy(
             module,
             module.roles.backbone("policy"),
             module.roles.layout.adapter["policy"],
-            n_graphs=1 if cfg.distillation is None else 2,  # the policy under eviction and with all keys
+            # Distillation adds the policy with all keys, or under eviction.
+            n_graphs=module.n_graphs + (cfg.distillation is not None),
         ),
     )
     for callback in callbacks:

@@ -109,17 +109,25 @@ class SFTStage:
         self.interruption = interruption
         self.passes = training_passes(context.cfg.sft)
         self.checkpoints = CheckpointDir(root / "checkpoints", RetentionPolicy(n_last=1))
-        self.resumed = broadcast_from_rank_zero(context.fabric, self.checkpoints.latest)
-        self.first = 0 if self.resumed is None else int(self.resumed.data_state["pass"])
+        self.lengths = [_n_iterations(one, context.cfg.sft.steps_per_iteration) for one in self.passes]
+        """Iterations of each pass."""
+        n_saved, latest = broadcast_from_rank_zero(
+            context.fabric, lambda: (self._n_saved(), self.checkpoints.latest())
+        )
+        is_newest = latest is not None and latest.data_state["pass"] >= n_saved
+        self.resumed = latest if is_newest else None
+        """Checkpoint within the pass to resume; None: it starts from its beginning."""
+        self.first = n_saved if self.resumed is None else int(self.resumed.data_state["pass"])
         """Number of the pass to start or resume."""
-        self.resumed_at = 0 if self.resumed is None else self.resumed.iteration
+        begin = sum(self.lengths[: self.first])
+        self.resumed_at = begin if self.resumed is None else self.resumed.iteration
         """Completed iterations of all passes."""
 
     def steps_done(self) -> list[int]:
         """Return the optimizer steps done after each number of iterations of all passes, from 0 on."""
         done, every = [0], self.context.cfg.sft.steps_per_iteration
-        for one in self.passes:
-            done += [done[-1] + min(every, one.n_steps) * (n + 1) for n in range(_n_iterations(one, every))]
+        for one, length in zip(self.passes, self.lengths, strict=True):
+            done += [done[-1] + min(every, one.n_steps) * (n + 1) for n in range(length)]
         return done
 
     def run(self, callbacks: Sequence[Callback]) -> Path:
@@ -178,8 +186,7 @@ class SFTStage:
             checkpoints_layers=context.cfg.roles.gradient_checkpointing,
         )
         datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone, adapter=None))
-        lengths = [_n_iterations(one, cfg.steps_per_iteration) for one in self.passes]
-        begin, end = sum(lengths[:number]), sum(lengths[: number + 1])
+        begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
         if resumed is not None:
             load_trainable(module, resumed.weights())
@@ -195,7 +202,8 @@ class SFTStage:
         )
 
         def save(state: TrainState) -> None:
-            if state.iteration < end:  # the end of a pass saves a model instead
+            # The end of a pass saves a model instead, unless a signal is about to end the run there.
+            if state.iteration < end or (self.interruption is not None and self.interruption.is_agreed):
                 saver(replace(state, data_state={"pass": number, "data": state.data_state}))
 
         train(
@@ -245,6 +253,10 @@ class SFTStage:
                 backbone.save_pretrained(partial, state_dict=weights)
                 if head is not None:
                     save_file(head.state_dict(), partial / REWARD_HEAD)
+
+    def _n_saved(self) -> int:
+        """Return how many passes have saved their models."""
+        return next((n for n in range(len(self.passes)) if not self._output(n).is_dir()), len(self.passes))
 
     def _output(self, number: int) -> Path:
         """Return the model folder of a finished pass."""

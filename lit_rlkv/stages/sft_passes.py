@@ -29,6 +29,14 @@ from lit_rlkv.tasks.rows import Table
 from lit_rlkv.types import PreferencePair, Problem
 
 
+class WrongAnswers(Preferences):
+    """Pairs of worked solutions and the model's wrong answers to training prompts; all are trained on."""
+
+    @property
+    def is_divided(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class SFTPass:
     """One training pass over all weights of the backbone."""
@@ -102,16 +110,20 @@ def check_data(context: RunContext, backbone: PreTrainedModel, passes: Sequence[
         ConfigError: the model cannot learn from the task's solutions or pairs.
     """
     with as_config_errors("task"):
-        check_completions_fit(backbone, context.sizes, has_pairs=any(stage.n_pairs > 0 for stage in passes))
+        # The rejected sides of the others are not the task's.
+        on_task_pairs = [stage for stage in passes if stage.n_answered == 0]
+        has_pairs = any(stage.n_pairs > 0 for stage in on_task_pairs)
+        check_completions_fit(backbone, context.sizes, has_pairs=has_pairs)
         for stage in passes:
-            batch = pass_data(context, stage, context.task).next_batch()
+            checked = stage if stage in on_task_pairs else replace(stage, n_pairs=0)
+            batch = pass_data(context, checked, context.task).next_batch()
             sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
             check_length(backbone, max(side.n_tokens for side in sides))
 
 
 def on_policy_preference_pairs(
     context: RunContext, backbone: PreTrainedModel, n_prompts: int, seed: int
-) -> Preferences:
+) -> WrongAnswers:
     """Return pairs of worked solutions and wrong answers that the model samples under the run's cache.
 
     Raises:
@@ -135,7 +147,7 @@ def on_policy_preference_pairs(
             "them correctly, so there are no rejected sides; use 0"
         )
     places = [f"wrong answer {number}" for number in range(len(pairs))]
-    return Preferences(Table("the model's wrong answers", pairs, places))
+    return WrongAnswers(Table("the model's wrong answers", pairs, places))
 
 
 @torch.no_grad()

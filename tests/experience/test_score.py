@@ -142,6 +142,13 @@ def shapes_of_forwards(layout: str, views: dict[str, bool], **options) -> list[t
     return shapes
 
 
+def test_without_roles_to_score_nothing_is_packed(monkeypatch):
+    monkeypatch.setattr("lit_rlkv.experience.score.passes", None)
+    done = []
+    assert scores("hydra", {}, on_progress=done.append) == {}
+    assert sum(done) == len(rollout().input_ids)
+
+
 def test_nothing_is_said_of_what_was_not_sampled_and_nothing_carries_a_gradient():
     found = scores("hydra", VIEWS["shadow"])
     for role in ("policy", "reference", "value"):

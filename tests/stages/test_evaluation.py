@@ -1,7 +1,7 @@
 """Evaluations of a run: when one that is asked to end does."""
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ import torch
 from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.signals import InterruptedRunError, Interruption
-from lit_rlkv.stages.evaluation import evaluate_policy
+from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
 from lit_rlkv.stages.sft import run_sft
+from lit_rlkv.tasks import ChainSum
 from tests.whole_runs import config
 
 
@@ -42,3 +43,20 @@ def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     rows, rollout = evaluate_policy(plain, roles)
     assert len(rows) == 3
     assert rollout is not None
+
+
+class WithoutSolutions(ChainSum):
+    """Problems of which nothing but the prompt is known, as in a file of prompts."""
+
+    def corrupt(self, problem, rng):
+        raise ValueError("there are no solutions to corrupt")
+
+
+def test_a_task_without_pairs_leaves_the_reward_head_unscored(tmp_path, caplog):
+    parts = build_context(config(tmp_path, "stages=[sft,eval]"))
+    start = run_sft(parts, [])
+    roles = make_policy(parts, start).roles
+    assert report_on_reward(parts, roles, start) is not None
+    assert not caplog.records
+    assert report_on_reward(replace(parts, task=WithoutSolutions()), roles, start) is None
+    assert "is not scored, for want of pairs: task: there are no solutions to corrupt" in caplog.text

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.signals import InterruptedRunError, Interruption
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, SFT_DONE, sft_model_dir
 from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
 from lit_rlkv.stages.sft import SFTStage, run_sft
@@ -96,7 +98,7 @@ def sft_runs(tmp_path_factory):
 def report_of(parts, folder):
     backbone, head = load_backbone(parts, folder), ScalarHead(32)
     head.load_state_dict(load_file(folder / REWARD_HEAD))
-    return evaluate_reward(parts, backbone, head)
+    return evaluate_reward(parts, backbone, head, held_out_pairs(parts))
 
 
 def weights(folder):
@@ -206,6 +208,46 @@ def test_an_interrupted_sft_resumes_bit_for_bit(tmp_path, way, at):
     assert not (tmp_path / "work").exists()
 
 
+class AsksToEnd(RLCallback):
+    """A signal arrives while an iteration reports."""
+
+    def __init__(self, interruption, at):
+        self.interruption = interruption
+        self.at = at
+
+    def on_iteration_end(self, iteration, n_iterations, metrics):
+        if iteration == self.at:
+            self.interruption.signal = signal.SIGTERM
+
+
+def test_a_signal_in_the_last_iteration_of_a_pass_loses_none_of_it(tmp_path):
+    options = [*PLAIN, "sft.n_steps=20", "sft.steps_per_iteration=10"]
+    straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
+    parts, interruption = build_context(config(tmp_path / "cut", *options)), Interruption()
+    stage = SFTStage(parts, tmp_path / "work", every=50, interruption=interruption)
+    with pytest.raises(InterruptedRunError):
+        stage.run([AsksToEnd(interruption, at=2)])
+    resumed, log = SFTStage(parts, tmp_path / "work", every=50), MetricsFile(tmp_path / "metrics.csv")
+    assert (resumed.first, resumed.resumed_at) == (0, 2)
+    assert weights_of(resumed.run([log])) == weights_of(straight)
+    assert log.history == []
+
+
+def test_a_finished_pass_is_not_trained_again(tmp_path):
+    options = [*APART, "sft.n_steps=20", "sft.reward_steps=20", "sft.steps_per_iteration=10"]
+    straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
+    parts = build_context(config(tmp_path / "cut", *options))
+
+    def stage():
+        return SFTStage(parts, tmp_path / "work", every=50)  # no checkpoint before the end of a pass
+
+    with pytest.raises(KeyboardInterrupt):
+        stage().run([Fails(at=3)])
+    resumed = stage()
+    assert (resumed.first, resumed.resumed_at, resumed.resumed) == (1, 2, None)
+    assert weights_of(resumed.run([])) == weights_of(straight)
+
+
 def weights_of(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
@@ -235,6 +277,7 @@ def test_plain_fine_tuning_does_not_check_rejected_completions(tmp_path):
         (["sft.reward_steps=0"], "sft.reward_steps must be a whole number of at least 1, got 0"),
         (["sft.joint=1"], "sft.joint must be true or false, got 1"),
         (["sft.joint=false", "sft.reward_steps=15"], "sft.reward_steps must be a multiple of"),
+        (["sft.on_policy_pairs.reward_weight=0"], "reward_weight must be a number above 0, got 0"),
         (["sft.reward_weight=-1"], "sft.reward_weight must be a number of at least 0, got -1"),
     ],
 )
@@ -262,7 +305,7 @@ def test_a_reward_head_is_judged_on_the_pairs_of_held_out_problems(sft_runs):
 
 def test_an_untrained_reward_head_ranks_nothing(sft_runs):
     parts, folder, _ = sft_runs()
-    report = evaluate_reward(parts, load_backbone(parts, folder), ScalarHead(32))
+    report = evaluate_reward(parts, load_backbone(parts, folder), ScalarHead(32), held_out_pairs(parts))
     assert (report.pair_accuracy, report.margin_mean, report.calibration_error) == (0.0, 0.0, 0.0)
 
 

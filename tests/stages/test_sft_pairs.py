@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.data.prompts import split_of
+from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.runs.context import build_context
@@ -17,8 +17,11 @@ from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, sft_model_dir
 from lit_rlkv.stages.sft import run_sft
-from lit_rlkv.stages.sft_passes import on_policy_preference_pairs, training_passes
+from lit_rlkv.stages.sft_passes import WrongAnswers, on_policy_preference_pairs, training_passes
 from lit_rlkv.tasks import ChainSum
+from lit_rlkv.tasks.preferences import Preferences
+from lit_rlkv.tasks.rows import Table
+from lit_rlkv.types import PreferencePair
 from tests.rewards.helpers import InThreads
 
 TINY = [
@@ -71,6 +74,27 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
 def judge(question):
     """Right if it begins with a plus, failed if with a two."""
     return {"+": 1.0, "2": float("nan")}.get(question["completion"][:1], 0.0)
+
+
+def test_every_wrong_answer_is_trained_on_whatever_split_its_prompt_would_fall_into():
+    pairs = [PreferencePair(f"{n}+1=", f"{n + 1}", "0") for n in range(40)]
+    assert {split_of(pair.prompt) for pair in pairs} == {"train", "eval"}
+    table = Table("pairs", pairs, [f"pair {n}" for n in range(40)])
+    assert PromptSource(WrongAnswers(table), split="train", seed=0).size == 40
+    assert PromptSource(Preferences(table), split="train", seed=0).size < 40
+
+
+class WithoutCorruptions(ChainSum):
+    """A task that ranks nothing itself."""
+
+    def corrupt(self, problem, rng):
+        raise NotImplementedError
+
+
+def test_a_task_need_not_corrupt_solutions_where_the_model_makes_the_mistakes(tmp_path):
+    cfg = config(tmp_path, "sft.n_pairs=0", "sft.on_policy_pairs.n_prompts=16", "sft.n_steps=10")
+    parts = replace(build_context(cfg), task=WithoutCorruptions())
+    assert (run_sft(parts, []) / REWARD_HEAD).is_file()
 
 
 def test_right_and_unscored_answers_are_no_rejected_sides(tmp_path):
