@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
@@ -126,6 +127,8 @@ def on_policy_preference_pairs(
 ) -> WrongAnswers:
     """Return pairs of worked solutions and wrong answers that the model samples under the run's cache.
 
+    The ranks take turns in batches of prompts; each gets the pairs of all, in the order of one process.
+
     Raises:
         ConfigError: the model answered every prompt correctly.
         MemoryExhaustedError: sampling ran out of memory.
@@ -133,14 +136,18 @@ def on_policy_preference_pairs(
     source = PromptSource(context.task, split="train", seed=derive_seed(seed, "answered"))
     problems = source.take(n_prompts)
     batch_size = evaluation_rows(context, backbone, backbone, [context.cache])
-    pairs: list[PreferencePair] = []
-    with track("mistakes", n_prompts) as advance:
-        for start in range(0, n_prompts, batch_size):
+    ranks = ranks_of(context.fabric)
+    starts = range(0, n_prompts, batch_size)[ranks.rank :: ranks.size]
+    own: list[tuple[int, list[PreferencePair]]] = []
+    with track("mistakes", sum(min(batch_size, n_prompts - start) for start in starts)) as advance:
+        for start in starts:
             batch = problems[start : start + batch_size]
             generator = stream(seed, "answer", start, device=backbone.device)
             on_progress = partial(advance.within, n_total=context.cfg.rollout.max_new_tokens)
-            pairs += _wrong_answers(context, backbone, batch, generator, on_progress)
+            own.append((start, _wrong_answers(context, backbone, batch, generator, on_progress)))
             advance(len(batch))
+    found = sorted(ranks.all_gather_object(own), key=itemgetter(0))
+    pairs = [pair for _, of_batch in found for pair in of_batch]
     if not pairs:
         raise ConfigError(
             f"sft.on_policy_pairs.n_prompts={n_prompts}: the SFT model answered all of "

@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.data.prompts import PromptSource, split_of
+from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, sft_model_dir
+from lit_rlkv.stages import sft_passes
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.stages.sft_passes import WrongAnswers, on_policy_preference_pairs, training_passes
 from lit_rlkv.tasks import ChainSum
@@ -69,6 +71,31 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
     parts = replace(parts, cfg=cfg)
     in_batches = on_policy_preference_pairs(parts, backbone, 40, seed=0)
     assert [in_batches.at(i) for i in range(len(in_batches))] != [found.at(i) for i in range(len(found))]
+
+
+def test_ranks_share_the_prompts_and_get_the_pairs_of_one_process(tmp_path, monkeypatch):
+    parts = build_context(config(tmp_path, "evaluation.batch_size=8"))
+    backbone, sent = load_backbone(parts, None), {}
+
+    class Rank(Ranks):
+        size = 2
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def all_gather_object(self, values):
+            sent[self.rank] = list(values)
+            return [value for rank in sorted(sent) for value in sent[rank]]
+
+    def pairs_of(ranks):
+        monkeypatch.setattr(sft_passes, "ranks_of", lambda fabric: ranks)
+        found = on_policy_preference_pairs(parts, backbone, 36, seed=0)
+        return [(found.at(index), found.rejected(index)) for index in range(len(found))]
+
+    alone = pairs_of(Ranks())
+    pairs_of(Rank(1))
+    assert pairs_of(Rank(0)) == alone
+    assert [[start for start, _ in sent[rank]] for rank in (0, 1)] == [[0, 16, 32], [8, 24]]
 
 
 def judge(question):
