@@ -111,7 +111,9 @@ def test_a_run_that_begins_again_without_its_checkpoints_keeps_its_files(runs, c
     folder = copytree(runs / "whole", runs / "bare")
     (folder / "report.html").unlink()
     rmtree(folder / "checkpoints")
-    earlier = {name: (folder / name).read_bytes() for name in ("metrics.csv", "samples.jsonl")}
+    earlier = {
+        name: (folder / name).read_bytes() for name in ("metrics.csv", "samples.jsonl", "diagnostics.jsonl")
+    }
     run(runs, "bare", *OPTIONS, resumes=True)
     assert "has rows of 2 iterations and no checkpoint, so training begins again" in caplog.text
     for name, content in earlier.items():

@@ -129,6 +129,14 @@ def test_the_cards_config_is_the_runs_and_not_that_of_the_export(runs, exported)
     assert shown.fabric.accelerator == "auto"
 
 
+def test_the_card_of_dense_rollouts_names_no_eviction(runs):
+    saved = find_run(runs / "ppo")
+    exported = Exported("float32", 0.0, False, False, ())
+    assert "a KV cache (random, 7 keys per head" in model_card(saved, exported)
+    saved.cfg.correction.samples_dense = True
+    assert "a KV cache (dense)" in model_card(saved, exported)
+
+
 @pytest.mark.parametrize(("text", "fence"), [("a: 1", "```"), ("a: '```b````'", "`````")])
 def test_the_fence_around_the_config_is_longer_than_any_in_it(runs, text, fence):
     saved = replace(find_run(runs / "ppo"), config_yaml=f"{text}\n")

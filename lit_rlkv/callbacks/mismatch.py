@@ -28,9 +28,10 @@ from lit_rlkv.models.packing import passes, unpacked
 class DenseMismatch(RowsDiagnostic):
     """Mismatch of the rollout policy with a learner that sees every key, under any training method.
 
-    With a dense learner, its log-probs are π_old. With replay they take one more forward. They also give the
-    effect of each correction on the same rollout. Full distributions are compared on `n_rows` responses,
-    with two more forwards of these. Without evictions no forward runs. Results cover all ranks.
+    With a dense learner, its log-probs are π_old. With replay, or where π_old is the sampler, they take one
+    more forward. They also give the effect of each correction on the same rollout. Full distributions are
+    compared on `n_rows` responses, with two more forwards of these. Without evictions no forward runs.
+    Results cover all ranks.
     """
 
     name = "mismatch"
@@ -60,9 +61,10 @@ class DenseMismatch(RowsDiagnostic):
 
     def _dense_logps(self, experience: Experience) -> Float[Tensor, "batch seq"]:
         """Return the log-probs of the response tokens for the policy that sampled, with every key visible."""
-        rollout = experience.rollout
-        if not self.policy.replays or has_no_evictions(rollout):
-            return experience.old_logps
+        rollout, old_logps = experience.rollout, experience.old_logps
+        is_scored = old_logps is not rollout.rollout_logps  # False with correction.bypass_mode
+        if has_no_evictions(rollout) or (is_scored and not self.policy.replays):
+            return old_logps
         found = score_rollout(
             self.policy.roles,
             rollout,

@@ -31,7 +31,8 @@ class RewardWatch(RLCallback):
         self.n_equal += 1
         if self.n_equal == N_ITERATIONS and experience.ranks.rank == 0:
             n_cut = 1 - float(whole.has_eos.float().mean())
-            log.warning(advice(float(rewards[0]), n_cut))
+            # Normalised rewards that are equal are 0, whatever they were before.
+            log.warning(advice(float(whole.rewards.scores[0]), n_cut))
 
 
 def advice(reward: float, share_cut: float) -> str:

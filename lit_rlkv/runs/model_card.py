@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jinja2 import StrictUndefined, Template
 
+from lit_rlkv.cache_rules import DENSE
 from lit_rlkv.config import is_local
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import read_if_intact
@@ -51,8 +52,8 @@ class Exported:
 def model_card(run: SavedRun, exported: Exported) -> str:
     """Return the page in Markdown, with the header that model hubs read."""
     cfg, path = run.cfg, run.run_dir / environment.FILE_NAME
-    cache = cfg.cache.policy
-    if cache != "dense":
+    cache = DENSE if cfg.correction.get("samples_dense") else cfg.cache.policy
+    if cache != DENSE:
         cache += f", {cfg.cache.budget} keys per head and up to {cfg.cache.interval} more"
     starts = read_if_intact(path, read_environments, [])
     now = {

@@ -25,6 +25,7 @@ from lit_rlkv.models.backbone import (
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.launch import started_processes
 
 log = logging.getLogger(__name__)
 FOR_PASSES, FOR_CACHE = 0.5, 0.3
@@ -107,7 +108,8 @@ def free_memory(context: RunContext, module: nn.Module) -> int:
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        total = machine_memory() * context.cfg.fabric.num_nodes // context.fabric.world_size
+        n_nodes, _ = started_processes() or (context.cfg.fabric.num_nodes, None)
+        total = machine_memory() * n_nodes // context.fabric.world_size
     sizes = [
         (_local_bytes(parameter, context.fabric.world_size), parameter) for parameter in module.parameters()
     ]

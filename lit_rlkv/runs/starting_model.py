@@ -54,10 +54,11 @@ def sft_model_dir(cfg: Config) -> Path:
     names = ("task", "model", "sft", *(("cache", "rollout") if has_mistakes else ()))
     parts = {name: OmegaConf.to_container(cfg.source[name]) for name in names}
     parts |= {"batch_size": cfg.evaluation.batch_size} if has_mistakes else {}
+    sources = [cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path]
     if has_mistakes and cfg.reward.accuracy is not None:  # decides which answers are wrong
         function = cfg.reward.functions[cfg.reward.accuracy]
         parts["accuracy"] = OmegaConf.to_container(function)
-    sources = (cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path)
+        sources.append(str(function.get("path", "")).rpartition(":")[0] or None)
     files = [[] if source is None else stamps(Path(source).expanduser()) for source in sources]
     text = json.dumps([SFT_FORMAT, torch.__version__, cfg.fabric.precision, parts, files], sort_keys=True)
     return Path(cfg.runs_dir) / SFT_MODELS / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -34,7 +34,7 @@ from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values, read_metrics
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.rewards.verifier import EXACT_MATCH
-from lit_rlkv.run_files import EVICTIONS, SAMPLES
+from lit_rlkv.run_files import DIAGNOSTICS, EVICTIONS, SAMPLES
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
@@ -149,19 +149,23 @@ class TrainingRun:
         return {} if self.resume_from is None else self.resume_from.metrics
 
     def _keep_results_without_checkpoint(self) -> None:
-        """Rename the metrics and samples of a run whose checkpoints are gone, for it begins again."""
+        """Rename the result files of a run whose checkpoints are gone, for it begins again."""
         if self.resume_from is not None:
             return
         every = self.context.cfg.callbacks.checkpoint_every or self.context.cfg.algorithm.n_iterations
         rows = read_if_intact(self.run_dir / METRICS, read_metrics, [])
         if not rows or rows[-1][ITERATION] < every:  # killed before its first checkpoint was due
             return
-        kept = [set_aside(path) for name in (METRICS, SAMPLES) if (path := self.run_dir / name).is_file()]
+        kept = [
+            set_aside(path)
+            for name in (METRICS, SAMPLES, DIAGNOSTICS)
+            if (path := self.run_dir / name).is_file()
+        ]
         log.warning(
             "%s has rows of %d iterations and no checkpoint, so training begins again; it keeps them as %s",
             self.run_dir,
             rows[-1][ITERATION],
-            " and ".join(kept),
+            ", ".join(kept),
         )
 
     @contextmanager

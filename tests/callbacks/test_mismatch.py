@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,16 @@ def test_a_dense_learner_needs_no_further_forward():
     found, _ = measured(DenseMismatch(), roles, naive, "naive")
     replayed, _ = measured(DenseMismatch(), roles, naive, "shadow")
     assert found == replayed
+
+
+def test_a_dense_learner_that_takes_the_sampler_for_pi_old_reports_the_same_mismatch():
+    roles, naive = roll_out("naive")
+    bypassing = replace(ARMS["naive"], bypass_mode=True)
+    data = make_datamodule(roles, correction=bypassing)
+    found, _ = measured(DenseMismatch(), roles, data.collect(), "naive")
+    expected, _ = measured(DenseMismatch(), roles, naive, "naive")
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert found["kv/dense_k3_kl"] > 1e-3
 
 
 def test_dense_rollouts_have_no_mismatch():

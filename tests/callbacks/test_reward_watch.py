@@ -40,6 +40,15 @@ def test_a_reward_of_one_everywhere_has_other_advice(experience, caplog):
     assert "choose a harder task" in said
 
 
+def test_normalised_rewards_are_told_as_they_were(experience, caplog):
+    normalised = with_rewards(experience, 0.0)
+    before = torch.ones_like(normalised.rewards.total)
+    normalised = replace(normalised, rewards=replace(normalised.rewards, weighted=before))
+    (said,) = watched([normalised] * N_ITERATIONS, caplog)
+    assert "have the reward 1, so" in said
+    assert "choose a harder task" in said
+
+
 @pytest.mark.parametrize("place", range(N_ITERATIONS))
 def test_a_single_other_reward_is_enough(experience, caplog, place):
     equal = with_rewards(experience, 0.0)

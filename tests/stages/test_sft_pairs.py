@@ -154,6 +154,18 @@ def test_another_cache_or_batch_size_is_another_sft_model_with_on_policy_pairs(t
     assert folder() != folder(asked)
 
 
+def test_another_judge_in_the_same_file_is_another_sft_model_with_on_policy_pairs(tmp_path):
+    file = tmp_path / "judge.py"
+    file.write_text("def judge(completion, answer):\n    return 1.0\n")
+    judged = ["reward=python", f"reward.functions.custom.path={file}:judge", "reward.accuracy=custom"]
+    asked = [*judged, "sft.on_policy_pairs.n_prompts=32"]
+    before = [sft_model_dir(config(tmp_path, *options)) for options in (judged, asked)]
+    file.write_text("def judge(completion, answer):\n    return 0.0\n\n")
+    after = [sft_model_dir(config(tmp_path, *options)) for options in (judged, asked)]
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
 def test_a_model_without_mistakes_is_refused(tmp_path):
     parts = build_context(config(tmp_path))
     object.__setattr__(parts, "task", Generous())
