@@ -25,7 +25,8 @@ def trust_modules(names: Sequence[str]) -> None:
 
     Args:
         names: importable modules or packages, such as `mypackage`, which covers `mypackage.policies`; files
-            such as `rewards.py` and command lines such as `sh score.sh`, for reward functions of a saved run.
+            such as `rewards.py`, command lines such as `sh score.sh` and addresses of services, for reward
+            functions of a saved run.
 
     Raises:
         ValueError: a name is not a module name, or a module of Python or of an installed dependency.
@@ -56,7 +57,7 @@ def is_trusted(target: str) -> bool:
 
 
 def is_trusted_code(text: str) -> bool:
-    """True if exactly this file or command line is trusted."""
+    """True if exactly this file, command line or address is trusted."""
     return text in _trusted
 
 
@@ -93,7 +94,7 @@ def _why_untrustable(name: str) -> str:
     if not isinstance(name, str) or not name:
         return "which is not the name of a module"
     if "/" in name or " " in name or name.endswith(".py"):
-        return ""  # a file or a command line; it trusts only itself
+        return ""  # a file, a command line or an address; it trusts only itself
     if not all(part.isidentifier() for part in name.split(".")):
         return "which is not the name of a module"
     top = name.partition(".")[0]

@@ -10,7 +10,7 @@ from lit_rlkv.config.errors import as_config_errors, require
 from lit_rlkv.config.options import option
 from lit_rlkv.config.schema import Kernels
 
-FILES_OF_THE_RUN = ("environment", "evaluation", "wandb")
+FILES_OF_THE_RUN = ("choices", "environment", "evaluation", "evictions", "wandb")
 """JSON files that a run folder has without an evaluation by hand."""
 MAX_NAME = 150
 """Longest name of an evaluation, in bytes; file systems take 255 with the endings of its files."""

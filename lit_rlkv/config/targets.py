@@ -32,7 +32,17 @@ HOMES = (
     "lit_rlkv.rewards.judges.",
     *TRUSTED[1:],
 )
-"""Packages whose classes and functions a config may name; others could write files or run programs."""
+"""Packages whose public classes a config may name; others could write files or run programs."""
+_CORRECTIONS = ("unweighted", "truncated", "masked", "sequence_truncated", "sequence_masked", "sparse_rl")
+FUNCTIONS = (
+    *(f"lit_rlkv.objectives.corrections.{name}" for name in _CORRECTIONS),
+    "lit_rlkv.models.presets.tiny_qwen3",
+    "lit_rlkv.rewards.judges.right_then_short",
+    "lit_rlkv.tasks.preferences.load_preferences",
+    "lit_rlkv.tasks.preferences.read_preferences",
+    "lit_rlkv.tasks.problems.load_problems",
+)
+"""Functions that a config may name; a helper might call what a config gives it as an argument."""
 
 
 def build(node: DictConfig) -> Any:
@@ -59,10 +69,7 @@ def check_targets(node: Any, path: str = "") -> None:
             raise ConfigError(
                 f"{where}._target_={target!r} cannot be imported: {type(reason).__name__}: {reason}"
             ) from error
-        # A trusted module also holds what it imports, torch.load among it; only what it defines is meant.
-        home = f"{getattr(found, '__module__', None)}."
-        is_named = home.startswith(HOMES) or is_trusted(home)
-        if not (inspect.isclass(found) or inspect.isfunction(found)) or not is_named:
+        if not _may_be_named(found):
             raise ConfigError(
                 f"{where}._target_ must be a class or function that a config may name, got {target!r}; "
                 "choose one of those in conf/"
@@ -73,6 +80,22 @@ def check_targets(node: Any, path: str = "") -> None:
                 raise ConfigError(f"{target}: unexpected {name!r}; it takes {', '.join(takes)}")
             if name in takes:
                 _check_kind(f"{where}.{name}".lstrip("."), value, takes[name].annotation)
+
+
+def _may_be_named(found: Any) -> bool:
+    """True for what a trusted module of the user defines, and for classes and functions of HOMES.
+
+    A module also holds what it imports, torch.load among it; only what it defines is meant. Nothing below a
+    class is: a config that could name a method could call it, by way of `_partial_` and of an argument.
+    """
+    if not (inspect.isclass(found) or inspect.isfunction(found)):
+        return False
+    name = f"{found.__module__}.{found.__qualname__}"
+    if is_trusted(name):
+        return True
+    if inspect.isfunction(found):
+        return name in FUNCTIONS
+    return name.startswith(HOMES) and "._" not in name and "." not in found.__qualname__
 
 
 def _located(target: str) -> Any:
@@ -116,7 +139,10 @@ def grant_trust(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def user_code(functions: Mapping[str, Any]) -> dict[str, str]:
-    """Return the Python file or command line that reward functions run, by the name of the function."""
+    """Return the Python file, command line or service that reward functions use, by their names.
+
+    A service gets what the model writes, and the content of the environment variable in `token_env`.
+    """
     found = {}
     for name, node in functions.items():
         if not isinstance(node, Mapping | DictConfig):
@@ -125,18 +151,20 @@ def user_code(functions: Mapping[str, Any]) -> dict[str, str]:
             found[str(name)] = str(node.get("path")).rpartition(":")[0]
         elif str(node.get("_target_")).endswith(".Command"):
             found[str(name)] = " ".join(map(str, node.get("argv") or ()))
+        elif str(node.get("_target_")).endswith(".Endpoint"):
+            found[str(name)] = str(node.get("url"))
     return found
 
 
 def check_saved_code(functions: Mapping[str, Any]) -> None:
-    """Check that files and programs of a saved run's reward functions are trusted on this command line.
+    """Check that the command line trusts files, programs and services of a saved run's reward functions.
 
     Raises:
-        ConfigError: naming what would run, and the key that allows it.
+        ConfigError: naming what would be used, and the key that allows it.
     """
     refused = {name: code for name, code in user_code(functions).items() if not is_trusted_code(code)}
     if refused:
-        runs = " and ".join(f"reward.functions.{name} runs {code!r}" for name, code in refused.items())
+        runs = " and ".join(f"reward.functions.{name} uses {code!r}" for name, code in refused.items())
         trusted = ",".join(f"'{code}'" for code in refused.values())
         raise ConfigError(
             f'{runs}, which a saved config cannot allow by itself; if you trust it, add "{KEY}=[{trusted}]" '

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,7 +60,7 @@ def on_wandb(plan: Plan, args: argparse.Namespace) -> None:
             f"--dir={args.dir} has no effect with --wandb, where W&B keeps the results; leave one out, "
             "or give runs_dir=... for the folders of the runs"
         )
-    check_plan(plan)
+    check_plan(replace(plan, on_wandb=True))
     n_failed = run_on_wandb(plan, args.jobs, args.max_runs)
     if n_failed:
         sys.exit(f"{n_failed} of {args.jobs} agents of W&B failed; see their output above")

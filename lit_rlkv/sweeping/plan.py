@@ -31,7 +31,9 @@ from lit_rlkv.sweeping.sweep_file import Sweep
 from lit_rlkv.trust import KEY, trusted_modules
 
 DEFAULTS = ("logger=csv", "fabric.n_threads=1")
-"""Defaults of runs side by side on one machine; `logger=wandb` is for W&B's agents."""
+"""Defaults of runs side by side on one machine; the logger replaces that of the file, which is for W&B."""
+DEFAULTS_ON_WANDB = ("logger=wandb", "fabric.n_threads=1")
+"""Those of W&B's agents, which keep the logger of the file."""
 N_QUIET = 20
 """Combinations up to which a check shows no progress bar."""
 
@@ -61,6 +63,8 @@ class Plan:
 
     sweep: Sweep
     overrides: tuple[str, ...] = ()
+    on_wandb: bool = False
+    """True if agents of W&B start the runs."""
 
     def __post_init__(self) -> None:
         varied = {parameter.name for parameter in self.sweep.parameters}
@@ -94,10 +98,20 @@ class Plan:
 
     def arguments(self, values: dict[str, Any], folder: Path) -> list[str]:
         """Return the command line of a run; later overrides win, so the user's do."""
-        given = {key_of(override) for override in self.overrides}
-        defaults = [override for override in DEFAULTS if key_of(override) not in given]
+        defaults, fixed = self.defaults(), self.sweep.fixed_overrides
+        if DEFAULTS[0] in defaults:  # the options of a logger that is replaced are unknown to the other
+            fixed = [override for override in fixed if not key_of(override).startswith("logger.")]
         swept = [f"{name}={value}" for name, value in values.items()]
-        return [*self.sweep.fixed_overrides, *defaults, *swept, *self.overrides, folder_override(folder)]
+        return [*fixed, *defaults, *swept, *self.overrides, folder_override(folder)]
+
+    def defaults(self) -> list[str]:
+        """Return the defaults that neither the file nor the user sets."""
+        given = {key_of(override) for override in self.sweep.fixed_overrides}
+        given -= set() if self.on_wandb else {"logger"}
+        given |= {parameter.name for parameter in self.sweep.parameters}
+        given |= {key_of(override) for override in self.overrides}
+        defaults = DEFAULTS_ON_WANDB if self.on_wandb else DEFAULTS
+        return [override for override in defaults if key_of(override) not in given]
 
     def values(self, drawn: dict[str, Drawn]) -> dict[str, Any]:
         """Return the value of each parameter for a draw."""

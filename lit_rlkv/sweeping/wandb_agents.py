@@ -3,17 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.sweeping.plan import Plan, key_of
+from lit_rlkv.sweeping.plan import Plan
 from lit_rlkv.sweeping.sweep_file import ARGUMENTS
 
 PROJECT = "lit_rlkv"
 """Project of a sweep that names none, and of `logger=wandb`."""
-DEFAULTS = ("logger=wandb", "fabric.n_threads=1")
-"""Defaults of runs side by side on one machine."""
 FOLDER = "hydra.run.dir=${runs_dir}/wandb/${oc.env:WANDB_SWEEP_ID}/${oc.env:WANDB_RUN_ID}"
 """Folder of a run; agents may start runs in the same second, so the time is no name."""
 
@@ -23,12 +22,12 @@ def wandb_config(plan: Plan, max_runs: int | None = None) -> dict[str, Any]:
     source = dict(plan.sweep.source)
     source["parameters"] = _flat(source["parameters"])
     command = list(plan.sweep.command)
-    given = {key_of(override) for override in (*plan.sweep.fixed_overrides, *plan.overrides)}
-    given |= {parameter.name for parameter in plan.sweep.parameters}
-    defaults = [override for override in DEFAULTS if key_of(override) not in given]
-    own = [*defaults, *plan.overrides, FOLDER]
     place = command.index(ARGUMENTS) + 1
-    source["command"] = [*command[:place], *own, *command[place:]]
+    # Later overrides win: the user's, as in a sweep here.
+    source["command"] = [
+        *(*command[:place], *replace(plan, on_wandb=True).defaults()),
+        *(*command[place:], *plan.overrides, FOLDER),
+    ]
     if max_runs is not None:
         source["run_cap"] = max_runs
     return source

@@ -163,6 +163,7 @@ FUNCTIONS = {
     "own": {"_target_": "lit_rlkv.rewards.Command", "argv": ["sh", "score.sh"]},
     "number": {"_target_": "lit_rlkv.rewards.Numeric"},
 }
+SERVICE = {"_target_": "lit_rlkv.rewards.Endpoint", "url": "http://there/score", "token_env": "HF_TOKEN"}
 
 
 def test_files_and_programs_of_a_saved_run_must_be_named_letter_for_letter():
@@ -172,10 +173,48 @@ def test_files_and_programs_of_a_saved_run_must_be_named_letter_for_letter():
     check_saved_code({"number": FUNCTIONS["number"]})
     with trusting(["a/rewards.py", "sh score.sh"]):
         check_saved_code(FUNCTIONS)
-        with pytest.raises(ConfigError, match=r"reward\.functions\.own runs 'sh other\.sh'"):
+        with pytest.raises(ConfigError, match=r"reward\.functions\.own uses 'sh other\.sh'"):
             check_saved_code({"own": FUNCTIONS["own"] | {"argv": ["sh", "other.sh"]}})
         with pytest.raises(ConfigError, match="not from a trusted package"):
             build(node("a.rewards.Thing"))
+
+
+def test_a_saved_run_asks_no_service_that_is_not_named():
+    says = r"uses 'http://there/score', which a saved config cannot allow .* add \"trusted_modules=\['http:"
+    with pytest.raises(ConfigError, match=says):
+        check_saved_code({"judge": SERVICE})
+    with trusting(["http://there/score"]):
+        check_saved_code({"judge": SERVICE})
+
+
+def test_a_config_runs_no_program_by_way_of_a_method(tmp_path):
+    mark = tmp_path / "ran"
+    user_code = "lit_rlkv.rewards.functions.user_code._Programs"
+    programs = {"_target_": user_code, "argv": ["touch", str(mark)], "timeout_s": 10.0}
+    ask = {"_target_": f"{user_code}.ask", "_partial_": True, "question": "x"}
+    parse = {"_target_": "lit_rlkv.tasks.rows.parse_rows", "rows": [["a", programs]], "parse": ask}
+    for bad in (parse, ask, programs):
+        with pytest.raises(ConfigError, match="must be a class or function that a config may name"):
+            build(OmegaConf.create(bad))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "lit_rlkv.tasks.rows.parse_rows",  # calls what it is given
+        "lit_rlkv.rewards.functions.endpoint._Post",
+        "lit_rlkv.rewards.RewardManager.ask",
+        "lit_rlkv.callbacks.hooks.bound_hooks",
+        "torch.optim.swa_utils.update_bn",
+        "torch.optim.AdamW.step",
+    ],
+)
+def test_methods_private_classes_and_helpers_cannot_be_named(target):
+    with pytest.raises(
+        ConfigError, match=r"must be a class or function that a config may name|not from a tr"
+    ):
+        check_targets({"_target_": target})
 
 
 def test_the_key_that_the_error_names_is_read_by_the_command_line():

@@ -1,5 +1,6 @@
 """Command lines and configs of a sweep's runs, and the checks before the first one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,32 @@ def test_a_run_is_told_its_values_and_the_users_overrides_win(tmp_path):
 def test_the_users_logger_and_threads_replace_those_of_sweeps(tmp_path):
     arguments = plan_of(tmp_path, GRID, "logger=tensorboard", "fabric.n_threads=4").arguments({}, Path("x"))
     assert arguments == ["logger=tensorboard", "fabric.n_threads=4", "hydra.run.dir='x'"]
+
+
+def test_threads_of_the_file_are_kept_and_options_of_its_logger_go_with_it(tmp_path):
+    content = with_parameters(
+        seed={"values": [0, 1]},
+        fabric={"parameters": {"n_threads": {"value": 4}}},
+        logger={"value": "wandb"},
+    )
+    content["parameters"]["logger.tags"] = {"value": ["a"]}
+    plan = plan_of(tmp_path, content)
+    cfg = plan.compose({"seed": 1}, tmp_path / "x").cfg
+    assert (cfg.fabric.n_threads, cfg.logger) == (4, None)
+    check_plan(plan)
+    on_wandb = replace(plan, on_wandb=True)
+    check_plan(on_wandb)
+    cfg = on_wandb.compose({"seed": 1}, tmp_path / "x").cfg
+    assert (cfg.fabric.n_threads, cfg.logger.tags) == (4, ["a"])
+    kept = plan_of(tmp_path, content, "logger=wandb").compose({"seed": 1}, tmp_path / "x").cfg
+    assert kept.logger.tags == ["a"]
+
+
+def test_options_of_wandb_are_known_to_a_sweep_on_wandb_alone(tmp_path):
+    plan = plan_of(tmp_path, GRID, "logger.project=mine")
+    check_plan(replace(plan, on_wandb=True))
+    with pytest.raises(ConfigError, match=r"unknown key 'logger\.project'"):
+        check_plan(plan)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def test_a_logger_of_the_file_or_of_the_user_is_kept(tmp_path):
     assert "run_cap" not in wandb_config(plan_of(tmp_path, GRID))
 
 
+def test_the_users_overrides_win_over_the_files_own_command(tmp_path):
+    content = GRID | {"command": [*COMMAND, "algorithm.n_iterations=10"]}
+    command = wandb_config(plan_of(tmp_path, content, "algorithm.n_iterations=50"))["command"]
+    assert command.index("algorithm.n_iterations=50") > command.index("algorithm.n_iterations=10")
+
+
 @pytest.mark.parametrize("mode", [None, "offline"])
 def test_without_an_account_it_says_what_to_do(tmp_path, monkeypatch, mode):
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -79,6 +79,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         self._learner_states: Tensor | None = None
         """Hidden states that predict the completions of the last forward."""
         super().__init__(model, reward_funcs, args, **arguments)
+        _refuse_processor(self.processing_class)  # TRL loads one if it is given none
         prepare_backbone(causal_lm(self.model))
         if args.replay_routing:
             routers_of(causal_lm(self.model))  # refuses a model without routing to replay
@@ -292,10 +293,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
                 raise ValueError(
                     f"{name} must be left out of {type(self).__name__}: {reason}; use {self.algorithm}Trainer"
                 )
-        if isinstance(arguments.get("processing_class"), ProcessorMixin):
-            raise ValueError(
-                "images cannot be replayed: processing_class must be a tokenizer, got a processor"
-            )
+        _refuse_processor(arguments.get("processing_class"))
         given = (args.model_init_kwargs or {}).get("attn_implementation", ATTENTION_NAME)
         if given != ATTENTION_NAME:
             raise ValueError(
@@ -312,3 +310,12 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
                 "prompt learning adds virtual tokens, which the record of evictions does not cover; use LoRA "
                 "or another adapter of peft"
             )
+
+
+def _refuse_processor(processing_class: Any) -> None:
+    """Refuse a processor, whose images the rollout would leave out of the prompt."""
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            "images cannot be replayed: processing_class must be a tokenizer, got a processor; for a model "
+            "that also reads images pass processing_class=AutoTokenizer.from_pretrained(...)"
+        )
