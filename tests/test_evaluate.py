@@ -87,6 +87,8 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
         ({"level": 95}, "level must be a number above 0 and below 1, got 95"),
         ({"name": "../evaluation"}, "name must be a plain file name, got ../evaluation"),
         ({"name": "evaluation"}, "name=evaluation: the run keeps evaluation.json itself"),
+        ({"name": "choices"}, "name=choices: the run keeps choices.json itself"),
+        ({"name": "evictions"}, "name=evictions: the run keeps evictions.json itself"),
         ({"kernels": "cuda"}, "kernels must be one of auto, reference, triton or null, got cuda"),
     ],
 )

@@ -14,7 +14,7 @@ from lit_rlkv.checks import Range
 from lit_rlkv.config.errors import as_config_errors, interpolations_as_config_errors, require
 from lit_rlkv.config.options import convert, named_items, show
 from lit_rlkv.config.schema import Config, SFTConfig, Stage
-from lit_rlkv.config.targets import check_policy_trust, find_gguf, is_local
+from lit_rlkv.config.targets import WEIGHT_FUNCTIONS, check_policy_trust, find_gguf, is_local
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -23,10 +23,6 @@ AUTO = "auto"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File name of the model of `recipe=smollm2`."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
-WEIGHT_FUNCTIONS = tuple(
-    f"lit_rlkv.objectives.corrections.{name}"
-    for name in ("truncated", "masked", "sequence_truncated", "sequence_masked", "sparse_rl")
-)
 
 
 def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
@@ -213,7 +209,9 @@ def _check_cache(cfg: Config) -> None:
 
 
 def _check_weights_of_responses(cfg: Config) -> None:
-    """Check the bounds of importance weights."""
+    """Check the bounds of importance weights; a function of the user's own has options of its own."""
+    if _weight_function(cfg) not in WEIGHT_FUNCTIONS:
+        return
     bounds = dict(named_items(cfg.correction.get("weight_fn") or OmegaConf.create()))
     for name, value in bounds.items():
         bound = Range(above=0) if name in ("cap", "high") else Range(least=0)
@@ -224,6 +222,10 @@ def _check_weights_of_responses(cfg: Config) -> None:
         f"correction.weight_fn.low must be below correction.weight_fn.high={high}, got {low}; else nothing "
         "would count; lower it",
     )
+
+
+def _weight_function(cfg: Config) -> str:
+    return str((cfg.correction.get("weight_fn") or {}).get("_target_"))
 
 
 def _check_optimizers(cfg: Config) -> None:
@@ -274,7 +276,7 @@ def _check_losses(cfg: Config) -> None:
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
         "use distillation=none or distillation=anchor, or another correction and cache.policy",
     )
-    weight_fn = str(cfg.correction.get("weight_fn", {}).get("_target_"))
+    weight_fn = _weight_function(cfg)
     require(
         not cfg.correction.get("bypass_mode") or weight_fn not in WEIGHT_FUNCTIONS,
         f"correction.bypass_mode=true takes the sampler's log-probs for π_old, so {weight_fn} would give "

@@ -33,9 +33,13 @@ HOMES = (
     *TRUSTED[1:],
 )
 """Packages whose public classes a config may name; others could write files or run programs."""
-_CORRECTIONS = ("unweighted", "truncated", "masked", "sequence_truncated", "sequence_masked", "sparse_rl")
+WEIGHT_FUNCTIONS = tuple(
+    f"lit_rlkv.objectives.corrections.{name}"
+    for name in ("truncated", "masked", "sequence_truncated", "sequence_masked", "sparse_rl")
+)
 FUNCTIONS = (
-    *(f"lit_rlkv.objectives.corrections.{name}" for name in _CORRECTIONS),
+    *WEIGHT_FUNCTIONS,
+    "lit_rlkv.objectives.corrections.unweighted",
     "lit_rlkv.models.presets.tiny_qwen3",
     "lit_rlkv.rewards.judges.right_then_short",
     "lit_rlkv.tasks.preferences.load_preferences",

@@ -1,5 +1,7 @@
 import pytest
+from hydra import compose, initialize_config_dir
 
+from lit_rlkv.config import CONF_DIR, parse_config
 from tests.config.asking import asked, refusal
 from tests.tiers import every_nth
 
@@ -88,3 +90,10 @@ def test_values_that_would_fail_later_or_never_are_refused(overrides, says):
 def test_turning_off_clipping_is_allowed():
     cfg = asked("algorithm.max_grad_norm=null", "sft.max_grad_norm=null", "evaluation.budgets=[]")
     assert cfg.algorithm.max_grad_norm is cfg.sft.max_grad_norm is None
+
+
+def test_a_weight_function_of_the_users_own_has_options_of_its_own():
+    own = ["correction.weight_fn._target_=mine.soft", "+correction.weight_fn.kind=token"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = parse_config(compose("config", overrides=["experiment=naive", *own]))
+    assert cfg.correction.weight_fn.kind == "token"
