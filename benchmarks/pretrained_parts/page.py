@@ -73,7 +73,7 @@ def reweighting(results: Results) -> Iterator[str]:
     yield (
         f"{n_rows} sequences of {n_tokens} tokens behind prompts of about {n_prompt}, sampled at temperature "
         f"1 under {budget} keys, past end tokens. *sequences* and *tokens* are effective shares; the least "
-        f"possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}. What tis clips and mis drops is of all "
+        f"possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}. The last two columns are of all "
         "tokens."
     )
 

@@ -25,7 +25,7 @@ class Sizes:
     """Most tokens of the reply in a chat that is measured."""
     history_tokens: int = 96
     """Most tokens of the replies before it."""
-    long: tuple[int, int, int] = (16, 1024, 64)
+    long: tuple[int, int, int] = (8, 1024, 64)
     """Rows, tokens and budget of the rollouts in float32."""
     bf16: tuple[int, int, int] = (4, 128, 64)
     """Rows, tokens and budget of the rollouts in bfloat16."""

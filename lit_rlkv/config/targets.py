@@ -87,10 +87,10 @@ def check_targets(node: Any, path: str = "") -> None:
 
 
 def _may_be_named(found: Any) -> bool:
-    """True for what a trusted module of the user defines, and for classes and functions of HOMES.
+    """True for what a trusted module of the user defines, for public classes of HOMES, and for FUNCTIONS.
 
-    A module also holds what it imports, torch.load among it; only what it defines is meant. Nothing below a
-    class is: a config that could name a method could call it, by way of `_partial_` and of an argument.
+    A module also holds what it imports, torch.load among it; only what it defines is meant. Methods and
+    nested classes are refused, because `_partial_` would let a config call them.
     """
     if not (inspect.isclass(found) or inspect.isfunction(found)):
         return False

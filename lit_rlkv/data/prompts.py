@@ -91,8 +91,7 @@ class PromptSource:
 
 def check_split(task: FiniteTask, split: str) -> None:
     """Raise a ValueError if no problem of a task falls into a split; looks no further than the first."""
-    is_divided = isinstance(task, UserTask) and task.is_divided
-    if not is_divided and not any(_is_member(task, index, split) for index in range(len(task))):
+    if not _is_divided(task) and not any(_is_member(task, index, split) for index in range(len(task))):
         raise ValueError(
             f"none of the {len(task)} problems of {task} falls into the {split} split; add problems"
         )
@@ -100,11 +99,16 @@ def check_split(task: FiniteTask, split: str) -> None:
 
 def _members(task: FiniteTask, split: str) -> list[int]:
     """Return the indices of a split: as the task says, or else by each prompt."""
-    if isinstance(task, UserTask) and task.is_divided:
+    if _is_divided(task) and isinstance(task, UserTask):
         n_train = len(task) - task.n_held_out
         return [*(range(n_train) if split == "train" else range(n_train, len(task)))]
     check_split(task, split)
     return [index for index in range(len(task)) if _is_member(task, index, split)]
+
+
+def _is_divided(task: FiniteTask) -> bool:
+    """True if a task says itself which problems are for evaluation; False: a hash of each prompt decides."""
+    return isinstance(task, UserTask) and bool(getattr(task, "is_divided", task.n_held_out > 0))
 
 
 def _is_member(task: FiniteTask, index: int, split: str) -> bool:

@@ -196,7 +196,7 @@ def decode_all(
             owner |= zip(rows, samples, strict=True)
             n_left |= dict.fromkeys(rows, decoder.settings.max_new_tokens - 1)
         n_steps = steps_to_check(n_steps_done, check_every, interval)
-        n_steps = min(n_steps, max(n_left[row] for row in owner if row not in done))
+        n_steps = min(n_steps, max(n_left[row] for row in owner.keys() - done))
         n_steps_done += n_steps
         if not (waiting or decoder.keeps_rows or decoder.kv.has_room(n_steps)):
             # What grows are only the rows that still run; no prompt takes the others over.

@@ -25,7 +25,6 @@ from lit_rlkv.models.backbone import (
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.runs.context import RunContext
-from lit_rlkv.runs.launch import started_processes
 
 log = logging.getLogger(__name__)
 FOR_PASSES, FOR_CACHE = 0.5, 0.3
@@ -108,7 +107,7 @@ def free_memory(context: RunContext, module: nn.Module) -> int:
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        n_nodes, _ = started_processes() or (context.cfg.fabric.num_nodes, None)
+        n_nodes = getattr(context.fabric.strategy, "num_nodes", 1)  # of a single process: none
         total = machine_memory() * n_nodes // context.fabric.world_size
     sizes = [
         (_local_bytes(parameter, context.fabric.world_size), parameter) for parameter in module.parameters()

@@ -111,7 +111,7 @@ class Interruption:
 
     @property
     def is_agreed(self) -> bool:
-        """True if the last `is_requested` was, so that the run is about to end on all ranks."""
+        """True if the last call of `is_requested` returned True: all ranks are about to end."""
         return self._agreed is not None
 
     def raise_if_agreed(self) -> None:

@@ -171,7 +171,7 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
     try:
         pairs = held_out_pairs(context)
     except (ConfigError, NotImplementedError) as error:
-        log.warning("the reward head of %s is not scored, for want of pairs: %s", folder, error)
+        log.warning("the reward head of %s is not scored: the task makes no pairs (%r)", folder, error)
         return None
     if "reward" in roles.needed:
         with acting_as(roles, "reward") as backbone:

@@ -76,7 +76,7 @@ def train_policy(
             module,
             module.roles.backbone("policy"),
             module.roles.layout.adapter["policy"],
-            # Distillation adds the policy with all keys, or under eviction.
+            # Distillation adds a forward of the policy under the other view.
             n_graphs=module.n_graphs + (cfg.distillation is not None),
         ),
     )

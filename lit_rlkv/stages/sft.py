@@ -197,7 +197,7 @@ class SFTStage:
             module,
             self.checkpoints,
             self.every,
-            self.resumed_at or None,
+            None if resumed is None else resumed.iteration,
             has_finite_logits=module.has_finite_logits,
         )
 
@@ -253,10 +253,21 @@ class SFTStage:
                 backbone.save_pretrained(partial, state_dict=weights)
                 if head is not None:
                     save_file(head.state_dict(), partial / REWARD_HEAD)
+            self._mark(number).write_text(self._data())
 
     def _n_saved(self) -> int:
-        """Return how many passes have saved their models."""
-        return next((n for n in range(len(self.passes)) if not self._output(n).is_dir()), len(self.passes))
+        """Return how many passes have saved their models, trained on the data as they are now."""
+        marks = [self._mark(number) for number in range(len(self.passes))]
+        is_saved = [mark.is_file() and mark.read_text() == self._data() for mark in marks]
+        return is_saved.index(False) if False in is_saved else len(marks)
+
+    def _mark(self, number: int) -> Path:
+        """Return the file that says on which data a finished pass was trained; written after its model."""
+        return self.root / f"pass-{number}.data"
+
+    def _data(self) -> str:
+        """Return a digest of config and data."""
+        return sft_model_dir(self.context.cfg).name
 
     def _output(self, number: int) -> Path:
         """Return the model folder of a finished pass."""

@@ -33,9 +33,7 @@ from lit_rlkv.types import PreferencePair, Problem
 class WrongAnswers(Preferences):
     """Pairs of worked solutions and the model's wrong answers to training prompts; all are trained on."""
 
-    @property
-    def is_divided(self) -> bool:
-        return True
+    is_divided = True
 
 
 @dataclass(frozen=True)

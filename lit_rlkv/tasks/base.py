@@ -52,11 +52,7 @@ class UserTask(FiniteTask, Protocol):
 
     @property
     def n_held_out(self) -> int:
-        """Number of problems at the end of the list for evaluation alone."""
-
-    @property
-    def is_divided(self) -> bool:
-        """True if all other problems are to train on; False: their prompts decide."""
+        """Number of problems at the end of the list for evaluation alone; with 0 their prompts decide."""
 
     @property
     def digest(self) -> str | None:
@@ -92,10 +88,6 @@ class ListedTask(ABC, Generic[_Row]):
     @abstractmethod
     def at(self, index: int) -> Problem:
         """Return the problem of a row, counted from 0 without blank lines; held-out rows come last."""
-
-    @property
-    def is_divided(self) -> bool:
-        return self.n_held_out > 0
 
     def place(self, index: int) -> str:
         return self._table.places[index]

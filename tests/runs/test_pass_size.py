@@ -134,10 +134,7 @@ def test_processes_share_the_memory_of_their_machine(tmp_path, has_memory, monke
     alone = free_memory(context, roles)
     monkeypatch.setattr(Fabric, "world_size", property(lambda self: 4))
     assert alone - free_memory(context, roles) == GIB - GIB // 4
-    # of two machines, by torchrun
-    launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    for name, value in {**launched, "TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(context.fabric.strategy, "num_nodes", 2, raising=False)
     assert alone - free_memory(context, roles) == GIB - GIB // 2
 
 

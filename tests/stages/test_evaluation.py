@@ -59,4 +59,5 @@ def test_a_task_without_pairs_leaves_the_reward_head_unscored(tmp_path, caplog):
     assert report_on_reward(parts, roles, start) is not None
     assert not caplog.records
     assert report_on_reward(replace(parts, task=WithoutSolutions()), roles, start) is None
-    assert "is not scored, for want of pairs: task: there are no solutions to corrupt" in caplog.text
+    assert "is not scored: the task makes no pairs" in caplog.text
+    assert "there are no solutions to corrupt" in caplog.text

@@ -245,6 +245,11 @@ def test_a_finished_pass_is_not_trained_again(tmp_path):
         stage().run([Fails(at=3)])
     resumed = stage()
     assert (resumed.first, resumed.resumed_at, resumed.resumed) == (1, 2, None)
+    mark = tmp_path / "work" / "pass-0.data"
+    trained_on = mark.read_text()
+    mark.write_text("other rows")
+    assert stage().first == 0
+    mark.write_text(trained_on)
     assert weights_of(resumed.run([])) == weights_of(straight)
 
 
