@@ -43,7 +43,7 @@ def answers(results: Results) -> Iterator[str]:
         n_rows, n_tokens, values = shares
         low, high = extremes(values)
         yield (
-            f"**A learner with all keys cannot reweight whole responses.** After {n_tokens} sampled tokens "
+            f"**A learner with all keys cannot reweight whole responses.** After {n_tokens:,} sampled tokens "
             f"{n_rows} sequences count like {n_rows * values[low]:.1f} (`{low}`) to "
             f"{n_rows * values[high]:.1f} (`{high}`)."
         )

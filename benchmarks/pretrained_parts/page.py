@@ -71,8 +71,8 @@ def reweighting(results: Results) -> Iterator[str]:
     yield from claims.clipping(results)
     yield tables.weights(results)
     yield (
-        f"{n_rows} sequences of {n_tokens} tokens behind prompts of about {n_prompt}, sampled at temperature "
-        f"1 under {budget} keys, past end tokens. *sequences* and *tokens* are effective shares; the least "
+        f"{n_rows} sequences of {n_tokens:,} tokens behind prompts of about {n_prompt}, sampled at "
+        f"temperature 1 under {budget} keys, past end tokens. *sequences* and *tokens* are effective shares; the least "
         f"possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}. The last two columns are of all "
         "tokens."
     )
@@ -113,7 +113,7 @@ def costs(results: Results) -> Iterator[str]:
     yield (
         f"**{min(speeds):.0f} to {max(speeds):.0f} tokens are sampled per second under {cell['budget']} keys"
         f"{beside}**, {cell['rows']} sequences at a time, in float32 on one machine ({row['device']}), each "
-        "measured once."
+        "measured once, with other work on the machine."
     )
     yield tables.costs(results)
 
