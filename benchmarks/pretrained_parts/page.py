@@ -73,8 +73,8 @@ def reweighting(results: Results) -> Iterator[str]:
     yield (
         f"{n_rows} sequences of {n_tokens:,} tokens behind prompts of about {n_prompt}, sampled at "
         f"temperature 1 under {budget} keys, past end tokens. *sequences* and *tokens* are effective shares; "
-        f"the least possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}. The last two columns are of all "
-        "tokens."
+        f"the least possible one of sequences is 1/{n_rows} = {1 / n_rows:.2f}. The last two columns are of "
+        "all tokens."
     )
 
 
