@@ -12,11 +12,14 @@ from typing import cast
 
 import torch
 from lightning.fabric import Fabric
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from lit_rlkv import interrupts
 from lit_rlkv.config import quoted
+from lit_rlkv.config.targets import user_code
 from lit_rlkv.runs.context import CONFIG
+from lit_rlkv.trust import KEY, trusted_modules
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
 """Signals that schedulers send before they kill a job."""
@@ -150,7 +153,7 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
     """Return the line and the exit code with which an interrupted run ends.
 
     Args:
-        overrides: of the command line; trust in modules is not saved, and a saved logger may write into its
+        overrides: of the command line; trust in code is not saved, and a saved logger may write into its
             run's folder alone, so resuming needs both again.
     """
     is_saved = (run_dir / CONFIG).is_file()
@@ -163,6 +166,9 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
     repeated = [one for one in overrides if re.match(r"\+{0,2}(trusted_modules=|logger[.=])", one)]
+    if used := user_code(OmegaConf.select(OmegaConf.load(run_dir / CONFIG), "reward.functions") or {}):
+        names = map(quoted, dict.fromkeys((*trusted_modules(), *used.values())))
+        repeated = [one for one in repeated if f"{KEY}=" not in one] + [f"{KEY}=[{','.join(names)}]"]
     command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *repeated])
     return f"{error}; resume with {command}", interrupts.EXIT_CODE
 
