@@ -173,7 +173,7 @@ class SFTStage:
         """Run one pass and return its reward head; the backbone is trained in place."""
         context, stage, cfg = self.context, self.passes[number], self.context.cfg.sft
         task = context.task
-        if stage.n_answered > 0:
+        if stage.n_answered > 0:  # asked again on resume, because the answers are not saved
             task = on_policy_preference_pairs(context, backbone, stage.n_answered, stage.seed)
         module = HydraSFT(
             backbone,
