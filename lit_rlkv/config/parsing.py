@@ -212,7 +212,7 @@ def _check_weights_of_responses(cfg: Config) -> None:
     """Check the bounds of importance weights; a function of the user's own has options of its own."""
     if _weight_function(cfg) not in WEIGHT_FUNCTIONS:
         return
-    bounds = dict(named_items(cfg.correction.get("weight_fn") or OmegaConf.create()))
+    bounds = dict(named_items(cfg.correction.weight_fn))
     for name, value in bounds.items():
         bound = Range(above=0) if name in ("cap", "high") else Range(least=0)
         _check_number(bound, f"correction.weight_fn.{name}", value, "it bounds a ratio of probabilities")

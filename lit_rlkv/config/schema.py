@@ -271,7 +271,7 @@ class SFTConfig:
     def trains_reward_head(self) -> bool:
         """True if the stage trains a reward head."""
         on_task_pairs = self.n_pairs > 0 and (self.reward_weight > 0 or not self.joint)
-        return on_task_pairs or (self.on_policy_pairs.n_prompts > 0)
+        return on_task_pairs or self.on_policy_pairs.n_prompts > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,7 +170,7 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
         return None
     try:
         pairs = held_out_pairs(context)
-    except (ConfigError, NotImplementedError) as error:
+    except (ConfigError, NotImplementedError) as error:  # a task of the user's may leave `corrupt` out
         log.warning("the reward head of %s is not scored: the task makes no pairs (%r)", folder, error)
         return None
     if "reward" in roles.needed:
