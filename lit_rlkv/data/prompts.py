@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.tasks.base import FiniteTask, Task, UserTask
@@ -99,14 +99,14 @@ def check_split(task: FiniteTask, split: str) -> None:
 
 def _members(task: FiniteTask, split: str) -> list[int]:
     """Return the indices of a split: as the task says, or else by each prompt."""
-    if _is_divided(task) and isinstance(task, UserTask):
+    if _is_divided(task):
         n_train = len(task) - task.n_held_out
         return [*(range(n_train) if split == "train" else range(n_train, len(task)))]
     check_split(task, split)
     return [index for index in range(len(task)) if _is_member(task, index, split)]
 
 
-def _is_divided(task: FiniteTask) -> bool:
+def _is_divided(task: FiniteTask) -> TypeGuard[UserTask]:
     """True if a task says itself which problems are for evaluation; False: a hash of each prompt decides."""
     return isinstance(task, UserTask) and bool(getattr(task, "is_divided", task.n_held_out > 0))
 
