@@ -107,7 +107,7 @@ def free_memory(context: RunContext, module: nn.Module) -> int:
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        n_nodes = getattr(context.fabric.strategy, "num_nodes", 1)  # the strategy of a single process has no nodes
+        n_nodes = getattr(context.fabric.strategy, "num_nodes", 1)  # a single process has no such number
         total = machine_memory() * n_nodes // context.fabric.world_size
     sizes = [
         (_local_bytes(parameter, context.fabric.world_size), parameter) for parameter in module.parameters()
