@@ -1,41 +1,58 @@
 """Prove the project on a GPU, stage by stage, in a machine that is lent for minutes and has no network.
 
-    python benchmarks/gpu.py --out FOLDER [--stages A B C D E] [--minutes 8]
+    python benchmarks/gpu.py --out FOLDER [--stages Q A C B D E] [--minutes 8]
     python benchmarks/gpu.py --out FOLDER --toy        the whole path at toy size on a CPU
 
-A correctness, B kernels, C rollout and replay gap, D learner, E tuning. Each stage takes at most `--minutes`,
-is useful alone, and keeps every measurement in FOLDER as it is made; started again with the same FOLDER, it
-goes on. A stage that crashes does not stop the next. Printed after each stage and written to FOLDER/gpu.md is
-what was measured against its target (gpu_parts/targets.py). The exit status is 1 if a stage crashed, a target
-was not met, or the tests of stage A did not all run.
+Q a quick look at all of it, A correctness, B kernels, C rollout and replay gap, D learner, E tuning. Each stage
+takes at most `--minutes`, is useful alone, and adds every measurement to FOLDER/gpu.jsonl as it is made; started
+again with the same FOLDER, or with a copy of that file, it goes on. A stage that crashes does not stop the next.
+Printed after each stage and written to FOLDER/gpu.md is what was measured against its target
+(gpu_parts/targets.py); FOLDER/gpu.log has the output. The exit status is 1 if a stage crashed, a target was not
+met, or the tests of stage A did not all run.
 
 Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package.
 """
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from gpu_parts.stages import TITLES, Ended, environment, run_stage
+from gpu_parts.stages import LOG, PAGE, TITLES, Ended, environment, run_stage, say
 
 
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.update(environment(args.out, is_toy=args.toy))
-    is_good = True
+    is_good, log = True, args.out / LOG
+    if not args.toy:
+        say(smoke_test(), log)
     for stage in args.stages:
-        print(f"\n== {stage}: {TITLES[stage]}, at most {args.minutes:g} minutes", flush=True)
+        say(f"\n== {stage}: {TITLES[stage]}, at most {args.minutes:g} minutes", log)
         ended = run_stage(stage, args.out, args.minutes, is_toy=args.toy)
         page, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
-        print("\n" + page, flush=True)
+        say("\n" + page, log)
         # Of the tests none may be left out; a benchmark that runs out of time goes on when it is run again.
         has_ended = ended.outcome == "done" or (ended.outcome == "out of time" and stage != "A")
         is_good = is_good and has_ended and (meets_targets or args.toy)
     sys.exit(0 if is_good else 1)
+
+
+def smoke_test() -> str:
+    """Say which GPU this is; memory that cannot grow in place here is allocated in the usual way.
+
+    The test runs in another process, because CUDA reads the setting once.
+    """
+    code = "import torch; x = torch.ones(2**20, device='cuda'); print(torch.cuda.get_device_name(), x.sum().item())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return done.stdout.strip()
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
+    return f"expandable_segments does not work here: {done.stderr.strip().splitlines()[-1]}"
 
 
 def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple[str, bool]:
@@ -50,7 +67,7 @@ def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple
 
     record.append("stages", {"stage": stage, **asdict(ended)})
     records = page.read_records()
-    (folder / "gpu.md").write_text(page.written(records, is_toy=is_toy), encoding="utf-8")
+    (folder / PAGE).write_text(page.written(records, is_toy=is_toy), encoding="utf-8")
     meets_targets = all(figure.is_good for figure in figures([stage], records))
     return page.section(stage, records, is_toy=is_toy), meets_targets
 
@@ -60,7 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the rows and of gpu.md")
-    parser.add_argument("--stages", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--stages", nargs="+", choices=TITLES, default=["Q", "A", "C", "B", "D", "E"])
     parser.add_argument("--minutes", type=float, default=8.0, help="of each stage")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     args = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Speed of the Triton kernels, against the machine's limits and against alternatives.
 
     python benchmarks/kernels.py [--plot kernels.png]
-    python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20
+    python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20 [--skip-flex]
     python benchmarks/kernels.py --ops decode_attention shadow_attention --tune
 
 Each case is first proven right against its definition, and refused if it is not; then it and its comparisons
@@ -61,7 +61,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose label contains it")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cases whose label contains it; _ stands for a space"
+    )
+    parser.add_argument(
+        "--skip-flex", action="store_true", help="leave out FlexAttention, which takes a minute to compile"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--size", choices=("real", "toy"), help="default: real on CUDA, toy on a CPU")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each way")
@@ -78,6 +83,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.tune and args.device == "cpu" and args.size is None:
         parser.error("--tune times compiled kernels, which needs --device cuda; --size toy shows it on a CPU")
+    args.only = args.only.replace("_", " ")
     args.size = args.size or ("real" if args.device == "cuda" else "toy")
     args.record = args.device == "cuda" if args.record is None else args.record
     return args

@@ -1,6 +1,6 @@
 """The record of every measurement: machine, commit, versions; one JSON line per run.
 
-Rows go to benchmarks/results, or to the folder that BENCHMARK_RESULTS names.
+Rows go to benchmarks/results, a file for each name; or, all of them, to the one file that BENCHMARK_RESULTS names.
 """
 
 import hashlib
@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", ROOT / "benchmarks" / "results"))
+RESULTS = ROOT / "benchmarks" / "results"
+ONE_FILE = os.environ.get("BENCHMARK_RESULTS")
+"""A file for the rows of all names, each with its name as `record`."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "lightning")
 
 
@@ -74,16 +76,23 @@ def cpu_name() -> str:
 
 
 def append(name: str, row: dict) -> None:
-    """Add one measurement to NAME.jsonl."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with (RESULTS / f"{name}.jsonl").open("a") as file:
-        file.write(json.dumps(provenance() | row) + "\n")
+    """Add one measurement of this name."""
+    path = _path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entry = ({} if ONE_FILE is None else {"record": name}) | provenance() | row
+    with path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def rows(name: str) -> list[dict]:
-    """All measurements of NAME.jsonl, in the order of their time."""
-    path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """All measurements of this name, in the order of their time."""
+    path = _path(name)
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return found if ONE_FILE is None else [row for row in found if row["record"] == name]
+
+
+def _path(name: str) -> Path:
+    return RESULTS / f"{name}.jsonl" if ONE_FILE is None else Path(ONE_FILE)
 
 
 def find(name: str, **wanted: object) -> dict | None:

@@ -41,8 +41,8 @@ Row = dict[str, Any]
 
 def measurements(
     setting: Setting, budgets: list[int], limit: TimeLimit, *, skip_theirs: bool
-) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Yield the entries that tell a row from the others, and what measures it."""
+) -> Iterator[tuple[Row, Callable[[], Iterator[Row]]]]:
+    """Yield the entries that tell a row from the others, and what measures it: estimates first."""
     first, *others = budgets
     ours = {
         "batch": setting.batch,
@@ -53,7 +53,7 @@ def measurements(
     yield ours | {"budget": first}, lambda: time_ours(setting, first, limit)
     if not skip_theirs:
         theirs = {"cache": "transformers dense", "asked_batch": setting.batch, "new": setting.new}
-        yield theirs, lambda: time_theirs(setting)
+        yield theirs, lambda: iter([time_theirs(setting)])
     for budget in others:
         yield ours | {"budget": budget}, lambda budget=budget: time_ours(setting, budget, limit)
 
@@ -131,12 +131,11 @@ def main() -> None:
         if row is None and limit.is_over:
             print(f"{key.get('cache', key.get('budget'))}: no time left; start again to go on")
             continue
-        if row is None:
-            row = common | measure()
-            if records:
+        for row in [row] if row is not None else (common | found for found in measure()):
+            if records and row.get("source") is None:
                 record.append(NAME, row)
+            print_row(row)
         rows.append(row)
-        print_row(row)
     print_ratios(rows)
     if arguments.plot:
         plot(rows, arguments.plot)

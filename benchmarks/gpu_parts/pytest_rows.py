@@ -6,8 +6,8 @@ every later test of the process would fail as well. When pytest is started again
 
 import pytest
 import record
-import torch
 from gpu_parts.stages import LOST_DEVICE
+from kernel_parts.timing import is_device_lost
 
 NAME = "tests"
 
@@ -34,18 +34,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
     if report.failed:
-        row |= {"error": report.longreprtext[-2000:], "lost_device": has_lost_device()}
+        row |= {"error": report.longreprtext[-2000:], "lost_device": is_device_lost()}
     record.append(NAME, row)
     if row.get("lost_device"):
         pytest.exit(f"{report.nodeid} left the device unusable", returncode=LOST_DEVICE)
-
-
-def has_lost_device() -> bool:
-    """True if nothing can run on the GPU any more in this process."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False

@@ -8,12 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ROWS, LOG, PAGE = "gpu.jsonl", "gpu.log", "gpu.md"
+"""All that a run leaves in its folder; the first is all that a restart needs."""
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE = Path.home() / ".cache" / "lit_rlkv"
 """Folder of compiled kernels."""
@@ -23,26 +26,48 @@ GRACE_S = 15.0
 """Seconds between the signal that ends a command as Ctrl-C does, and the one that it cannot refuse."""
 N_LAST_LINES = 30
 TITLES = {
+    "Q": "quick",
     "A": "correctness",
     "B": "kernels",
     "C": "rollout and replay gap",
     "D": "learner",
     "E": "tuning",
 }
-GPU_TESTS = (
-    "tests/kernels",
-    "tests/models/test_lm_head.py",
-    "tests/rollout/test_compiled_layers.py",
+QUICK_TESTS = (
     "tests/rollout/test_decoder.py",
     "tests/rollout/test_graph.py",
     "tests/rollout/test_growing_cache.py",
 )
+ONE_OF_EACH_KERNEL = {
+    "tests/kernels/test_decode_attention.py": "test_real_sizes_are_as_accurate and dtype0 and 2048",
+    "tests/kernels/test_shadow_kernels.py": "at_real_sizes and dtype2 and 128-contiguous",
+    "tests/kernels/test_evict.py": "moves_the_bits or captured",
+    "tests/kernels/test_slot_scores.py": "at_real_size and dtype0",
+}
+"""Files of GPU tests, and pytest's -k for the quick stage."""
+KERNEL_TESTS = tuple(
+    f"tests/kernels/test_{name}.py"
+    for name in (
+        "shadow_kernels",
+        "decode_attention",
+        "slot_scores",
+        "token_logps",
+        "evict",
+        "token_logps_rows",
+        "token_sampling",
+    )
+)
+N_PROCESSES = 4
+"""Of the kernel tests: most of their time is compilation."""
+COMPILED_TESTS = ("tests/rollout/test_compiled_layers.py", "tests/models/test_lm_head.py")
 TOY_TESTS = ("tests/kernels/test_triton_functions.py", "tests/kernels/test_device.py")
+
+Command = list[str]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a stage ended."""
+    """How a stage or a command ended."""
 
     outcome: str
     """`done`, `crashed`, or `out of time`."""
@@ -50,25 +75,50 @@ class Ended:
     last_lines: list[str]
 
 
-def commands(stage: str, minutes: float, *, is_toy: bool) -> list[list[str]]:
-    """Return the commands of a stage, which share its minutes."""
+def commands(stage: str, *, is_toy: bool) -> list[list[Command]]:
+    """Return the commands of a stage: those of an inner list run at the same time."""
+    return [*tests_of(stage, is_toy=is_toy), *([command] for command in benchmarks_of(stage, is_toy=is_toy))]
+
+
+def tests_of(stage: str, *, is_toy: bool) -> list[list[Command]]:
+    """Return the pytest commands of a stage, those of decoder and graphs first: what is fast rests on them."""
+    if is_toy and stage in ("Q", "A"):
+        return [[pytest_command(TOY_TESTS, "not slow and not gpu")]]
+    if stage == "Q":
+        kernels = [pytest_command([file], "gpu", chosen) for file, chosen in ONE_OF_EACH_KERNEL.items()]
+        return [[pytest_command(QUICK_TESTS, "gpu"), *kernels]]
     if stage == "A":
-        return [test_command(is_toy=is_toy)]
-    timed = TOY[stage] if is_toy else REAL[stage]
+        kernels = [pytest_command(KERNEL_TESTS[i::N_PROCESSES], "gpu") for i in range(N_PROCESSES)]
+        return [[pytest_command(QUICK_TESTS, "gpu")], kernels, [pytest_command(COMPILED_TESTS, "gpu")]]
+    return []
+
+
+def benchmarks_of(stage: str, *, is_toy: bool) -> list[Command]:
+    """Return the benchmarks of a stage; each is told how many minutes are left when it starts."""
+    timed = (TOY if is_toy else REAL).get(stage, [])
     if stage == "C" and not is_toy and MODEL.is_file() and find_spec("gguf"):
         timed = [*timed, f"replay_gap.py --model {MODEL} --budget 256 --new 512"]
     return [
-        [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--minutes", f"{minutes * OWN_SHARE}"]
+        [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--minutes", "0"]
         for script, *arguments in map(str.split, timed)
     ]
 
 
+SHADOW = "kernels.py --record --ops shadow_attention --only"
 REAL = {
+    "Q": [
+        "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs",
+        "kernels.py --record --ops decode_attention --only 64,",
+        f"{SHADOW} 16384_tokens,_budget_1024 --skip-flex",
+    ],
     # What has targets first: FlexAttention's compiler takes a minute for a length of shadow attention.
     "B": [
         "kernels.py --record --ops decode_attention",
-        "kernels.py --record --ops shadow_attention --only 16384",
-        "kernels.py --record --ops token_logps token_sampling slot_scores evict shadow_attention",
+        f"{SHADOW} 16384_tokens --skip-flex",
+        *(
+            f"kernels.py --record --ops {op}"
+            for op in ("token_logps", "token_sampling", "slot_scores", "evict", "shadow_attention")
+        ),
     ],
     "C": [
         "rollout.py --record --rounds 1 --budgets 1024",
@@ -77,15 +127,18 @@ REAL = {
         "rollout.py --record --rounds 1 --budgets 512 2048 --skip-theirs",
     ],
     "D": ["learner.py --record --lengths 16384 8192 4096"],
-    "E": ["kernels.py --record --tune"],
+    "E": [f"kernels.py --record --tune --ops {op}" for op in ("decode_attention", "shadow_attention")],
 }
 TOY_RUN = "--device cpu --record"
+TOY_ROLLOUT = f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 32 --budgets 16"
 TOY = {
-    "B": [f"kernels.py {TOY_RUN} --rounds 1 --ops decode_attention shadow_attention --only 3"],
-    "C": [
-        f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 32 --budgets 16",
-        f"replay_gap.py {TOY_RUN} --batch 2 --new 32 --budget 16",
+    "Q": [
+        f"{TOY_ROLLOUT} --skip-theirs",
+        f"kernels.py {TOY_RUN} --rounds 1 --ops decode_attention --only 3",
+        f"kernels.py {TOY_RUN} --rounds 1 --ops shadow_attention --only 96_tokens,_budget_32 --skip-flex",
     ],
+    "B": [f"kernels.py {TOY_RUN} --rounds 1 --ops {op} --only 3" for op in ("decode_attention", "evict")],
+    "C": [TOY_ROLLOUT, f"replay_gap.py {TOY_RUN} --batch 2 --new 32 --budget 16"],
     "D": [
         f"learner.py {TOY_RUN} --rounds 1 --layers 1 --lengths 24 --budgets 8 --interval 4 --prompt 6",
     ],
@@ -94,13 +147,12 @@ TOY = {
 """A CPU can run these; their figures mean nothing."""
 LOST_DEVICE = 77
 """Exit status of tests that left the device unusable."""
-OK_CODES = {"A": (0, 1, 5)}
-"""Exit statuses of a command that did its work, where 0 is not the only one: pytest's for failed tests, which
-the table shows, and for none left to run."""
+TESTS_DID_THEIR_WORK = (0, 1, 5)
+"""Exit statuses of pytest: passed, failed (the table shows it), none left to run."""
 
 
-def test_command(*, is_toy: bool) -> list[str]:
-    """Return pytest on the GPU tests, without the options of pyproject.toml that need further packages."""
+def pytest_command(tests: Sequence[str], marker: str, chosen: str | None = None) -> Command:
+    """Return pytest on these tests, without the options of pyproject.toml that need further packages."""
     options = [
         "-o",
         "addopts=--import-mode=importlib",
@@ -109,19 +161,19 @@ def test_command(*, is_toy: bool) -> list[str]:
         "-p",
         "gpu_parts.pytest_rows",
     ]
-    tests = TOY_TESTS if is_toy else GPU_TESTS
-    marker = "not slow and not gpu" if is_toy else "gpu"
-    return [sys.executable, "-m", "pytest", "-q", "--tb=short", *options, "-m", marker, *tests]
+    choice = [] if chosen is None else ["-k", chosen]
+    return [sys.executable, "-m", "pytest", "-q", "--tb=short", *options, "-m", marker, *choice, *tests]
 
 
 def environment(folder: Path, *, is_toy: bool) -> dict[str, str]:
     """Return the environment of the commands.
 
-    Rows go to the folder, memory grows in place, and what one command has compiled the next one finds.
+    Rows go to one file of the folder, memory grows in place, and what one command has compiled the next one
+    finds.
     """
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     ours = {
-        "BENCHMARK_RESULTS": str(folder.resolve()),
+        "BENCHMARK_RESULTS": str(folder.resolve() / ROWS),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
@@ -133,36 +185,47 @@ def environment(folder: Path, *, is_toy: bool) -> dict[str, str]:
 
 
 def run_stage(stage: str, folder: Path, minutes: float, *, is_toy: bool) -> Ended:
-    """Run the commands of a stage one after the other until its minutes are over.
-
-    A command that fails does not stop the next. Tests that lose the device are started again, without the one
-    that lost it.
-    """
+    """Run the commands of a stage; one that fails does not stop the next."""
     started_at = time.monotonic()
-    outcomes, last_lines = [], []
-    todo = deque(commands(stage, minutes, is_toy=is_toy))
-    while todo:
-        command = todo.popleft()
-        left_s = started_at + 60 * minutes - time.monotonic()
-        if left_s <= 0:
-            outcomes.append("out of time")
-            break
-        if command[-2] == "--minutes":
-            command[-1] = f"{left_s / 60 * OWN_SHARE:.3f}"
-        env, ok_codes = environment(folder, is_toy=is_toy), OK_CODES.get(stage, (0,))
-        outcome, lines = run_command(command, env, left_s, ok_codes)
-        if outcome == "lost the device":
-            todo.appendleft(command)
-            continue
-        outcomes.append(outcome)
-        if outcome != "done":
-            last_lines += lines
-    worst = max(outcomes, key=("done", "out of time", "crashed").index)
+    env, log = environment(folder, is_toy=is_toy), folder / LOG
+    ended = []
+    for group in commands(stage, is_toy=is_toy):
+        ends_at = started_at + 60 * minutes
+        with ThreadPoolExecutor(len(group)) as pool:
+            run = partial(run_until, env=env, log=log, ends_at=ends_at)
+            ended += pool.map(run, group)
+    worst = max((one.outcome for one in ended), key=("done", "out of time", "crashed").index)
+    last_lines = [line for one in ended if one.outcome != "done" for line in one.last_lines]
     return Ended(worst, time.monotonic() - started_at, last_lines)
 
 
+def run_until(command: Command, *, env: dict[str, str], log: Path, ends_at: float) -> Ended:
+    """Run a command until a moment; tests that lose the device are started again, without the one that did."""
+    started_at = time.monotonic()
+    while (left_s := ends_at - time.monotonic()) > 0:
+        if command[-2] == "--minutes":
+            command = [*command[:-1], f"{left_s / 60 * OWN_SHARE:.3f}"]
+        ok_codes = TESTS_DID_THEIR_WORK if "pytest" in command else (0,)
+        outcome, lines = run_command(command, env, left_s, ok_codes, log)
+        if outcome != "lost the device":
+            return Ended(outcome, time.monotonic() - started_at, lines)
+    return Ended("out of time", time.monotonic() - started_at, [])
+
+
+def say(text: str, log: Path | None) -> None:
+    """Print, and keep it in the log of the run."""
+    print(text, flush=True)
+    if log is not None:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
 def run_command(
-    command: Sequence[str], env: dict[str, str], limit_s: float, ok_codes: Sequence[int] = (0,)
+    command: Sequence[str],
+    env: dict[str, str],
+    limit_s: float,
+    ok_codes: Sequence[int] = (0,),
+    log: Path | None = None,
 ) -> tuple[str, list[str]]:
     """Print what a command prints, and return how it ended and its last lines."""
     process = subprocess.Popen(
@@ -181,7 +244,7 @@ def run_command(
     def copy() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
+            say(line.rstrip(), log)
             last.append(line.rstrip())
 
     reader = threading.Thread(target=copy, daemon=True)

@@ -22,8 +22,9 @@ ROLLOUT_OVER_GENERATE = 6.0
 ROLLOUT_TOKENS_PER_S = 30_000
 """Least rate on an H100."""
 GAP_MODEL = "1.5b"
-BF16_GAP = {"mean": 2e-3, "p99": 2e-2}
-"""|replayed − sampled| in nats, per response token."""
+BF16_GAP = {"mean": 2e-2, "p99": 6e-2}
+"""|replayed − sampled| in nats, per response token. It grows with the width by rounding alone: with random weights
+and 28 layers its mean is 2.4e-3, 4.5e-3 and 8.1e-3 at 256, 512 and 1,024 wide, so about 1e-2 at 1,536."""
 FLOAT32_GAP = 1e-4
 """Largest gap of a token in nats."""
 
@@ -88,6 +89,20 @@ def kernels(records: Records) -> Iterator[Figure]:
             yield Figure("B", f"{row['op']}, {row['label']}: {_why_not(row)}", None)
 
 
+def quick(records: Records) -> Iterator[Figure]:
+    """Yield one figure of each kind, as the other stages judge them."""
+    first = {
+        f"decode with scores, {DECODE_SLOTS[0]} slots, share of copy bandwidth",
+        f"shadow attention, {SHADOW_TOKENS} tokens, budget 1024, speed over torch's dense flash",
+        f"shadow attention, {SHADOW_TOKENS} tokens, budget 1024, speed over dense cuDNN",
+        "rollout",
+    }
+    yield from correctness(records)
+    for figure in (*kernels(records), *rollout(records)):
+        if figure.name in first:
+            yield figure
+
+
 def rollout(records: Records) -> Iterator[Figure]:
     """Yield the rollout against transformers.generate, and the gaps of replay."""
     rows = records.get("rollout", ())
@@ -104,7 +119,9 @@ def rollout(records: Records) -> Iterator[Figure]:
     ]
     is_h100 = ours is not None and "H100" in ours["device"]
     yield Figure("C", "rollout", speed, ROLLOUT_TOKENS_PER_S if is_h100 else None, unit=units[0])
-    yield Figure("C", "rollout, compiled layers", compiled and compiled["tokens_per_s"], unit=units[1])
+    value = compiled and compiled["tokens_per_s"]
+    target = ROLLOUT_TOKENS_PER_S if compiled and is_h100 else None
+    yield Figure("C", "rollout, compiled layers", value, target, unit=units[1])
     batch = f", batch {theirs['batch']}" if theirs and "batch" in theirs else ""
     yield Figure("C", f"transformers.generate{batch}", theirs and theirs["tokens_per_s"], unit="tokens/s")
     gaps = records.get("replay_gap", ())
@@ -169,6 +186,7 @@ def _ratio(row: Row | None, over: str, under: str) -> float | None:
 
 
 FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
+    "Q": quick,
     "A": correctness,
     "B": kernels,
     "C": rollout,

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from kernel_parts.accuracy import WrongKernelError
 from kernel_parts.counts import Work
-from kernel_parts.timing import Call, Ceilings, Spread, first_seconds, spread, taking_turns
+from kernel_parts.timing import (
+    Call,
+    Ceilings,
+    Spread,
+    first_seconds,
+    is_device_lost,
+    spread,
+    taking_turns,
+)
 from live_bytes import CudaBytes, LiveBytes, Meter
 from torch import Tensor
 
@@ -21,6 +29,8 @@ class Setting:
     device: str
     is_toy: bool
     n_rounds: int
+    times_flex: bool = True
+    """FlexAttention is compared with, too; compiling it takes a minute for each length."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,8 +57,6 @@ class Arm:
     call: Call
     work: Work | None = None
     """None where no ceiling applies."""
-    may_fail: bool = False
-    """A comparison that memory, torch's version or the device may not allow."""
 
 
 @dataclass(frozen=True)
@@ -141,30 +149,39 @@ def is_done(row: dict | None) -> bool:
 
 
 def try_to_measure(build: Builder, setting: Setting, ceilings: Ceilings) -> CaseResult | Refusal:
-    """Return the measurements of a case, or why there are none; the other cases of a run go on."""
+    """Return the measurements of a case, or why there are none; the other cases of a run go on.
+
+    Raises:
+        Exception: the device is lost, so that no other case could be measured.
+    """
     try:
         return measure(build(), setting, ceilings)
     except Exception as error:
-        is_memory = is_out_of_memory(error)
-        if not (is_memory or isinstance(error, WrongKernelError)):
+        if is_device_lost():
             raise
-        return Refusal(str(error).strip().partition("\n")[0], is_memory)
+        return Refusal(_reason(error), is_out_of_memory(error))
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, and its type where it is not the check's."""
+    first_line = str(error).strip().partition("\n")[0][:300]
+    return first_line if isinstance(error, WrongKernelError) else f"{type(error).__name__}: {first_line}"
 
 
 def measure(case: Case, setting: Setting, ceilings: Ceilings) -> CaseResult:
     """First calls, then the proof, then times in turns, then memory.
 
-    An arm that runs out of memory is left out, like one that may fail; `over_ours` is the time over that of
-    the first arm that ran.
+    An arm that cannot run is left out; `over_ours` is the time over that of the first arm that ran.
 
     Raises:
-        torch.OutOfMemoryError: no arm fits into memory, or the proof does not.
+        RuntimeError: no arm can run.
         WrongKernelError: the kernel's result is not the definition's.
     """
     first_s, failed = _first_calls(case, setting)
     arms = [arm for arm in case.arms if arm.name in first_s]
     if not arms:
-        raise torch.OutOfMemoryError(f"no way of {case.op}, {case.label} fits: {failed[0].reason}")
+        why = torch.OutOfMemoryError if all(failure.out_of_memory for failure in failed) else RuntimeError
+        raise why(f"no way of {case.op}, {case.label} can run: {failed[0].reason}")
     error = case.check()
     times = taking_turns(
         {arm.name: arm.call for arm in arms}, setting.device, setting.n_rounds, prepare=case.prepare
@@ -195,11 +212,9 @@ def _first_calls(case: Case, setting: Setting) -> tuple[dict[str, float], tuple[
         try:
             seconds[arm.name] = first_seconds(arm.call, setting.device)
         except Exception as error:  # whatever a backend raises: it is reported, and the others are measured
-            is_memory = is_out_of_memory(error)
-            if not (arm.may_fail or is_memory):
+            if is_device_lost():
                 raise
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
-            failed.append(Failure(arm.name, reason, is_memory))
+            failed.append(Failure(arm.name, _reason(error), is_out_of_memory(error)))
         release(setting.device)
     if case.prepare is not None:
         case.prepare()

@@ -119,4 +119,4 @@ def report(results: list[CaseResult], setting: Setting, limits: Ceilings) -> str
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    return Setting(args.device, args.size == "toy", args.rounds)
+    return Setting(args.device, args.size == "toy", args.rounds, times_flex=not args.skip_flex)

@@ -160,13 +160,21 @@ def _dense_arms(setting: Setting, inputs: Inputs, work: Work) -> tuple[Arm, ...]
         partial(both_passes, inputs, partial(dense, backend=backend))
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
     )
-    return Arm("dense flash", flash, work), Arm("dense cuDNN", cudnn, work, may_fail=True)
+    return Arm("dense flash", flash, work), Arm("dense cuDNN", cudnn, work)
 
 
 def _masked_arms(setting: Setting, inputs: Inputs, work: Work) -> tuple[Arm, ...]:
     """The same table by FlexAttention, its mask of blocks made apart; and where it fits by a whole mask."""
     if setting.device != "cuda":
         return ()  # FlexAttention has no gradients there, and the definition is what is timed as ours
+    arms = _flex_arms(inputs, work) if setting.times_flex else ()
+    if inputs.query.shape[2] > MAX_REFERENCE_SEQ:
+        return arms
+    by_definition = partial(shadow, kernels="reference", make_plan=lambda: None)
+    return *arms, Arm("reference", partial(both_passes, inputs, by_definition), work)
+
+
+def _flex_arms(inputs: Inputs, work: Work) -> tuple[Arm, ...]:
     torch.compiler.reset()  # past some number of recompilations torch would quietly stop to compile
     group = inputs.query.shape[1] // inputs.key.shape[1]
     make_mask = partial(torch.compile(flex.block_mask, dynamic=False), inputs.evicted_at, group)
@@ -175,14 +183,10 @@ def _masked_arms(setting: Setting, inputs: Inputs, work: Work) -> tuple[Arm, ...
     def by_flex(inputs: Inputs) -> Tensor:
         return attend(*inputs.trained, block_mask=mask_once(), scale=inputs.scaling, enable_gqa=group > 1)
 
-    arms = (
-        Arm("FlexAttention's mask", make_mask, may_fail=True),
-        Arm("FlexAttention", partial(both_passes, inputs, by_flex), work, may_fail=True),
+    return (
+        Arm("FlexAttention's mask", make_mask),
+        Arm("FlexAttention", partial(both_passes, inputs, by_flex), work),
     )
-    if inputs.query.shape[2] > MAX_REFERENCE_SEQ:
-        return arms
-    by_definition = partial(shadow, kernels="reference", make_plan=lambda: None)
-    return *arms, Arm("reference", partial(both_passes, inputs, by_definition), work, may_fail=True)
 
 
 def check(label: str, inputs: Inputs, attend: Attend | None = None) -> float:

@@ -14,8 +14,9 @@ Device = torch.device | str
 N_WARM_UP = 2
 """Rounds whose times are dropped."""
 FLUSH_BYTES, N_FLUSHES = 2**29, 4
-"""Written before each timed call on CUDA: more than any L2 holds, so that inputs come from memory, and long
-enough for the host to be ahead of the device, so that what it takes to launch is not timed."""
+"""Written before each timed call on CUDA, and then read once: more than any L2 holds, so that inputs come from
+memory, and long enough for the host to be ahead of the device, so that what it takes to launch is not timed. The
+reading leaves lines in the L2 that need not be written back within the timed call."""
 CPU_COPY_BYTES, CUDA_COPY_BYTES = 2**26, 2**31
 CPU_MATMUL, CUDA_MATMUL = 768, 8192
 CEILING_ROUNDS = 20
@@ -92,6 +93,17 @@ def synchronize(device: Device) -> None:
         torch.cuda.synchronize()
 
 
+def is_device_lost() -> bool:
+    """True if nothing can run on the GPU any more in this process."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def ceilings(device: Device) -> Ceilings:
     """Copy of buffers far larger than a cache, and a square product of random numbers."""
     is_cuda = torch.device(device).type == "cuda"
@@ -147,3 +159,4 @@ def _occupy(flush: Tensor) -> None:
     if flush.numel():
         for value in range(N_FLUSHES):
             flush.fill_(value)
+        flush.view(torch.int64).amax()

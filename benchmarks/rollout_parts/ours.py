@@ -2,6 +2,8 @@
 
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,63 +63,99 @@ class Progress:
             raise OutOfTimeError
 
     def whole_s(self, n_tokens: int) -> float:
-        """Return the seconds of `n_tokens`; the missing ones are as fast as the last half of the others."""
+        """Return the seconds of `n_tokens`; the missing ones are as fast as the last half of the others.
+
+        Raises:
+            OutOfTimeError: the time was over before the first token.
+        """
+        if len(self.n_tokens) < 2:
+            raise OutOfTimeError("the time was over before the first token")
         half = next(i for i, n in enumerate(self.n_tokens) if 2 * n >= self.n_tokens[-1])
         half = min(half, len(self.n_tokens) - 2)
         speed = (self.n_tokens[-1] - self.n_tokens[half]) / (self.seconds[-1] - self.seconds[half])
         return self.seconds[-1] - self.seconds[0] + (n_tokens - self.n_tokens[-1]) / speed
 
 
-def time_ours(setting: Setting, budget: int, limit: TimeLimit) -> dict[str, Any]:
-    """Return seconds of a short first call and of whole rollouts, tokens per second, bytes.
+def time_ours(setting: Setting, budget: int, limit: TimeLimit) -> Iterator[dict[str, Any]]:
+    """Yield rows of seconds, tokens per second and bytes: a first estimate, then whole rollouts.
 
-    A rollout that the end of the time cuts off is extrapolated, and its row says so: `integrated` is true.
+    The first call compiles and captures step and eviction; its last half, extrapolated, is the estimate. A
+    rollout that the end of the time cuts off is extrapolated, too. Such rows say `integrated`.
     """
     input_ids, cache = setting.prompts(setting.batch), setting.cache(budget)
     on_cuda = setting.device.type == "cuda"
     # Until step and eviction are compiled and captured.
     n_short = min(max(0, budget - setting.shape.prompt) + 4 * cache.interval, setting.new)
     check(setting, budget)
-    first_s = setting.seconds(lambda: setting.roll_out(input_ids, cache, max_new_tokens=n_short))
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-    kv_bytes = n_cut = None
-    while len(times) < setting.rounds and not (times and limit.is_over):
-        progress = Progress(limit)
-        found: list[Rollout | None] = []
-        seconds = setting.seconds(lambda: found.append(roll_out(setting, input_ids, cache, progress)))  # noqa: B023
-        if found[0] is not None:
-            times.append(seconds)
-            kv_bytes = found[0].kv_bytes
-        elif times:
-            break  # whole rollouts are there, and need no part of one
-        else:
-            times.append(progress.whole_s(setting.batch * setting.new))
-            n_cut = progress.n_tokens[-1] // setting.batch
-            break
-    median_s = statistics.median(times)
-    return {
+    first = Call.of(setting, input_ids, cache, limit, max_new_tokens=n_short)
+    row = {
         "budget": budget,
         "compile_layers": setting.compile_layers,
         "cache": cache.label,
         "batch": setting.batch,
         "new": setting.new,
-        "integrated": n_cut is not None,
-        "measured_new": n_cut or setting.new,
+        "first_s": first.seconds,
+    }
+    yield row | summary(setting, [first])
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    calls: list[Call] = []
+    while len(calls) < setting.rounds and not limit.is_over:
+        calls.append(Call.of(setting, input_ids, cache, limit, max_new_tokens=setting.new))
+    # Whole rollouts need no part of one beside them.
+    calls = [call for call in calls if call.rollout is not None] or calls
+    if calls:
+        yield row | summary(setting, calls)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A timed call of generate()."""
+
+    seconds: float
+    n_tokens: int
+    """Sampled in all rows."""
+    whole_s: float
+    """Seconds of a rollout with all tokens; those that are missing are as fast as the last half of the others."""
+    rollout: Rollout | None
+    """None if the call sampled fewer tokens than a whole rollout has."""
+
+    @classmethod
+    def of(
+        cls, setting: Setting, input_ids: Tensor, cache: CacheSpec, limit: TimeLimit, max_new_tokens: int
+    ) -> "Call":
+        """Time a call, until the end of the time at most."""
+        n_whole = setting.batch * setting.new
+        progress, found = Progress(limit), list[Rollout]()
+
+        def call() -> None:
+            with suppress(OutOfTimeError):
+                options = {"on_progress": progress, "max_new_tokens": max_new_tokens}
+                found.append(setting.roll_out(input_ids, cache, **options))
+
+        seconds = setting.seconds(call)
+        is_whole = bool(found) and max_new_tokens == setting.new
+        n_tokens = n_whole if is_whole else progress.n_tokens[-1]
+        return cls(
+            seconds,
+            n_tokens,
+            seconds if is_whole else progress.whole_s(n_whole),
+            found[0] if is_whole else None,
+        )
+
+
+def summary(setting: Setting, calls: Sequence[Call]) -> dict[str, Any]:
+    """Return the figures of calls that are all whole, or all not."""
+    times, last = [call.whole_s for call in calls], calls[-1].rollout
+    median_s = statistics.median(times)
+    on_cuda = setting.device.type == "cuda"
+    return {
+        "integrated": last is None,
+        "measured_new": calls[-1].n_tokens // setting.batch,
         "median_s": median_s,
         "spread_s": [min(times), max(times)],
-        "first_s": first_s,
         "tokens_per_s": setting.batch * setting.new / median_s,
-        "kv_mib": None if kv_bytes is None else kv_bytes / 2**20,
-        "kv_of_dense": None if kv_bytes is None else kv_bytes / setting.dense_bytes,
+        "kv_mib": None if last is None else last.kv_bytes / 2**20,
+        "kv_of_dense": None if last is None else last.kv_bytes / setting.dense_bytes,
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_cuda else None,
     }
-
-
-def roll_out(setting: Setting, input_ids: Tensor, cache: CacheSpec, progress: Progress) -> Rollout | None:
-    """Return a rollout, or None if the time was over before its end."""
-    try:
-        return setting.roll_out(input_ids, cache, on_progress=progress)
-    except OutOfTimeError:
-        return None
