@@ -2,13 +2,14 @@
 
     python benchmarks/gpu.py --out FOLDER [--stages Q A C B D E] [--minutes 8]
     python benchmarks/gpu.py --out FOLDER --toy        the whole path at toy size on a CPU
+    python benchmarks/gpu.py --page FILE.jsonl         the page of rows that another machine measured
 
-Q a quick look at all of it, A correctness, B kernels, C rollout and replay gap, D learner, E tuning. Each stage
-takes at most `--minutes`, is useful alone, and adds every measurement to FOLDER/gpu.jsonl as it is made; started
-again with the same FOLDER, or with a copy of that file, it goes on. A stage that crashes does not stop the next.
-Printed after each stage and written to FOLDER/gpu.md is what was measured against its target
-(gpu_parts/targets.py); FOLDER/gpu.log has the output. The exit status is 1 if a stage crashed, a target was not
-met, or the tests of stage A did not all run.
+Q a quick look at all of it, A correctness, B kernels, C rollout and replay gap, D learner, E tuning. Each
+stage takes at most `--minutes`, is useful alone, and adds every measurement to FOLDER/gpu.jsonl as it is
+made; started again with the same FOLDER, or with a copy of that file, it resumes. A stage that crashes does
+not stop the next. Printed after each stage and written to FOLDER/gpu.md is what was measured against its
+target (gpu_parts/targets.py); FOLDER/gpu.log has the output. The exit status is 1 if a stage crashed, a
+target was not met, or the tests of stage A did not all run.
 
 Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package.
 """
@@ -26,6 +27,9 @@ from gpu_parts.stages import LOG, PAGE, TITLES, Ended, environment, run_stage, s
 
 def main() -> None:
     args = parse()
+    if args.page is not None:
+        print(page_of(args.page))
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.update(environment(args.out, is_toy=args.toy))
     is_good, log = True, args.out / LOG
@@ -42,12 +46,22 @@ def main() -> None:
     sys.exit(0 if is_good else 1)
 
 
+def page_of(file: Path) -> str:
+    """Return the page of the device and version that the last row of a file is from."""
+    os.environ["BENCHMARK_RESULTS"] = str(file)
+    import record  # not at the top: it reads the file's name from the environment
+    from gpu_parts import page
+
+    *_, last = (row for name in page.NAMES for row in record.rows(name))
+    return page.written(page.read_records(last), last, is_toy=False)
+
+
 def smoke_test() -> str:
     """Say which GPU this is; memory that cannot grow in place here is allocated in the usual way.
 
     The test runs in another process, because CUDA reads the setting once.
     """
-    code = "import torch; x = torch.ones(2**20, device='cuda'); print(torch.cuda.get_device_name(), x.sum().item())"
+    code = "import torch; torch.ones(2**20, device='cuda').sum().item(); print(torch.cuda.get_device_name())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return done.stdout.strip()
@@ -67,7 +81,7 @@ def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple
 
     record.append("stages", {"stage": stage, **asdict(ended)})
     records = page.read_records()
-    (folder / PAGE).write_text(page.written(records, is_toy=is_toy), encoding="utf-8")
+    (folder / PAGE).write_text(page.written(records, record.provenance(), is_toy=is_toy), encoding="utf-8")
     meets_targets = all(figure.is_good for figure in figures([stage], records))
     return page.section(stage, records, is_toy=is_toy), meets_targets
 
@@ -76,14 +90,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the rows and of gpu.md")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", type=Path, help="folder of gpu.jsonl, gpu.md and gpu.log")
+    target.add_argument("--page", type=Path, help="file of rows whose page to print; nothing is measured")
     parser.add_argument("--stages", nargs="+", choices=TITLES, default=["Q", "A", "C", "B", "D", "E"])
     parser.add_argument("--minutes", type=float, default=8.0, help="of each stage")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     args = parser.parse_args(arguments)
     if args.minutes <= 0:
         parser.error(f"--minutes must be above 0, got {args.minutes:g}")
-    if not args.toy:
+    if not args.toy and args.page is None:
         import torch
 
         if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """The record of every measurement: machine, commit, versions; one JSON line per run.
 
-Rows go to benchmarks/results, a file for each name; or, all of them, to the one file that BENCHMARK_RESULTS names.
+Rows go to benchmarks/results, a file for each name, or all to the one file that BENCHMARK_RESULTS names.
 """
 
 import hashlib

@@ -5,9 +5,10 @@
 
 A model of random weights, or a pretrained one (GGUF file or checkpoint folder) on text of this repository,
 samples under an evicting cache; one forward then replays the rollout. Printed are mean, 99th percentile and
-largest value of |replayed − sampled| over all response tokens, in nats, and as a control the mean of the same
-for a learner that sees every key. A row for each dtype goes to benchmarks/results/replay_gap.jsonl; started
-again, it measures what this machine and version of the package have no row for.
+largest value of |replayed − sampled| over all response tokens, in nats; the mean of the same for a rollout
+that evicts nothing, which is rounding alone; and, as a control, for a learner that sees every key. A row for
+each dtype goes to benchmarks/results/replay_gap.jsonl; started again, it measures what this machine and
+version of the package have no row for.
 """
 
 import allocator  # noqa: F401  # isort: skip  (before torch)
@@ -26,6 +27,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.loading import load_causal_lm
@@ -55,19 +57,23 @@ class Pretrained(Setting):
 
 
 def measure(setting: Setting, budget: int, kernels: str) -> dict[str, Any]:
-    """Return the row of one dtype: statistics of both gaps."""
+    """Return the row of one dtype: statistics of the gaps."""
+    prompts = setting.prompts(setting.batch)
     with use_kernels(kernels), torch.no_grad():
-        rollout = setting.roll_out(setting.prompts(setting.batch), setting.cache(budget))
+        rollout = setting.roll_out(prompts, setting.cache(budget))
         gap, dense = (gap_of(setting.model, rollout, shadow=shadow) for shadow in (True, False))
+        no_eviction = gap_of(setting.model, setting.roll_out(prompts, CacheSpec.dense()), shadow=True)
     return {
         "n_tokens": len(gap),
-        "gap": {
-            "mean": float(gap.mean()),
-            "p99": float(gap.quantile(0.99)),
-            "max": float(gap.max()),
-        },
+        "gap": statistics(gap),
+        "no_eviction": statistics(no_eviction),
         "dense_learner": {"mean": float(dense.mean())},
     }
+
+
+def statistics(gap: Tensor) -> dict[str, float]:
+    """Return mean, 99th percentile and largest value."""
+    return {"mean": float(gap.mean()), "p99": float(gap.quantile(0.99)), "max": float(gap.max())}
 
 
 def gap_of(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Tensor:
@@ -143,6 +149,7 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['model']}, {row['dtype']}, {row['policy']} at budget {row['budget']}: "
         f"gap mean {gap['mean']:.1e}, p99 {gap['p99']:.1e}, max {gap['max']:.1e} nats "
         f"over {row['n_tokens']:,} tokens; "
+        f"without evictions mean {row['no_eviction']['mean']:.1e}; "
         f"a dense learner's mean {row['dense_learner']['mean']:.1e}",
         flush=True,
     )

@@ -131,8 +131,11 @@ def main() -> None:
         if row is None and limit.is_over:
             print(f"{key.get('cache', key.get('budget'))}: no time left; start again to go on")
             continue
-        for row in [row] if row is not None else (common | found for found in measure()):
-            if records and row.get("source") is None:
+        if row is not None:
+            print_row(row)
+        for found in measure() if row is None else ():
+            row = common | found
+            if records:
                 record.append(NAME, row)
             print_row(row)
         rows.append(row)

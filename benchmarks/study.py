@@ -4,6 +4,7 @@
     python benchmarks/study.py --blocks timing              on a machine that does nothing else
     python benchmarks/study.py --again 2                    so many finished runs once more, and what differs
     python benchmarks/study.py --report                     tables and figure of what has been run
+    python benchmarks/study.py --report --rows study_earlier   tables of runs before 2026-11-25, evicted later
 
 Runs what is missing in benchmarks/results/study.jsonl, block after block, and stops to start new runs when
 the minutes are over; started again, it goes on. Each run is a process of fit with one thread.
@@ -118,7 +119,7 @@ COMPARISONS = {
     f"{MAIN_PLACE}, one rate, as long as smd takes": ("clock",),
 }
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
-SHOWN = next(iter(COMPARISONS))
+SHOWN = f"{MAIN_PLACE}, one rate"
 """Blocks that the first table and the figure of docs/results/study.md show."""
 FIGURE = record.ROOT / "docs" / "results" / "pictures" / "study.png"
 
@@ -202,11 +203,13 @@ def main() -> None:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--again", type=int, default=0, metavar="N", help="run N finished ones once more")
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
+    parser.add_argument("--rows", default=runs.NAME, metavar="NAME", help="rows to report, in results/")
     args = parser.parse_args()
     if args.report:
-        done = runs.finished()
+        done = runs.finished(args.rows)
         print(report(done))
-        draw(done)
+        if args.rows == runs.NAME:
+            draw(done)
         return
     if args.again:
         again(args)

@@ -2,14 +2,18 @@
 
 import record
 from gpu_parts.stages import TITLES
-from gpu_parts.targets import Figure, Records, figures
+from gpu_parts.targets import Figure, Records, Row, figures
 
 NAMES = ("stages", "tests", "kernels", "rollout", "replay_gap", "learner", "tune")
 
 
-def read_records() -> Records:
-    """Return the rows of this device and this version of the package."""
-    here = record.provenance()
+def read_records(here: Row | None = None) -> Records:
+    """Return the rows of one device and version of the package, by default of this machine's.
+
+    Args:
+        here: a row of that device and version
+    """
+    here = here or record.provenance()
     return {
         name: [
             row
@@ -22,25 +26,35 @@ def read_records() -> Records:
     }
 
 
-def written(records: Records, *, is_toy: bool) -> str:
-    """Return the page, in Markdown."""
-    here = record.provenance()
+def written(records: Records, here: Row, *, is_toy: bool) -> str:
+    """Return the page, in Markdown.
+
+    Args:
+        here: machine and versions of the rows
+    """
     title = "Toy run: the figures mean nothing" if is_toy else "GPU run"
     versions = ", ".join(
         f"{name} {here[name]}" for name in ("torch", "triton", "transformers") if name in here
     )
     lines = [f"# {title}", "", f"{here['device']}; {versions}; {here['date']}, commit {here['commit']}", ""]
-    ran = {row["stage"] for row in records["stages"]}
-    return "\n".join([*lines, *(section(stage, records, is_toy=is_toy) for stage in TITLES if stage in ran)])
+    ended = {row["stage"] for row in records.get("stages", ())}
+    ran = [
+        stage
+        for stage in TITLES
+        if stage in ended or any(figure.value is not None for figure in figures([stage], records))
+    ]
+    return "\n".join([*lines, *(section(stage, records, is_toy=is_toy) for stage in ran)])
 
 
 def section(stage: str, records: Records, *, is_toy: bool) -> str:
     """Return the part of one stage."""
-    ended = next(row for row in reversed(records["stages"]) if row["stage"] == stage)
-    lines = [f"## {stage}: {TITLES[stage]}", "", f"{ended['outcome']} after {ended['seconds']:.0f} s", ""]
+    ended = next((row for row in reversed(records.get("stages", ())) if row["stage"] == stage), None)
+    lines = [f"## {stage}: {TITLES[stage]}", ""]
+    if ended is not None:
+        lines += [f"{ended['outcome']} after {ended['seconds']:.0f} s", ""]
     lines += ["| figure | measured | target | |", "|---|---|---|---|"]
     lines += [_line(figure, is_toy=is_toy) for figure in figures([stage], records)]
-    if ended["outcome"] == "crashed":
+    if ended is not None and ended["outcome"] == "crashed":
         lines += ["", "```text", *ended["last_lines"], "```"]
     return "\n".join([*lines, ""])
 

@@ -55,6 +55,7 @@ KERNEL_TESTS = tuple(
         "evict",
         "token_logps_rows",
         "token_sampling",
+        "device",
     )
 )
 N_PROCESSES = 4
@@ -81,7 +82,7 @@ def commands(stage: str, *, is_toy: bool) -> list[list[Command]]:
 
 
 def tests_of(stage: str, *, is_toy: bool) -> list[list[Command]]:
-    """Return the pytest commands of a stage, those of decoder and graphs first: what is fast rests on them."""
+    """Return the pytest commands of a stage; decoder and graphs first: all speed rests on them."""
     if is_toy and stage in ("Q", "A"):
         return [[pytest_command(TOY_TESTS, "not slow and not gpu")]]
     if stage == "Q":
@@ -137,7 +138,10 @@ TOY = {
         f"kernels.py {TOY_RUN} --rounds 1 --ops decode_attention --only 3",
         f"kernels.py {TOY_RUN} --rounds 1 --ops shadow_attention --only 96_tokens,_budget_32 --skip-flex",
     ],
-    "B": [f"kernels.py {TOY_RUN} --rounds 1 --ops {op} --only 3" for op in ("decode_attention", "evict")],
+    "B": [
+        f"kernels.py {TOY_RUN} --rounds 1 --ops {op} --only {only}"
+        for op, only in (("decode_attention", "3"), ("evict", "1_of_2"))
+    ],
     "C": [TOY_ROLLOUT, f"replay_gap.py {TOY_RUN} --batch 2 --new 32 --budget 16"],
     "D": [
         f"learner.py {TOY_RUN} --rounds 1 --layers 1 --lengths 24 --budgets 8 --interval 4 --prompt 6",
@@ -200,7 +204,7 @@ def run_stage(stage: str, folder: Path, minutes: float, *, is_toy: bool) -> Ende
 
 
 def run_until(command: Command, *, env: dict[str, str], log: Path, ends_at: float) -> Ended:
-    """Run a command until a moment; tests that lose the device are started again, without the one that did."""
+    """Run a command until a moment; tests that lose the device start again, without the one that lost it."""
     started_at = time.monotonic()
     while (left_s := ends_at - time.monotonic()) > 0:
         if command[-2] == "--minutes":

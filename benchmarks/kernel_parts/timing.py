@@ -14,9 +14,9 @@ Device = torch.device | str
 N_WARM_UP = 2
 """Rounds whose times are dropped."""
 FLUSH_BYTES, N_FLUSHES = 2**29, 4
-"""Written before each timed call on CUDA, and then read once: more than any L2 holds, so that inputs come from
-memory, and long enough for the host to be ahead of the device, so that what it takes to launch is not timed. The
-reading leaves lines in the L2 that need not be written back within the timed call."""
+"""Written before each timed call on CUDA, and then read once: more than any L2 holds, so that inputs come
+from memory, and long enough for the host to be ahead of the device, so that what it takes to launch is not
+timed. The reading leaves lines in the L2 that need not be written back within the timed call."""
 CPU_COPY_BYTES, CUDA_COPY_BYTES = 2**26, 2**31
 CPU_MATMUL, CUDA_MATMUL = 768, 8192
 CEILING_ROUNDS = 20

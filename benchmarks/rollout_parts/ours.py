@@ -96,7 +96,8 @@ def time_ours(setting: Setting, budget: int, limit: TimeLimit) -> Iterator[dict[
         "new": setting.new,
         "first_s": first.seconds,
     }
-    yield row | summary(setting, [first])
+    # Even a whole one: its seconds are those of compilation.
+    yield row | summary(setting, [replace(first, rollout=None)])
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     calls: list[Call] = []
@@ -116,7 +117,7 @@ class Call:
     n_tokens: int
     """Sampled in all rows."""
     whole_s: float
-    """Seconds of a rollout with all tokens; those that are missing are as fast as the last half of the others."""
+    """Seconds of a rollout with all tokens; missing ones are as fast as the last half of the others."""
     rollout: Rollout | None
     """None if the call sampled fewer tokens than a whole rollout has."""
 

@@ -75,7 +75,10 @@ def whiten(
     advantages: Float[Tensor, "batch seq"], is_counted: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
     """Return (A − mean) / unbiased std over the counted tokens; 0 elsewhere, or if all are equal."""
-    centred = (advantages - masked_mean(advantages, is_counted)).masked_fill(~is_counted, 0.0)
+    # From the smallest first: equal numbers less their rounded mean would leave a rest, as in `centred`.
+    origin = advantages.masked_fill(~is_counted, float("inf")).min()
+    differences = (advantages - origin).masked_fill(~is_counted, 0.0)
+    centred = (differences - masked_mean(differences, is_counted)).masked_fill(~is_counted, 0.0)
     variance = masked_sum(centred.square(), is_counted) / (is_counted.sum() - 1).clamp(min=1)
     return centred / (variance.sqrt() + STD_FLOOR)
 

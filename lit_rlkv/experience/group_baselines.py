@@ -7,17 +7,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 STD_FLOOR = 1e-4
-"""Added to the standard deviation, as in TRL: a group of equal rewards has advantage 0, not 0/0."""
+"""Added to the standard deviation, as in TRL. Equal rewards have advantage 0, however large they are, because
+`centred` leaves no rounding error for this small number to magnify."""
 
 
 def grpo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
     """Return (R − mean) / std within the group, unbiased std (arXiv:2402.03300)."""
-    return centred(rewards) / (rewards.std(dim=1, keepdim=True) + STD_FLOOR)
+    advantages = centred(rewards)
+    return advantages / (advantages.std(dim=1, keepdim=True) + STD_FLOOR)
 
 
 def centred(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
     """Return R − mean within the group, without a std: Dr. GRPO (arXiv:2503.20783)."""
-    return rewards - rewards.mean(dim=1, keepdim=True)
+    # Differences of equal numbers are 0; their mean is rounded, so subtracting it alone would leave a rest.
+    differences = rewards - rewards[:, :1]
+    return differences - differences.mean(dim=1, keepdim=True)
 
 
 def rloo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_rlkv.config.options import check_values
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.experience.group_baselines import STD_FLOOR
+from lit_rlkv.experience.group_baselines import STD_FLOOR, centred
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rewards.verifier import EXACT_MATCH, MAX_SCORE, bounded, score
@@ -194,9 +194,9 @@ def imputed(
 
 def normalise_batch(rewards: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
     """Return (R − mean) / std over the batch, with the unbiased std; 0 where all rewards are equal."""
-    centred = rewards - rewards.mean()
-    variance = centred.square().sum() / max(len(rewards) - 1, 1)
-    return centred / (variance.sqrt() + STD_FLOOR)
+    deviations = centred(rewards[None])[0]
+    variance = deviations.square().sum() / max(len(rewards) - 1, 1)
+    return deviations / (variance.sqrt() + STD_FLOOR)
 
 
 class RunningMoments:

@@ -3,6 +3,9 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
+"""Bounds of k3 in nats, those of verl: past them a single token, e^30 of it, would be the whole gradient."""
+
 
 def k1(logps: Float[Tensor, "*shape"], ref_logps: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return log π − log ref: unbiased, high variance, may be negative."""
@@ -15,9 +18,13 @@ def k2(logps: Float[Tensor, "*shape"], ref_logps: Float[Tensor, "*shape"]) -> Fl
 
 
 def k3(logps: Float[Tensor, "*shape"], ref_logps: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return ref/π − 1 − log(ref/π): unbiased and never negative; used by GRPO."""
-    log_ratio = ref_logps - logps
-    return log_ratio.expm1() - log_ratio
+    """Return ref/π − 1 − log(ref/π): unbiased and never negative; used by GRPO.
+
+    It is at most `MAX_K3`, and has no gradient there.
+    """
+    # The inner bound keeps the gradient from being 0·∞.
+    log_ratio = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (log_ratio.expm1() - log_ratio).clamp(max=MAX_K3)
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -2,13 +2,24 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from gpu_parts import page, stages
-from gpu_parts.stages import GPU_TESTS, REAL, TITLES, commands, run_command
+from gpu_parts.stages import (
+    ONE_OF_EACH_KERNEL,
+    REAL,
+    ROWS,
+    TITLES,
+    commands,
+    pytest_command,
+    run_command,
+)
 from gpu_parts.targets import ROLLOUT, Figure, figures
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +111,7 @@ def test_the_rollout_is_compared_with_generate_and_on_an_h100_with_a_speed(devic
 
 
 def test_the_gap_is_at_most_its_target():
-    gap = {"mean": 1e-3, "p99": 3e-2, "max": 1.0}
+    gap = {"mean": 1e-3, "p99": 7e-2, "max": 1.0}
     row = {"model": "1.5b", "dtype": "bfloat16", "gap": gap, "dense_learner": {"mean": 0.1}}
     found = by_name("C", {"replay_gap": [row]})
     assert found["gap in bf16, 1.5b, mean"].verdict == "met"
@@ -150,8 +161,31 @@ def test_every_stage_has_figures_and_commands_of_scripts_that_exist():
     assert all(by_name(stage, {}) for stage in TITLES)
     scripts = {command.split()[0] for stage in REAL.values() for command in stage}
     assert all((ROOT / "benchmarks" / script).is_file() for script in scripts)
-    assert all((ROOT / path).exists() for path in GPU_TESTS)
-    assert commands("D", 4, is_toy=False)[0][-2:] == ["--minutes", "3.4"]
+    files = {file for _, file in gpu_tests()}
+    assert all((ROOT / path).exists() for path in files)
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    rooms = {"kernels", "models", "rollout"}
+    # What the other rooms mark needs packages that a lent machine lacks.
+    assert {str(path.relative_to(ROOT)) for path in marked if path.parent.name in rooms} <= files
+
+
+def gpu_tests() -> set[tuple[str, str]]:
+    """Return stage and file of every GPU test."""
+    return {
+        (stage, part)
+        for stage in ("Q", "A")
+        for group in commands(stage, is_toy=False)
+        for command in group
+        for part in command
+        if part.startswith("tests/")
+    }
+
+
+def test_the_quick_stage_chooses_tests_that_exist():
+    for file, chosen in ONE_OF_EACH_KERNEL.items():
+        command = pytest_command([file], "gpu", chosen)
+        done = on_a_lent_machine(*command[1:], "--collect-only")
+        assert re.search(r"\d+/\d+ tests collected", done.stdout), done.stdout[-2000:]
 
 
 def test_a_command_that_takes_too_long_ends_as_by_ctrl_c():
@@ -170,7 +204,7 @@ LOSES_THE_DEVICE = """
 from gpu_parts import pytest_rows
 
 def test_that_loses_the_device():
-    pytest_rows.has_lost_device = lambda: True
+    pytest_rows.is_device_lost = lambda: True
     assert False
 
 def test_after_it():
@@ -183,11 +217,11 @@ def test_a_test_that_loses_the_device_is_left_out_when_the_tests_are_started_aga
     tests.write_text(LOSES_THE_DEVICE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_parts.pytest_rows", "-c", os.devnull]
     monkeypatch.setattr(
-        stages, "commands", lambda *_, **__: [[*command, "--rootdir", str(tmp_path), str(tests)]]
+        stages, "commands", lambda *_, **__: [[[*command, "--rootdir", str(tmp_path), str(tests)]]]
     )
     ended = stages.run_stage("A", tmp_path, 5.0, is_toy=True)
     assert ended.outcome == "done"
-    rows = [json.loads(line) for line in (tmp_path / "tests.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
     assert [(row["test"].rpartition("::")[2], row["outcome"]) for row in rows] == [
         ("test_that_loses_the_device", "failed"),
         ("test_after_it", "passed"),
@@ -226,22 +260,35 @@ def test_the_whole_path_runs_at_toy_size(tmp_path: Path):
         TITLES
     )
     assert "| tests that failed | 0 | at most 0 | toy |" in written
-    rows = {
-        file.stem: [json.loads(line) for line in file.read_text().splitlines()]
-        for file in tmp_path.glob("*.jsonl")
-    }
+    assert {file.name for file in tmp_path.iterdir()} == {"gpu.jsonl", "gpu.log", "gpu.md"}
+    rows: dict[str, list[dict]] = defaultdict(list)
+    for line in (tmp_path / ROWS).read_text().splitlines():
+        row = json.loads(line)
+        rows[row["record"]].append(row)
     assert {row["outcome"] for row in rows["tests"]} == {"passed"}
-    assert {row["op"] for row in rows["kernels"]} == {"decode_attention", "shadow_attention"}
-    assert [row.get("integrated") for row in rows["rollout"]] == [False, True]
+    assert {row["op"] for row in rows["kernels"]} == {"decode_attention", "shadow_attention", "evict"}
+    # The quick stage's estimate and rollout, then theirs.
+    assert [row.get("integrated") for row in rows["rollout"]] == [True, False, True]
     assert {row["dtype"] for row in rows["replay_gap"]} == {"bfloat16", "float32"}
     assert rows["learner"][0]["out_of_memory"] is False
     assert rows["tune"][0]["fastest_over_as_it_is"] <= 1.0
     assert [row["stage"] for row in rows["stages"]] == list(TITLES)
-    # Once more: tests that passed and rows that are there are not measured again.
-    again = on_a_lent_machine("benchmarks/gpu.py", "--out", str(tmp_path), "--toy", "--stages", "A", "B")
+    # From a copy of the rows: tests that passed and what was measured are not run again.
+    n_tests, copied = len(rows["tests"]), tmp_path / "copied"
+    copied.mkdir()
+    shutil.copy(tmp_path / ROWS, copied)
+    again = on_a_lent_machine("benchmarks/gpu.py", "--out", str(copied), "--toy", "--stages", "A", "B")
     assert again.returncode == 0, again.stdout[-4000:]
     assert "in the record already" in again.stdout
-    assert len((tmp_path / "tests.jsonl").read_text().splitlines()) == len(rows["tests"])
+    lines = (copied / ROWS).read_text().splitlines()
+    assert sum(json.loads(line)["record"] == "tests" for line in lines) == n_tests
+
+
+def test_the_page_of_the_committed_run_is_written_anywhere():
+    done = on_a_lent_machine("benchmarks/gpu.py", "--page", "benchmarks/results/gpu.jsonl")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "NVIDIA H100" in done.stdout
+    assert "| tests that failed | 0 | at most 0 | met |" in done.stdout
 
 
 def test_without_a_gpu_only_the_toy_runs(tmp_path: Path):

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 import record
 import torch
+from kernel_parts import case
 from kernel_parts.accuracy import LIMIT, WrongKernelError, excess_error, require_accurate, require_equal
-from kernel_parts.case import Arm, Case, Failure, Setting, measure
+from kernel_parts.case import Arm, Case, Failure, Refusal, Setting, measure, try_to_measure
 from kernel_parts.counts import Work, attention_work, decode_work, evict_work, head_work, score_work
 from kernel_parts.table import record_row
 from kernel_parts.timing import Ceilings, ceilings, seconds_of, spread, taking_turns
@@ -106,17 +107,27 @@ def test_the_matmul_ceiling_counts_flops():
     assert ours.share_of_ceiling == pytest.approx(250_000 / ours.seconds.median / 1e12)
 
 
-def test_a_comparison_that_cannot_run_is_named_and_ours_is_not_spared():
+def test_a_way_that_cannot_run_is_named_and_the_others_are_measured():
     def fail() -> None:
         raise RuntimeError("no such backend\nand more")
 
     arms = toy_case().arms
-    broken = Arm("broken", fail, may_fail=True)
+    broken = Arm("broken", fail)
     result = measure(toy_case(arms=(*arms, broken)), SETTING, LIMITS)
     assert result.failed == (Failure("broken", "RuntimeError: no such backend", out_of_memory=False),)
     assert [arm.name for arm in result.arms] == ["ours", "other"]
-    with pytest.raises(RuntimeError, match="no such backend"):
-        measure(toy_case(arms=(replace(broken, may_fail=False), *arms)), SETTING, LIMITS)
+    refused = try_to_measure(lambda: toy_case(arms=(broken,)), SETTING, LIMITS)
+    assert isinstance(refused, Refusal)
+    assert "no such backend" in refused.in_short
+
+
+def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(case, "is_device_lost", lambda: True)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        try_to_measure(lambda: toy_case(arms=(Arm("broken", fail),)), SETTING, LIMITS)
 
 
 def test_a_way_that_runs_out_of_memory_is_named_even_ours():
@@ -127,7 +138,7 @@ def test_a_way_that_runs_out_of_memory_is_named_even_ours():
     result = measure(toy_case(arms=(Arm("ours", full), arms[1])), SETTING, LIMITS)
     assert [(failed.name, failed.out_of_memory) for failed in result.failed] == [("ours", True)]
     assert [(arm.name, arm.over_ours) for arm in result.arms] == [("other", 1.0)]
-    with pytest.raises(torch.OutOfMemoryError, match="no way of op, label fits"):
+    with pytest.raises(torch.OutOfMemoryError, match="no way of op, label can run"):
         measure(toy_case(arms=(Arm("ours", full),)), SETTING, LIMITS)
 
 

@@ -34,6 +34,15 @@ def test_rows_are_read_back_in_their_order(tmp_path, monkeypatch):
     assert [row["value"] for row in record.rows("x")] == [2, 1]
 
 
+def test_rows_of_all_names_can_share_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "ONE_FILE", str(tmp_path / "gpu.jsonl"))
+    record.append("x", {"value": 1})
+    record.append("y", {"value": 2})
+    assert [row["value"] for row in record.rows("x")] == [1]
+    assert record.find("y", value=2) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.jsonl"]
+
+
 def test_a_row_is_found_by_its_entries_device_and_version_of_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     record.append("x", {"size": [1, 2], "value": 1})

@@ -16,6 +16,7 @@ def test_the_gap_is_rounding_and_a_dense_learners_is_not():
     row = replay_gap.measure(TOY, 16, "auto")
     assert row["n_tokens"] == 2 * 32
     assert 0 <= row["gap"]["mean"] <= row["gap"]["p99"] <= row["gap"]["max"] < 1e-4
+    assert 0 <= row["no_eviction"]["mean"] < 1e-4
     assert row["dense_learner"]["mean"] > 1e-3
 
 

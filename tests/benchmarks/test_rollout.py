@@ -14,7 +14,9 @@ TOY = Setting(preset="tiny", policy="h2o", batch=4, new=24, rounds=1, device=tor
 
 
 def test_a_toy_run_measures_ours_and_theirs(tmp_path: Path):
-    our_row, their_row = ours.time_ours(TOY, 16, TimeLimit()), theirs.time_theirs(TOY)
+    (estimate, our_row), their_row = ours.time_ours(TOY, 16, TimeLimit()), theirs.time_theirs(TOY)
+    assert estimate["integrated"]
+    assert estimate["first_s"] == our_row["first_s"]
     assert our_row["tokens_per_s"] == pytest.approx(4 * 24 / our_row["median_s"])
     # 16 + 8 slots where a dense cache has 16 + 24 columns
     assert our_row["kv_of_dense"] == pytest.approx(24 / 40)
@@ -65,7 +67,7 @@ def test_a_rollout_that_is_cut_off_is_extrapolated_from_its_last_half():
     progress = ours.Progress(TimeLimit(), n_tokens=[0, 10, 20, 40], seconds=[0.0, 1.0, 3.0, 7.0])
     # 20 tokens in the last half took 4 s, so 60 more take 12
     assert progress.whole_s(100) == pytest.approx(7 + 12)
-    row = ours.time_ours(TOY, 16, TimeLimit(minutes=0.0))
+    (row,) = ours.time_ours(TOY, 16, TimeLimit(minutes=0.0))
     assert row["integrated"]
     assert row["measured_new"] < 24
     assert row["kv_mib"] is None
@@ -79,11 +81,18 @@ def test_a_restart_measures_what_is_missing(tmp_path: Path, monkeypatch, capsys)
         monkeypatch.setattr("sys.argv", [*asked, *budgets.split(), "--minutes", minutes])
         rollout.main()
     rows = record.rows("rollout")
-    assert [row.get("budget") for row in rows] == [16, None, 32]  # each once, and none when the time is over
+    # Each once after its estimate, and none when the time is over.
+    assert [(row.get("budget"), row["integrated"]) for row in rows] == [
+        (16, True),
+        (16, False),
+        (None, True),
+        (32, True),
+        (32, False),
+    ]
     assert "64: no time left" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", [*asked, "16", "--skip-theirs", "--again"])
     rollout.main()
-    assert [row.get("budget") for row in record.rows("rollout")] == [16, None, 32, 16]
+    assert [row.get("budget") for row in record.rows("rollout")][len(rows) :] == [16, 16]
 
 
 @pytest.mark.parametrize("budget", [16, 64])

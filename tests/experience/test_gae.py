@@ -181,7 +181,8 @@ def test_whitening_what_does_not_vary_gives_zeros():
     one[0, 3] = True
     for is_counted in (one, torch.zeros_like(one)):
         assert (whiten(VALUES, is_counted) == 0).all()
-    assert (whiten(torch.full((3, 7), 2.5), IS_ACTION) == 0).all()
+    for size in (2.5, 0.1, 2345.6, 999_999.9):
+        assert (whiten(torch.full((3, 7), size), IS_ACTION) == 0).all()
 
 
 def test_explained_variance_matches_hand_arithmetic():

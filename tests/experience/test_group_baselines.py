@@ -21,6 +21,23 @@ REWARDS = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
 RANDOM = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
 
 
+SIZES = 100 + 200 * torch.rand(16, generator=torch.Generator().manual_seed(0))
+EQUAL = [
+    torch.full((3, n), size) for n in (3, 7, 8, 12) for size in (0.1, 2345.6, 999_999.9, *SIZES.tolist())
+]
+"""Rewards whose mean in float32 is often not the reward itself."""
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_equal_rewards_teach_nothing_however_large_they_are(name: str):
+    assert any((rewards - rewards.mean()).any() for rewards in EQUAL)  # negative control
+    for rewards in EQUAL:
+        assert not ESTIMATORS[name](rewards).any()
+        is_valid = torch.ones_like(rewards, dtype=torch.bool)
+        is_valid[0, 0] = False
+        assert not without_failures(ESTIMATORS[name], rewards, is_valid).any()
+
+
 def test_grpo_matches_hand_arithmetic():
     # Deviations ±1/2, unbiased variance 4·(1/4)/3 = 1/3.
     expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)

@@ -237,7 +237,7 @@ def test_normalised_rewards_match_hand_arithmetic():
     assert found.tolist() == pytest.approx([-2 / std, -1 / std, 0.0, 3 / std])
 
 
-@pytest.mark.parametrize("rewards", [[2.0], [0.5, 0.5, 0.5], []])
+@pytest.mark.parametrize("rewards", [[2.0], [0.5, 0.5, 0.5], [2345.6] * 7, [999_999.9] * 12, []])
 def test_rewards_that_do_not_vary_become_zero(rewards: list[float]):
     assert normalise_batch(torch.tensor(rewards)).tolist() == [0.0] * len(rewards)
 

@@ -43,6 +43,16 @@ def test_k3_is_never_negative_and_k1_may_be():
     assert (k1(logps, ref_logps) < 0).any()
 
 
+def test_one_token_is_not_the_whole_gradient_of_k3():
+    # low_var_kl of verl 0.9.1: the log ratio within ±20, the result within ±10.
+    logps = torch.tensor([0.0, -1.0, -30.0, -95.0, 0.0], requires_grad=True)
+    ref_logps = torch.tensor([0.0, 0.0, 0.0, 0.0, -30.0])
+    found = k3(logps, ref_logps)
+    assert found.tolist() == pytest.approx([0.0, math.e - 2, 10.0, 10.0, 10.0])
+    (gradient,) = torch.autograd.grad(found.sum(), logps)
+    assert gradient.tolist() == pytest.approx([0.0, 1 - math.e, 0.0, 0.0, 0.0])
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_equal_policies_have_no_kl(name: str):
     assert (ESTIMATORS[name](P.log(), P.log()) == 0).all()
