@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="folder of gpu.jsonl, gpu.md and gpu.log")
     target.add_argument("--page", type=Path, help="file of rows whose page to print; nothing is measured")
-    parser.add_argument("--stages", nargs="+", choices=TITLES, default=["Q", "A", "C", "B", "D", "E"])
+    parser.add_argument("--stages", nargs="+", choices=TITLES, default=list(TITLES))
     parser.add_argument("--minutes", type=float, default=8.0, help="of each stage")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     args = parser.parse_args(arguments)

@@ -28,11 +28,12 @@ N_LAST_LINES = 30
 TITLES = {
     "Q": "quick",
     "A": "correctness",
-    "B": "kernels",
     "C": "rollout and replay gap",
+    "B": "kernels",
     "D": "learner",
     "E": "tuning",
 }
+"""In the order in which they are worth their time."""
 QUICK_TESTS = (
     "tests/rollout/test_decoder.py",
     "tests/rollout/test_graph.py",
