@@ -1,8 +1,8 @@
 """MkDocs hook: pages may include and link to files of the repository that lie outside of docs/.
 
 A link leads to the file in the repository, an image is copied into the site, and a line such as
-`--8<-- "notebooks/LOG.md"` becomes the text of that file. Headings get the anchors that GitHub makes, but a key
-keeps its dots, and no page asks GitHub's API for the stars of the repository.
+`--8<-- "notebooks/LOG.md"` becomes the text of that file. Headings get the anchors that GitHub makes, but a
+key keeps its dots, and no page asks GitHub's API for the stars of the repository.
 """
 
 import re
