@@ -6,6 +6,9 @@ By default it runs all of them at the size whose outputs are committed, and writ
 the size of the tests; it shows that the notebooks still work, and keeps nothing. A notebook asks for its size
 by `os.environ.get("LIT_RLKV_SMALL") == "1"`, and names files relative to its own folder.
 
+The metadata of a notebook say which code its outputs come from: `outputs_of` is a digest of its cells, `curve`
+one of the figures that `benchmarks/curve.py` keeps.
+
 A code cell has one comment `# alt: TEXT` for each image that it shows, in the same order. TEXT becomes the
 alt text of the image; it goes on in comment lines that are indented by three spaces or more.
 """
@@ -14,6 +17,7 @@ import argparse
 import hashlib
 import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -21,6 +25,10 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent / "benchmarks"))
+
+import curve  # noqa: E402  # a script beside what it runs, in no package
+
 SIZE = "LIT_RLKV_SMALL"
 # One thread: more threads than free cores slow small tensors down and change the last digits. The warning is
 # that of tqdm, which dependencies import, about a package for progress bars that no notebook shows.
@@ -47,6 +55,7 @@ def run(notebook: NotebookNode, folder: Path, *, is_small: bool) -> NotebookNode
         kernelspec=NotebookNode(KERNEL),
         language_info=NotebookNode(name="python"),
         outputs_of=fingerprint(notebook),
+        curve=curve.digest(curve.on_record()),
     )
     return notebook
 

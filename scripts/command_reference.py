@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def _saved(name: str) -> list[str]:
-    return [f"## {name}\n", *_introduction(name), *key_table(SCHEMAS[name]), ""]
+    return [f"## {name}\n", *_introduction(name), *key_table(SCHEMAS[name], program=name), ""]
 
 
 def _shown(name: str, *arguments: str) -> list[str]:

@@ -1,7 +1,8 @@
 """MkDocs hook: pages may include and link to files of the repository that lie outside of docs/.
 
 A link leads to the file in the repository, an image is copied into the site, and a line such as
-`--8<-- "notebooks/LOG.md"` becomes the text of that file.
+`--8<-- "notebooks/LOG.md"` becomes the text of that file. Headings get the anchors that GitHub makes, but a
+key keeps its dots, and no page asks GitHub's API for the stars of the repository.
 """
 
 import re
@@ -17,6 +18,27 @@ LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?!https?:|mailto:|#)([^)#\s]+)((?:#[^)\s]
 INCLUDE = re.compile(r'^--8<-- "([^"]+)"$', re.M)
 IMAGES = "images"
 """Folder of the site for images from outside of docs/."""
+
+STARS = ' data-md-component="source"'
+"""What makes the theme's script look the repository up."""
+
+
+def anchor(heading: str, separator: str) -> str:
+    """Return the anchor of a heading: a key itself, elsewhere the one that GitHub makes."""
+    is_key = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", heading)
+    return heading if is_key else re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    config.mdx_configs["toc"]["slugify"] = anchor
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    return output.replace(STARS, "")
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    return output.replace(STARS, "")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 
-from execute import KERNEL, add_alt_texts, fingerprint, run  # noqa: E402  # a script beside what it runs, in no package
+from execute import KERNEL, add_alt_texts, curve, fingerprint, run  # noqa: E402  # a script beside what it runs, in no package
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_IMAGE_BYTES, MAX_BYTES = 200_000, 1_500_000
@@ -71,6 +71,7 @@ def defects(notebook: NotebookNode) -> list[str]:
         "kernelspec": KERNEL,
         "language_info": {"name": "python"},
         "outputs_of": fingerprint(notebook),
+        "curve": curve.digest(curve.on_record()),
     }:
         found.append("metadata are not those of execute.py on this code; run it again")
     if any(cell.metadata for cell in notebook.cells):
@@ -155,6 +156,7 @@ def finished(*more: NotebookNode, source: str = "draw()") -> NotebookNode:
         kernelspec=NotebookNode(KERNEL),
         language_info=NotebookNode(name="python"),
         outputs_of=fingerprint(notebook),
+        curve=curve.digest(curve.on_record()),
     )
     return notebook
 

@@ -34,12 +34,16 @@ def reference_page() -> str:
         lines += ["", f"### {group} options", ""]
         for option in options_of(group):
             said = described(group, option)
-            lines += [f"- `{group}={option}`{said and ': '}{said}", *_option_lines(group, option)]
+            name = linked(f"{group}={option}")
+            lines += [f"- {name}{said and ': '}{said}", *_option_lines(group, option)]
     return "\n".join(lines) + "\n"
 
 
-def key_table(schema: type, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a schema as a table, and then those of the schemas below it."""
+def key_table(schema: type, prefix: str = "", program: str = "") -> Iterator[str]:
+    """Yield the keys of a schema as a table, and then those of the schemas below it.
+
+    The anchor of a key is its name, after that of its program on a page with several.
+    """
     yield from ("| key | default | value | meaning |", "|---|---|---|---|")
     below: list[tuple[str, type]] = []
     defaults = default_values(schema)
@@ -48,13 +52,19 @@ def key_table(schema: type, prefix: str = "") -> Iterator[str]:
         if is_dataclass(kind):
             below.append((key, cast(type, kind)))
             continue
-        cells = (f"`{key}`", _default(defaults, name, declared), describe(kind, declared))
+        cells = (linked(key, program), _default(defaults, name, declared), describe(kind, declared))
         # Bare, Markdown would read its underscores as emphasis.
         meaning = re.sub(r"\b_\w+_\b", r"`\g<0>`", declared.help)
         yield f"| {' | '.join(cell.replace('|', '/') for cell in (*cells, meaning))} |"
     for key, inner in below:
         yield from ("", f"### {key}", "", (inner.__doc__ or "").strip(), "")
-        yield from key_table(inner, f"{key}.")
+        yield from key_table(inner, f"{key}.", program)
+
+
+def linked(name: str, program: str = "") -> str:
+    """Return a name as code that is an anchor and a link to itself."""
+    anchor = f"{program}.{name}" if program else name
+    return f'<a id="{anchor}" href="#{anchor}">`{name}`</a>'
 
 
 def _default(defaults: dict[str, Any], name: str, declared: Option) -> str:

@@ -130,4 +130,4 @@ def test_errors_say_the_type_the_value_and_the_meaning():
 def test_the_page_of_all_keys_is_up_to_date():
     page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     assert page == reference_page(), "run python -m lit_rlkv.config.reference > docs/reference/config.md"
-    assert [path for path, _, _ in all_keys() if f"| `{path}` |" not in page] == []
+    assert [path for path, _, _ in all_keys() if f"`{path}`</a> |" not in page] == []

@@ -18,15 +18,15 @@ BLOCKS = {
 def folder(tmp_path_factory):
     """Holds the checkpoint that pages call my-model."""
     folder = tmp_path_factory.mktemp("pages")
-    save_checkpoint(folder / "my-model")
+    save_checkpoint(folder / "my-model", max_position_embeddings=512)
     return folder
 
 
 def run_blocks(page, folder):
-    """Run the blocks of a page one after the other, with responses of 16 tokens; return their names."""
+    """Run the blocks of a page one after the other; return their names."""
     names = {"path": folder / "my-model"}
     for block in BLOCKS[page]:
-        exec(block.replace("max_new_tokens=2048", "max_new_tokens=16"), names)
+        exec(block, names)
     return names
 
 
@@ -34,6 +34,14 @@ def run_blocks(page, folder):
 def test_the_python_blocks_of_a_page_run(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
     run_blocks(page, folder)
+
+
+def test_the_example_of_readme_evicts_keys_and_replays_them(folder):
+    names = run_blocks("README.md", folder)
+    rollout, logps = names["rollout"], names["logps"]
+    is_evicted = (rollout.evicted_at > 0) & (rollout.evicted_at < rollout.input_ids.shape[1])
+    assert is_evicted.any()
+    torch.testing.assert_close(logps.detach(), rollout.rollout_logps, atol=1e-4, rtol=0)
 
 
 def test_the_lines_for_a_trainer_of_your_own_replay_the_rollout_and_give_a_gradient(folder):

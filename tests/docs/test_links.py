@@ -14,7 +14,8 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub and the site make of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", without_code(text), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | {*re.findall(r'<a id="([^"]+)"', text)}
 
 
 def broken_links(page: str, text: str) -> list[str]:

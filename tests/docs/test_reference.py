@@ -17,6 +17,16 @@ FREE = ("cache.policy_options.", "reward.functions.")
 """Nodes with names that the user chooses."""
 
 
+@pytest.mark.parametrize(("page", "key"), [("config", "algorithm.kl.weight"), ("commands", "evaluate.ckpt")])
+def test_every_key_has_an_anchor_of_its_own(page, key):
+    text = PAGES[f"docs/reference/{page}.md"]
+    ids = re.findall(r'^[|-] <a id="([^"]+)" href="#\1">', text, re.M)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    assert key in ids
+    assert len({*ids, *headings}) == len(ids) + len(headings)
+    assert not re.search(r"^[|-] `[\w.]+`", text, re.M)
+
+
 def unknown_names(text: str) -> list[str]:
     """Return what a text shows as `group=option` or `group.key`, and is neither."""
     found = []

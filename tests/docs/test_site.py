@@ -1,12 +1,13 @@
 """The site leads from a page to files outside of docs/, which it does not hold, and includes such files."""
 
+import re
 import tomllib
 
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from tests.docs.pages import PAGES, ROOT
+from tests.docs.pages import DOCS, PAGES, ROOT
 
 PAGE = """\
 # Page
@@ -15,7 +16,7 @@ PAGE = """\
 """
 FILES = {
     "docs/deep/page.md": PAGE,
-    "docs/deep/other.md": '# Other\n\n--8<-- "notes/LOG.md"\n',
+    "docs/deep/other.md": '# Other\n\n## a.key_of\n\n## The key a.b\n\n--8<-- "notes/LOG.md"\n',
     "notes/LOG.md": "## A finding\n\n[a page](../docs/deep/page.md#page) [a row](rows.csv)\n",
     "notes/rows.csv": "1",
     "conf/x.yaml": "x: 1",
@@ -38,7 +39,6 @@ def site(tmp_path_factory):
             nav=["deep/page.md", "deep/other.md"],
             extra_css=[],
             plugins=[],
-            theme="mkdocs",
             strict=True,
         )
     )
@@ -74,6 +74,36 @@ def test_an_included_file_keeps_its_headings_and_the_targets_of_its_links(site):
     assert '<h2 id="a-finding">' in text
     assert 'href="../page/#page"' in text
     assert 'href="https://github.com/lit-rlkv/lit_rlkv/blob/main/notes/rows.csv"' in text
+
+
+def test_a_heading_has_the_anchor_that_github_makes_and_a_key_keeps_its_dots(site):
+    text = html(site, "other")
+    assert '<h2 id="a.key_of">' in text
+    assert '<h2 id="the-key-ab">' in text
+
+
+def test_no_page_asks_an_api_for_the_stars_of_the_repository(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert 'data-md-component="source"' not in text
+        assert 'class="md-source"' in text
+
+
+def test_a_page_leads_to_the_next_and_the_previous_one(site):
+    assert "md-footer__link--next" in html(site, "page")
+    assert "md-footer__link--prev" in html(site, "other")
+
+
+def test_the_log_is_found_after_the_pages():
+    assert float(re.search(r"^  boost: (.*)$", PAGES["docs/results/log.md"], re.M)[1]) <= 0.001
+
+
+def test_the_style_turns_pictures_dark_and_stacks_the_keys_on_a_phone():
+    css = (DOCS / "stylesheets" / "site.css").read_text()
+    assert re.search(r'"slate"\] \.md-typeset img \{\s+filter: invert', css)
+    stacked = re.search(r"max-width: 44.*?\{(.*)\}", css, re.S)[1]
+    assert ":has(td > a[id])" in stacked
+    assert re.search(r"^\| <a id=", PAGES["docs/reference/config.md"], re.M)
 
 
 def test_readme_stays_short_enough_to_be_read():
