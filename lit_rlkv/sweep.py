@@ -1,12 +1,101 @@
-"""python -m lit_rlkv.sweep FILE: run a W&B sweep file on this machine, or hand it to W&B."""
+"""python -m lit_rlkv.sweep FILE: run a W&B sweep file on this machine, without an account."""
 
+import argparse
+import importlib.util
 import shlex
+import signal
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 from lit_rlkv.cli import exit_in_one_line, import_slow_modules
 from lit_rlkv.config import ConfigError
 from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
-from lit_rlkv.sweeping.arguments import parse
+
+DESCRIPTION = """\
+Run a W&B sweep file on this machine; the same command resumes it, and tries failed runs again.
+
+  python -m lit_rlkv.sweep sweeps/arms.yaml --jobs 2               all its runs, two at a time
+  python -m lit_rlkv.sweep sweeps/arms.yaml task=sorting           with an override for all runs
+  python -m lit_rlkv.sweep sweeps/learning_rate.yaml --max-runs 8  at most 8 runs
+
+With an account: wandb sweep FILE, then wandb agent ID."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; python -m lit_rlkv.sweep --help shows how\n")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line; overrides may stand anywhere between the options."""
+    parser = OneLineParser(
+        prog="python -m lit_rlkv.sweep",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, help="a sweep file, or the name of a shipped one, such as arms")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", type=_override, help="for all runs")
+    parser.add_argument(
+        "--jobs", metavar="N", type=_count, default=1, help="runs at a time, one thread each (1)"
+    )
+    parser.add_argument(
+        "--max-runs", metavar="N", type=_count, help="most runs; the file's run_cap if not given"
+    )
+    parser.add_argument("--dir", metavar="FOLDER", type=Path, help="of the sweep (runs_dir/sweeps/FILE)")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _override(text: str) -> str:
+    if "=" not in text and not text.startswith("~"):
+        raise argparse.ArgumentTypeError(f"{text!r} sets nothing; write {text}=...")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Check and run a sweep, show its results, and exit with an error if a run failed.
+
+    Raises:
+        ConfigError: a mistake in the file or in an argument, or another process sweeps in the folder.
+    """
+    from lit_rlkv.reporting.progress import stderr_console
+    from lit_rlkv.runs.lock import FolderLock
+    from lit_rlkv.sweeping.results import results_table, write_results
+    from lit_rlkv.sweeping.runs import SweepStudy, Workers, check, compose
+    from lit_rlkv.sweeping.sweep_file import find_sweep, read_sweep
+
+    plan = read_sweep(find_sweep(args.file), tuple(args.overrides))
+    total = plan.n_runs(args.max_runs)
+    check(plan)
+    runs_dir = Path(compose(plan, plan.cells[0], Path("unused")).runs_dir)
+    folder = (args.dir or runs_dir / "sweeps" / args.file.stem).resolve()
+    console = stderr_console()
+    with FolderLock("--dir=") as lock:
+        lock.take(folder)
+        study = SweepStudy(plan, folder, total)
+        console.print(f"{total} runs, {len(study.ended())} done, in {folder}", markup=False)
+        workers = Workers(study, args.jobs, console)
+        try:
+            workers.run()
+        finally:
+            if study.ended():
+                console.print(results_table(plan, study.ended()))
+                for path in write_results(study):
+                    console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    if workers.failed:
+        sys.exit(
+            f"{len(workers.failed)} of {total} runs failed, and the same command tries them again; see "
+            f"{workers.failed[0].log}"
+        )
 
 
 def main() -> None:
@@ -14,11 +103,13 @@ def main() -> None:
     command = shlex.join(["python", "-m", "lit_rlkv.sweep", *sys.argv[1:]])
     with abort_on_ctrl_c(f"interrupted before the sweep began; start it with {command}"):
         args = parse(sys.argv[1:])
-        import_slow_modules("lit_rlkv.sweeping.command")
-        from lit_rlkv.sweeping.command import sweep
-
-        with unwind_on_ctrl_c(f"interrupted; resume with {command}"), exit_in_one_line(ConfigError):
-            sweep(args)
+        with exit_in_one_line(ConfigError):
+            if importlib.util.find_spec("optuna") is None:
+                raise ConfigError('sweeps need the package optuna; pip install -e ".[sweep]"')
+            import_slow_modules("lit_rlkv.sweeping.runs")
+    with exit_in_one_line(ConfigError), unwind_on_ctrl_c(f"interrupted; resume with {command}"):
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+        sweep(args)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Sweeps without an account: W&B's sweep files, run by processes on this machine and kept by Optuna."""
+"""Sweeps without an account: W&B's sweep files, drawn by Optuna and run by processes on this machine."""

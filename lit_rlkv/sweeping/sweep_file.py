@@ -1,26 +1,42 @@
-"""A W&B sweep file, read and checked: method, metric, parameters, early stopping and command."""
+"""A W&B sweep file: what it varies, and the command line of each of its runs."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
+from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
-from lit_rlkv.config import SWEEPS_DIR, ConfigError, require
+from lit_rlkv.config import SWEEPS_DIR, ConfigError, quoted, require
 from lit_rlkv.config.options import Node, convert, option
-from lit_rlkv.sweeping.hyperband import Hyperband
-from lit_rlkv.sweeping.metric import Metric
-from lit_rlkv.sweeping.parameters import Parameter, parse_parameters
+from lit_rlkv.trust import KEY
 
-Schema = TypeVar("Schema")
-MODULE, ARGUMENTS = "lit_rlkv.fit", "${args_no_hyphens}"
-COMMAND_HINT = f'command: ["${{env}}", python, -m, {MODULE}, "{ARGUMENTS}"]'
-"""A line of YAML; without quotes, a list would take a brace for a mapping."""
-HYPHENS = f"W&B's default has hyphens, which fit does not take; write {COMMAND_HINT}"
+COMMAND = ("${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}")
+DEFAULTS = ("logger=csv", "fabric.n_threads=1")
+"""Of runs side by side without an account; the file's logger is for W&B."""
+ELSEWHERE = "`wandb sweep FILE` and `wandb agent` run it"
+MAX_BYTES = 1_000_000
+
+Values = dict[str, str]
+"""What a run gives to each key that the sweep varies, as text for its command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """The metric that compares runs."""
+
+    name: str = option("eval/accuracy", "a column of metrics.csv, or of the final evaluation")
+    goal: Literal["minimize", "maximize"] = option("maximize", "which values are better")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +46,10 @@ class SweepFile:
     program: str = option(MISSING, "W&B needs it; write lit_rlkv/fit.py")
     method: Literal["grid", "random", "bayes"] = option(MISSING, "how values are chosen")
     parameters: Node = option(MISSING, "write key: {values: [...]}")
-    command: tuple[str, ...] = option(MISSING, HYPHENS)
+    command: tuple[str, ...] = option(MISSING, f"write {list(COMMAND)}; W&B's default has hyphens")
     metric: Node | None = option(None, "write metric: {name: eval/accuracy, goal: maximize}")
-    early_terminate: Node | None = option(None, "write early_terminate: {type: hyperband, min_iter: 3}")
     run_cap: int | None = option(None, "most runs of the whole sweep", least=1)
-    name: str | None = option(None, "of the sweep; the file's by default")
+    name: str | None = option(None, "of the sweep")
     description: str | None = option(None, "for people")
     project: str | None = option(None, "of W&B")
     entity: str | None = option(None, "of W&B")
@@ -42,114 +57,139 @@ class SweepFile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep file."""
+    """A checked sweep file, with the user's overrides for all of its runs."""
 
-    name: str
     method: str
     metric: Metric
-    parameters: tuple[Parameter, ...]
-    constants: dict[str, Any]
-    hyperband: Hyperband | None
     run_cap: int | None
-    command: tuple[str, ...]
-    source: dict[str, Any]
-    """The file as it was read, for W&B."""
+    constants: Values
+    space: dict[str, BaseDistribution]
+    """What is varied."""
+    overrides: tuple[str, ...] = ()
+
+    @cached_property
+    def cells(self) -> list[Values]:
+        """All combinations of listed values, the first key varying slowest; none without listed values."""
+        listed = {key: each.choices for key, each in self.space.items() if hasattr(each, "choices")}
+        return [dict(zip(listed, cell, strict=True)) for cell in product(*listed.values())]
+
+    def n_runs(self, asked: int | None = None) -> int:
+        """Return the number of runs: as asked, or else the file's cap; of a grid at most all cells.
+
+        Raises:
+            ConfigError: the sweep would never end.
+        """
+        cap = asked or self.run_cap
+        if self.method == "grid":
+            return min(cap or len(self.cells), len(self.cells))
+        if cap is None:
+            raise ConfigError(
+                f"method={self.method} never ends by itself; give run_cap in the file, or --max-runs"
+            )
+        return cap
 
     @property
-    def fixed_overrides(self) -> list[str]:
-        """Overrides of the command and of the constants, the same in every run."""
-        after = self.command[self.command.index(MODULE) + 1 :]
-        own = [argument for argument in after if argument != ARGUMENTS]
-        return own + [f"{name}={value}" for name, value in self.constants.items()]
+    def fixed(self) -> list[str]:
+        """Overrides that all runs have; later ones win, so the user's do."""
+        constants = {key: value for key, value in self.constants.items() if key.partition(".")[0] != "logger"}
+        return [*DEFAULTS, *(f"{key}={value}" for key, value in constants.items()), *self.overrides]
+
+    def arguments(self, values: Values, folder: Path) -> list[str]:
+        """Return the arguments of fit for a run, which resumes what is in its folder."""
+        varied = [f"{key}={value}" for key, value in values.items()]
+        return [*varied, *self.fixed, f"hydra.run.dir={quoted(str(folder))}", "resume=auto"]
 
 
 def find_sweep(path: Path) -> Path:
     """Return the path, or that of the shipped sweep that it names, as `arms` does, if no such file exists."""
     shipped = SWEEPS_DIR / f"{path.stem}.yaml"
-    is_shipped = path in (Path(path.stem), Path(shipped.name), Path("sweeps", shipped.name))
-    return shipped if is_shipped and shipped.is_file() and not path.is_file() else path
+    return path if path.is_file() or not shipped.is_file() else shipped
 
 
-def read_sweep(path: Path) -> Sweep:
-    """Read and check a sweep file, except for its agreement with the config.
+def read_sweep(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
+    """Read and check a sweep file and overrides, but for their agreement with the config.
 
     Raises:
-        ConfigError: the first mistake in it.
+        ConfigError: the first mistake.
     """
     source = _load(path)
-    file = convert(SweepFile, source)
-    for key in source["parameters"]:
-        require(
-            key not in SweepFile.__dataclass_fields__,
-            f"parameters.{key} is no key of a run; it belongs at the top of the file, beside parameters",
-        )
-    metric = _node(Metric, source, "metric")
-    hyperband = _node(Hyperband, source, "early_terminate")
-    parameters, constants = parse_parameters(source["parameters"])
-    needs = {"method=bayes": file.method == "bayes", "early_terminate": hyperband is not None}
-    for which, is_needed in needs.items():
-        require(
-            metric is not None or not is_needed,
-            f"{which} needs a metric, got none; write metric: {{name: ..., goal: maximize}}",
-        )
     require(
-        len(parameters) > 0, "parameters must vary at least one key, got constants alone; give one values"
+        "early_terminate" not in source,
+        f"early_terminate works on W&B alone: {ELSEWHERE}; leave it out to run the file here",
     )
-    sweep = Sweep(
-        name=file.name or path.stem,
-        method=file.method,
-        metric=metric or Metric(name="eval/accuracy", goal="maximize"),
-        parameters=tuple(parameters),
-        constants=constants,
-        hyperband=hyperband,
-        run_cap=file.run_cap,
-        command=_checked_command(file.command),
-        source=source,
+    file = convert(SweepFile, source)
+    require(
+        file.command == COMMAND,
+        f"command must be {list(COMMAND)}, got {list(file.command)}; constants go to parameters",
     )
-    if file.method == "grid":
-        for parameter in parameters:
-            parameter.grid()
-    return sweep
-
-
-def n_runs(sweep: Sweep, max_runs: int | None = None) -> int:
-    """Return the number of runs: `max_runs`, or else the file's cap, and of a grid at most its cells.
-
-    Raises:
-        ConfigError: the sweep would never end.
-    """
-    bound = max_runs or sweep.run_cap
-    if sweep.method == "grid":
-        n_cells = math.prod(len(parameter.grid()) for parameter in sweep.parameters)
-        return n_cells if bound is None else min(bound, n_cells)
-    if bound is None:
-        raise ConfigError(
-            f"method={sweep.method} never ends by itself; give run_cap in the file, or --max-runs"
-        )
-    return bound
+    constants, space = {}, {}
+    for key, options in source["parameters"].items():
+        found = _parsed(key, options)
+        if isinstance(found, BaseDistribution):
+            space[key] = found
+        else:
+            constants[key] = found
+    require(bool(space), "parameters must vary at least one key; give one values")
+    for key in (*constants, *space):
+        require(key not in (KEY, "resume", "hydra.run.dir"), f"parameters.{key} is not for a file to set")
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        require(key not in space, f"{override}: the sweep varies {key}; leave it out, or edit the file")
+        require(key not in ("resume", "hydra.run.dir"), f"{override}: give the sweep a folder by --dir")
+    numeric = [key for key, each in space.items() if not isinstance(each, CategoricalDistribution)]
+    require(file.method != "grid" or not numeric, f"a grid needs values: [...] of {', '.join(numeric)}")
+    metric = convert(Metric, source.get("metric") or {}, "metric")
+    return Sweep(file.method, metric, file.run_cap, constants, space, overrides)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return the content of a file; unlike PyYAML, OmegaConf refuses a key that stands twice."""
     names = ", ".join(sorted(shipped.stem for shipped in SWEEPS_DIR.glob("*.yaml")))
     require(path.is_file(), f"there is no sweep file at {str(path)!r}; give a path, or one of {names}")
+    require(path.stat().st_size <= MAX_BYTES, f"{path} must have at most {MAX_BYTES:,} bytes")
     try:
-        node = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
+        # A few nested aliases stand for more values than fit in memory.
+        has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+        require(not has_alias, f"{path} must not have aliases (*name); write the values out")
+        source: Any = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(node, DictConfig) or not node:
-        raise ConfigError(f"{path} must hold keys with values: {', '.join(SweepFile.__dataclass_fields__)}")
-    return cast(dict[str, Any], OmegaConf.to_container(node))
+    if not isinstance(source, dict) or not isinstance(source.get("parameters"), dict):
+        raise ConfigError(f"{path} has no parameters")
+    return source
 
 
-def _node(schema: type[Schema], source: Mapping[str, Any], name: str) -> Schema | None:
-    return None if source.get(name) is None else convert(schema, source[name], name)
+def _parsed(key: str, options: Any) -> str | BaseDistribution:
+    """Return the text of a constant, or what to draw a varied key from."""
+    where = f"parameters.{key}"
+    require(isinstance(options, Mapping), f"{where} must be a mapping, such as {{values: [...]}}")
+    given = dict(options)
+    kind = given.pop("distribution", None)
+    if given.keys() == {"value"} and kind in (None, "constant"):
+        return _text(given["value"])
+    if given.keys() == {"values"} and kind in (None, "categorical"):
+        require(isinstance(given["values"], list) and bool(given["values"]), f"{where}.values must be a list")
+        return CategoricalDistribution(tuple(dict.fromkeys(map(_text, given["values"]))))
+    low, high, step = given.pop("min", None), given.pop("max", None), given.pop("q", None)
+    if kind is None:
+        kind = "int_uniform" if isinstance(low, int) and isinstance(high, int) else "uniform"
+    has_step = kind.startswith("q_")
+    if (
+        given
+        or kind not in ("int_uniform", "uniform", "q_uniform", "log_uniform_values")
+        or has_step != bool(step)
+    ):
+        raise ConfigError(
+            f"{where}: {dict(options)} cannot be drawn here; write value, values, or min and max with "
+            f"distribution int_uniform, uniform, q_uniform (with q) or log_uniform_values, or let {ELSEWHERE}"
+        )
+    try:
+        if kind == "int_uniform":
+            return IntDistribution(low, high)
+        return FloatDistribution(low, high, log=kind == "log_uniform_values", step=step)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: min={low!r}, max={high!r}: {error}") from error
 
 
-def _checked_command(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command, which must hand the parameters to fit as overrides."""
-    is_fit = MODULE in words and words[words.index(MODULE) - 1] == "-m"
-    macros = [word for word in words if word.startswith("${args")]
-    if not is_fit or macros != [ARGUMENTS] or words.index(ARGUMENTS) < words.index(MODULE):
-        raise ConfigError(f"command must run fit with overrides, got {list(words)}; write {COMMAND_HINT}")
-    return words
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -2,25 +2,20 @@
 
 import yaml
 
-from lit_rlkv.sweeping.plan import Plan
-from lit_rlkv.sweeping.sweep_file import read_sweep
+from lit_rlkv.sweeping.sweep_file import COMMAND, read_sweep
 
-COMMAND = ["${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}"]
 GRID = {
     "program": "lit_rlkv/fit.py",
-    "command": COMMAND,
+    "command": list(COMMAND),
     "method": "grid",
-    "metric": {"name": "eval/accuracy", "goal": "maximize"},
-    "parameters": {"seed": {"values": [0, 1]}, "cache.budget": {"values": [12, 16]}},
+    "parameters": {"seed": {"values": [0, 1]}, "cache.budget": {"values": [5, 7]}},
 }
+LOG_LR = {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}
 BAYES = GRID | {
     "method": "bayes",
-    "run_cap": 24,
-    "metric": {"name": "reward", "goal": "maximize"},
-    "parameters": {
-        "optimizer.lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
-        "experiment": {"values": ["naive", "smd"]},
-    },
+    "run_cap": 5,
+    "metric": {"name": "entropy", "goal": "minimize"},
+    "parameters": {"optimizer.lr": LOG_LR, "cache.budget": {"min": 5, "max": 7}},
 }
 
 
@@ -30,8 +25,8 @@ def write(folder, content, name="sweep.yaml"):
     return path
 
 
-def plan_of(folder, content, *overrides):
-    return Plan(read_sweep(write(folder, content)), overrides)
+def sweep_of(folder, content=GRID, *overrides):
+    return read_sweep(write(folder, content), overrides)
 
 
 def with_parameters(content=GRID, **parameters):
