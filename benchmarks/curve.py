@@ -32,7 +32,7 @@ OVERRIDES = (
 FIGURES = ("reward", "policy_loss", "entropy", "completions/mean_length", "kv/bytes", "smd/kl", "grad_norm")
 """SFT, sampling, eviction, replay, distillation and optimizer each move one of them."""
 TOLERANCE = 1e-3
-"""Relative. Processors differ by rounding, here 1e-5; a token that is sampled otherwise moves figures by more."""
+"""Relative. Processors differ by rounding; a token that is sampled otherwise moves figures by more."""
 RUN_AGAIN = (
     "python benchmarks/curve.py --record",
     "python benchmarks/study.py --blocks one_rate    README, docs/results/study.md",
@@ -66,7 +66,9 @@ def moved(now: dict[str, float], then: dict[str, float]) -> str | None:
     ]
     if not different:
         return None
-    return "\n".join(["something moves curves:", *different, "run again, and read what they say:", *RUN_AGAIN])
+    return "\n".join(
+        ["something moves curves:", *different, "run again, and read what they say:", *RUN_AGAIN]
+    )
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +35,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m lit_rlkv.sweep",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=110),
         allow_abbrev=False,
     )
     parser.add_argument("file", type=Path, help="a sweep file, or the name of a shipped one, such as arms")

@@ -6,8 +6,8 @@ By default it runs all of them at the size whose outputs are committed, and writ
 the size of the tests; it shows that the notebooks still work, and keeps nothing. A notebook asks for its size
 by `os.environ.get("LIT_RLKV_SMALL") == "1"`, and names files relative to its own folder.
 
-The metadata of a notebook say which code its outputs come from: `outputs_of` is a digest of its cells, `curve`
-one of the figures that `benchmarks/curve.py` keeps.
+The metadata of a notebook say which code its outputs come from: `outputs_of` is a digest of its cells,
+`curve` one of the figures that `benchmarks/curve.py` keeps.
 
 A code cell has one comment `# alt: TEXT` for each image that it shows, in the same order. TEXT becomes the
 alt text of the image; it goes on in comment lines that are indented by three spaces or more.

@@ -26,6 +26,7 @@ from lit_rlkv.reporting.progress import track
 from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import EVALUATION, METRICS
+from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import find_starting_model, sft_model_dir
 from lit_rlkv.sweeping.sweep_file import Sweep, Values
@@ -190,6 +191,17 @@ def check(sweep: Sweep) -> None:
             advance()
 
 
+def wait_until_free(folder: Path) -> None:
+    """Wait for a process that a killed sweep has left in the folder of a run."""
+    while True:
+        try:
+            with FolderLock() as lock:
+                lock.take(folder)
+                return
+        except BusyError:
+            time.sleep(POLL_S)
+
+
 @dataclass
 class Workers:
     """Runs what a study has left, `n_jobs` processes of fit at a time."""
@@ -225,6 +237,7 @@ class Workers:
                 # Hydra composes one config at a time.
                 cfg = checked_config(compose(self.study.sweep, run.values, run.folder))
                 making = self._making.setdefault(sft_model_dir(cfg), threading.Lock())
+            wait_until_free(run.folder)
             with making:  # of several runs with one SFT model the first trains it, and the others wait
                 process = self._start(run)
                 while process.poll() is None and find_starting_model(cfg, run.folder) is None:

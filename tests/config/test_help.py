@@ -9,24 +9,15 @@ import pytest
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.composing import SCHEMAS, groups, options_of
 from lit_rlkv.config.help import asked_help
-from lit_rlkv.config.options import keys_of
-from lit_rlkv.sweeping.arguments import parse
-from lit_rlkv.sweeping.sweep_file import SweepFile
 from tests.config.test_schema import all_keys
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("config", "evaluate", "export")
 
 
-def sweep_help(option, capsys):
-    with pytest.raises(SystemExit):
-        parse([option])
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("program", [*PROGRAMS, "sweep"])
-def test_the_short_help_fits_a_screen_and_begins_with_examples(program, capsys):
-    text = sweep_help("-h", capsys) if program == "sweep" else asked_help(program, ["-h"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_short_help_fits_a_screen_and_begins_with_examples(program):
+    text = asked_help(program, ["-h"])
     lines = text.splitlines()
     assert len(lines) < 80
     assert max(map(len, lines)) <= 110
@@ -67,12 +58,6 @@ def test_the_full_help_has_every_option_with_its_keys():
     assert "value_clip=0.2" in text
 
 
-def test_the_full_help_of_a_sweep_has_the_keys_of_its_file(capsys):
-    text = sweep_help("--help-all", capsys)
-    assert [name for name, *_ in keys_of(SweepFile) if f"  {name}=" not in text] == []
-    assert "metric.goal=minimize" in text
-
-
 def test_help_on_a_group_or_key_shows_that_alone():
     text = asked_help("config", ["--help", "cache"])
     assert text.startswith("cache: The KV cache of rollouts")
@@ -98,14 +83,17 @@ def test_help_needs_no_torch():
     script = (
         "import sys\n"
         "from lit_rlkv.cli import compose_arguments\n"
-        "from lit_rlkv.sweeping.arguments import help_text\n"
+        "from lit_rlkv.sweep import parse\n"
         "for option in ('--help', '--help-all'):\n"
         "    for program in ('config', 'evaluate', 'export'):\n"
         "        try:\n"
         "            compose_arguments(program, [option])\n"
         "        except SystemExit as error:\n"
         "            assert not error.code\n"
-        "print(help_text(is_full=True))\n"
+        "try:\n"
+        "    parse(['--help'])\n"
+        "except SystemExit as error:\n"
+        "    assert not error.code\n"
         "assert not {'torch', 'transformers', 'lightning'} & {*sys.modules}\n"
     )
     done = subprocess.run(

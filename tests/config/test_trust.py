@@ -10,8 +10,6 @@ from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import ConfigError, build, check_saved_code, check_targets, grant_trust
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Policy
-from lit_rlkv.sweeping.plan import Plan
-from lit_rlkv.sweeping.sweep_file import read_sweep
 from lit_rlkv.trust import trust_modules, trusted_modules, trusting
 
 MODULE = """
@@ -118,26 +116,6 @@ def test_the_key_in_a_config_file_grants_nothing():
 def test_a_value_that_is_not_a_list_is_refused():
     with pytest.raises(ConfigError, match=re.escape("write trusted_modules=[ownmodule]")):
         compose_arguments("config", ["trusted_modules=ownmodule"])
-
-
-@pytest.mark.parametrize("place", ["command", "parameters", "command line"])
-def test_a_sweep_trusts_what_its_file_or_command_line_names(tmp_path, place):
-    command = ["${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}"]
-    parameters = {"seed": {"values": [0, 1]}}
-    if place == "command":
-        command.append("trusted_modules=[ownmodule]")
-    if place == "parameters":
-        parameters["trusted_modules"] = {"value": ["ownmodule"]}
-    sweep = {"program": "lit_rlkv/fit.py", "method": "grid", "command": command, "parameters": parameters}
-    sweep["metric"] = {"name": "reward", "goal": "maximize"}
-    (tmp_path / "sweep.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(sweep)).replace("$", "$"))
-    plan = Plan(
-        read_sweep(tmp_path / "sweep.yaml"), ("trusted_modules=[ownmodule]",) * (place == "command line")
-    )
-    values = {"seed": 0} | ({"trusted_modules": ["ownmodule"]} if place == "parameters" else {})
-    composed = plan.compose(values, tmp_path / "run")
-    assert trusted_modules() == ("ownmodule",)
-    assert "trusted_modules" not in composed.cfg
 
 
 def test_a_cache_takes_a_trusted_name_a_class_or_an_instance():

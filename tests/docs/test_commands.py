@@ -12,8 +12,8 @@ from lit_rlkv.config import CONF_DIR, ConfigError, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.report import parse as parse_report
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.sweeping.arguments import parse as parse_sweep
-from lit_rlkv.sweeping.plan import Plan, first_config
+from lit_rlkv.sweep import parse as parse_sweep
+from lit_rlkv.sweeping.runs import compose as compose_run
 from lit_rlkv.sweeping.sweep_file import read_sweep
 from tests.docs.pages import PAGES, ROOT, TRUST, shell_commands
 from tests.saved_models import save_checkpoint
@@ -99,7 +99,12 @@ def check_program(program: str, arguments: list[str]) -> None:
         check_fit(arguments)
     elif program == "sweep":
         args = parse_sweep(arguments)
-        first_config(Plan(read_sweep(ROOT / args.file), tuple(args.overrides)))
+        sweep = read_sweep(ROOT / args.file, tuple(args.overrides))
+        values = {
+            key: str(each.low) if hasattr(each, "low") else each.choices[0]
+            for key, each in sweep.space.items()
+        }
+        compose_run(sweep, values, Path("unused"))
     elif program == "report":
         # conf/ stands in for a run: it has a file config.yaml, too.
         parse_report([str(CONF_DIR) if one.startswith("runs/") else one for one in arguments])

@@ -13,12 +13,11 @@ from shutil import copytree
 import pytest
 
 from lit_rlkv.runs.context import CHECKPOINTS
-from lit_rlkv.sweeping.job import is_locked
 from tests import killed_run
 from tests.fuzz.harness import outcome_of
 from tests.sweeping.files import GRID, with_parameters, write
 from tests.test_resume import assert_same_run
-from tests.test_sweep import SMALL, kill, run_here, runs_of, start
+from tests.test_sweep import SMALL, run_here, runs_of, start
 from tests.whole_runs import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_as_users_run_it")]
@@ -143,9 +142,7 @@ def test_a_sweep_killed_at_random_has_the_results_of_an_unbroken_one(tmp_path):
         sweep = start(write(tmp_path, content), folder, SMALL)
         time.sleep(rng.uniform(5, 25))
         sweep.kill()
-        sweep.wait()
-        for one in filter(is_locked, runs_of(folder)):
-            kill(one)
+        sweep.communicate()  # its runs live on, and the next sweep waits for them
     assert run_here(folder, content) == []
     (tmp_path / "other").mkdir()
     straight = tmp_path / "other" / "sweep"

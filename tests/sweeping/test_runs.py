@@ -5,6 +5,7 @@ import pytest
 from lit_rlkv.config import ConfigError
 from lit_rlkv.sweeping.runs import SweepStudy, check
 from lit_rlkv.sweeping.sweep_file import read_sweep
+from lit_rlkv.trust import trusting
 from tests.sweeping.files import BAYES, GRID, sweep_of, with_parameters
 from tests.whole_runs import TINY
 
@@ -100,7 +101,8 @@ def test_a_file_cannot_start_a_program_that_the_command_line_does_not_trust(tmp_
     content = GRID | {"parameters": GRID["parameters"] | program}
     with pytest.raises(ConfigError, match="trusted_modules"):
         check(sweep_of(tmp_path, content, *SMALL))
-    check(sweep_of(tmp_path, content, *SMALL, "trusted_modules=['sh x.sh']"))
+    with trusting([]):  # until the end of the block
+        check(sweep_of(tmp_path, content, *SMALL, "trusted_modules=['sh x.sh']"))
 
 
 @pytest.mark.slow
