@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
-from lit_rlkv.config import ConfigError, as_config_errors, check_saved_code, parse, parse_config, require
+from lit_rlkv.config import (
+    ConfigError,
+    as_config_errors,
+    check_saved_code,
+    check_targets,
+    parse,
+    parse_config,
+    require,
+)
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
 from lit_rlkv.files import write_together
@@ -74,6 +82,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             with as_config_errors("policies"):
                 load_policy_class(policy)
     run = find_run(Path(asked.ckpt).expanduser())
+    check_targets(run.cfg)
     for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", *SAMPLING):
         if (value := getattr(asked, key)) is not None:
             run.cfg.evaluation[key] = value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
-from lit_rlkv.config import ConfigError, as_config_errors, parse, parse_config, require
+from lit_rlkv.config import ConfigError, as_config_errors, check_targets, parse, parse_config, require
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir, read_json
 from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
@@ -38,6 +38,9 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     from lit_rlkv.stages.export import export_policy
 
     run = find_run(Path(asked.ckpt).expanduser())
+    # It evicts nothing, so a policy of the user's own needs no trust; the model card names it.
+    policy, run.cfg.cache.policy = run.cfg.cache.policy, "random"
+    check_targets(run.cfg)
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
     cfg = parse_config(run.cfg)
@@ -55,6 +58,7 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
     context, module = open_run(run)
+    run.cfg.cache.policy = policy
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:
         exported = export_policy(

@@ -117,7 +117,9 @@ def test_the_card_holds_scores_config_commit_packages_and_how_to_load(runs, expo
     assert "budget: 7" in card
     assert f"torch {torch.__version__}" in card
     assert re.search(r"trained with (commit [0-9a-f]{40}|no commit known)", card)
-    assert f'base = AutoModelForCausalLM.from_pretrained("{runs / "hydra" / "backbone"}")' in card
+    # The base of the adapter is the SFT model in the run's folder, which a stranger cannot load.
+    assert "PeftModel" not in card
+    assert "which is not part of this export" in card
     assert "after 2 iterations of RL: PPO on ChainSum" in card
 
 
@@ -286,6 +288,19 @@ def test_an_evaluation_runs_the_reward_function_of_a_run_if_trusted_and_an_expor
     with trusting([str(file)]):
         evaluate(scoring(folder))
     assert sign.exists()
+
+
+def test_an_export_needs_no_trust_in_a_policy_that_it_does_not_use(runs, tmp_path):
+    folder = tmp_path / "runs" / "own"
+    copytree(runs / "ppo", folder)
+    saved = OmegaConf.load(folder / "config.yaml")
+    saved.cache.policy = "nowhere.Newest"
+    OmegaConf.save(saved, folder / "config.yaml")
+    out, _ = export(asking(folder.parent, "own", tmp_path / "out"))
+    card = (out / "README.md").read_text()
+    assert "nowhere.Newest" in card
+    with pytest.raises(ConfigError, match="nowhere"):
+        evaluate(scoring(folder))
 
 
 @pytest.mark.slow

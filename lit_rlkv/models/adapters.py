@@ -31,20 +31,30 @@ def check_target_modules(backbone: PreTrainedModel, targets: Sequence[str] | str
     """Check that every target module exists and can have an adapter.
 
     Raises:
-        ValueError: a target matches no module with a weight matrix, or is an invalid regular expression.
+        ValueError: a target matches no module with a weight matrix, the output head, or embeddings that are
+            also the head, or it is an invalid regular expression.
     """
     if targets == "all-linear":
         return
-    matrices = [name for name, module in backbone.named_modules() if _is_matrix(module)]
+    matrices = {name: module for name, module in backbone.named_modules() if _is_matrix(module)}
     if isinstance(targets, str):  # peft takes a string as a regular expression for full names
         try:
-            unknown = [] if any(re.fullmatch(targets, name) for name in matrices) else [targets]
+            matches = {targets: [name for name in matrices if re.fullmatch(targets, name)]}
         except re.error as error:
             raise ValueError(
                 f"target_modules must be a regular expression, got {targets!r} ({error}); correct it"
             ) from error
     else:
-        unknown = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in matrices)]
+        matches = {t: [name for name in matrices if f".{name}".endswith(f".{t}")] for t in targets}
+    head = backbone.get_output_embeddings()
+    for target, names in matches.items():
+        # Tied embeddings are the head's weights: one of the two would have the adapter, and no merge exists.
+        if any(matrices[name].weight is head.weight for name in names):
+            raise ValueError(
+                f"target_modules must not include the shared output head, nor embeddings tied to it, got "
+                f"{target!r}; leave it out"
+            )
+    unknown = [target for target, names in matches.items() if not names]
     if unknown:
         known = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
         raise ValueError(
@@ -65,7 +75,7 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
     update of 1e-5 would be lost on every weight above 0.004, where half a rounding step is 1.5e-5.
 
     Raises:
-        ValueError: `target_modules` match no module of this backbone, or match the output head.
+        ValueError: see `check_target_modules`.
     """
     # A second adapter has the targets of the first: "all-linear" would match the first adapter's matrices.
     present = [
@@ -75,6 +85,8 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
     ]
     first = next(iter(vars(backbone).get("peft_config", {}).values()), None)
     given = lora.target_modules
+    if first is None:
+        check_target_modules(backbone, given)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -88,10 +100,6 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
         warnings.filterwarnings("ignore", "Already found a `peft_config`")
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # for GPT-2; peft then corrects it
         inject_adapter_in_model(config, backbone, adapter_name=name)
-    if isinstance(backbone.get_output_embeddings(), LoraLayer):
-        raise ValueError(
-            f"target_modules must not include the shared output head, got {given!r}; leave the head out"
-        )
     for layer in lora_layers(backbone):
         layer._disable_adapters = True
     for parameter_name, parameter in backbone.named_parameters():

@@ -66,6 +66,8 @@ def model_card(run: SavedRun, exported: Exported) -> str:
         exported=exported,
         results=Results.load(run.run_dir),
         base_model=None if cfg.model.path is None or is_local(cfg.model.path) else cfg.model.path,
+        # What a stranger can load: a name on the hub, and not the SFT model in this run's folder.
+        adapter_base=None if Path(run.start).exists() else run.start,
         algorithm=cfg.algorithm.loss._target_.rpartition(".")[2],
         task=cfg.task.get("_target_", "").rpartition(".")[2],
         cache=cache,

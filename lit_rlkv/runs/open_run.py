@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lit_rlkv.config import ConfigError, as_config_errors, check_targets
+from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.resumed import read_config
 from lit_rlkv.files import MAX_CONFIG_BYTES, read_if_intact, read_text
 from lit_rlkv.modules.base import PolicyModule
@@ -38,7 +38,10 @@ class SavedRun:
 
     run_dir: Path
     cfg: DictConfig
-    """Composed config; callers may change it before `open_run`, which changes it too."""
+    """Composed config, which may name code that this process does not trust: callers check its targets.
+
+    They may change it before `open_run`, which changes it too.
+    """
     config_yaml: str
     """The file as text."""
     checkpoint: Checkpoint | None
@@ -114,7 +117,6 @@ def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
     config_yaml = read_text(run_dir / CONFIG, MAX_CONFIG_BYTES)
     # They act in training alone, and a reference that only such a callback needs is not built here.
     cfg.logger, cfg.user_callbacks, cfg.algorithm.reference_sync.every = None, {}, None
-    check_targets(cfg)  # a saved config may name code that this process does not trust
     return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights, reference)
 
 

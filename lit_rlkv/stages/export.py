@@ -157,8 +157,8 @@ def check_equal(expected: Float[Tensor, "batch seq vocab"], merged: PreTrainedMo
     allowed = TOLERANCE[merged.dtype] * float(expected.abs().max())
     if not gap <= allowed:
         raise ConfigError(
-            f"the merged model's logits must be within {allowed:.2g} of the policy's, got {gap:.2g}; an "
-            "adapter on embeddings that are also the output head (roles.target_modules) cannot be merged"
+            f"the merged model's logits must be within {allowed:.2g} of the policy's, got {gap:.2g}; this "
+            "architecture cannot be merged by peft"
         )
 
 

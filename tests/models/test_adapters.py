@@ -35,6 +35,17 @@ def test_names_that_match_nothing_are_named(targets, unknown):
         check_target_modules(tiny_model(), targets)
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "embed_tokens"], r".*embed_tokens"])
+def test_embeddings_that_are_the_output_head_have_no_adapter(targets):
+    tied = deepcopy(tiny_model())
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    with pytest.raises(ValueError, match="tied"):
+        check_target_modules(tied, targets)
+    with pytest.raises(ValueError, match="tied"):
+        add_adapter(deepcopy(tied), "policy", LoraSpec(rank=4, alpha=8, target_modules=targets))
+    check_target_modules(tied, "all-linear")
+
+
 @torch.no_grad()
 def test_adapters_on_bfloat16_weights_compute_in_it_alone_and_by_row_and_are_kept_in_float32():
     model = deepcopy(tiny_model()).bfloat16()
