@@ -160,7 +160,7 @@ NO_NUMBERS = [
     "1,0000", "1,00", "12,5", "0,005", "1, 000", "1_00", "1'00", "10 0000", "1.000.000", "1.000,50", "5.5.5",
     "12.05.2024", "2024-05-12", "12/05/2024", "12:30", "5:6", "5 : 6", "5~6", "v1.2", "0x10", "127.0.0.1",
     # factors and arguments
-    "5x", "5x^2", "5k", "$5M", "5bn", "5万", "5i", "2e", "x5", "x_5", "x_{12}", "5_8", "5(3)", "f(5)", r"5\pi",
+    "5x", "5x^2", "5k", "$5M", "5bn", "5万", "5i", "2e", "x_5", "x_{12}", "5_8", "5(3)", "f(5)", r"5\pi",
     "5π", r"\sqrt{5}", "√5", r"\sqrt[3]{8}", r"5\sqrt{2}", r"\log_{2} 5", r"\sin 5", r"\binom{5}{2}", "x/5",
     "5/x", "x*5", "2/3*5", r"2\times5", "3 times 5", "5 % 3", "5‰", "5 hundredths",
     # powers
@@ -361,6 +361,67 @@ def test_an_answer_without_dollar_signs_is_read_whole(answer, right, wrong):
     with opened(MathVerify()) as ask:
         assert ask(rf"so it is \boxed{{{right}}}", answer) == 1.0
         assert ask(rf"so it is \boxed{{{wrong}}}", answer) == 0.0
+
+
+# fmt: off
+EQUAL = [  # an answer, and completions that state it
+    # a text that is the answer
+    ("(6,5)", ["(6,5)", "(6, 5)", "$(6,5)$", r"\left(6,5\right)", "<answer>(6, 5)</answer>", "#### (6,5)"]),
+    ("[2,5)", ["[2,5)", "$[2,5)$", r"\boxed{[2,5)}"]),
+    ("A", ["A", "A.", r"\boxed{A}", r"\text{A}", "<answer>A</answer>", "so\n#### A"]),
+    ("yes", ["yes", "Yes.", r"\boxed{\text{yes}}", "<answer>yes</answer>"]),
+    ("北京", ["北京", r"\boxed{北京}"]),
+    (r"\sqrt{8}", [r"\sqrt{8}", r"2\sqrt{2}"]),
+    # scientific notation
+    ("1.2e3", ["1.2e3", "1200", "it is 1.2e3.", r"\boxed{1200}", r"\boxed{1.2\times10^3}", "$1.2E3$"]),
+    ("0.0012", ["1.2e-3", r"\boxed{1.2e-3}"]),
+    ("4.5e33", [r"\boxed{4.5\times10^{33}}", r"\boxed{4.5e33}", r"\boxed{45e32}"]),
+    # percent
+    ("0.5", [r"\boxed{50\%}", "it is 50%.", "it is 50 percent", r"it is $50\%$.", r"$\boxed{50\%}$",
+             "####50%"]),
+    ("50", [r"\boxed{50\%}", "it is 50%"]),
+    (r"50\%", [r"\boxed{50\%}", r"\boxed{50}", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", "50 %", "it is 0.5"]),
+    # marks
+    ("5", ["<answer>5</answer>", r"<answer> \boxed{5} </answer>", "<answer>4</answer> no, <answer>5</answer>",
+           "<answer>it costs $5.</answer>", "####5", "#### 5 apples", "The result:5", "Answer:**5**",
+           "答案\uff1a5",
+           "it is 5", "the final answer is $5$. I hope it is correct."]),
+    ("-5", ["####-5", "Result:-5", r"\boxed{−5}", "it is −5"]),
+    (r"3\pi", [r"#### 3\pi", r"<answer>3\pi</answer>", r"3\pi", "\\boxed{3\n\\pi}"]),
+    # several boxes
+    ("5", [r"first \boxed{3}, so the answer is \boxed{5}.", r"\boxed{3}. Now \boxed{5}"]),
+    (r"\{3,5\}", [r"\boxed{3} and \boxed{5}", r"\boxed{\{5,3\}}", "5, 3"]),
+    # raised digits
+    ("25", [r"\boxed{5²}"]),
+    ("2.5", [r"\boxed{2½}"]),
+]
+DIFFERENT = [
+    ("(6,5)", ["(5,6)", r"\boxed{(5,6)}"]),
+    ("[2,5)", ["[2,5]"]),
+    ("A", ["B", "a b"]),
+    ("yes", ["no", "sye", r"\boxed{sye}", "yes or no"]),
+    ("北京", ["Beijing"]),
+    ("4.5e33", [r"\boxed{148.5e}", "4.5", r"\boxed{4.5e3}"]),
+    ("1.2e3", ["1.2", "it is 1.2e4"]),
+    ("1.2", ["1.2e3"]),
+    ("0.5%", [r"\boxed{50\%}", "it is 50%"]),
+    ("0.5", ["50"]),
+    ("50", ["0.5"]),
+    ("5", [r"\boxed{50\%}", "<answer>4</answer>", "####6", "The result:6", "The ratio is 3:5", "", "####",
+           "-5", r"\boxed{−5}", r"\boxed{5²}"]),
+    ("3", [r"\boxed{3}. Now \boxed{5}", r"#### 3\pi"]),
+    ("6", ["<answer>5</answer> 6"]),
+    (r"\{3,5,7\}", [r"\boxed{3} and \boxed{5}"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("table", "expected"), [(EQUAL, 1.0), (DIFFERENT, 0.0)])
+def test_texts_marks_percentages_and_scientific_notation_are_read(table, expected):
+    pytest.importorskip("math_verify")
+    with opened(MathVerify(timeout_s=60)) as ask:
+        found = {(answer, said): ask(said, answer) for answer, forms in table for said in forms}
+    assert [case for case, score in found.items() if score != expected] == []
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
