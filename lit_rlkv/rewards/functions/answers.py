@@ -185,7 +185,10 @@ class Regex(SlowFunction):
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerify(SlowFunction):
-    """1.0 if the last expression of the completion, LaTeX or plain, equals the answer; else 0.0."""
+    """1.0 if the final answer of the completion, LaTeX or plain, equals the answer; else 0.0.
+
+    It is in the last answer tag or `\\boxed`, behind the last `####`, or else the last expression.
+    """
 
     float_rounding: int = 6
     """Decimals by which floats are compared."""

@@ -60,7 +60,7 @@ def _final_answer(completion: str) -> tuple[str, bool]:
     """Return what a completion marks as its answer, by box, tag or marker, or all of it; True for a box."""
     _, tag, tagged = completion.rpartition("</answer>")[0].rpartition("<answer>")
     text = tagged if tag else completion
-    for box in [*_BOX.finditer(text)][:-4:-1]:
+    for box in reversed([*_BOX.finditer(text)][-3:]):  # the last may have been cut off
         content = _to_closing_brace(text[box.end() :])
         if content is not None:
             return content.replace("\n", " "), True
@@ -94,7 +94,7 @@ def _read(text: str, *, is_latex: bool) -> tuple[list[Any], bool]:
     # Outside of dollar signs math-verify looks for a number: of 3\pi it takes 3. It alone reads 1 000.
     is_plain = bare.replace(" ", "").isdigit() or any(mark in bare for mark in _DELIMITERS)
     if is_plain or not (is_latex or (len(bare) <= _MAX_LENGTH and not _WORD.search(bare))):
-        spaced = re.sub(r"(?<=[^\W\d_]|\*)[:\uff1a](?=\**[-−$\d.])", ": ", bare)
+        spaced = re.sub(r"(?<=[^\W\d_]|\*)[:\uff1a](?=\**[-$\d.])", ": ", bare)
         forms = [spaced, f"${bare}$"][: 1 + (len(bare) <= _MAX_LENGTH)]
     else:
         forms = [f"${bare}$", bare]
