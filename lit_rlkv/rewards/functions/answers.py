@@ -24,7 +24,7 @@ _OPERAND = rf"(?:(?<![{_IN_NAME}])[B-HJ-Zb-hj-z](?![{_IN_NAME}'’]))"
 _MONEY = r"[A-Z]{0,3}[$€£¥₹]"
 _FUNCTIONS = (
     r"\\(?:[dtc]?frac|[dt]?binom|sqrt|log|ln|lg|exp|a?(?:rc)?(?:sin|cos|tan)h?|cot|sec|csc|sum|prod|int|lim|over|"
-    r"overline|bar|dot|pi|e|i|theta|phi|alpha|beta|infty)(?![A-Za-z])"
+    r"overline|bar|dot|lfloor|lceil|max|min|gcd|[bp]?mod|pi|e|i|theta|phi|alpha|beta|infty)(?![A-Za-z])"
 )
 _GROUPED = "|".join(rf"(?:{mark}[0-9]{{3}})+" for mark in ",'_ ")
 _PLAIN = rf"(?:(?:[1-9][0-9]{{0,2}}(?:{_GROUPED})|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -69,7 +69,8 @@ _DIGITS = r"(?:(?<![.,'_:0-9])[1-9][0-9]{0,2}(?:[ ][0-9]{3}(?![0-9]))+|[0-9]+)"
 _RUN = re.compile(
     rf"(?:(?<!\.)\.)?{_DIGITS}(?:(?:"
     r"[.,'_:]|_\{|,?[ ](?=0[0-9])|[eE][-+−–]?|[ ](?=[0-9]{1,20}[ ]?/[ ]?[0-9])|[ ]:[ ]|"
-    rf"{_CLOSERS}[ \t]*(?:[{_SIGNS}*/÷±^~]{{1,2}}|%[ ]|(?:plus|minus|times|divided by) )[ \t]*{_OPENERS}\.?"
+    rf"{_CLOSERS}[ \t]*(?:[{_SIGNS}*/÷±^~]{{1,2}}|%[ ]|(?:plus|minus|times|mod|x|divided by) )[ \t]*"
+    rf"{_OPENERS}\.?"
     rf")(?=[0-9]){_DIGITS})*"
 )
 """A number with all that connects it to further digits."""
@@ -96,6 +97,7 @@ _GOES_ON = re.compile(
     rf"{_CLOSERS}[ ]?[\^‰]|[ ]?{_FUNCTIONS}|[ ]?[α-λν-ω√∞]|\.?[(\[][0-9]|\.?\\(?:overline|bar|dot)|"
     rf"{_CLOSERS}[ \t]*(?:[{_SIGNS}*/÷±^]|\*\*)[ \t]*[({{\[]*(?:{_FUNCTIONS}|{_OPERAND})|"
     r"[\u0304\u0305\u0307十百千万萬亿億兆]|[ABD-EG-IKMO-UX-Zabefijknopqrtuvwxyz](?![A-Za-zÀ-ɏ])|[A-Za-z]+[0-9]|"
+    r"[ ][BDEGHKMO-UX-Zbefjknopqrtuvwxyz](?!['’.-]?[A-Za-zÀ-ɏ])|"
     r"(?:bn|mn|tn|mio|mrd)\b|[ ](?:squared|cubed)\b|[ -]?(?:hundred|thousand|million)ths?\b"
 )
 """Behind a number that is part of something larger, such as 5x, 5^2, 5\\pi or 5k."""

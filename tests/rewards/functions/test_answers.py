@@ -134,7 +134,8 @@ NUMBERS = [  # a number, and forms that are read as it
     ("-0.5%", ["-0.5%", "−½%", r"-\frac{1}{2}\%"]),
     # units
     ("5", ["5 cm", "5cm", "5 cm^2", "5cm^2", "5 cm²", r"5 \text{ cm}^2", r"5\,\mathrm{m}", r"5~\text{kg}",
-           "5 m/s", "5 km/h", "5°", r"5^\circ", r"5^{\circ}", "5 °C", "5th", "5 apples", "5个", "5 (five)"]),
+           "5 m/s", "5 km/h", "5°", r"5^\circ", r"5^{\circ}", "5 °C", "5th", "5 apples", "5个", "5 (five)",
+           "5 m", "5 g", "5 L", "5 o'clock", "5 T-shirts", "5 a day", "5-year-old"]),
     ("5000000", ["5 million", "5,000,000", "0.005 billion"]),
     ("60", ["5 dozen"]),
     # scientific
@@ -163,6 +164,7 @@ NO_NUMBERS = [
     "5x", "5x^2", "5k", "$5M", "5bn", "5万", "5i", "2e", "x_5", "x_{12}", "5_8", "5(3)", "f(5)", r"5\pi",
     "5π", r"\sqrt{5}", "√5", r"\sqrt[3]{8}", r"5\sqrt{2}", r"\log_{2} 5", r"\sin 5", r"\binom{5}{2}", "x/5",
     "5/x", "x*5", "2/3*5", r"2\times5", "3 times 5", "5 % 3", "5‰", "5 hundredths",
+    "5 x", "5 x 3", "5 k", "1.5 M", "5 mod 3", r"5 \bmod 3", r"\lfloor 5.5 \rfloor", "|x - 5|",
     # powers
     "5²", "12²", "10⁶", "10⁻⁶", "10^6", "10^{6}", "10^{-6}", "10**6", "5^2", "5^n", "{5}^2", "(5)^2",
     "5 squared", "cm^2", "x²", r"2 \times 10^{n}", "3*2*10^3", r"2\times10^{3.5}",
