@@ -56,7 +56,7 @@ def main():
             generator=generator, num_return_sequences=GROUP,
         )  # fmt: skip
         texts = [
-            tokenizer.decode(ids[mask], skip_special_tokens=True)
+            tokenizer.decode(ids[mask], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for ids, mask in zip(rollout.input_ids, rollout.response_mask, strict=True)
         ]
         rewards = torch.tensor([reward(text) for text in texts]).view(-1, GROUP)

@@ -121,7 +121,8 @@ class Answers:
 
     def _decoded(self, rollout: Rollout) -> list[str]:
         rows = zip(rollout.input_ids, rollout.response_mask, strict=True)
-        return [self.tokenizer.decode(row[mask], skip_special_tokens=True) for row, mask in rows]
+        exact = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return [self.tokenizer.decode(row[mask], **exact) for row, mask in rows]
 
     def _graded(self, examples: list[texts.Example], rollout: Rollout) -> list[int]:
         pairs = zip(examples, self._decoded(rollout), strict=True)

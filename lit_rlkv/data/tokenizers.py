@@ -203,7 +203,7 @@ def decode_completions(
     input_ids: Int[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> list[str]:
-    """Return the text of each row's response without the closing end token.
+    """Return the text of each row's response, exactly as sampled, without the closing end token.
 
     Other special tokens stay visible: without them `2<pad>6` would pass for 26. So do ids without a token, of
     a vocabulary padded to a round size, written as `<|151999|>`.
@@ -220,11 +220,12 @@ def decode_completions(
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, input_ids: list[int], nameless: set[int]) -> str:
-    if nameless.isdisjoint(input_ids):
-        return cast(str, tokenizer.decode(input_ids))
     parts = groupby(input_ids, key=nameless.__contains__)
     return "".join(
-        "".join(f"<|{id_}|>" for id_ in ids) if is_nameless else cast(str, tokenizer.decode([*ids]))
+        "".join(f"<|{id_}|>" for id_ in ids)
+        if is_nameless
+        # Cleaned up, `a ! b` would become `a! b`, which was not sampled.
+        else cast(str, tokenizer.decode([*ids], clean_up_tokenization_spaces=False))
         for is_nameless, ids in parts
     )
 

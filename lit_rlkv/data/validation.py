@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_rlkv.data.prompts import PromptSource, check_split
 from lit_rlkv.data.tokenizers import count_tokens, encode, encode_prompt
 from lit_rlkv.models.backbone import check_length
-from lit_rlkv.rewards import RewardFunction
+from lit_rlkv.rewards import ExactMatch, MathVerify, Numeric, RewardFunction, RewardManager
 from lit_rlkv.tasks import Task, UserTask
 from lit_rlkv.tasks.rows import N_REPORTED, RowErrors, parse_rows
 from lit_rlkv.types import Problem, Prompt, prompt_text
@@ -76,6 +76,36 @@ def check_answers(task: Task, functions: Mapping[str, RewardFunction], seed: int
     """Raise a ValueError that names problems for which a reward function cannot score completions."""
     for function in functions.values():
         parse_rows(_problems(task, seed), function.check)
+
+
+def solutions_below_full_score(
+    task: Task,
+    rewards: RewardManager,
+    names: Sequence[str],
+    seed: int,
+    *,
+    on_progress: Callable[[int], object] = int,
+) -> dict[str, list[str]]:
+    """Return the places of a user's rows whose solution scores below 1, by function that compares answers.
+
+    Rows that show their answer alone, or nothing, have no solution of their own.
+
+    Args:
+        names: functions of `rewards` that the run asks.
+        on_progress: called with the number of further rows.
+    """
+    compared = (ExactMatch, MathVerify, Numeric)
+    low: dict[str, list[str]] = {name: [] for name in names if isinstance(rewards.functions[name], compared)}
+    rows = _problems(task, seed) if low and isinstance(task, UserTask) else iter(())
+    while chunk := [*islice(rows, _CHUNK)]:
+        own = [(place, row) for place, row in chunk if row.solution.strip() not in ("", row.answer)]
+        problems = [row for _, row in own]
+        found = rewards.ask(problems, [row.solution for row in problems], [*low]).collect(warns=False)
+        for name, places in low.items():
+            scores = found.scores[name].tolist()
+            places += [place for (place, _), score in zip(own, scores, strict=True) if not score >= 1]
+        on_progress(len(chunk))
+    return {name: places for name, places in low.items() if places}
 
 
 def check_prompts_fit(model: PreTrainedModel, sizes: Sizes, max_new_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Checks before a run that need its objects: classes of the right kind, and options that fit each other."""
 
 import inspect
+import logging
 
 import torch
 from hydra.utils import get_object
@@ -12,13 +13,17 @@ from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_
 from lit_rlkv.config.options import named_items
 from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.validation import check_answers
+from lit_rlkv.data.validation import check_answers, solutions_below_full_score
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.kl import MAX_ERROR
+from lit_rlkv.reporting.progress import QUIET_S, track
 from lit_rlkv.runs.context import RunContext, build_reward_functions, build_task, cache_of
-from lit_rlkv.tasks import Task
+from lit_rlkv.tasks import Task, UserTask
+from lit_rlkv.tasks.rows import N_REPORTED
+
+log = logging.getLogger(__name__)
 
 
 def checked_config(cfg: DictConfig) -> Config:
@@ -222,6 +227,8 @@ def check_shares(cfg: Config, n_ranks: int) -> None:
 def check_reward_functions(context: RunContext) -> None:
     """Score the worked solution of one problem with each reward function, to find its errors early.
 
+    Warns of rows of a user's data whose solutions get less than full score.
+
     Raises:
         ConfigError: a function cannot score a row of the task, or does not return a number.
     """
@@ -239,6 +246,18 @@ def check_reward_functions(context: RunContext) -> None:
         raise ConfigError(
             f"reward.functions.{name} has no score for a worked solution of {context.task}: {error}"
         )
+    if context.fabric.is_global_zero and isinstance(context.task, UserTask):
+        with track("score solution of row", len(context.task), quiet_s=QUIET_S) as advance:
+            low = solutions_below_full_score(context.task, rewards, names, cfg.seed, on_progress=advance)
+        for name, places in low.items():
+            log.warning(
+                "reward.functions.%s gives less than full score to the solutions of %d of %d rows, the first "
+                "are %s; fix them or drop the rows, as responses like them are not rewarded",
+                name,
+                len(places),
+                len(context.task),
+                ", ".join(places[:N_REPORTED]),
+            )
 
 
 def _check_extensions(cfg: Config) -> None:

@@ -33,6 +33,7 @@ from lit_rlkv.reporting.report import write_report
 from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values, read_metrics
 from lit_rlkv.reporting.samples import Samples
+from lit_rlkv.rewards import MathVerify
 from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.run_files import DIAGNOSTICS, EVICTIONS, SAMPLES
 from lit_rlkv.runs import environment
@@ -219,9 +220,11 @@ class TrainingRun:
     def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[Callback]:
         """Return all callbacks in calling order: those that add metrics first, those that show them last."""
         distillation, sync = self.context.cfg.distillation, self.context.cfg.algorithm.reference_sync
+        functions = self.context.rewards.functions.values()
+        watch = RewardWatch(reads_all_forms=any(isinstance(function, MathVerify) for function in functions))
         return [
             RolloutStatistics(),
-            *([RewardWatch()] if self.resumed_at == 0 else []),
+            *([watch] if self.resumed_at == 0 else []),
             RunAxes(self.metrics.history),
             *diagnostics,
             DiagnosticsFile(self.own_dir, diagnostics, self.resumed_at),

@@ -174,6 +174,21 @@ def test_an_id_without_a_token_is_seen_rather_than_dropped():
     assert decode_completions(build_task_tokenizer(), input_ids, torch.zeros_like(response_mask)) == [""] * 3
 
 
+def test_a_response_is_decoded_as_it_was_sampled(tmp_path):
+    # Words are joined by spaces, and the tokenizer's own setting would then close up `a !`.
+    backend = Tokenizer(
+        models.WordLevel({"<eos>": 0, "<pad>": 1, "a": 2, "!": 3, "n't": 4, "<unk>": 5}, "<unk>")
+    )
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=True, **special
+    ).save_pretrained(tmp_path)
+    tokenizer, input_ids = load_tokenizer(str(tmp_path)), torch.tensor([[2, 3, 2, 4, 0], [2, 60, 2, 3, 0]])
+    assert tokenizer.decode(input_ids[0]) == "a! an't <eos>"
+    everything = torch.ones_like(input_ids, dtype=torch.bool)
+    assert decode_completions(tokenizer, input_ids, everything) == ["a ! a n't", "a<|60|>a !"]
+
+
 def write_ends(folder, ends):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 

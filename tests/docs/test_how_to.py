@@ -12,10 +12,12 @@ from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import ConfigError, check_keys
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit
+from lit_rlkv.rewards import MathVerify
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import NEVER
 from tests.docs.pages import DOCS, TRUST, code_blocks
+from tests.rewards.helpers import opened
 from tests.whole_runs import scoring
 
 PAGES = DOCS / "how-to"
@@ -155,3 +157,13 @@ def test_own_model_is_trained(run_page):
     run_dir, _ = run_page("own-model", "+model.preset.n_layers=1")
     model = json.loads((run_dir / "backbone" / "config.json").read_text())
     assert (model["model_type"], model["hidden_size"], model["num_hidden_layers"]) == ("llama", 64, 1)
+
+
+def test_the_limits_of_math_verify_are_as_the_page_says():
+    pytest.importorskip("math_verify")
+    page = (PAGES / "own-data.md").read_text().partition("### Mathematical answers")[2]
+    limits = re.findall(r"^\| `(.+?)` \| `(.+?)` \| ([01]) \|", page, re.M)
+    assert len(limits) > 10
+    with opened(MathVerify(timeout_s=60)) as ask:
+        found = [(answer, response, str(int(ask(response, answer)))) for answer, response, _ in limits]
+    assert found == limits

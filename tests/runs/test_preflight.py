@@ -126,6 +126,23 @@ def test_answers_that_no_completion_could_be_compared_with_are_refused_by_row(tm
         check_reward_functions(parts)
 
 
+def test_solutions_below_full_score_are_counted_and_named(tmp_path, caplog):
+    wrong = {3: "it is: 3 or 4", 7: "it is 8", 60: "it is: 60+1"}
+    rows = [
+        {"prompt": f"{n}+1=", "answer": str(n + 1), "solution": wrong.get(n, f"it is: {n + 1}")}
+        for n in range(80)
+    ]
+    options = ["reward=numeric", "reward.functions.correct.answer_after=':'", "reward.verifier=0"]
+    own = of_rows(tmp_path, rows, *options, "task.solution_column=solution")
+    check_reward_functions(build_context(own))
+    (said,) = [record.getMessage() for record in caplog.records if "full score" in record.getMessage()]
+    assert "reward.functions.correct gives less than full score to the solutions of 3 of 80 rows" in said
+    assert all(f"a.jsonl:{line}" in said for line in (4, 8, 61))
+    caplog.clear()
+    check_reward_functions(build_context(of_rows(tmp_path, rows, *options)))  # answers are no solutions
+    assert caplog.records == []
+
+
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
