@@ -9,7 +9,7 @@ from pathlib import Path
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.facts import differing
-from lit_rlkv.reporting.pictures import COST, EVALUATION, MISMATCH, TRAINING, WARM_UP, Picture, Plan, draw_all
+from lit_rlkv.reporting.pictures import COST, EVALUATION, MISMATCH, SFT, TRAINING, Picture, Plan, draw_all
 from lit_rlkv.reporting.plots import curves, metric_curves, style
 from lit_rlkv.reporting.plots.metric_curves import CurveSet
 from lit_rlkv.reporting.report import TEMPLATES, page_figures
@@ -86,7 +86,7 @@ def comparison_figures(runs: Runs) -> list[Picture]:
     sections = {section: _curves(sets, runs) for section, sets in SECTIONS.items()}
     if any(_score_differs(run.history) for run in runs.values()):
         sections[TRAINING] = chain(_curves((SCORE,), runs), sections[TRAINING])
-    sections[WARM_UP] = _curves(metric_curves.WARM_UP, runs, of_sft=True)
+    sections[SFT] = _curves(metric_curves.SFT, runs, of_sft=True)
     sections[EVALUATION] = _accuracies(runs)
     return [picture for section, plans in sections.items() for picture in draw_all(section, plans)]
 
@@ -155,5 +155,5 @@ def render_comparison(runs: Runs, pictures: Sequence[Picture]) -> str:
         n_problems=sorted({row.n_problems for run in runs.values() for row in final_rows(run)}),
         differing=differing({name: run.config for name, run in runs.items()}),
         drawn=page_figures(pictures),
-        sections=[TRAINING, WARM_UP, MISMATCH, COST],
+        sections=[TRAINING, SFT, MISMATCH, COST],
     )

@@ -17,9 +17,9 @@ from lit_rlkv.units import human_seconds
 
 log = logging.getLogger(__name__)
 
-TRAINING, WARM_UP, EVALUATION = "Training", "Warm-up", "Evaluation"
+TRAINING, SFT, EVALUATION = "Training", "SFT", "Evaluation"
 MISMATCH, CACHE, COST = "Mismatch", "Cache", "Cost"
-"""Sections of the page; the warm-up is a part of Training."""
+"""Sections of the page; SFT is a part of Training."""
 
 
 class Picture(NamedTuple):
@@ -48,7 +48,7 @@ def figures(report: RunReport) -> list[Picture]:
     """Return all pictures for which the run has data. One that cannot be drawn costs a warning."""
     sections = {
         TRAINING: _training(report),
-        WARM_UP: _curves(metric_curves.WARM_UP, report.sft_history),
+        SFT: _curves(metric_curves.SFT, report.sft_history),
         EVALUATION: _evaluation(report),
         MISMATCH: _mismatch(report),
         CACHE: _cache(report),
@@ -171,7 +171,7 @@ def _cache(report: RunReport) -> Iterator[Plan]:
         yield Plan(
             partial(kept_keys.cache_fill, report.evictions["fill"], report.budget, report.interval),
             "Cache fill",
-            "After every `interval` decode steps a cache above its budget is compacted to it, so it never "
+            "After every interval decode steps a cache above its budget is compacted to it, so it never "
             "holds more than budget + interval keys. A dense cache grows with the text. The prompt is read "
             "before any key is evicted.",
         )

@@ -118,7 +118,7 @@ def summary_table(
     headings, cells = learned_cells(before, after)
     if cells:
         tables += [Text(), make_table(headings, cells)]
-    if reward_model is not None:
+    if reward_model is not None and cells:  # a run that a verifier rewards does not use its reward head
         tables += [Text(), Text(reward_sentence(reward_model))]
     if stage_seconds:
         tables += [Text(), make_table(*stage_cells(stage_seconds))]

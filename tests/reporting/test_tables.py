@@ -96,6 +96,8 @@ def test_a_reward_model_is_summed_up_in_a_sentence_and_its_scores_in_a_table():
     assert text.count("1.50") == len(AFTER)
     assert max(map(len, text.splitlines())) <= 80
     assert "Learned" not in shown(summary_table(BEFORE, AFTER, {}))
+    # The reward head that SFT trained is no part of a run that a verifier rewards.
+    assert "ranked right" not in shown(summary_table(BEFORE, AFTER, {}, judged))
 
 
 def test_names_in_brackets_are_no_markup():

@@ -116,7 +116,8 @@ TRAINING = (
     ),
     CurveSet(
         "KL to the reference per response",
-        "KL(π ‖ π_ref) summed over a response, before the iteration's updates.",
+        "KL(π ‖ π_ref) summed over a response, before the iteration's updates: an estimate (k1) by sampled "
+        "tokens, which may be negative near 0.",
         "KL (nats per response)",
         {"objective/kl": "KL to the reference"},
     ),
@@ -136,10 +137,10 @@ TRAINING = (
 )
 """Figures of the RL stage, beside the reward; one whose metrics were not logged is left out."""
 
-WARM_UP = (
+SFT = (
     CurveSet(
-        "Loss of the warm-up",
-        "Supervised fine-tuning (SFT) before RL: cross-entropy of worked solutions, and the reward head's "
+        "Loss of SFT",
+        "Supervised fine-tuning before RL: cross-entropy of worked solutions, and the reward head's "
         "loss on pairs, which is 0.69 by guessing.",
         "Loss (nats)",
         {"lm_loss": "language model, per token", "reward_loss": "reward head, per pair"},
@@ -172,7 +173,7 @@ def draw_metrics(curves: CurveSet, history: History) -> Figure:
     figure, axes = style.single_axes("Iteration", curves.y_label)
     for name, color in zip(curves.logged(history), style.PALETTE, strict=False):
         _draw(axes, history, name, curves, color, curves.metrics[name])
-    if len(axes.get_legend_handles_labels()[0]) > 1:  # the name of a single curve is that of the figure
+    if len(curves.metrics) > 1:  # else the name of the curve is that of the figure
         style.legend(axes)
     return _finish(figure, axes, curves)
 

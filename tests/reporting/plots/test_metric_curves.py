@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.plots.metric_curves import COST, TRAINING, WARM_UP, CurveSet, draw_metrics, draw_runs
+from lit_rlkv.reporting.plots.metric_curves import COST, SFT, TRAINING, CurveSet, draw_metrics, draw_runs
 
 
 def history(**metrics):
@@ -85,8 +85,19 @@ def test_equal_curves_of_two_runs_both_show():
     assert second.get_linestyle() == "--"
 
 
+def test_one_curve_of_several_that_the_caption_names_has_a_legend():
+    several = draw_metrics(curves_on("free", x="x", y="y"), history(x=[1.0, 2.0])).axes[0]
+    alone = draw_metrics(curves_on("free", x="x"), history(x=[1.0, 2.0])).axes[0]
+    assert [text.get_text() for text in several.get_legend().get_texts()] == ["x"]
+    assert alone.get_legend() is None
+
+
+def test_captions_are_plain_text():
+    assert not [one.title for one in (*TRAINING, *SFT, *COST) if "`" in one.title + one.caption]
+
+
 def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
-    sets = (*TRAINING, *WARM_UP, *COST)
+    sets = (*TRAINING, *SFT, *COST)
     assert all(one.caption.endswith(".") and one.y_label for one in sets)
     names = [name for one in sets for name in one.metrics]
     assert len(set(names)) == len(names)
