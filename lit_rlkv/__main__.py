@@ -13,7 +13,6 @@ COMMANDS = {
     "export": "write a saved policy for transformers and peft",
     "report": "draw a run's report again, or compare runs",
     "sweep": "run a sweep file: many runs, one table",
-    "completion": "print the completion script for bash, zsh or fish",
 }
 """Modules of the command lines, each with its meaning."""
 

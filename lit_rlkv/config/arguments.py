@@ -19,7 +19,7 @@ from lit_rlkv.config.hints import meant
 
 VIEWS = {"--cfg", "-c", "--package", "-p"}
 """Options of Hydra with a value of their own, which print the config."""
-LEFT_TO_HYDRA = {"--help", "-h", "--info", "-i", "--hydra-help", "--version"}
+LEFT_TO_HYDRA = {"--help", "-h", "--info", "-i", "--hydra-help", "--version", "-sc", "--shell-completion"}
 """Options of Hydra that print and compose no config."""
 OF_HYDRA = ("config-name", "config-path", "config-dir", "cn", "cp", "cd", "experimental-rerun", "run")
 """Options of Hydra that do not serve here."""
