@@ -17,8 +17,8 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from lit_rlkv.config import SWEEPS_DIR, ConfigError, quoted, require
-from lit_rlkv.config.options import Node, convert, option
+from lit_rlkv.config import CONF_DIR, SWEEPS_DIR, ConfigError, quoted, require
+from lit_rlkv.config.options import Node, convert, leaves, option
 from lit_rlkv.trust import KEY
 
 COMMAND = ("${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}")
@@ -91,8 +91,16 @@ class Sweep:
     @property
     def fixed(self) -> list[str]:
         """Overrides that all runs have; later ones win, so the user's do."""
-        constants = {key: value for key, value in self.constants.items() if key.partition(".")[0] != "logger"}
-        return [*DEFAULTS, *(f"{key}={value}" for key, value in constants.items()), *self.overrides]
+        given = [one for one in self.overrides if one.startswith("debug=")]
+        files = [CONF_DIR / f"{one.replace('=', '/')}.yaml" for one in given]
+        # In Hydra a key always wins over an option of a group; here the user's option does.
+        taken = {key for file in files if file.is_file() for key, _ in leaves(OmegaConf.load(file))}
+        constants = [
+            f"{key}={value}"
+            for key, value in self.constants.items()
+            if key not in taken and key.partition(".")[0] != "logger"
+        ]
+        return [*DEFAULTS, *constants, *self.overrides]
 
     def arguments(self, values: Values, folder: Path) -> list[str]:
         """Return the arguments of fit for a run, which resumes what is in its folder."""

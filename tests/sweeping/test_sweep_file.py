@@ -49,6 +49,14 @@ def test_the_command_line_of_a_run_has_its_values_constants_overrides_and_folder
     ]
 
 
+def test_a_debug_preset_of_the_user_wins_over_the_file():
+    path = SWEEPS_DIR / "arms.yaml"
+    assert "algorithm.n_iterations=150" in read_sweep(path).fixed
+    fixed = read_sweep(path, ("debug=fast",)).fixed
+    assert not [one for one in fixed if one.startswith(("algorithm.n_iterations", "sft.batch_size"))]
+    assert "evaluation.budgets=[]" in fixed
+
+
 def test_numbers_are_drawn_from_the_distributions_that_optuna_has(tmp_path):
     kinds = {
         "a": {"min": 1, "max": 5},
