@@ -23,7 +23,7 @@ from lit_rlkv.config import (
 from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.files import is_disk_full
-from lit_rlkv.interrupts import abort_on_ctrl_c, exit_soon
+from lit_rlkv.interrupts import abort_on_ctrl_c, ask_for_requeue, exit_soon
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 @abort_on_ctrl_c("interrupted before any work; nothing has changed")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
+    ask_for_requeue("asked to end before any work; nothing has changed")  # while torch loads
     with exit_in_one_line(ConfigError):
         cfg, hydra_cfg = compose_arguments("config", sys.argv[1:])
         check_folders(cfg)

@@ -11,6 +11,10 @@ from typing import NoReturn
 
 EXIT_CODE = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
+"""Signals that schedulers send before they kill a job."""
+REQUEUE = 75
+"""Exit code of a run that such a signal ended, to be started again (EX_TEMPFAIL in sysexits.h)."""
 SHOW_CURSOR = "\x1b[?25h"
 """Undoes what a progress bar does to a terminal."""
 
@@ -27,10 +31,16 @@ def say(line: str) -> None:
             os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}{line}\n".encode())
 
 
-def end_at_once(line: str = "ended at once") -> NoReturn:
+def end_at_once(line: str = "ended at once", code: int = EXIT_CODE) -> NoReturn:
     """End the process without any clean-up."""
     say(line)
-    os._exit(EXIT_CODE)
+    os._exit(code)
+
+
+def ask_for_requeue(line: str) -> None:
+    """End with this line and `REQUEUE` on a scheduler's signal, until another handler takes its place."""
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: end_at_once(line, REQUEUE))
 
 
 def exit_soon(code: int) -> NoReturn:

@@ -13,7 +13,6 @@ from lit_rlkv.__main__ import COMMANDS
 from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config.composing import SCHEMAS
 from lit_rlkv.config.reference import key_table
-from lit_rlkv.runs.signals import EXIT_CODE
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "commands.md"
@@ -32,7 +31,7 @@ A mistake in the arguments ends a program in one line that says what to change, 
 | 0 | done |
 | 1 | an error, said in one line |
 | 2 | `sweep` does not know an option, or `report` got no run |
-| {EXIT_CODE} | `fit` got SIGTERM or SIGUSR1, has saved itself, and can be resumed |
+| {interrupts.REQUEUE} | `fit` got SIGTERM or SIGUSR1, has saved itself, and can be resumed |
 | {interrupts.EXIT_CODE} | Ctrl-C; the last line says how to resume |
 """
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.interrupts import EXIT_CODE, abort_on_ctrl_c, call_at_first_ctrl_c, unwind_on_ctrl_c
+from lit_rlkv.interrupts import (
+    EXIT_CODE,
+    REQUEUE,
+    SIGNALS,
+    abort_on_ctrl_c,
+    call_at_first_ctrl_c,
+    unwind_on_ctrl_c,
+)
 from tests.test_resume import OPTIONS, assert_same_run
 from tests.tiers import slow
 from tests.whole_runs import TINY, run
@@ -198,6 +205,18 @@ def test_an_interrupt_during_the_imports_leaves_nothing(tmp_path, delay_s):
         ["interrupted before any work; nothing has changed"],
         ["interrupted in its start; there is nothing to resume"],
     )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_scheduler_that_ends_a_run_during_the_imports_may_start_it_again(tmp_path, number):
+    process = start("fit", *TINY, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}")
+    assert process.stdout is not None
+    while "loading torch" not in process.stdout.readline():
+        pass
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == REQUEUE, said
     assert not (tmp_path / "run").exists()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.runs.signals import EXIT_CODE, INTERRUPTED
+from lit_rlkv.interrupts import REQUEUE as EXIT_CODE
+from lit_rlkv.runs.signals import INTERRUPTED
 from tests.whole_runs import TINY, config, said_by
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +129,7 @@ def test_a_signal_ends_all_ranks_during_an_evaluation_and_the_run_resumes(sft_ru
         (75, True, 75, True),
         (137, True, 75, True),  # srun killed one that was on its way out
         (75, False, 75, True),
+        (143, False, 75, True),  # SIGTERM before Python could answer it
     ],
 )
 def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
@@ -152,6 +154,14 @@ def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
     said = (tmp_path / "said").read_text().splitlines()
     assert said[0].endswith("-m lit_rlkv.fit hydra.run.dir=runs/mine resume=auto seed=1")
     assert (said[1:] == ["scontrol requeue 7"]) == is_requeued
+
+
+@pytest.mark.parametrize("arguments", [[], ["seed=5"]])
+def test_a_slurm_job_without_a_name_says_how_to_start_it(arguments):
+    command = ["bash", str(ROOT / "scripts" / "fit.sbatch"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "NAME is the folder" in done.stderr
 
 
 @pytest.mark.slow

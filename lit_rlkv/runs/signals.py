@@ -18,13 +18,10 @@ from torch import Tensor
 from lit_rlkv import interrupts
 from lit_rlkv.config import quoted
 from lit_rlkv.config.targets import user_code
+from lit_rlkv.interrupts import REQUEUE, SIGNALS
 from lit_rlkv.runs.context import CONFIG
 from lit_rlkv.trust import KEY, trusted_modules
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (signal.SIGTERM,)
-"""Signals that schedulers send before they kill a job."""
-EXIT_CODE = 75
-"""Exit code of a run that a signal ended after it saved its state (EX_TEMPFAIL in sysexits.h)."""
 INTERRUPTED = ".interrupted"
 """File in a run that a signal ended after it had saved itself; removed when the run is resumed."""
 
@@ -160,7 +157,7 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
     if not error.is_ctrl_c:
         kept = "saved" if is_saved else "nothing was saved yet"
         again = "resume=... resumes the run" if is_saved else "the same command starts the run"
-        return f"{error}: {kept}, exit code {EXIT_CODE}; {again}", EXIT_CODE
+        return f"{error}: {kept}, exit code {REQUEUE}; {again}", REQUEUE
     if not is_saved:
         return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
