@@ -2,7 +2,8 @@
 
 import importlib
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,19 @@ def load(dataset: str, name: str | None, split: str) -> Any:
             if any((path / file).is_file() for file in _SAVED):
                 saved = datasets.load_from_disk(str(path))
                 splits = saved if isinstance(saved, dict) else {"train": saved}
+                _check_inside(
+                    path, (file["filename"] for each in splits.values() for file in each.cache_files)
+                )
                 if split not in splits:
                     raise ValueError(f"it was saved with {', '.join(splits)}")
                 return splits[split]
             if path.is_file():
                 return datasets.load_dataset(_FILES[path.suffix.lower()], data_files=str(path), split=split)
+            if path.is_dir():
+                builder = datasets.load_dataset_builder(str(path), name)
+                _check_inside(
+                    path, (file for files in (builder.config.data_files or {}).values() for file in files)
+                )
             return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)
     except StopIteration as error:
         raise ValueError(f"{dataset!r} holds no rows; write one JSON object per line") from error
@@ -51,6 +60,18 @@ def load(dataset: str, name: str | None, split: str) -> Any:
             f"cannot load split {split!r} of {dataset!r}: {_message(error.__cause__ or error)}; give a name "
             "on the hub, a folder, or a file (.jsonl, .json, .parquet), and a split of it"
         ) from error
+
+
+def _check_inside(folder: Path, files: Iterable[str]) -> None:
+    """Check that the files of a dataset's folder are in it: its README.md or state.json may name any other.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for file in files:
+        # Links are not followed: those of a snapshot of the hub lead to its blobs.
+        if "://" in file or not Path(os.path.abspath(file)).is_relative_to(folder.absolute()):
+            raise ValueError(f"its own files name {file}, which is not in the folder; give that file itself")
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Damaged files and datasets are refused in one line with their place."""
 
+import json
+
 import pytest
 
 from lit_rlkv.tasks import load_problems
@@ -164,3 +166,37 @@ def test_a_split_that_does_not_exist_is_named_whatever_other_files_hold(folder):
     write(folder / "train.parquet", prompt=["a"], answer=["1"])
     (folder / "notes.csv").write_bytes(b"\xe9")
     assert refusal(folder, split="nosuch").startswith(f"cannot load split 'nosuch' of '{folder}': ")
+
+
+README = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: {path}
+---
+"""
+
+
+@pytest.mark.parametrize("name", ["../secret.jsonl", "{outside}", "file://{outside}"])
+def test_a_folder_gives_no_rows_of_files_outside_of_it(folder, tmp_path, name):
+    outside = tmp_path / "secret.jsonl"
+    outside.write_text('{"prompt": "secret", "answer": "1"}\n')
+    (folder / "own.jsonl").write_text('{"prompt": "own", "answer": "1"}\n')
+    (folder / "README.md").write_text(README.format(path="own.jsonl"))
+    load_problems(str(folder))
+    (folder / "README.md").write_text(README.format(path=name.format(outside=outside)))
+    assert "secret.jsonl, which is not in the folder" in refusal(folder)
+
+
+def test_a_saved_dataset_gives_no_rows_of_files_outside_of_it(folder, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name in ("own", "secret"):
+        rows = [{"prompt": name, "answer": "1"}]
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / name))
+    state = tmp_path / "own" / "state.json"
+    (file,) = (tmp_path / "secret").glob("*.arrow")
+    state.write_text(
+        json.dumps(json.loads(state.read_text()) | {"_data_files": [{"filename": f"../secret/{file.name}"}]})
+    )
+    assert "which is not in the folder" in refusal(tmp_path / "own")
