@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_rlkv.kernels.backend import uses_triton
@@ -130,6 +131,29 @@ def hidden_states(
     return hidden
 
 
+def check_deterministic(model: nn.Module) -> None:
+    """Check that no dropout and no noise of NEFTune is active, which would differ in sampler and learner.
+
+    `prepare_backbone` sets dropout to 0; adapters that are injected later may bring their own.
+
+    Raises:
+        ValueError: naming the first module with either.
+    """
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"{name} drops {module.p:g} of its inputs: sampler and learner would not be one function; "
+                "set its rate to 0 (lora_dropout=0), or call prepare_backbone after adapters are injected"
+            )
+        if getattr(module, "neftune_noise_alpha", None):
+            raise ValueError(
+                f"{name} adds noise: sampler and learner would not be one function; leave "
+                "neftune_noise_alpha out"
+            )
+
+
 def learner_states(
     model: PreTrainedModel,
     input_ids: Int[Tensor, "batch seq"],
@@ -145,7 +169,11 @@ def learner_states(
         n_prompt: leading columns of each row with its prompt and the padding before it.
         is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
         expert_ids: see `hidden_states`.
+
+    Raises:
+        ValueError: see `check_deterministic`.
     """
+    check_deterministic(model)
     positions = token_positions(attention_mask)
     is_token = attention_mask if is_read is None else attention_mask & is_read
     flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)

@@ -47,6 +47,11 @@ def query_experts(rollout: Rollout) -> Int[Tensor, "batch router expert query"] 
 def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "token dim"]:
     """Return the hidden states that predict the response tokens, row by row: one column before each token."""
     check_length(model, rollout.input_ids.shape[1])
+    if shadow and rollout.evicted_at.shape[1] == 0:
+        raise ValueError(
+            "the rollout has lost its record of evictions (Rollout.without_records), and cannot be replayed "
+            "without it; keep the rollout as generate returns it"
+        )
     evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
     # The last column predicts no sampled token, and neither does the last token of a row.
     hidden = learner_states(
@@ -135,7 +140,8 @@ def replay_logps(
 
     Raises:
         ValueError: `temperature` is 0 or no temperature, or the rollout is greedy and none is given, or it is
-            too long for the model or records the experts of another architecture.
+            too long for the model or records the experts of another architecture, or dropout or the noise of
+            NEFTune is active.
     """
     if temperature is None:
         if rollout.temperature == 0:

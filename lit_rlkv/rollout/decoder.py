@@ -16,6 +16,7 @@ from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.kvcache.policies import Policy
 from lit_rlkv.models.backbone import (
     can_be_captured,
+    check_deterministic,
     head_logits,
     hidden_states,
     text_config,
@@ -110,6 +111,7 @@ class Decoder:
         compile_layers: bool = False,
         record_routing: bool = False,
     ) -> None:
+        check_deterministic(model)
         device = settings.eos_token_ids.device
         self.model = model
         self.settings = settings

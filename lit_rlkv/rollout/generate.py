@@ -87,8 +87,9 @@ def generate(
         ValueError: a prompt is empty, not left-padded or too long for the model; a token is not in its
             vocabulary; a number is out of its range; `max_rows` is below `num_return_sequences`; there is
             neither a pad nor an end token; `cuda_graph` is True and the decode step cannot be captured;
-            `n_splits` is not between 1 and 128, or the kernel that it is for does not run; or
-            `record_routing` is True and the model has no routing that can be replayed.
+            `n_splits` is not between 1 and 128, or the kernel that it is for does not run;
+            `record_routing` is True and the model has no routing that can be replayed; or dropout or the
+            noise of NEFTune is active.
     """
     if not isinstance(cache, CacheSpec):
         raise ValueError(

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -221,3 +222,40 @@ def test_padding_is_evicted_at_0_and_other_keys_at_the_end_of_their_row():
 def test_a_dense_table_kills_padding_and_nothing_else():
     attention_mask = torch.tensor([[False, True, True], [True, True, False]])
     assert dense_evicted_at(attention_mask).tolist() == [[[[0, NEVER, NEVER]]], [[[NEVER, NEVER, 0]]]]
+
+
+def test_a_rollout_that_has_lost_its_record_is_refused():
+    rollout = sampled().without_records()
+    with pytest.raises(ValueError, match="record of evictions"):
+        replay_logps(tiny_model(), rollout)
+    assert replay_logps(tiny_model(), rollout, shadow=False).isfinite().all()
+
+
+NOISE = "sampler and learner would not be one function"
+
+
+def with_adapter(dropout: float) -> PreTrainedModel:
+    model = copy.deepcopy(tiny_model())  # prepared before the adapter, as in the README
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=dropout), model)
+    return model.train()
+
+
+def test_dropout_that_came_after_the_preparation_is_refused_where_it_is_active():
+    rollout, prompts = sampled(), ragged_prompts()
+    options = {"cache": SPEC, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": PAD}
+    model = with_adapter(0.05)
+    with pytest.raises(ValueError, match=f"lora_dropout.*{NOISE}"):
+        replay_logps(model, rollout)
+    with pytest.raises(ValueError, match=f"lora_dropout.*{NOISE}"):
+        generate(model, *prompts, **options)
+    for quiet in (with_adapter(0.0), with_adapter(0.05).eval()):
+        found = generate(quiet, *prompts, **options)
+        assert (replay_logps(quiet, found) - found.rollout_logps).abs().max() < 1e-4
+
+
+def test_the_noise_of_neftune_is_refused_where_it_is_active():
+    model = copy.deepcopy(tiny_model()).train()
+    model.get_input_embeddings().neftune_noise_alpha = 5
+    with pytest.raises(ValueError, match=NOISE):
+        replay_logps(model, sampled())
+    replay_logps(model.eval(), sampled())

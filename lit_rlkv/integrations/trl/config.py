@@ -23,6 +23,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_transformers_continuous_batching": ((False,), "a paged cache does not record evictions"),
     "cache_implementation": ((None,), "the cache is the one of cache_policy and cache_budget"),
     "repetition_penalty": ((1.0,), "the learner's log-probs have no penalty"),
+    "neftune_noise_alpha": ((None, 0), "with noise the learner is another policy than the sampler"),
     "generation_kwargs": ((None, {}), "the sampler takes temperature, top_k, top_p and min_p only"),
 }
 """Options of TRL that the rollout cannot follow: values that change nothing, and the reason."""
