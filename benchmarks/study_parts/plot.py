@@ -64,8 +64,9 @@ def _gains(axes: Axes, by_arm: Mapping[str, Sequence[Row]], arms: Sequence[str],
             if mean < -LARGEST_LOSS:
                 mean, marker = -LARGEST_LOSS, "<"
             axes.plot(mean, y, marker, ms=8, mew=1.6, **style)
-    axes.plot([], [], "o", color="#5f6673", label="with the anchor")
-    axes.plot([], [], "o", mec="#5f6673", mfc="white", label="without")
+    axes.plot([], [], "o", color="#5f6673", label="mean with the anchor")
+    if set(arms) & set(by_arm):
+        axes.plot([], [], "o", mec="#5f6673", mfc="white", label="mean without")
     axes.plot([], [], "|", color="#5f6673", label="a seed")
     axes.set_yticks(range(len(arms)), arms)
     axes.set_ylim(len(arms) - 0.5, -0.5)
@@ -91,4 +92,4 @@ def _curves(axes: Axes, by_arm: Mapping[str, Sequence[Row]]) -> None:
     axes.set(xlabel="Responses sampled", ylabel=f"Reward, mean of {SMOOTHING} iterations", ylim=(None, 1.02))
     axes.grid(color="#e3e6eb", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.5), ncols=2)

@@ -11,6 +11,7 @@
 `replay_logps`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -73,6 +74,8 @@ def generate(
         generator: random numbers on the model's device; None: torch's default generator.
         max_rows: most sequences to decode at a time; None: all at once.
 
+    A `streamer` gets the prompt alone: transformers hands it to its own decoding loops only.
+
     Returns:
         The sequences, or with `return_dict_in_generate=True` an `EvictingGenerateOutput`.
 
@@ -85,16 +88,18 @@ def generate(
     _check(generation_config, logits_processor, stopping_criteria)
     attention_mask = _check_model_kwargs(input_ids, model_kwargs)
     n = generation_config.num_return_sequences or 1
-    eos = generation_config.eos_token_id
+    # transformers has made them of its options, and a criterion of the caller takes the place of its own.
+    ends = [each.eos_token_id for each in stopping_criteria if isinstance(each, EosTokenCriteria)]
+    eos = torch.cat([each.flatten() for each in ends]).tolist() if ends else None
+    lengths = [each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria)]
     pad = generation_config.pad_token_id
-    if pad is None:  # as transformers does
-        pad = 0 if eos is None else eos if isinstance(eos, int) else eos[0]
+    pad = int(pad) if pad is not None else eos[0] if eos else 0  # as transformers does
     rollout = sample_rollout(
         model,
         input_ids[::n],  # transformers has repeated each prompt
         attention_mask[::n],
         cache=cache,
-        max_new_tokens=generation_config.max_length - input_ids.shape[1],
+        max_new_tokens=min(generation_config.max_length, *lengths) - input_ids.shape[1],
         eos_token_id=eos,
         pad_token_id=pad,
         **(_sampling(logits_processor) if generation_config.do_sample else {"temperature": 0.0}),
@@ -131,6 +136,18 @@ def _check(config: GenerationConfig, processors: LogitsProcessorList, criteria: 
     if config.cache_implementation is not None:
         raise ValueError(
             f"cache_implementation must be left out, got {config.cache_implementation!r}; use `cache`"
+        )
+    # Of transformers' own warpers; top-k keeps at least as many tokens anyway.
+    kept = [getattr(each, "min_tokens_to_keep", 1) for each in processors]
+    filled = [getattr(each, "filter_value", -math.inf) for each in processors]
+    if any(n != 1 for n in kept) or any(value != -math.inf for value in filled):
+        raise ValueError(
+            "min_tokens_to_keep must be 1 and filter_value -inf in each logits processor, as the "
+            "sampler has them; leave them out"
+        )
+    if getattr(config, "penalty_alpha", None):
+        raise ValueError(
+            f"penalty_alpha must be left out, got {config.penalty_alpha}: contrastive search is no sampling"
         )
     if config.use_cache is False:
         raise ValueError("use_cache must be True: without a cache nothing can be evicted")

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -104,8 +105,8 @@ def generate(
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
     _check_splits(n_splits, torch.empty(0, dtype=model.dtype, device=input_ids.device))
-    eos_list = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
-    pad_list = eos_list[:1] if pad_token_id is None else [pad_token_id]
+    eos_list, given_pad = _token_list("eos_token_id", eos_token_id), _token_list("pad_token_id", pad_token_id)
+    pad_list = given_pad or eos_list[:1]
     if not pad_list:
         raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
     # A token beyond the vocabulary is never sampled, and ends no response.
@@ -146,6 +147,17 @@ def generate(
     kv_bytes = decoder.kv.kv_bytes
     del decoder, callback  # frees the cache
     return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes, temperature)
+
+
+def _token_list(name: str, ids: Any) -> list[int]:
+    """Return token ids that are a number, a sequence, a tensor or an array, as a list; empty for None."""
+    try:
+        found = torch.as_tensor([] if ids is None else ids).flatten()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a token id, or several, got {ids!r}") from error
+    if found.numel() and (found.is_floating_point() or found.dtype == torch.bool):
+        raise ValueError(f"{name} must be whole numbers, got {ids!r}; give token ids")
+    return [int(each) for each in found.tolist()]
 
 
 def decode_all(

@@ -2,14 +2,19 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
@@ -189,6 +194,15 @@ def filled_cache(model, prompts):
             {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])},
             "each at most once and in this order, got MinPLogitsWarper, TopKLogitsWarper",
         ),
+        (
+            {"logits_processor": LogitsProcessorList([TopPLogitsWarper(0.9, min_tokens_to_keep=3)])},
+            "min_tokens_to_keep must be 1",
+        ),
+        (
+            {"logits_processor": LogitsProcessorList([TopKLogitsWarper(9, filter_value=-9.0)])},
+            "filter_value -inf",
+        ),
+        ({"do_sample": True, "penalty_alpha": 0.6, "top_k": 0}, "penalty_alpha must be left out"),
         ({"num_beams": 2}, "generation must be greedy or sampling, got beam_search"),
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "must be eos_token_id and max_new_tokens"),
         ({"cache_implementation": "static"}, "cache_implementation must be left out, got 'static'"),
@@ -205,6 +219,25 @@ def test_what_a_rollout_cannot_do_is_refused(model, prompts, options, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         model.generate(**prompts, custom_generate=generate, **options)
     assert "\n" not in str(error.value)
+
+
+def test_criteria_of_the_caller_count(model, prompts):
+    n_prompt = prompts.input_ids.shape[1]
+    options = {"custom_generate": generate, "cache": EVICTS, "do_sample": False}
+    whole = model.generate(**prompts, max_new_tokens=12, eos_token_id=None, pad_token_id=0, **options)
+    end = int(whole[0, n_prompt + 2])
+    short = StoppingCriteriaList([MaxLengthCriteria(n_prompt + 5)])
+    found = model.generate(
+        **prompts, max_new_tokens=12, eos_token_id=None, pad_token_id=0, stopping_criteria=short, **options
+    )
+    assert torch.equal(found, whole[:, : n_prompt + 5])
+    ends = StoppingCriteriaList([EosTokenCriteria(end)])
+    options |= {"max_new_tokens": 12, "pad_token_id": 0}
+    as_criterion = model.generate(**prompts, stopping_criteria=ends, **options)
+    for eos in (end, torch.tensor(end), np.int64(end)):
+        as_option = model.generate(**prompts, eos_token_id=eos, **options)
+        assert torch.equal(as_option, as_criterion)
+    assert (as_criterion[0, n_prompt + 3 :] == 0).all()
 
 
 def test_embeddings_are_refused_by_their_name(model, prompts):

@@ -1,5 +1,6 @@
 """What the TRL integration refuses, and with which words."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("trl")
 
 from peft import PromptTuningConfig
-from transformers import HfArgumentParser, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, HfArgumentParser, MambaConfig, MambaForCausalLM
 from trl import GRPOConfig
 
 from lit_rlkv.integrations.trl import (
@@ -22,7 +23,7 @@ from lit_rlkv.integrations.trl import (
     release,
 )
 from lit_rlkv.kvcache import CacheSpec
-from tests.integrations.trl_runs import build, save_model, tokenizer
+from tests.integrations.trl_runs import build, save_model, score, tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +67,7 @@ def config(folder, **options):
             {"repetition_penalty": 1.1},
             "repetition_penalty must be 1.0, got 1.1: the learner's log-probs have no penalty; leave it out",
         ),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha must be None"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs must be None"),
         ({"temperature": 0.0}, "temperature must be a number of at least 1e-06 and at most 1000000, got 0.0"),
         (
@@ -198,3 +200,27 @@ def test_the_release_is_checked_at_import_before_anything_of_trl_is_used():
 def test_the_range_of_the_extra_is_the_one_that_is_checked():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert f"trl{release.SUPPORTED_TRL}" in extras["trl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("suppress_tokens", [3]), ("bad_words_ids", [[4]]), ("min_new_tokens", 1), ("typical_p", 0.9)],
+)
+def test_what_the_models_generation_config_asks_of_rollouts_is_refused_by_name(tmp_path, model, name, value):
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    setattr(loaded.generation_config, name, value)
+    with pytest.raises(ValueError, match=f"generation_config sets {name}=.*generation_config.{name} = None"):
+        build(loaded, tmp_path)
+    setattr(loaded.generation_config, name, None)
+    build(loaded, tmp_path)
+
+
+@pytest.mark.parametrize("trainer", [EvictingGRPOTrainer, EvictingRLOOTrainer])
+def test_arguments_may_be_positional_and_the_config_stays_as_it_was(tmp_path, model, trainer):
+    named = build(model, tmp_path, trainer=trainer)
+    args = copy.deepcopy(named.args)
+    args.model_init_kwargs = {"dtype": "float32"}
+    found = trainer(model, score, args, named.train_dataset, None, tokenizer())
+    assert found.train_dataset is named.train_dataset
+    assert found.processing_class is not None
+    assert args.model_init_kwargs == {"dtype": "float32"}

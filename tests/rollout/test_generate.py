@@ -3,6 +3,7 @@ import sys
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,7 +116,12 @@ def test_any_of_several_end_of_sequence_tokens_ends_a_row():
     rollout = run(eos_token_id=several, temperature=0.0)
     expected = [min(i for i, token in enumerate(row) if token in several) + 1 for row in responses]
     assert rollout.response_mask.sum(dim=1).tolist() == expected
-    assert equal(run(eos_token_id=[eos()], temperature=0.0), run(eos_token_id=eos(), temperature=0.0))
+    expected_one = run(eos_token_id=eos(), temperature=0.0)
+    for same in ([eos()], torch.tensor(eos()), torch.tensor([eos()]), np.int64(eos()), np.array([eos()])):
+        assert equal(run(eos_token_id=same, temperature=0.0), expected_one)
+    for wrong in (2.0, True, "2", torch.tensor([2.5])):
+        with pytest.raises(ValueError, match="eos_token_id must be"):
+            run(eos_token_id=wrong)
 
 
 def test_columns_that_no_row_needs_are_cut():

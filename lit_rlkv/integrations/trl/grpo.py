@@ -49,9 +49,10 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
         model: "str | PreTrainedModel | Any",
         reward_funcs: Any = None,
         args: Any = None,
+        *positional: Any,
         **arguments: Any,
     ) -> None:
-        super().__init__(model, reward_funcs, args, **arguments)
+        super().__init__(model, reward_funcs, args, *positional, **arguments)
         self.has_entropy_bonus = self._entropy_bonus_enabled
         self._weight_fn = CORRECTIONS[self.args.correction]
         is_anchored = self.ref_model is not None or has_adapter(self.model)

@@ -1,14 +1,16 @@
 """EvictingTrainer: the part that GRPO and RLOO share, evicting rollouts and a learner that replays them."""
 
+import copy
 import math
 from functools import partial
+from inspect import signature
 from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.base_trainer import _BaseTrainer
@@ -60,14 +62,18 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         model: "str | PreTrainedModel | Any",
         reward_funcs: Any = None,
         args: Any = None,
+        *positional: Any,
         **arguments: Any,
     ) -> None:
+        _, _, _, *others = signature(super().__init__).parameters
+        arguments |= dict(zip(others, positional, strict=False))
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{name.split('/')[-1]}-{self.algorithm}")
         self._check_arguments(model, args, arguments)
         if isinstance(model, str):
             options = dict(args.model_init_kwargs or {})
+            args = copy.copy(args)  # the user's stays as it is
             args.model_init_kwargs = {**options, "attn_implementation": ATTENTION_NAME}
         else:
             prepare_backbone(causal_lm(model))  # before TRL copies its attention for the reference
@@ -81,6 +87,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         super().__init__(model, reward_funcs, args, **arguments)
         _refuse_processor(self.processing_class)  # TRL loads one if it is given none
         prepare_backbone(causal_lm(self.model))
+        _refuse_generation_options(causal_lm(self.model).generation_config)
         if args.replay_routing:
             routers_of(causal_lm(self.model))  # refuses a model without routing to replay
         if self.is_fsdp_enabled or self._dist.is_zero3:
@@ -310,6 +317,30 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
                 "prompt learning adds virtual tokens, which the record of evictions does not cover; use LoRA "
                 "or another adapter of peft"
             )
+
+
+_OF_THE_TRAINER = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"} | {
+    f"{name}_token_id" for name in ("bos", "eos", "pad")
+}
+"""Options of a generation config that TRL's own or the tokenizer's take the place of."""
+_WITHOUT_EFFECT = {"max_length", "max_new_tokens", "use_cache", "transformers_version", "_from_model_config"}
+_AT_ONE = {"typical_p", "num_beams", "num_beam_groups", "guidance_scale", "num_return_sequences"}
+"""Options that change nothing at 1; the others change nothing at 0."""
+
+
+def _refuse_generation_options(config: GenerationConfig) -> None:
+    """Refuse what a model's generation config asks of rollouts, and TRL does, but the sampler does not."""
+    asked = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in _OF_THE_TRAINER | _WITHOUT_EFFECT and (value != 1 if name in _AT_ONE else value)
+    }
+    if asked:
+        given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise ValueError(
+            f"the model's generation_config sets {given}, which the learner cannot replay; set "
+            f"{' and '.join(f'model.generation_config.{name} = None' for name in asked)}"
+        )
 
 
 def _refuse_processor(processing_class: Any) -> None:
