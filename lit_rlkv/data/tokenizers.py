@@ -142,10 +142,19 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     text = format_prompt(tokenizer, prompt)
     for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
         check_encodable(tokenizer, content)
-    input_ids = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
+    has_template = tokenizer.chat_template is not None
+    input_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
     if not input_ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; make it longer")
-    return input_ids
+    return input_ids if has_template else _open_ended(input_ids, end_token_ids(tokenizer))
+
+
+def _open_ended(input_ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Return a prompt without the end tokens that close it, as of `add_eos_token=True`; it has to go on."""
+    n = len(input_ids)
+    while n > 1 and input_ids[n - 1] in ends:
+        n -= 1
+    return input_ids[:n]
 
 
 def count_tokens(
@@ -165,6 +174,9 @@ def count_tokens(
             raise ValueError("the number of characters may not be that of the tokens")
         return [[*map(len, column)] for column in columns]
     encoded = [_batch_ids(tokenizer, texts, add_special_tokens=not has_template)]
+    if not has_template:
+        ends = end_token_ids(tokenizer)
+        encoded = [[_open_ended(input_ids, ends) for input_ids in encoded[0]]]
     encoded += [_batch_ids(tokenizer, column, add_special_tokens=False) for column in completions]
     unk, checked = tokenizer.unk_token_id, encoded
     if unk is not None and has_template:  # which may leave a message out

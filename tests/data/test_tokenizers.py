@@ -12,6 +12,7 @@ from lit_rlkv.data.tokenizers import (
     build_task_tokenizer,
     check_encodable,
     check_vocabulary,
+    count_tokens,
     decode_completions,
     encode,
     encode_prompt,
@@ -81,6 +82,23 @@ def test_prompts_are_padded_on_the_left():
 def test_prompts_of_other_models_begin_with_their_opening_token():
     prompts = encode_prompts(word_tokenizer(pad_token="<pad>", eos_token="<eos>"), ["one two", "two"])
     assert prompts.input_ids.tolist() == [[1, 4, 5], [3, 1, 5]]
+
+
+@pytest.mark.parametrize("closing", ["<eos>", "<eos> <eos>", "<turn>"])
+def test_a_prompt_does_not_end_with_an_end_token(closing):
+    tokenizer = word_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.end_ids = (tokenizer.convert_tokens_to_ids("<turn>"),)  # of a generation config
+    plain = encode_prompt(tokenizer, "one two")
+    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<bos>", *{*closing.split()})]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"<bos> $A {closing}", special_tokens=special
+    )
+    assert tokenizer.encode("one two")[-1] in end_token_ids(tokenizer)  # negative control
+    assert encode_prompt(tokenizer, "one two") == plain
+    assert encode_prompts(tokenizer, ["one two", "two"]).input_ids[0].tolist() == plain
+    assert count_tokens(tokenizer, ["one two"], ["two"]) == [[len(plain)], [1]]
+    assert encode(tokenizer, "two") == [5]
 
 
 def test_a_chat_template_wraps_the_prompt_once_and_adds_no_opening_token():
