@@ -23,6 +23,8 @@ from lit_rlkv.types import Message, Prompt, PromptBatch, prompt_text
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
+MAX_SHOWN = 3
+"""Tokens that an error names."""
 TASK_CHARACTERS = string.digits + string.ascii_lowercase + "+-*=,;:?>() \n"
 """Every character that the native tasks may write, in the order of their token ids."""
 
@@ -85,10 +87,19 @@ def is_end(tokenizer: PreTrainedTokenizerBase, input_ids: Int[Tensor, "*shape"])
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embeddings: int) -> None:
-    """Raise a ValueError if the model has no embedding for the padding token or an end token."""
-    missing = {id_ for id_ in (tokenizer.pad_token_id, *end_token_ids(tokenizer)) if id_ >= n_embeddings}
+    """Raise a ValueError if the model has no embedding for the padding token, an end token or any of a text.
+
+    Special tokens that no text has, as for images, may lie beyond the embeddings.
+    """
+    needed = {tokenizer.pad_token_id, *end_token_ids(tokenizer)}
+    if len(tokenizer) > n_embeddings:
+        special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        needed |= {*tokenizer.get_vocab().values()} - special
+    missing = {id_ for id_ in needed if id_ >= n_embeddings}
     if missing:
-        shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in sorted(missing))
+        first = sorted(missing)[:MAX_SHOWN]
+        shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in first)
+        shown += f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise ValueError(
             f"the tokenizer's {shown} are beyond the {n_embeddings} tokens that the model embeds; it belongs "
             "to another model, or its pad token was added without resizing the embeddings"

@@ -1,7 +1,7 @@
 """Loading of causal LMs from a folder or the hub: safetensors only, no remote code."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DROPOUT_NAMES = ("dropout", "pdrop", "jitter", "layerdrop")
 """Substrings of config fields for random noise during training."""
 QUANTIZATIONS = ("4bit",)
+MAX_NAMED = 3
+"""Weights that an error names."""
 
 
 def load_causal_lm(
@@ -31,8 +33,8 @@ def load_causal_lm(
         device: must be CUDA with a quantization; not used otherwise.
 
     Raises:
-        ValueError: the weights are not safetensors, the model needs remote code, or the quantization is
-            unknown or not available.
+        ValueError: the weights are not safetensors, or not exactly those of the model; there are adapters
+            beside them; the model needs remote code; or the quantization is unknown or not available.
     """
     if Path(path).is_dir():
         _check_folder(Path(path))
@@ -40,15 +42,23 @@ def load_causal_lm(
     with friendly_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # Every family supports eager; a checkpoint may name an implementation that is not installed.
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=without_dropout(config),
             dtype=dtype,
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with their names
             **options,
         )
+    model: PreTrainedModel = loaded[0]
+    if hasattr(model, "peft_config"):  # of a name on the hub
+        raise ValueError(
+            f"{path} is an adapter; merge it first (of peft: merge_and_unload), and save the model"
+        )
+    _check_complete(path, loaded[1])
     return model
 
 
@@ -67,7 +77,26 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def _check_complete(path: str | Path, found: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers has made up or left out, by its own report."""
+    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    other_size = sorted(name for name, *_ in found["mismatched_keys"])
+    for names, what, remedy in (
+        (missing, "lacks", "restore it; a random one would take its place, another at each start"),
+        (other_size, "has other sizes than its config for", "restore weights or config"),
+        (unexpected, "has no place in its model for", "correct the config, or leave it out"),
+    ):
+        if names:
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            raise ValueError(f"{path} {what} {', '.join(names[:MAX_NAMED])}{more}; {remedy}")
+
+
 def _check_folder(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} has an adapter (adapter_config.json), which would be lost; merge it first (of peft: "
+            "merge_and_unload) and save the model without it, or move the adapter away"
+        )
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in folder.glob(pattern))

@@ -240,11 +240,20 @@ def test_an_ordinary_word_is_never_an_end_token(tmp_path):
 
 def test_a_model_without_an_embedding_for_padding_or_an_end_is_refused():
     tokenizer = word_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    check_vocabulary(tokenizer, 4)
-    with pytest.raises(
-        ValueError, match=r"the tokenizer's <pad> \(3\) are beyond the 3 tokens that the model"
-    ):
+    check_vocabulary(tokenizer, 6)
+    with pytest.raises(ValueError, match=r"<pad> \(3\), one \(4\), two \(5\) are beyond the 3 tokens"):
         check_vocabulary(tokenizer, 3)
+
+
+def test_a_tokenizer_whose_words_the_model_does_not_embed_is_refused():
+    tokenizer = word_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    with pytest.raises(ValueError, match=r"the tokenizer's two \(5\) are beyond the 5 tokens"):
+        check_vocabulary(tokenizer, 5)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})  # which no text has
+    check_vocabulary(tokenizer, 6)
+    tokenizer.add_tokens(["three"])
+    with pytest.raises(ValueError, match=r"three \(7\)"):
+        check_vocabulary(tokenizer, 7)
 
 
 def test_no_path_means_the_task_tokenizer():

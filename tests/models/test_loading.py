@@ -4,6 +4,8 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from lit_rlkv.models import prepare_backbone
@@ -40,6 +42,58 @@ def test_a_folder_without_weights_is_named(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"holds no weights \(no \*\.safetensors\)"):
         load_causal_lm(checkpoint, torch.float32)
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def wrapped(weights):
+    """Leave weights as peft names them under an adapter."""
+    weights[Q_PROJ.replace("weight", "base_layer.weight")] = weights.pop(Q_PROJ)
+
+
+MLP, Q_PROJ = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda w: w.pop("lm_head.weight"), r"lacks lm_head\.weight"),
+        (lambda w: w.pop(MLP), f"lacks {MLP}"),
+        (lambda w: w.update({MLP: torch.zeros(3, 3)}), f"other sizes.*{MLP}"),
+        (lambda w: w.update({EMBEDDINGS: torch.zeros(70, 32)}), f"other sizes.*{EMBEDDINGS}"),
+        (lambda w: w.update({"v_head.weight": torch.zeros(1, 3)}), r"no place in its model for v_head\.w"),
+        (wrapped, f"lacks {Q_PROJ}"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model_are_named(checkpoint, change, says):
+    change_weights(checkpoint, change)
+    with pytest.raises(ValueError, match=says) as refusal:
+        load_causal_lm(checkpoint, torch.float32)
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_transformers_itself_takes_no_notice_of_is_no_mistake(checkpoint, tmp_path):
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}  # of an old release
+    change_weights(checkpoint, lambda weights: weights.update(frequencies))
+    load_causal_lm(checkpoint, torch.float32)
+    load_causal_lm(save_checkpoint(tmp_path / "tied", tie_word_embeddings=True), torch.float32)
+
+
+def test_an_adapter_beside_or_instead_of_the_weights_is_not_lost(checkpoint, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = get_peft_model(plain, LoraConfig(target_modules=["q_proj"]))
+    for folder in (checkpoint, tmp_path / "alone"):
+        model.save_pretrained(folder)
+        with pytest.raises(ValueError, match="merge it first"):
+            load_causal_lm(folder, torch.float32)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")  # as it says
+    load_causal_lm(tmp_path / "merged", torch.float32)
 
 
 @pytest.mark.parametrize(
