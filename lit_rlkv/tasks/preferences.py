@@ -1,14 +1,18 @@
 """Preferences as a task: prompts with a better and a worse completion, as people or models ranked them."""
 
 import random
-from collections.abc import Mapping
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from lit_rlkv.tasks.base import ListedTask
 from lit_rlkv.tasks.rows import Table, parse_prompt, read_lines, read_rows, require_user_turn
 from lit_rlkv.types import Message, PreferencePair, Problem, Prompt
+
+TURNS = {"user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
+"""Text before each message of a conversation in Anthropic/hh-rlhf."""
 
 
 class Preferences(ListedTask[PreferencePair]):
@@ -55,6 +59,7 @@ def load_preferences(
     prompt_column: str | None = "prompt",
     chosen_column: str = "chosen",
     rejected_column: str = "rejected",
+    turns: Mapping[str, str] | None = None,
 ) -> Preferences:
     """Load the pairs of a dataset, each row as in `parse_pair`.
 
@@ -63,6 +68,8 @@ def load_preferences(
         eval_split: the pairs to evaluate on; None holds out about one in ten. Training leaves out pairs with
             one of their prompts.
         prompt_column: None if both sides are whole conversations, which contain their prompt.
+        turns: text before the messages of `user` and of `assistant`, if conversations are texts; None:
+            those of hh-rlhf, `TURNS`.
     """
     wanted = {"prompt": prompt_column, "chosen": chosen_column, "rejected": rejected_column}
     columns = tuple((key, column) for key, column in wanted.items() if column is not None)
@@ -70,27 +77,56 @@ def load_preferences(
         f"set {', '.join(f'{key}_column' for key in wanted)}, with prompt_column=null if the sides are whole "
         "conversations"
     )
-    read = partial(read_rows, dataset, parse_pair, columns, hint=hint, name=name)
+    parse = parse_pair if turns is None else _parser(tuple(sorted(turns.items())))
+    read = partial(read_rows, dataset, parse, columns, hint=hint, name=name)
     return Preferences(read(split=split), None if eval_split is None else read(split=eval_split))
 
 
-def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:
+@cache  # rows are cached by their parser
+def _parser(turns: tuple[tuple[str, str], ...]) -> Callable[[Mapping[str, Any]], PreferencePair]:
+    headers = dict(turns)
+    if headers.keys() != TURNS.keys() or not all(headers.values()):
+        raise ValueError(f"turns must have a text for {' and '.join(TURNS)}, got {headers}")
+    return partial(parse_pair, turns=headers)
+
+
+def parse_pair(entry: Mapping[str, Any], turns: Mapping[str, str] = TURNS) -> PreferencePair:
     """Return a pair from `prompt`, `chosen` and `rejected`, each a text or chat messages.
 
     These are TRL's formats (https://huggingface.co/docs/trl/dataset_formats): a side is a text, one assistant
     message, or a whole conversation that ends in one. Two conversations differ in that message alone: the
-    messages before it are the prompt, and a `prompt` beside them may only repeat it. Other keys are ignored.
+    messages before it are the prompt, and a `prompt` beside them may only repeat it. Without a `prompt` a
+    text that begins with a header of `turns` is a conversation, too. Other keys are ignored.
     """
     missing = [key for key in ("chosen", "rejected") if entry.get(key) is None]
     if missing:
         raise ValueError(f"missing {' and '.join(missing)}; a preference needs both sides")
     keys = [key for key in ("prompt", "chosen", "rejected") if entry.get(key) is not None]
     given = {key: parse_prompt(entry[key], key) for key in keys}
+    if "prompt" not in given:
+        given = {key: _conversation(side, turns) for key, side in given.items()}
     prompt = require_user_turn(_prompt(**given))
     chosen, rejected = (_completion(given[key], key) for key in ("chosen", "rejected"))
     if chosen.strip() == rejected.strip():
         raise ValueError("both sides are equal, but a preference needs two; drop the line or fix it")
     return PreferencePair(prompt, chosen, rejected)
+
+
+def _conversation(side: Prompt, turns: Mapping[str, str]) -> Prompt:
+    """Return the messages of a text that begins with a header of a turn, and anything else as it is."""
+    if not isinstance(side, str):
+        return side
+    header = turns["user"]
+    indent = header[: len(header) - len(header.lstrip())]
+    text = indent + side.lstrip()
+    if not text.startswith(header):
+        return side
+    parts = re.split("|".join(f"({re.escape(each)})" for each in turns.values()), text)[1:]
+    # A header for each role, one of which is None, and the text behind it.
+    width = len(turns) + 1
+    groups = [parts[start : start + width] for start in range(0, len(parts), width)]
+    roles = [next(role for role, found in zip(turns, group, strict=False) if found) for group in groups]
+    return tuple(Message(role, group[-1].strip()) for role, group in zip(roles, groups, strict=True))
 
 
 def _prompt(chosen: Prompt, rejected: Prompt, prompt: Prompt | None = None) -> Prompt:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _LINES = ".jsonl"
 _JSON = (".json", _LINES)
 _TEXT = (".csv", *_JSON)
 """Endings of files that are text, which must be UTF-8."""
+_LIST_OF_OBJECTS = re.compile(r'\s*\[\s*\{\s*"')
 _ROLES = ("system", "user", "assistant")
 
 Columns = tuple[tuple[str, str], ...]
@@ -217,7 +219,12 @@ def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed
 
 
 def parse_prompt(value: Any, key: str) -> Prompt:
-    """Return a text as it is, or messages as a chat; raise a ValueError that names `key` for other values."""
+    """Return a text as it is, or messages as a chat; raise a ValueError that names `key` for other values.
+
+    A text that is a JSON list of messages is such a list: tables without nested columns hold chats so.
+    """
+    if isinstance(value, str):
+        value = _messages_of(value) or value
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
@@ -252,6 +259,17 @@ def with_system(prompt: Prompt, system: str | None) -> Prompt:
         return prompt
     chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     return chat if chat[0].role == "system" else (Message("system", system), *chat)
+
+
+def _messages_of(text: str) -> list[Any] | None:
+    """Return the messages that a text is the JSON of; None for any other text."""
+    if not _LIST_OF_OBJECTS.match(text):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and found and all(map(_is_message, found)) else None
 
 
 def _is_message(value: Any) -> bool:

@@ -100,4 +100,4 @@ def test_help_needs_no_torch():
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("Examples\n") == 7
+    assert done.stdout.count("Examples\n") == 6

@@ -176,3 +176,28 @@ def test_an_empty_file_is_refused(write):
 def test_no_pairs_are_refused():
     with pytest.raises(ValueError, match="'nothing' must hold rows to train on, got none"):
         Preferences(Table("nothing", [], []))
+
+
+HH = ("\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Sky?\n\nAssistant: ", "Blue: a\n\ncolour.", "Green.")
+
+
+def test_conversations_as_text_are_those_of_hh_rlhf():
+    shared, chosen, rejected = HH
+    chat = (Message("user", "Hi"), Message("assistant", "Yes?"), *SKY)
+    for lead in ("", "\n\n\n"):
+        entry = {"chosen": lead + shared + chosen, "rejected": shared.lstrip() + rejected}
+        assert parse_pair(entry) == PreferencePair(chat, chosen, rejected)
+    with pytest.raises(ValueError, match="must be equal before their last message"):
+        parse_pair({"chosen": shared + chosen, "rejected": shared.replace("Sky", "Sea") + rejected})
+
+
+def test_a_text_beside_a_prompt_is_no_conversation():
+    text = "\n\nHuman: is a word here"
+    assert parse_pair(line(chosen=text)).chosen == text
+
+
+def test_a_chat_may_be_the_text_of_its_json():
+    pair = parse_pair(line(json.dumps([SYSTEM, ASK]), json.dumps([BLUE]), "Green."))
+    assert pair == PreferencePair((Message("system", "Be brief."), *SKY), "Blue.", "Green.")
+    for text in ('[{"a": 1}]', '[{"role": "user"', "[1, 2]", "[]"):
+        assert parse_pair(line(text)).prompt == text

@@ -146,3 +146,17 @@ def test_a_dataset_that_cannot_be_loaded_is_one_error(datasets, tmp_path, option
     options = {"dataset": "data.jsonl"} | options
     with pytest.raises(ValueError, match=message):
         load_preferences(**options | {"dataset": str(tmp_path / options["dataset"])})
+
+
+def test_turns_of_a_pattern_of_ones_own(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    shared = "### Q: Sky?\n### A: "
+    path.write_text(json.dumps({"chosen": f"{shared}Blue.", "rejected": f"{shared}Green."}) + "\n")
+    options = {"prompt_column": None, "turns": {"user": "### Q:", "assistant": "### A:"}}
+    task = load_preferences(str(path), **options)
+    assert task.at(0) == Problem((Message("user", "Sky?"),), "Blue.", "Blue.")
+    assert load_preferences(str(path), **options)._table is task._table  # read once
+    with pytest.raises(ValueError, match="missing prompt"):
+        load_preferences(str(path), prompt_column=None)
+    with pytest.raises(ValueError, match="turns must have a text for user and assistant"):
+        load_preferences(str(path), prompt_column=None, turns={"user": "### Q:"})
