@@ -86,6 +86,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         """Hidden states that predict the completions of the last forward."""
         super().__init__(model, reward_funcs, args, **arguments)
         _refuse_processor(self.processing_class)  # TRL loads one if it is given none
+        self.processing_class.clean_up_tokenization_spaces = False  # rewards score the text that was sampled
         prepare_backbone(causal_lm(self.model))
         _refuse_generation_options(causal_lm(self.model).generation_config)
         if args.replay_routing:
