@@ -15,7 +15,7 @@ def tiny_qwen3(
     intermediate_size: int = 384,
     max_position_embeddings: int = 1024,
 ) -> PreTrainedModel:
-    """Return a Qwen3 of about half a million parameters: RMSNorm, RoPE, grouped queries, tied embeddings."""
+    """Return a Qwen3 of about 0.6M parameters: RMSNorm, RoPE, grouped queries, tied embeddings."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocab_size,

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lit_rlkv.config import ConfigError
+from lit_rlkv.run_files import BACKBONE
 
 LOCK = ".lock"
 """Locked file in a folder while a process works there; it names the process."""
@@ -50,9 +51,15 @@ class FolderLock:
 
         Raises:
             BusyError: another process or another lock holds it.
-            ConfigError: the folder cannot be written.
+            ConfigError: the folder cannot be written, or has a link in it.
         """
         path = folder / LOCK
+        # A stranger's folder must not lead writes elsewhere. The link to the SFT model is only read.
+        links = [each for each in folder.glob("*") if each.is_symlink() and each.name != BACKBONE]
+        if links:
+            raise ConfigError(
+                f"{links[0]} is a link, and a run writes in its own folder alone; remove the link"
+            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.touch()

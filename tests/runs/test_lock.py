@@ -11,6 +11,19 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.runs.lock import LOCK, BusyError, FolderLock
 
 
+@pytest.mark.parametrize("name", [LOCK, "samples.jsonl", "checkpoints", "wandb"])
+def test_a_link_in_a_folder_leads_no_write_elsewhere(tmp_path, name):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    (run / "backbone").symlink_to(tmp_path)  # which runs have, and only read
+    with FolderLock() as lock:
+        lock.take(run)
+    (run / name).symlink_to(outside)
+    with pytest.raises(ConfigError, match=f"{name} is a link"), FolderLock() as lock:
+        lock.take(run)
+    assert not outside.exists()
+
+
 def test_a_folder_has_one_writer_and_a_second_gets_its_pid(tmp_path):
     run = tmp_path / "runs" / "mine"
     with FolderLock() as first:
