@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,8 +159,11 @@ def compose(sweep: Sweep, values: Values, folder: Path) -> DictConfig:
     with open_dict(cfg):
         del cfg["hydra"]
     grant_trust(cfg, overrides)
-    own = user_code(composed("config", sweep.overrides).reward.functions)
-    check_saved_code({name: node for name, node in cfg.reward.functions.items() if name not in own})
+    own: dict[str, str] = {}
+    with suppress(ConfigError):  # the user's overrides may mean nothing without the file's
+        own = user_code(composed("config", sweep.overrides).reward.functions)
+    code = user_code(cfg.reward.functions)
+    check_saved_code({name: cfg.reward.functions[name] for name in code if code[name] != own.get(name)})
     with initialized():
         check_keys(cfg, choices, overrides)
     return cfg
@@ -191,15 +195,14 @@ def check(sweep: Sweep) -> None:
             advance()
 
 
-def wait_until_free(folder: Path) -> None:
-    """Wait for a process that a killed sweep has left in the folder of a run."""
-    while True:
-        try:
-            with FolderLock() as lock:
-                lock.take(folder)
-                return
-        except BusyError:
-            time.sleep(POLL_S)
+def is_busy(folder: Path) -> bool:
+    """True while a process works in the folder of a run, as one that a killed sweep has left."""
+    try:
+        with FolderLock() as lock:
+            lock.take(folder)
+    except BusyError:
+        return True
+    return False
 
 
 @dataclass
@@ -237,9 +240,12 @@ class Workers:
                 # Hydra composes one config at a time.
                 cfg = checked_config(compose(self.study.sweep, run.values, run.folder))
                 making = self._making.setdefault(sft_model_dir(cfg), threading.Lock())
-            wait_until_free(run.folder)
+            while is_busy(run.folder) and not self._is_ending:
+                time.sleep(POLL_S)
             with making:  # of several runs with one SFT model the first trains it, and the others wait
                 process = self._start(run)
+                if process is None:
+                    return
                 while process.poll() is None and find_starting_model(cfg, run.folder) is None:
                     time.sleep(POLL_S)
             process.wait()
@@ -248,9 +254,11 @@ class Workers:
                 if not self._is_ending:
                     self._end(run, process.returncode)
 
-    def _start(self, run: Run) -> subprocess.Popen[bytes]:
+    def _start(self, run: Run) -> subprocess.Popen[bytes] | None:
         command = [sys.executable, "-m", "lit_rlkv.fit", *self.study.sweep.arguments(run.values, run.folder)]
         with self._lock, run.log.open("ab") as log:
+            if self._is_ending:
+                return None
             # A session of its own: Ctrl-C reaches the sweep alone, which then ends its runs.
             process = subprocess.Popen(
                 command,
@@ -260,8 +268,6 @@ class Workers:
                 env={"OMP_NUM_THREADS": "1"} | os.environ,
                 start_new_session=True,
             )
-            if self._is_ending:
-                process.terminate()
             self._alive.append(process)
         return process
 

@@ -103,6 +103,12 @@ def test_a_file_cannot_start_a_program_that_the_command_line_does_not_trust(tmp_
         check(sweep_of(tmp_path, content, *SMALL))
     with trusting([]):  # until the end of the block
         check(sweep_of(tmp_path, content, *SMALL, "trusted_modules=['sh x.sh']"))
+    # What the command line itself names needs no more, whatever a file says of the same function.
+    own = ("reward=command", "reward.functions.custom.argv=[sh,y.sh]")
+    for file in (GRID, content):
+        check(sweep_of(tmp_path, file, *SMALL, *own))
+    with pytest.raises(ConfigError, match="trusted_modules"):
+        check(sweep_of(tmp_path, content, *SMALL, "reward.functions.custom.weight=0.5"))
 
 
 @pytest.mark.slow
