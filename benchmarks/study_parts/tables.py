@@ -90,12 +90,16 @@ def accuracy_table(arms: Mapping[str, Sequence[Row]]) -> str:
 
 def summary_table(arms: Mapping[str, Sequence[Row]]) -> str:
     """Points gained over the SFT model, with the anchor and without, as docs/results/study.md shows them."""
-    headings = ["arm", "its learner", "with the anchor: budget", "all keys", "without: budget", "all keys"]
+    headings = ["arm", "its learner", "with the anchor: budget", "all keys"]
+    ends = ["+anchor"]
+    if any(not name.endswith("+anchor") for name in arms):
+        headings += ["without: budget", "all keys"]
+        ends += [""]
     body = []
     for arm, learner in LEARNERS.items():
         cells = [
             mean_sd([gained(row, view) for row in arms[name]]) if name in arms else ABSENT
-            for name in (f"{arm}+anchor", arm)
+            for name in (f"{arm}{end}" for end in ends)
             for view in VIEWS
         ]
         if cells != [ABSENT] * len(cells):
