@@ -238,7 +238,9 @@ def test_a_pad_token_without_an_embedding_is_refused(tmp_path):
     tokenizer.add_tokens([f"<x{i}>" for i in range(20)])
     tokenizer.pad_token = "<x19>"
     checkpoint = save_checkpoint(tmp_path / "model", tokenizer=tokenizer, pad_token_id=0)
-    assert "are beyond the 64 tokens that the model embeds" in refusal(tmp_path, checkpoint)
+    assert "<x19> (71), <x12> (64), <x13> (65) and 5 more are beyond the 64 tokens" in refusal(
+        tmp_path, checkpoint
+    )
 
 
 @pytest.mark.parametrize(

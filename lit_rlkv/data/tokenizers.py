@@ -91,13 +91,14 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, n_embeddings: int) -> N
 
     Special tokens that no text has, as for images, may lie beyond the embeddings.
     """
-    needed = {tokenizer.pad_token_id, *end_token_ids(tokenizer)}
+    own = {tokenizer.pad_token_id, *end_token_ids(tokenizer)}
+    needed = set(own)
     if len(tokenizer) > n_embeddings:
         special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         needed |= {*tokenizer.get_vocab().values()} - special
     missing = {id_ for id_ in needed if id_ >= n_embeddings}
     if missing:
-        first = sorted(missing)[:MAX_SHOWN]
+        first = sorted(missing, key=lambda id_: (id_ not in own, id_))[:MAX_SHOWN]
         shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in first)
         shown += f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise ValueError(

@@ -10,7 +10,7 @@ from lit_rlkv.evaluation.intervals import accuracy_interval
 from lit_rlkv.evaluation.results import CacheEstimates, EvalRow, IntervalEstimate, RewardReport
 from lit_rlkv.units import human_bytes, human_seconds
 
-KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats"
+KL_MEANING = "KL is KL(μ ‖ dense learner) per token, in nats: an estimate, negative at times"
 ABSENT = "–"
 """Cell of a value that was not measured."""
 

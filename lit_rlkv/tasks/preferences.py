@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlkv.tasks.base import ListedTask
-from lit_rlkv.tasks.rows import Table, parse_prompt, read_lines, read_rows, require_user_turn
+from lit_rlkv.tasks.rows import (
+    Table,
+    UnusableRowError,
+    parse_prompt,
+    read_lines,
+    read_rows,
+    require_user_turn,
+)
 from lit_rlkv.types import Message, PreferencePair, Problem, Prompt
 
 TURNS = {"user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
@@ -97,14 +104,28 @@ def parse_pair(entry: Mapping[str, Any], turns: Mapping[str, str] = TURNS) -> Pr
     message, or a whole conversation that ends in one. Two conversations differ in that message alone: the
     messages before it are the prompt, and a `prompt` beside them may only repeat it. Without a `prompt` a
     text that begins with a header of `turns` is a conversation, too. Other keys are ignored.
+
+    Raises:
+        UnusableRowError: two conversations that are texts are no pair.
+        ValueError: any other entry is no pair.
     """
     missing = [key for key in ("chosen", "rejected") if entry.get(key) is None]
     if missing:
         raise ValueError(f"missing {' and '.join(missing)}; a preference needs both sides")
     keys = [key for key in ("prompt", "chosen", "rejected") if entry.get(key) is not None]
     given = {key: parse_prompt(entry[key], key) for key in keys}
-    if "prompt" not in given:
-        given = {key: _conversation(side, turns) for key, side in given.items()}
+    if "prompt" in given:
+        return _pair(given)
+    chats = {key: _conversation(side, turns) for key, side in given.items()}
+    if chats == given:
+        return _pair(given)
+    try:
+        return _pair(chats)
+    except ValueError as error:  # a few of hh-rlhf are empty, or differ before their last message
+        raise UnusableRowError(str(error)) from error
+
+
+def _pair(given: Mapping[str, Prompt]) -> PreferencePair:
     prompt = require_user_turn(_prompt(**given))
     chosen, rejected = (_completion(given[key], key) for key in ("chosen", "rejected"))
     if chosen.strip() == rejected.strip():
@@ -116,11 +137,11 @@ def _conversation(side: Prompt, turns: Mapping[str, str]) -> Prompt:
     """Return the messages of a text that begins with a header of a turn, and anything else as it is."""
     if not isinstance(side, str):
         return side
-    header = turns["user"]
-    indent = header[: len(header) - len(header.lstrip())]
-    text = indent + side.lstrip()
-    if not text.startswith(header):
+    text = side.replace("\r\n", "\n").lstrip()
+    header = next((each for each in turns.values() if text.startswith(each.lstrip())), None)
+    if header is None:
         return side
+    text = header[: len(header) - len(header.lstrip())] + text
     parts = re.split("|".join(f"({re.escape(each)})" for each in turns.values()), text)[1:]
     # A header for each role, one of which is None, and the text behind it.
     width = len(turns) + 1

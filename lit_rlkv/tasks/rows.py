@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from lit_rlkv.tasks.json_rows import (
 from lit_rlkv.types import Message, Prompt
 from lit_rlkv.units import shortened
 
+log = logging.getLogger(__name__)
 EXAMPLE = "example:"
 """Prefix of the name of a file in EXAMPLES."""
 EXAMPLES = Path(__file__).parent / "examples"
@@ -174,6 +176,10 @@ def path_of(dataset: str) -> str:
     return str(path)
 
 
+class UnusableRowError(ValueError):
+    """A row of a collection that is known to have such rows: it is left out, and all are counted."""
+
+
 class RowErrors:
     """Errors of the rows of a table: the first ones with their places, and the number of all."""
 
@@ -294,7 +300,24 @@ def _parse_table(
             places.append(place)
             yield place, row
 
-    rows = parse_rows(noted(), parse)
+    left_out: list[str] = []
+
+    def parsed(row: _Row) -> _Parsed | None:
+        try:
+            return parse(row)
+        except UnusableRowError as error:
+            left_out.append(str(error))
+            return None
+
+    found = list(zip(parse_rows(noted(), parsed), places, strict=True))
+    rows = [row for row, _ in found if row is not None]
+    if left_out and not rows:
+        raise ValueError(f"{source}: no row can be used: {left_out[0]}")
+    if left_out:
+        log.warning(
+            "%s: %d of %d rows are left out, the first: %s", source, len(left_out), len(found), left_out[0]
+        )
+    places = [place for row, place in found if row is not None]
     # Of the parsed rows: columns that a task does not read may change.
     digest, encoder = hashlib.blake2b(digest_size=8), json.JSONEncoder(default=vars)
     for row in rows:

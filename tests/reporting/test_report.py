@@ -123,6 +123,14 @@ def test_sections_stand_in_order_and_in_the_table_of_contents(full_page):
     assert [name for name in training_only.ids if name in sections] == ["Training", "Mismatch"]
 
 
+def test_the_page_is_plain_text_and_names_its_stages_as_the_terminal_does():
+    trained = replace(FULL, sft_history=[{"iteration": 1, "lm_loss": 3.0}])
+    shown = " ".join(Page(render(trained, figures(trained))).texts)
+    assert "Loss of SFT" in shown
+    assert "Warm-up" not in shown
+    assert "`" not in shown
+
+
 def test_the_header_says_what_ran(full_page):
     texts = [text for text in Page(full_page).texts if text.strip()]
     texts = texts[texts.index("Task") :]

@@ -84,6 +84,7 @@ def test_the_terminal_shows_both_tables_in_eighty_columns():
     assert "random 16+4" in text
     assert "0.810" in text
     assert "1:32" in text
+    assert "negative at times" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

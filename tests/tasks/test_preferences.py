@@ -185,10 +185,28 @@ def test_conversations_as_text_are_those_of_hh_rlhf():
     shared, chosen, rejected = HH
     chat = (Message("user", "Hi"), Message("assistant", "Yes?"), *SKY)
     for lead in ("", "\n\n\n"):
-        entry = {"chosen": lead + shared + chosen, "rejected": shared.lstrip() + rejected}
+        crlf = shared.replace("\n", "\r\n")
+        entry = {"chosen": lead + crlf + chosen, "rejected": shared.lstrip() + rejected}
         assert parse_pair(entry) == PreferencePair(chat, chosen, rejected)
     with pytest.raises(ValueError, match="must be equal before their last message"):
         parse_pair({"chosen": shared + chosen, "rejected": shared.replace("Sky", "Sea") + rejected})
+
+
+def test_conversations_as_text_that_are_no_pairs_are_left_out_and_counted(write, caplog):
+    shared, chosen, rejected = HH
+    good = {"chosen": shared + chosen, "rejected": shared + rejected}
+    bad = [
+        {"chosen": shared + chosen, "rejected": shared},
+        {"chosen": shared + chosen, "rejected": shared.replace("Sky", "Sea") + rejected},
+        {"chosen": shared + chosen, "rejected": shared + chosen},
+        {"chosen": "\n\nAssistant: Hi", "rejected": "\n\nAssistant: Ho"},
+    ]
+    task = read_preferences(write(good, *bad, good | {"rejected": shared + "Red."}))
+    assert [task.rejected(index) for index in range(len(task))] == ["Green.", "Red."]
+    assert task._table.places[1].endswith(":6")
+    assert "4 of 6 rows are left out" in caplog.text
+    with pytest.raises(ValueError, match="no row can be used: rejected is empty"):
+        read_preferences(write(*bad))
 
 
 def test_a_text_beside_a_prompt_is_no_conversation():

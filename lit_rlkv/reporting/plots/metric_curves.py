@@ -195,7 +195,8 @@ def _draw(
         return
     value = curves.scale * value
     if curves.axis == "log":
-        label = label if (value > 0).any() else f"{label}: 0 throughout"
+        if not (value > 0).any():
+            label += ": negative, not drawn" if (value < 0).any() else ": 0 throughout"
         value = np.where(value > 0, value, np.nan)
     is_long = len(value) > 2 * style.SMOOTHING and curves.axis != "log"
     if is_long:
