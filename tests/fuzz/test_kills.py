@@ -17,6 +17,7 @@ from tests import killed_run
 from tests.fuzz.harness import outcome_of
 from tests.sweeping.files import GRID, with_parameters, write
 from tests.test_resume import assert_same_run
+from tests.test_sweep import N_ITERATIONS as SWEPT
 from tests.test_sweep import SMALL, run_here, runs_of, start
 from tests.whole_runs import run
 
@@ -135,7 +136,6 @@ def test_a_sweep_killed_at_random_has_the_results_of_an_unbroken_one(tmp_path):
         seed={"values": [0, 1]},
         cache__budget={"value": 7},
         sft__seed={"value": 0},
-        algorithm__n_iterations={"value": 4},
     )
     rng, folder = random.Random(3), tmp_path / "sweep"
     for _ in range(N_KILLS["sweep"]):
@@ -149,5 +149,5 @@ def test_a_sweep_killed_at_random_has_the_results_of_an_unbroken_one(tmp_path):
     assert run_here(straight, content) == []
     assert len(runs_of(folder)) == len(runs_of(straight)) == 2
     for ours, theirs in zip(runs_of(folder), runs_of(straight), strict=True):
-        weights = f"{CHECKPOINTS}/iteration-000004/trainable.safetensors"
+        weights = f"{CHECKPOINTS}/iteration-{SWEPT:06d}/trainable.safetensors"
         assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
