@@ -25,14 +25,14 @@ from text_table import text_table
 
 from lit_rlkv.callbacks.hooks import HOOKS, RLCallback
 from lit_rlkv.config import Config, composed
+from lit_rlkv.interrupts import Interruption
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, build_context
 from lit_rlkv.runs.launch import make_fabric
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import find_starting_model
-from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
+from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
 
@@ -151,7 +151,7 @@ def measure(cfg: Config, run_dir: Path) -> tuple[dict[str, float], int]:
     checkpoints = TimedCheckpoints(run_dir / CHECKPOINTS, clock)
     with run.open():
         module = make_policy(context, start)
-        callbacks = [Timed(one, clock) for one in run.callbacks(make_diagnostics(cfg, module))]
+        callbacks = [Timed(one, clock) for one in run.callbacks()]
         train_policy(context, module, [marks, *callbacks], checkpoints, None)
     return marks.found, marks.n_iterations
 

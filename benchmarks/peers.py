@@ -39,14 +39,14 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import composed
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import EOS_TOKEN, build_task_tokenizer
+from lit_rlkv.interrupts import Interruption
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.signals import Interruption
-from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
+from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.tasks.arithmetic import ChainSum
 from lit_rlkv.types import Problem
@@ -162,7 +162,7 @@ def train_here(context: RunContext, folder: Path, *more: RLCallback) -> list[Ste
     watch = Watch()
     with run.open():
         module = make_policy(context, str(context.cfg.model.path))
-        callbacks = [*run.callbacks(make_diagnostics(context.cfg, module)), *more, watch]
+        callbacks = [*run.callbacks(), *more, watch]
         train_policy(context, module, callbacks, CheckpointDir(folder / "checkpoints"), None)
     return watch.steps
 

@@ -74,7 +74,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     from lit_rlkv.evaluation.estimates import estimate
     from lit_rlkv.kvcache.policies import load_policy_class
     from lit_rlkv.runs import environment
-    from lit_rlkv.runs.open_run import find_run, open_run
+    from lit_rlkv.runs.open_run import check_run, find_run, open_run
     from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
 
     for policy in asked.policies or ():
@@ -87,10 +87,9 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         if (value := getattr(asked, key)) is not None:
             run.cfg.evaluation[key] = value
     run.cfg.kernels = asked.kernels or run.cfg.kernels
-    cfg = parse_config(run.cfg)
-    check_saved_code(
-        {name: node for name, node in cfg.reward.functions.items() if name == cfg.reward.accuracy}
-    )
+    reward = parse_config(run.cfg).reward
+    check_saved_code({name: node for name, node in reward.functions.items() if name == reward.accuracy})
+    cfg = check_run(run)
     _check_draws(asked.n_samples, cfg.evaluation.temperature)
     with as_config_errors("cache"):
         caches = evaluation_caches(cfg, asked.policies)
@@ -100,7 +99,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             "policies=[snapkv]"
         )
     _check_writable(run.run_dir)
-    context, module = open_run(run)
+    context, module = open_run(run, cfg)
     scored, samples = [], []
     for found in score_caches(context, module.roles, caches, asked.n_samples):
         scored.append(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
-from lit_rlkv.config import ConfigError, as_config_errors, check_targets, parse, parse_config, require
+from lit_rlkv.config import ConfigError, as_config_errors, check_targets, parse, require
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir, read_json
 from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
@@ -33,8 +33,7 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
 
     from lit_rlkv.models.layouts import CRITICS, LAYOUTS
     from lit_rlkv.runs.model_card import model_card
-    from lit_rlkv.runs.open_run import find_run, open_run
-    from lit_rlkv.runs.preflight import needed_roles
+    from lit_rlkv.runs.open_run import check_run, find_run, open_run
     from lit_rlkv.stages.export import export_policy
 
     run = find_run(Path(asked.ckpt).expanduser())
@@ -43,8 +42,10 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     check_targets(run.cfg)
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
-    cfg = parse_config(run.cfg)
-    needed = needed_roles(cfg)
+    run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
+    run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
+    cfg = check_run(run)
+    needed = cfg.needed_roles
     if asked.heads and not needed & set(CRITICS):
         raise ConfigError(
             "heads=true needs a run whose RL uses a reward or value head, and this run's uses neither; leave "
@@ -55,9 +56,7 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
             f"heads=true cannot be had with roles.layout={cfg.roles.layout}: the value head reads a model of "
             "its own, all of it trained, and export writes the policy alone; leave heads out"
         )
-    run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
-    run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
-    context, module = open_run(run)
+    context, module = open_run(run, cfg)
     run.cfg.cache.policy = policy
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:

@@ -12,7 +12,6 @@ from rich.console import Console
 from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
 from lit_rlkv.config import (
     AUTO,
-    Config,
     ConfigError,
     check_folders,
     check_keys,
@@ -23,12 +22,18 @@ from lit_rlkv.config import (
 from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.files import is_disk_full
-from lit_rlkv.interrupts import abort_on_ctrl_c, ask_for_requeue, exit_soon
+from lit_rlkv.interrupts import (
+    InterruptedRunError,
+    Interruption,
+    abort_on_ctrl_c,
+    ask_for_requeue,
+    exit_soon,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from lit_rlkv.runs.signals import Interruption
+    from lit_rlkv.runs.preflight import CheckedConfig
     from lit_rlkv.runs.training_run import Results
 
 log = logging.getLogger(__name__)
@@ -60,8 +65,7 @@ def main() -> None:
     from lit_rlkv.reporting.progress import say, stderr_console
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.runs.context import REPORT
-    from lit_rlkv.runs.resume import discard_if_empty, open_session
-    from lit_rlkv.runs.signals import InterruptedRunError, Interruption, end_of_run
+    from lit_rlkv.runs.resume import discard_if_empty, end_of_run, open_session
 
     configure_log(hydra_cfg.job_logging, hydra_cfg.verbose)
     console, interruption = stderr_console(), Interruption()
@@ -109,13 +113,13 @@ def main() -> None:
 
 
 def fit(
-    cfg: Config,
+    cfg: "CheckedConfig",
     run_dir: Path,
     console: Console,
     *,
     resumes: bool = False,
     fabric: "Fabric | None" = None,
-    interruption: "Interruption | None" = None,
+    interruption: Interruption | None = None,
     choices: Choices | None = None,
 ) -> "Results":
     """Run the stages of a checked config; all files of the run are in `run_dir`.
@@ -132,13 +136,12 @@ def fit(
     """
     from lit_rlkv.reporting.header import header, trained_parameters
     from lit_rlkv.reporting.progress import say
-    from lit_rlkv.runs.context import CONFIG, build_context
+    from lit_rlkv.runs.context import CONFIG, build_context, check_reward_functions
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import make_policy
-    from lit_rlkv.runs.preflight import check_reward_functions, check_shares
-    from lit_rlkv.runs.signals import Interruption
+    from lit_rlkv.runs.preflight import check_shares
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
-    from lit_rlkv.runs.training_run import TrainingRun, make_diagnostics
+    from lit_rlkv.runs.training_run import TrainingRun, try_diagnostics
     from lit_rlkv.runs.weights import load_trainable
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
     from lit_rlkv.stages.rl import train_policy
@@ -166,18 +169,18 @@ def fit(
         backbone = broadcast_from_rank_zero(context.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
         say(console, trained_parameters(module), stage="roles")
-        diagnostics = make_diagnostics(cfg, module)
+        try_diagnostics(cfg.parts.diagnostics, module)
         run.interruption.raise_if_requested(context.fabric)
         if "eval" in cfg.stages:
             evaluate_before_training(run, module, start)
         if "rl" in cfg.stages:
             run.interruption.raise_if_requested(context.fabric)  # before the first rollout
             say(console, f"{cfg.algorithm.n_iterations} iterations", stage="rl")
-            with run.timed("rl", lambda: f"iteration {run.progress.iteration}"):
+            with run.timed("rl"):
                 train_policy(
                     context,
                     module,
-                    run.callbacks(diagnostics),
+                    run.callbacks(),
                     run.checkpoints,
                     run.resume_from,
                     run.interruption,

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command line with one line and exit code 130; a second one ends it at once."""
+"""Ctrl-C ends a command line in one line, a second one at once; a scheduler's signal ends a saved run."""
 
 import gc
 import os
@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 EXIT_CODE = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
@@ -95,3 +98,113 @@ def unwind_on_ctrl_c(line: str) -> Iterator[None]:
     except KeyboardInterrupt:
         say(line)
         exit_soon(EXIT_CODE)
+
+
+class InterruptedRunError(BaseException):
+    """A signal asked the run to end. Not an `Exception`: code that survives failures must not catch it."""
+
+    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.is_ctrl_c = number == signal.SIGINT
+        """True if a person ended the run, False if a scheduler did, which starts it again."""
+
+
+class Interruption:
+    """A request by a signal to end the run, handled at once or, inside `deferred` or `together`, later.
+
+    Ctrl-C does not wait for the end of `deferred`: nobody wants to sit through an iteration, and what it
+    loses is at most the work since the newest checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """Signal that this process received; None if it received none."""
+        self._waiting: frozenset[int] = frozenset()
+        """Signals that end nothing before somebody asks for them."""
+        self._agreed: int | None = None
+        self._is_ending = False
+
+    @contextmanager
+    def handle_signals(self) -> Iterator["Interruption"]:
+        """Handle the signals inside the block; in the main thread only. Earlier handlers are restored."""
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            with call_at_first_ctrl_c(lambda: self._on_signal(signal.SIGINT, None)):
+                yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _with_waiting(self, waiting: frozenset[int]) -> Iterator[None]:
+        before, self._waiting = self._waiting, waiting
+        try:
+            yield
+        finally:
+            self._waiting = before
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Run a block that no signal but Ctrl-C interrupts; ask afterwards if one arrived."""
+        with self._with_waiting(self._waiting.union(SIGNALS)):
+            yield
+
+    @contextmanager
+    def together(self, n_ranks: int) -> Iterator[None]:
+        """Run a block that no signal interrupts on one of several ranks, as the others would wait for it."""
+        with self._with_waiting(self._waiting.union([signal.SIGINT, *SIGNALS] if n_ranks > 1 else [])):
+            yield
+
+    @contextmanager
+    def immediate(self, is_immediate: bool) -> Iterator[None]:
+        """Inside `deferred`, run a block that a signal ends at once, also one that arrived before."""
+        with self._with_waiting(frozenset() if is_immediate else self._waiting):
+            if is_immediate and self.signal is not None:
+                self._on_signal(self.signal, None)
+            yield
+
+    def is_requested(self, fabric: "Fabric") -> bool:
+        """True if any rank received a signal; every rank must call it inside `deferred`."""
+        self._agreed = self.signal
+        if fabric.world_size > 1:
+            import torch  # loaded by now; the command lines need this module before it
+
+            sent = torch.tensor(self.signal or 0, device=fabric.device)
+            self._agreed = int(torch.as_tensor(fabric.all_reduce(sent, reduce_op="max"))) or None
+        return self._agreed is not None
+
+    @property
+    def is_agreed(self) -> bool:
+        """True if the last call of `is_requested` returned True: all ranks are about to end."""
+        return self._agreed is not None
+
+    def raise_if_agreed(self) -> None:
+        """End the run if the last `is_requested` was True: on all ranks, or on none.
+
+        Raises:
+            InterruptedRunError: a signal was received.
+        """
+        self._is_ending = self.is_agreed
+        if self._agreed is not None:
+            name = signal.Signals(self._agreed).name
+            is_ctrl_c = self._agreed == signal.SIGINT
+            raise InterruptedRunError("interrupted" if is_ctrl_c else f"asked to end by {name}", self._agreed)
+
+    def raise_if_requested(self, fabric: "Fabric") -> None:
+        """End the run if any rank received a signal; every rank must call it inside `deferred`.
+
+        Raises:
+            InterruptedRunError: a signal was received.
+        """
+        self.is_requested(fabric)
+        self.raise_if_agreed()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_ending:  # launchers often send SIGTERM after a Ctrl-C; the first one says how it ends
+            return
+        self.signal = number
+        if number not in self._waiting:
+            self._agreed = number
+            self.raise_if_agreed()
+        elif number == signal.SIGINT:
+            say("interrupted: all processes end with this step; Ctrl-C again ends them at once")

@@ -3,8 +3,9 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import lightning as L
@@ -24,10 +25,23 @@ from lit_rlkv.distributed.sharding import (
     gather_full_state,
     shard_state_like,
 )
+from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.non_finite import NonFiniteGuard
-from lit_rlkv.runs.checkpoint import TrainState
-from lit_rlkv.runs.signals import InterruptedRunError, Interruption
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The state of training between two iterations, without the parameters."""
+
+    iteration: int
+    """Completed iterations."""
+    metrics: Mapping[str, float]
+    """Metrics of the last iteration; empty before the first."""
+    data_state: dict[str, Any]
+    learner_state: Callable[[], dict[str, Any]]
+    is_last: bool
+    """True if this process trains no further."""
 
 
 def train(

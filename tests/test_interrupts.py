@@ -20,6 +20,8 @@ from lit_rlkv.interrupts import (
     call_at_first_ctrl_c,
     unwind_on_ctrl_c,
 )
+from lit_rlkv.reporting.run_metrics import read_metrics
+from lit_rlkv.run_files import METRICS
 from tests.test_resume import OPTIONS, assert_same_run
 from tests.tiers import slow
 from tests.whole_runs import TINY, run
@@ -151,8 +153,8 @@ def test_a_run_interrupted_in_an_iteration_resumes_bit_for_bit(sft_runs):
     folder = sft_runs / "interrupted"
     process = start("fit", *TINY, *options, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}")
     said = interrupt(process, "iteration 2/20", delay_s=0.05)
-    number = int(re.search(r"^interrupted in iteration (\d+); ", said, re.M)[1])
-    assert 3 <= number < 20
+    assert "interrupted; " in said
+    assert 0 < len(read_metrics(folder / METRICS)) < 20
     assert resume_argument(said) == f"resume={folder}"
     run(sft_runs, "interrupted", *options, resumes=True)
     assert_same_run(folder, sft_runs / "straight")
@@ -171,27 +173,26 @@ def test_a_run_interrupted_in_an_update_goes_back_to_its_last_checkpoint(sft_run
     process = start("fit", *arguments)
     started_at = time.monotonic()
     said = interrupt(process, "rl 4000 iterations", delay_s=8.0)
-    assert "interrupted in iteration 1; " in said
+    assert "interrupted; " in said
     assert time.monotonic() - started_at < 60
     assert not (folder / ".interrupted").exists()  # no scheduler is to start it again
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "at", "says"),
+    ("options", "at"),
     [
-        (["sft.n_steps=4000", "stages=[sft]"], "sft step 400/4000", r"in step \d+ of the SFT stage; "),
-        (["stages=[sft,eval]", "evaluation.n_prompts=256"], "eval 1/", "in the evaluation after training; "),
-        (["evaluation.n_prompts=256"], "eval 1/", "in the evaluation before training; "),
+        (["sft.n_steps=4000", "stages=[sft]"], "sft step 400/4000"),
+        (["stages=[sft,eval]", "evaluation.n_prompts=256"], "eval 1/"),
+        (["evaluation.n_prompts=256"], "eval 1/"),
     ],
-)  # fmt: skip
-def test_an_interrupt_in_any_stage_says_where_and_how_to_resume(tmp_path, options, at, says):
+)
+def test_an_interrupt_in_any_stage_says_how_to_resume(tmp_path, options, at):
     folder = tmp_path / "run"
     process = start("fit", *TINY, *options, f"runs_dir={tmp_path}", f"hydra.run.dir={folder}")
     said = interrupt(process, at)
-    assert re.search(f"^interrupted {says}", said, re.M)
     assert resume_argument(said) == f"resume={folder}"
-    if "SFT" in says:
+    if "sft" in at:
         (saved,) = (folder / "sft" / "checkpoints").iterdir()
         assert int(saved.name.removeprefix("iteration-")) >= 39  # the line of step 400 comes before its save
 
@@ -203,7 +204,7 @@ def test_an_interrupt_during_the_imports_leaves_nothing(tmp_path, delay_s):
     said = interrupt(process, "loading torch", delay_s)
     assert said.splitlines() in (
         ["interrupted before any work; nothing has changed"],
-        ["interrupted in its start; there is nothing to resume"],
+        ["interrupted; there is nothing to resume"],
     )
     assert not (tmp_path / "run").exists()
 
@@ -288,5 +289,5 @@ def test_ctrl_c_in_a_terminal_ends_all_ranks_together(sft_runs):
     assert process.returncode == EXIT_CODE, said
     assert "Traceback" not in said
     assert said.count("interrupted: all processes end with this step") == 1
-    assert len(re.findall(r"^interrupted in iteration \d+; resume with", said, re.M)) == 1
+    assert len(re.findall(r"^interrupted; resume with", said, re.M)) == 1
     assert any((folder / "checkpoints").iterdir())

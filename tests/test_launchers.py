@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.interrupts import REQUEUE as EXIT_CODE
-from lit_rlkv.runs.signals import INTERRUPTED
+from lit_rlkv.runs.resume import INTERRUPTED
 from tests.whole_runs import TINY, config, said_by
 
 ROOT = Path(__file__).parent.parent

@@ -91,8 +91,7 @@ def ppo_run(layout: str, setting: Setting) -> Run:
             seed=0,
             reward=RewardConfig(learned=1.0),
             learner_parts=module.learner_parts,
-            on_rollout_end=[callback.on_rollout_end],
-            on_phase_end=[callback.on_phase_end],
+            callbacks=[callback],
         )
 
     return Run(module, setting, make_data)

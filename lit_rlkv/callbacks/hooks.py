@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
 
 from lightning import Callback
 
@@ -81,16 +80,10 @@ NEVER_CALLED = ("setup", "teardown", "state_dict", "load_state_dict")
 """Lightning's hooks for a trainer's state, which the loop does not call."""
 
 
-def bound_hooks(callbacks: Iterable[Callback], name: str) -> list[Any]:
-    """Return an RL hook of every callback that defines it itself."""
-    hooks = [getattr(callback, name) for callback in callbacks if hasattr(callback, name)]
-    empty = getattr(RLCallback, name)
-    return [hook for hook in hooks if getattr(hook, "__func__", None) is not empty]
-
-
 def loss_terms_of(callbacks: Iterable[Callback]) -> list[LossTerm]:
     """Return the `loss_terms` hooks of the callbacks that define it."""
-    return bound_hooks(callbacks, TERMS)
+    hooks = [getattr(callback, TERMS) for callback in callbacks if hasattr(callback, TERMS)]
+    return [hook for hook in hooks if getattr(hook, "__func__", None) is not RLCallback.loss_terms]
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:

@@ -211,7 +211,7 @@ class Performance(Diagnostic):
         if "rollout" not in self._seconds:
             raise ValueError(
                 "Performance saw no rollout phase and cannot time it; give RolloutDataModule "
-                "on_phase_start=[diagnostic.on_phase_start], on_phase_end=[diagnostic.on_phase_end]"
+                "callbacks=[diagnostic]"
             )
         n_sampled = int(experience.rollout.response_mask.sum())
         with acting_as(self.policy.roles, "policy") as backbone:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from jaxtyping import Bool, Int
+from lightning import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
-from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart, RolloutSplit
+from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.experience.sample import generate_options, joined
 from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
@@ -34,12 +35,8 @@ from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import Task
+from lit_rlkv.trainer import call
 from lit_rlkv.types import Problem, Rollout, TrainBatch
-
-PhaseListener = Callable[[str, int], None]
-"""Called with the phase (rollout, score or reward) and the iteration, which counts from 0."""
-ProgressListener = Callable[[str, float, int], None]
-"""Called with the phase, the units done and the units in total."""
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -61,11 +58,8 @@ class RolloutDataModule(L.LightningDataModule):
         rewards: reward functions, which score a response once it has ended, while others are sampled and the
             roles score; None without any.
         learner_parts, warmup_part: attributes of the module: roles that learn together from a micro-batch.
-        on_rollout_end: called with each experience before it is cut into minibatches.
-        on_update_start: called next, with the function that splits it into parts.
-        on_phase_start, on_phase_end: called around rollout, score and reward.
-        on_phase_progress: called during rollout, score, reward and diagnostics, as
-            `RLCallback.on_phase_progress`.
+        callbacks: called around and during rollout, score and reward, with each experience before it is cut
+            into minibatches, and with the function that splits it into parts; see `RLCallback`.
         ranks: the processes that share the responses of an iteration.
         tokens_per_pass: most tokens in one forward of scoring and update, padding included.
     """
@@ -87,11 +81,7 @@ class RolloutDataModule(L.LightningDataModule):
         rewards: RewardManager | None = None,
         learner_parts: tuple[tuple[str, ...], ...] = (("policy",),),
         warmup_part: tuple[str, ...] = ("value",),
-        on_rollout_end: Sequence[Callable[[Experience], None]] = (),
-        on_update_start: Sequence[Callable[[Experience, RolloutSplit], None]] = (),
-        on_phase_start: Sequence[PhaseListener] = (),
-        on_phase_end: Sequence[PhaseListener] = (),
-        on_phase_progress: Sequence[ProgressListener] = (),
+        callbacks: Sequence[Callback] = (),
         ranks: Ranks = SINGLE_PROCESS,
         tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
@@ -126,22 +116,20 @@ class RolloutDataModule(L.LightningDataModule):
         self.iteration = 0
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
-        self.on_rollout_end = list(on_rollout_end)
-        self.on_update_start = list(on_update_start)
-        self.on_phase_start = list(on_phase_start)
-        self.on_phase_end = list(on_phase_end)
-        self.on_phase_progress = list(on_phase_progress)
+        self.callbacks = callbacks
 
     def train_dataloader(self) -> DataLoader[TrainBatch]:
         """Return the minibatches of the next iteration, in the order of their updates."""
         experience = self.collect()
-        progress = self._progress("diagnostics", len(self.on_rollout_end) + len(self.on_update_start))
-        for listener in self.on_rollout_end:
-            listener(experience)
-            progress.advance(1)
-        for watcher in self.on_update_start:
-            watcher(experience, partial(self._parts, progress))
-            progress.advance(1)
+        progress = _Progress("diagnostics", 2 * len(self.callbacks), self.callbacks)
+        hooks: dict[str, tuple[Any, ...]] = {
+            "on_rollout_end": (experience,),
+            "on_update_start": (experience, partial(self._parts, progress)),
+        }
+        for hook, arguments in hooks.items():
+            for callback in self.callbacks:
+                call([callback], hook, *arguments)
+                progress.advance(1)
         self.iteration += 1
         return DataLoader(_Minibatches(self.splitter, experience), batch_size=None)
 
@@ -301,14 +289,9 @@ class RolloutDataModule(L.LightningDataModule):
 
     @contextmanager
     def _phase(self, name: str, n_total: int) -> Iterator["_Progress"]:
-        for listener in self.on_phase_start:
-            listener(name, self.iteration)
-        yield self._progress(name, n_total)
-        for listener in self.on_phase_end:
-            listener(name, self.iteration)
-
-    def _progress(self, phase: str, n_total: int) -> "_Progress":
-        return _Progress(phase, n_total, self.on_phase_progress)
+        call(self.callbacks, "on_phase_start", name, self.iteration)
+        yield _Progress(name, n_total, self.callbacks)
+        call(self.callbacks, "on_phase_end", name, self.iteration)
 
     def _parts(self, progress: "_Progress", experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
         """Split an experience for a callback, and count each part that it is done with as progress."""
@@ -332,12 +315,12 @@ class RolloutDataModule(L.LightningDataModule):
 
 
 class _Progress:
-    """Counts the units of a phase, and reports them to the listeners from the start on."""
+    """Counts the units of a phase, and reports them to the callbacks from the start on."""
 
-    def __init__(self, phase: str, n_total: int, listeners: Sequence[ProgressListener]) -> None:
+    def __init__(self, phase: str, n_total: int, callbacks: Sequence[Callback]) -> None:
         self.phase = phase
         self.n_total = n_total
-        self.listeners = listeners
+        self.callbacks = callbacks
         self.n_done = 0
         self._part = 0.0
         """Part of the current unit that is done."""
@@ -356,8 +339,7 @@ class _Progress:
 
     def _report(self) -> None:
         if self.n_total > 0:
-            for listener in self.listeners:
-                listener(self.phase, self.n_done + self._part, self.n_total)
+            call(self.callbacks, "on_phase_progress", self.phase, self.n_done + self._part, self.n_total)
 
 
 class _Minibatches(IterableDataset[TrainBatch]):

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.checks import Range, check_temperature
-from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, is_sharded, text_config
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.preparation import has_finite_logits
@@ -57,7 +56,6 @@ LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Term
 class PolicyModule(L.LightningModule, ABC):
     """Base class of the RL modules. A subclass implements the policy's loss in `objective`.
 
-    `advantage_estimator` is the default advantage estimator of its objective.
 
     Args:
         roles: with the policy, and the reference if a KL to it is in the loss.
@@ -72,7 +70,8 @@ class PolicyModule(L.LightningModule, ABC):
         policy_weight: weight of the algorithm's objective; KL, entropy and callbacks' terms are not scaled.
     """
 
-    advantage_estimator: ClassVar[type[AdvantageEstimator]] = GroupAdvantage
+    advantage_estimator: ClassVar[type] = object
+    """Base class of the advantage estimators whose advantages the objective takes; here any."""
     required_options: ClassVar[tuple[str, ...]] = ()
     """Options that a config must set."""
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lit_rlkv.checks import Range
-from lit_rlkv.experience.advantages import ReturnAdvantage
+from lit_rlkv.experience.advantages import GroupAdvantage, ReturnAdvantage
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives.clipped import LOG_RATIOS, Surrogate, clipped_surrogate, clipped_weight
 from lit_rlkv.objectives.kl import k3
@@ -23,6 +23,7 @@ class RatioPolicy(PolicyModule):
         importance_sampling_level: token, or sequence for one ratio per response (GSPO).
     """
 
+    advantage_estimator: ClassVar[type] = GroupAdvantage
     required_options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
 
     def __init__(
@@ -34,7 +35,9 @@ class RatioPolicy(PolicyModule):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        check_positive({"clip_low": clip_low, "clip_high": clip_high}, ("clip_low", "clip_high"))
+        self.check_options(
+            clip_low=clip_low, clip_high=clip_high, importance_sampling_level=importance_sampling_level
+        )
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.log_ratio_at_level = LOG_RATIOS[importance_sampling_level]
@@ -89,7 +92,7 @@ class ClippedPolicy(RatioPolicy):
 
     def __init__(self, *args: Any, delta: float | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        check_positive({"delta": delta}, (), nullable=("delta",))
+        self.check_options(clip_high=options["clip_high"], delta=delta)
         self.delta = delta
 
     @classmethod

@@ -52,8 +52,12 @@ class PPO(ClippedPolicy):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        check_positive({"value_weight": value_weight, "value_lr_scale": value_lr_scale}, POSITIVE)
-        check_positive({"value_clip": value_clip, "target_kl": target_kl}, (), nullable=NULLABLE)
+        self.check_options(
+            value_weight=value_weight,
+            value_lr_scale=value_lr_scale,
+            value_clip=value_clip,
+            target_kl=target_kl,
+        )
         self.value_clip = value_clip
         self.value_weight = value_weight
         self.value_shadow = value_shadow

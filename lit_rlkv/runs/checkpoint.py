@@ -22,6 +22,7 @@ from lit_rlkv.files import atomic_dir, discard, read_json, sweep_partial
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.weights import trainable_weights
+from lit_rlkv.trainer import TrainState
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
 REFERENCE = "reference.safetensors"
@@ -37,20 +38,6 @@ log = logging.getLogger(__name__)
 
 class BrokenCheckpointError(ConfigError):
     """A checkpoint with a missing or changed file."""
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The state of training between two iterations, without the parameters."""
-
-    iteration: int
-    """Completed iterations."""
-    metrics: Mapping[str, float]
-    """Metrics of the last iteration; empty before the first."""
-    data_state: dict[str, Any]
-    learner_state: Callable[[], dict[str, Any]]
-    is_last: bool
-    """True if this process trains no further."""
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,33 @@
 """RunContext: the objects that all stages of a run share."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from lightning.fabric import Fabric
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors, build, expanded, find_gguf, require
-from lit_rlkv.config.options import named_items, show
-from lit_rlkv.config.schema import RewardConfig
+from lit_rlkv.config import Config, ConfigError, as_config_errors, expanded, find_gguf, require
+from lit_rlkv.config.options import show
+from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import load_tokenizer
-from lit_rlkv.data.validation import N_CHECKED, Sizes, measure
+from lit_rlkv.data.validation import (
+    N_CHECKED,
+    Sizes,
+    check_answers,
+    measure,
+    solutions_below_full_score,
+)
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
-from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
-from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter, track
-from lit_rlkv.rewards import RewardFunction, RewardManager
+from lit_rlkv.reporting.progress import QUIET_S, track
+from lit_rlkv.rewards import RewardManager
 from lit_rlkv.run_files import BACKBONE as BACKBONE
 from lit_rlkv.run_files import CHECKPOINTS as CHECKPOINTS
 from lit_rlkv.run_files import CONFIG as CONFIG
@@ -31,9 +35,11 @@ from lit_rlkv.run_files import EVALUATION as EVALUATION
 from lit_rlkv.run_files import METRICS as METRICS
 from lit_rlkv.run_files import REPORT as REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
+from lit_rlkv.runs.preflight import CheckedConfig
 from lit_rlkv.tasks import Task, UserTask
-from lit_rlkv.tasks.json_rows import reading_progress
+from lit_rlkv.tasks.rows import N_REPORTED
 
+log = logging.getLogger(__name__)
 CONVERTED_MODELS = "converted_models"
 """Folder in `runs_dir` of GGUF files converted to safetensors, which runs share."""
 WEIGHT_DTYPES = {
@@ -50,7 +56,7 @@ WEIGHT_DTYPES = {
 class RunContext:
     """Config, processes, tokenizer, task and reward functions of a run."""
 
-    cfg: Config
+    cfg: CheckedConfig
     fabric: Fabric
     tokenizer: PreTrainedTokenizerBase
     task: Task
@@ -67,17 +73,12 @@ class RunContext:
     @property
     def cache(self) -> CacheSpec:
         """The cache of the config; a correction may sample rollouts with a dense one instead."""
-        return cache_of(self.cfg)
+        return self.cfg.parts.cache
 
     @property
     def accuracy(self) -> Accuracy:
         """The function that decides in evaluations if a response is correct."""
         return accuracy_of(self.task, self.rewards, self.cfg.reward.accuracy)
-
-
-def cache_of(cfg: Config) -> CacheSpec:
-    """Return the cache of a config."""
-    return CacheSpec(**vars(cfg.cache))
 
 
 def pretrained_path(path: str | None, runs_dir: str) -> str | None:
@@ -93,35 +94,7 @@ def pretrained_path(path: str | None, runs_dir: str) -> str | None:
         return str(converted_gguf(file, Path(runs_dir) / CONVERTED_MODELS))
 
 
-def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
-    """Build the reward functions of a config by name; no code of the user runs yet.
-
-    Raises:
-        ConfigError: a node names no reward function, or the weights and names cannot work.
-    """
-    functions = {}
-    for name, node in named_items(cfg.functions):
-        where = f"reward.functions.{name}"
-        require(
-            isinstance(node, DictConfig) and "_target_" in node,
-            f"{where} must name a reward function, got {node}; give {where}._target_, such as "
-            "lit_rlkv.rewards.Numeric",
-        )
-        try:
-            functions[name] = build(node)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        require(
-            isinstance(functions[name], RewardFunction),
-            f"{where}._target_ must be a reward function, got {node._target_}; choose one of "
-            "lit_rlkv.rewards",
-        )
-    with as_config_errors("reward"):
-        RewardRule(cfg, functions)
-    return functions
-
-
-def build_context(cfg: Config, fabric: Fabric | None = None) -> RunContext:
+def build_context(cfg: CheckedConfig, fabric: Fabric | None = None) -> RunContext:
     """Build what all stages share; without `fabric` in one process on one device."""
     disable_progress_bar()  # transformers shows one for every load
     if cfg.fabric.n_threads is not None:
@@ -133,20 +106,8 @@ def build_context(cfg: Config, fabric: Fabric | None = None) -> RunContext:
     with as_config_errors("model"):
         path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
         tokenizer = load_tokenizer(path)
-    task = build_task(cfg)
-    rewards = RewardManager(build_reward_functions(cfg.reward))
+    task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
     return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards)
-
-
-def build_task(cfg: Config) -> Task:
-    """Build the task of a config, and show the progress of reading its rows if that takes a while."""
-    meter = ProgressMeter("% of rows read", quiet_s=QUIET_S)
-    meter.start(0, 100)
-    try:
-        with reading_progress(lambda n_done, n_total: meter.show(100 * n_done / n_total, 100, {})):
-            return cast(Task, build(cfg.task))
-    finally:
-        meter.stop()
 
 
 def _check_device(cfg: Config, device: torch.device) -> None:
@@ -197,3 +158,39 @@ def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task) -> Si
             + sizes.longest(sizes.solutions, lambda n_tokens: n_tokens > limit)
         )
     return sizes
+
+
+def check_reward_functions(context: RunContext) -> None:
+    """Score the worked solution of one problem with each reward function, to find its errors early.
+
+    Warns of rows of a user's data whose solutions get less than full score.
+
+    Raises:
+        ConfigError: a function cannot score a row of the task, or does not return a number.
+    """
+    cfg, rewards = context.cfg, context.rewards
+    with as_config_errors("task"):
+        check_answers(context.task, rewards.functions, cfg.seed)
+        problems = PromptSource(context.task, split="train", seed=cfg.seed).take(1)
+    names = [name for name in rewards.functions if "rl" in cfg.stages or name == cfg.reward.accuracy]
+    with as_config_errors("reward.functions"):
+        answers = rewards.ask(problems, [problem.solution for problem in problems], names).collect(
+            warns=False
+        )
+    for name, error in answers.errors.items():
+        rewards.close()
+        raise ConfigError(
+            f"reward.functions.{name} has no score for a worked solution of {context.task}: {error}"
+        )
+    if context.fabric.is_global_zero and isinstance(context.task, UserTask):
+        with track("score solution of row", len(context.task), quiet_s=QUIET_S) as advance:
+            low = solutions_below_full_score(context.task, rewards, names, cfg.seed, on_progress=advance)
+        for name, places in low.items():
+            log.warning(
+                "reward.functions.%s gives less than full score to the solutions of %d of %d rows, the first "
+                "are %s; fix them or drop the rows, as responses like them are not rewarded",
+                name,
+                len(places),
+                len(context.task),
+                ", ".join(places[:N_REPORTED]),
+            )

@@ -1,7 +1,7 @@
 """Open a saved run: find it by a path and load its policy at a checkpoint."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from lit_rlkv.runs.context import (
     pretrained_path,
 )
 from lit_rlkv.runs.policy import make_policy
-from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.preflight import CheckedConfig, checked_config
 from lit_rlkv.runs.starting_model import backbone_id, check_backbone
 from lit_rlkv.runs.weights import load_reference, load_trainable
 
@@ -40,7 +40,7 @@ class SavedRun:
     cfg: DictConfig
     """Composed config, which may name code that this process does not trust: callers check its targets.
 
-    They may change it before `open_run`, which changes it too.
+    They may change it before `check_run`.
     """
     config_yaml: str
     """The file as text."""
@@ -124,21 +124,34 @@ def _copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in weights.items()}  # the loaded tensors map the file
 
 
-def open_run(run: SavedRun) -> tuple[RunContext, PolicyModule]:
+def check_run(run: SavedRun) -> CheckedConfig:
+    """Return the checked config of a run, as it can be opened on this machine.
+
+    Raises:
+        ConfigError: the config breaks a rule.
+    """
+    cfg = run.cfg.copy()
+    # This machine may have no CUDA.
+    if cfg.rollout.cuda_graph:
+        cfg.rollout.cuda_graph = None
+    if cfg.kernels == "auto" and not torch.cuda.is_available():
+        cfg.rollout.n_splits = None
+    if cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+        cfg.fabric.accelerator = "auto"
+    cfg.distillation = None  # a teacher that only it needs is not loaded
+    return checked_config(cfg)
+
+
+def open_run(run: SavedRun, cfg: CheckedConfig | None = None) -> tuple[RunContext, PolicyModule]:
     """Return the context of a run and its policy with the weights of the checkpoint.
+
+    Args:
+        cfg: of `check_run`, if that was called before.
 
     Raises:
         ConfigError: the config breaks a rule, or the checkpoint holds other parameters or has diverged.
     """
-    # This machine may have no CUDA.
-    if run.cfg.rollout.cuda_graph:
-        run.cfg.rollout.cuda_graph = None
-    if run.cfg.kernels == "auto" and not torch.cuda.is_available():
-        run.cfg.rollout.n_splits = None
-    if run.cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
-        run.cfg.fabric.accelerator = "auto"
-    # Without distillation, a teacher that only it needs is not loaded.
-    cfg = replace(checked_config(run.cfg), distillation=None)
+    cfg = cfg or check_run(run)
     start = run.start
     context = build_context(cfg)
     module = make_policy(context, start)

@@ -25,7 +25,6 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
-from lit_rlkv.runs.preflight import needed_roles
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 
 
@@ -134,7 +133,7 @@ def make_roles(context: RunContext, start: str | Path) -> Roles:
         ConfigError: the starting model lacks what the layout and the algorithm need.
     """
     cfg, settings = context.cfg, context.cfg.roles
-    needed = needed_roles(cfg)
+    needed = cfg.needed_roles
     critic = critic_dir(start)
     reward_head = load_reward_head(critic)
     if critic != start and LAYOUTS[settings.layout].shares_critic and needed & set(CRITICS):
@@ -178,16 +177,15 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
     # Only a KL in the loss has an estimator there; one in the reward may be k1, which has no gradient.
     kl = algorithm.kl
     in_loss = {"kl_estimator": kl.estimator} if kl.place == "loss" else {}
-    has_critic = "value" in build(algorithm.advantage).needs
-    sees_shadow = critic_sees_shadow(cfg.roles, build(cfg.correction), context.cache)
-    critic = {"value_shadow": sees_shadow} if has_critic else {}
+    parts = cfg.parts
+    sees_shadow = critic_sees_shadow(cfg.roles, parts.correction, parts.cache)
+    critic = {"value_shadow": sees_shadow} if parts.has_critic else {}
     roles = make_roles(context, start)
-    make_module = build(algorithm.loss)
     with as_config_errors("algorithm.loss"):
-        module: PolicyModule = make_module(
+        return parts.module(
             roles,
-            build(cfg.optimizer),
-            replays=cfg.correction.replays,
+            parts.optimizer,
+            replays=parts.correction.replays,
             temperature=cfg.rollout.temperature,
             kl_bias_correction=kl.bias_correction,
             entropy_coef=algorithm.entropy_coef,
@@ -197,4 +195,3 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
             **in_loss,
             **critic,
         )
-    return module

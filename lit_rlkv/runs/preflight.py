@@ -1,71 +1,164 @@
-"""Checks before a run that need its objects: classes of the right kind, and options that fit each other."""
+"""What a config names, built once and checked: classes of the right kind, and objects that fit each other."""
 
 import inspect
-import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from hydra.utils import get_object
 from lightning import Callback
 from omegaconf import DictConfig
+from torch.optim import Optimizer
 
-from lit_rlkv.callbacks.hooks import check_hooks
+from lit_rlkv.callbacks.diagnostic import Diagnostic
+from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
-from lit_rlkv.config.schema import AlgorithmConfig
-from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.validation import check_answers, solutions_below_full_score
+from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
+from lit_rlkv.experience.reward import RewardRule
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
-from lit_rlkv.reporting.progress import QUIET_S, track
-from lit_rlkv.runs.context import RunContext, build_reward_functions, build_task, cache_of
-from lit_rlkv.tasks import Task, UserTask
-from lit_rlkv.tasks.rows import N_REPORTED
-
-log = logging.getLogger(__name__)
+from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
+from lit_rlkv.rewards import RewardFunction
+from lit_rlkv.tasks import Task
+from lit_rlkv.tasks.json_rows import reading_progress
 
 
-def checked_config(cfg: DictConfig) -> Config:
-    """Return a composed config as a `Config` whose objects can be built and fit each other.
+@dataclass(frozen=True)
+class Parts:
+    """The objects that a config names, each built once in a process."""
+
+    task: Task
+    cache: CacheSpec
+    """Of the config; a correction may sample rollouts with a dense one instead."""
+    advantage: AdvantageEstimator
+    correction: Correction
+    optimizer: Callable[[list[Any]], Optimizer]
+    sft_optimizer: Callable[[list[Any]], Optimizer]
+    module: Callable[..., PolicyModule]
+    """Makes the module of the algorithm from roles and an optimizer."""
+    reward_functions: dict[str, RewardFunction]
+    distillation: RLCallback | None
+    diagnostics: list[Diagnostic]
+    user_callbacks: list[Callback]
+    logger: Any
+    """A logger, or the function that makes one of Lightning's; None without any."""
+
+    @property
+    def has_critic(self) -> bool:
+        return "value" in self.advantage.needs
+
+
+@dataclass(frozen=True)
+class CheckedConfig(Config):
+    """A config with the objects that it names, which fit each other."""
+
+    parts: Parts = field(kw_only=True, repr=False, compare=False)
+
+    @property
+    def needed_roles(self) -> set[str]:
+        """Roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
+        needed = set(self.parts.advantage.needs)
+        if self.reward.learned != 0:
+            needed.add("reward")
+        if self.algorithm.kl.weight > 0:
+            needed.add("reference")
+        for callback in (self.parts.distillation, *self.parts.user_callbacks):
+            needed |= set(getattr(callback, "needs", ()))
+        return needed
+
+
+def checked_config(cfg: DictConfig) -> CheckedConfig:
+    """Build what a composed config names, and check that the objects fit each other.
 
     Raises:
         ConfigError: the first rule that is broken.
     """
     config = parse_config(cfg)
     check_targets(config.source)
-    _check_extensions(config)
-    for name, node in {"optimizer": config.optimizer, "sft.optimizer": config.sft.optimizer}.items():
-        _check_optimizer(name, node)
+    checked = CheckedConfig(**vars(config), parts=build_parts(config))
+    _check_algorithm(checked)
+    _check_reward(checked)
+    _check_roles(checked)
+    _check_reference_sync(checked)
+    _check_trained_weights(checked)
+    return checked
+
+
+def build_parts(cfg: Config) -> Parts:
+    """Build the objects of a config; no code of the user runs but its constructors.
+
+    Raises:
+        ConfigError: an object cannot be built, or is of the wrong kind.
+    """
+    _check_kinds(cfg)
+    task = build_task(cfg)
+    callbacks = build_user_callbacks(cfg)
+    make_optimizer = _build_optimizer("optimizer", cfg.optimizer)
+    make_sft_optimizer = _build_optimizer("sft.optimizer", cfg.sft.optimizer)
     with as_config_errors("cache"):
-        cache_of(config)  # its policy may be a class of the user's
-    _check_algorithm(config)
-    _check_reward(config)
-    _check_roles(config)
-    _check_reference_sync(config)
-    _check_trained_weights(config)
-    for node in (config.logger, config.distillation, *config.diagnostics.values()):
-        if node is not None:
-            build(node)  # constructors check their settings
-    return config
+        cache = CacheSpec(**vars(cfg.cache))
+    return Parts(
+        task=task,
+        cache=cache,
+        advantage=build(cfg.algorithm.advantage),
+        correction=build(cfg.correction),
+        optimizer=make_optimizer,
+        sft_optimizer=make_sft_optimizer,
+        module=build(cfg.algorithm.loss),
+        reward_functions=build_reward_functions(cfg.reward),
+        distillation=None if cfg.distillation is None else build(cfg.distillation),
+        diagnostics=[build(node) for node in cfg.diagnostics.values() if node is not None],
+        user_callbacks=callbacks,
+        logger=None if cfg.logger is None else build(cfg.logger),
+    )
 
 
-def _check_optimizer(name: str, node: DictConfig) -> None:
-    """Build the optimizer once, for a parameter without effect."""
+def build_task(cfg: Config) -> Task:
+    """Build the task, and show the progress of reading its rows if that takes a while.
+
+    Raises:
+        ConfigError: the rows cannot be used, or the target is no task.
+    """
+    meter = ProgressMeter("% of rows read", quiet_s=QUIET_S)
+    meter.start(0, 100)
     try:
-        build(node)([torch.nn.Parameter(torch.zeros(1, 1))])
+        with reading_progress(lambda n_done, n_total: meter.show(100 * n_done / n_total, 100, {})):
+            task = build(cfg.task)
+    finally:
+        meter.stop()
+    missing = [name for name in ("is_verifiable", "sample", "score", "corrupt") if not hasattr(task, name)]
+    require(
+        isinstance(task, Task),
+        f"task._target_={cfg.task._target_} must be a task, and has no {', '.join(missing)}; see "
+        "lit_rlkv.tasks.Task",
+    )
+    return cast(Task, task)
+
+
+def _build_optimizer(name: str, node: DictConfig) -> Callable[[list[Any]], Optimizer]:
+    """Return the function that makes an optimizer, after it has made one for a parameter without effect."""
+    try:
+        make = cast("Callable[[list[Any]], Optimizer]", build(node))
+        make([torch.nn.Parameter(torch.zeros(1, 1))])
     except Exception as error:  # optimizers raise any type
         given = ", ".join(f"{key}={value}" for key, value in named_items(node))
         raise ConfigError(
             f"{name}: {node._target_} does not take {given}: {error}; change these options"
         ) from error
+    return make
 
 
-def _check_algorithm(cfg: Config) -> None:
+def _check_algorithm(cfg: CheckedConfig) -> None:
     """Check the parts of an algorithm, alone and together."""
     algorithm = cfg.algorithm
     with as_config_errors("algorithm.advantage"):
-        advantage: AdvantageEstimator = build(algorithm.advantage).for_task(build_task(cfg))
+        advantage = cfg.parts.advantage.for_task(cfg.parts.task)
     has_judge = isinstance(advantage, PairAdvantage) and advantage.judge is not None
     require(
         not has_judge or cfg.reward.missing_eos_penalty == 0,
@@ -91,7 +184,7 @@ def _check_algorithm(cfg: Config) -> None:
         "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
         "beta; use place=loss or weight=0",
     )
-    has_critic = "value" in advantage.needs
+    has_critic = cfg.parts.has_critic
     require(
         0 <= algorithm.critic_warmup < algorithm.n_iterations
         and (has_critic or algorithm.critic_warmup == 0),
@@ -124,9 +217,8 @@ def _check_parts(algorithm: AlgorithmConfig, n_prompts: int, *, is_pairwise: boo
     )
 
 
-def _check_reward(cfg: Config) -> None:
-    build_reward_functions(cfg.reward)
-    task = build_task(cfg)
+def _check_reward(cfg: CheckedConfig) -> None:
+    task = cfg.parts.task
     require(
         cfg.sft.on_policy_pairs.n_prompts == 0 or task.is_verifiable,
         f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task must be able to verify "
@@ -140,9 +232,8 @@ def _check_reward(cfg: Config) -> None:
     )
 
 
-def _check_roles(cfg: Config) -> None:
-    has_critic = "value" in build(cfg.algorithm.advantage).needs
-    trains_head = cfg.sft.trains_reward_head
+def _check_roles(cfg: CheckedConfig) -> None:
+    has_critic, trains_head = cfg.parts.has_critic, cfg.sft.trains_reward_head
     require(
         not has_critic or cfg.roles.value_init == "zero" or "sft" not in cfg.stages or trains_head,
         "roles.value_init=reward starts the critic from the reward head, but sft trains none; use "
@@ -157,7 +248,7 @@ def _check_roles(cfg: Config) -> None:
     )
 
 
-def _check_reference_sync(cfg: Config) -> None:
+def _check_reference_sync(cfg: CheckedConfig) -> None:
     every, layout = cfg.algorithm.reference_sync.every, cfg.roles.layout
     if every is None:
         return
@@ -168,7 +259,7 @@ def _check_reference_sync(cfg: Config) -> None:
         "algorithm.reference_sync.every=null",
     )
     require(
-        "reference" in needed_roles(cfg),
+        "reference" in cfg.needed_roles,
         f"algorithm.reference_sync.every={every}, but nothing reads the reference: algorithm.kl.weight=0, "
         "and no distillation is from it; raise the weight, or use algorithm.reference_sync.every=null",
     )
@@ -193,7 +284,7 @@ def _check_trained_weights(cfg: Config) -> None:
         )
 
 
-def check_shares(cfg: Config, n_ranks: int) -> None:
+def check_shares(cfg: CheckedConfig, n_ranks: int) -> None:
     """Check that prompts and rows of the SFT stage can be divided evenly among the ranks.
 
     Raises:
@@ -215,7 +306,7 @@ def check_shares(cfg: Config, n_ranks: int) -> None:
             f"{'shards' if n_parts == n_shards else 'processes'}; give a multiple of {n_parts}",
         )
     if n_shards > 1:
-        is_pairwise = issubclass(get_object(cfg.algorithm.advantage._target_), PairAdvantage)
+        is_pairwise = isinstance(cfg.parts.advantage, PairAdvantage)
         _check_parts(
             cfg.algorithm,
             cfg.rollout.n_prompts // n_shards,
@@ -224,44 +315,8 @@ def check_shares(cfg: Config, n_ranks: int) -> None:
         )
 
 
-def check_reward_functions(context: RunContext) -> None:
-    """Score the worked solution of one problem with each reward function, to find its errors early.
-
-    Warns of rows of a user's data whose solutions get less than full score.
-
-    Raises:
-        ConfigError: a function cannot score a row of the task, or does not return a number.
-    """
-    cfg, rewards = context.cfg, context.rewards
-    with as_config_errors("task"):
-        check_answers(context.task, rewards.functions, cfg.seed)
-        problems = PromptSource(context.task, split="train", seed=cfg.seed).take(1)
-    names = [name for name in rewards.functions if "rl" in cfg.stages or name == cfg.reward.accuracy]
-    with as_config_errors("reward.functions"):
-        answers = rewards.ask(problems, [problem.solution for problem in problems], names).collect(
-            warns=False
-        )
-    for name, error in answers.errors.items():
-        rewards.close()
-        raise ConfigError(
-            f"reward.functions.{name} has no score for a worked solution of {context.task}: {error}"
-        )
-    if context.fabric.is_global_zero and isinstance(context.task, UserTask):
-        with track("score solution of row", len(context.task), quiet_s=QUIET_S) as advance:
-            low = solutions_below_full_score(context.task, rewards, names, cfg.seed, on_progress=advance)
-        for name, places in low.items():
-            log.warning(
-                "reward.functions.%s gives less than full score to the solutions of %d of %d rows, the first "
-                "are %s; fix them or drop the rows, as responses like them are not rewarded",
-                name,
-                len(places),
-                len(context.task),
-                ", ".join(places[:N_REPORTED]),
-            )
-
-
-def _check_extensions(cfg: Config) -> None:
-    """Refuse a task, algorithm, model preset or callback of the wrong kind."""
+def _check_kinds(cfg: Config) -> None:
+    """Refuse an algorithm or model preset of the wrong kind."""
     kinds: dict[str, type] = {"advantage": AdvantageEstimator, "loss": PolicyModule}
     for part, kind in kinds.items():
         target = getattr(cfg.algorithm, part)._target_
@@ -275,14 +330,6 @@ def _check_extensions(cfg: Config) -> None:
             not node or bool(node.get("_partial_")),
             f"{name} must have _partial_: true, as the run adds arguments; add +{name}._partial_=true",
         )
-    task = build_task(cfg)
-    missing = [name for name in ("is_verifiable", "sample", "score", "corrupt") if not hasattr(task, name)]
-    require(
-        isinstance(task, Task),
-        f"task._target_={cfg.task._target_} must be a task, and has no {', '.join(missing)}; see "
-        "lit_rlkv.tasks.Task",
-    )
-    build_user_callbacks(cfg)
 
 
 def build_user_callbacks(cfg: Config) -> list[Callback]:
@@ -304,15 +351,29 @@ def build_user_callbacks(cfg: Config) -> list[Callback]:
     return callbacks
 
 
-def needed_roles(cfg: Config) -> set[str]:
-    """Return the roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
-    needed = set(build(cfg.algorithm.advantage).needs)
-    if cfg.reward.learned != 0:
-        needed.add("reward")
-    if cfg.algorithm.kl.weight > 0:
-        needed.add("reference")
-    if cfg.distillation is not None:
-        needed |= set(build(cfg.distillation).needs)
-    for callback in build_user_callbacks(cfg):
-        needed |= set(getattr(callback, "needs", ()))
-    return needed
+def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
+    """Build the reward functions of a config by name; no code of the user runs yet.
+
+    Raises:
+        ConfigError: a node names no reward function, or the weights and names cannot work.
+    """
+    functions = {}
+    for name, node in named_items(cfg.functions):
+        where = f"reward.functions.{name}"
+        require(
+            isinstance(node, DictConfig) and "_target_" in node,
+            f"{where} must name a reward function, got {node}; give {where}._target_, such as "
+            "lit_rlkv.rewards.Numeric",
+        )
+        try:
+            functions[name] = build(node)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        require(
+            isinstance(functions[name], RewardFunction),
+            f"{where}._target_ must be a reward function, got {node._target_}; choose one of "
+            "lit_rlkv.rewards",
+        )
+    with as_config_errors("reward"):
+        RewardRule(cfg, functions)
+    return functions

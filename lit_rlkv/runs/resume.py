@@ -2,30 +2,37 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.fabric import Fabric
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lit_rlkv.config import AUTO, Config, ConfigError
+from lit_rlkv import interrupts
+from lit_rlkv.config import AUTO, Config, ConfigError, quoted
 from lit_rlkv.config.parsing import STAGES
 from lit_rlkv.config.resumed import check_same_config, differences, read_config
+from lit_rlkv.config.targets import user_code
 from lit_rlkv.files import sweep_partial
+from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.reporting.progress import say
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import BusyError, FolderLock
-from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.signals import Interruption, mark_interrupted
+from lit_rlkv.runs.preflight import CheckedConfig, checked_config
 from lit_rlkv.runs.starting_model import SFT_MODELS
+from lit_rlkv.trust import KEY, trusted_modules
 
 log = logging.getLogger(__name__)
 LOG = "fit.log"
+INTERRUPTED = ".interrupted"
+"""File in a run that a signal ended after it had saved itself; removed when the run is resumed."""
 
 
 class LogFile(logging.FileHandler):
@@ -43,7 +50,7 @@ class LogFile(logging.FileHandler):
 class Session:
     """The launched processes of a run and the folder that they hold."""
 
-    cfg: Config
+    cfg: CheckedConfig
     run_dir: Path
     fabric: Fabric
     is_resumed: bool
@@ -176,6 +183,49 @@ def is_done(run_dir: Path) -> bool:
     checkpoints = CheckpointDir(run_dir / CHECKPOINTS)
     last = checkpoints.folder_of(cfg.algorithm.n_iterations)
     return any(saved >= last for saved in checkpoints.all())
+
+
+@contextmanager
+def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
+    """Leave the file INTERRUPTED if a signal of a scheduler ends the block.
+
+    The exit code does not always say so: srun returns the highest code of all ranks, also of a rank that it
+    killed.
+    """
+    if is_rank_zero:
+        (run_dir / INTERRUPTED).unlink(missing_ok=True)
+    try:
+        yield
+    except InterruptedRunError as error:
+        has_state = (run_dir / CONFIG).is_file()
+        if is_rank_zero and has_state and not error.is_ctrl_c:
+            with suppress(OSError):
+                (run_dir / INTERRUPTED).touch()
+        raise
+
+
+def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[str] = ()) -> tuple[str, int]:
+    """Return the line and the exit code with which an interrupted run ends.
+
+    Args:
+        overrides: of the command line; trust in code is not saved, and a saved logger may write into its
+            run's folder alone, so resuming needs both again.
+    """
+    is_saved = (run_dir / CONFIG).is_file()
+    if not error.is_ctrl_c:
+        kept = "saved" if is_saved else "nothing was saved yet"
+        again = "resume=... resumes the run" if is_saved else "the same command starts the run"
+        return f"{error}: {kept}, exit code {interrupts.REQUEUE}; {again}", interrupts.REQUEUE
+    if not is_saved:
+        return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
+    path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
+    value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
+    repeated = [one for one in overrides if re.match(r"\+{0,2}(trusted_modules=|logger[.=])", one)]
+    if used := user_code(OmegaConf.select(OmegaConf.load(run_dir / CONFIG), "reward.functions") or {}):
+        names = map(quoted, dict.fromkeys((*trusted_modules(), *used.values())))
+        repeated = [one for one in repeated if f"{KEY}=" not in one] + [f"{KEY}=[{','.join(names)}]"]
+    command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *repeated])
+    return f"{error}; resume with {command}", interrupts.EXIT_CODE
 
 
 def config_to_save(cfg: DictConfig, run_dir: Path) -> DictConfig:

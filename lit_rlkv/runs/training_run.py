@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import partial
@@ -19,9 +19,10 @@ from lit_rlkv.callbacks.reference_sync import ReferenceSync
 from lit_rlkv.callbacks.reward_watch import RewardWatch
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.checks import from_json
-from lit_rlkv.config import Config, as_config_errors, build
+from lit_rlkv.config import as_config_errors
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import atomic_dir, link_tree, read_if_intact, read_json, set_aside, write_atomically
+from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
@@ -40,9 +41,7 @@ from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.preflight import build_user_callbacks
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
-from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import SFT_DONE
 from lit_rlkv.types import Rollout
 
@@ -177,16 +176,11 @@ class TrainingRun:
             yield
 
     @contextmanager
-    def timed(self, stage: str, place: Callable[[], str]) -> Iterator[None]:
-        """Add the seconds of the block to a stage and save the results, also if the block fails.
-
-        Args:
-            place: names the place for the message of a run that is interrupted there.
-        """
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the seconds of the block to a stage and save the results, also if the block fails."""
         seconds, started_at = self.results.stage_seconds, time.perf_counter()
         try:
-            with self.interruption.at(place):
-                yield
+            yield
         finally:
             seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started_at
             self.save_results()
@@ -217,19 +211,19 @@ class TrainingRun:
                 link_tree(start, partial)
         self.context.fabric.barrier()
 
-    def callbacks(self, diagnostics: Sequence[Diagnostic]) -> list[Callback]:
+    def callbacks(self) -> list[Callback]:
         """Return all callbacks in calling order: those that add metrics first, those that show them last."""
-        distillation, sync = self.context.cfg.distillation, self.context.cfg.algorithm.reference_sync
+        parts, sync = self.context.cfg.parts, self.context.cfg.algorithm.reference_sync
         functions = self.context.rewards.functions.values()
         watch = RewardWatch(reads_all_forms=any(isinstance(function, MathVerify) for function in functions))
         return [
             RolloutStatistics(),
             *([watch] if self.resumed_at == 0 else []),
             RunAxes(self.metrics.history),
-            *diagnostics,
-            DiagnosticsFile(self.own_dir, diagnostics, self.resumed_at),
-            *([] if distillation is None else [build(distillation)]),
-            *build_user_callbacks(self.context.cfg),
+            *parts.diagnostics,
+            DiagnosticsFile(self.own_dir, parts.diagnostics, self.resumed_at),
+            *([] if parts.distillation is None else [parts.distillation]),
+            *parts.user_callbacks,
             *([] if sync.every is None else [ReferenceSync(sync.every, sync.alpha)]),
             self.metrics,
             LoggingCallback(self.logger, self.samples, self.metrics.history, self._draw),
@@ -286,17 +280,15 @@ class TrainingRun:
         return eviction_record(rollout, lambda token: cast(str, decode([token])))
 
 
-def make_diagnostics(cfg: Config, module: PolicyModule) -> list[Diagnostic]:
-    """Build the diagnostics of the config and try each on the policy.
+def try_diagnostics(diagnostics: Sequence[Diagnostic], module: PolicyModule) -> None:
+    """Let each diagnostic see the policy, so that one that cannot measure it fails before training.
 
     Raises:
-        ConfigError: a diagnostic cannot measure this policy; without the trial, training would fail later.
+        ConfigError: a diagnostic cannot measure this policy.
     """
-    diagnostics: list[Diagnostic] = [build(node) for node in cfg.diagnostics.values() if node is not None]
     with as_config_errors("diagnostics"):
         for diagnostic in diagnostics:
             diagnostic.on_fit_start(None, module)
-    return diagnostics
 
 
 def start_logger(context: RunContext, run_dir: Path, resumed_at: int, console: Console) -> GuardedLogger:
@@ -310,9 +302,8 @@ def start_logger(context: RunContext, run_dir: Path, resumed_at: int, console: C
     logger: RunLogger | None = None
     if context.fabric.is_global_zero:
         environment.record(run_dir, found)
-        if cfg.logger is not None:
+        if (built := cfg.parts.logger) is not None:
             with as_config_errors("logger"):
-                built = build(cfg.logger)
                 if isinstance(built, partial):  # one of Lightning's loggers, which needs the run's folder
                     built = built(**{"save_dir": run_dir, **built.keywords})
                 logger = as_run_logger(built)

@@ -9,13 +9,14 @@ from random import Random
 
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors
+from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.evaluation.reward_model import score_pairs
+from lit_rlkv.interrupts import Interruption
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.heads import ScalarHead
@@ -24,10 +25,10 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.progress import say, track
 from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.context import RunContext, cache_of
+from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import evaluation_rows, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
-from lit_rlkv.runs.signals import Interruption
+from lit_rlkv.runs.preflight import CheckedConfig
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.types import PreferencePair, Rollout
@@ -42,7 +43,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
     """
     context, results = run.context, run.results
     if results.reward_model is None:
-        with run.timed("eval", lambda: "the evaluation of the reward model"):
+        with run.timed("eval"):
             results.reward_model = report_on_reward(context, module.roles, start)
     if "rl" not in context.cfg.stages and run.resume_from is None:
         return  # evaluate_after_training scores the same policy
@@ -51,7 +52,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
     if results.before and results.settings in ({}, settings):
         return
     say(run.console, "before training", stage="eval")
-    with run.timed("eval", lambda: "the evaluation before training"):
+    with run.timed("eval"):
         results.before, results.rollout = evaluate_policy(context, module.roles, run.interruption)
         results.settings = settings
 
@@ -60,14 +61,14 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     """Score the policy as it is now and save all results of the run."""
     context, results = run.context, run.results
     say(run.console, "after training" if "rl" in context.cfg.stages else "", stage="eval")
-    with run.timed("eval", lambda: "the evaluation after training"):
+    with run.timed("eval"):
         results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
     budget = None if context.cache.is_dense else context.cache.budget
     results.final = final_metrics(results.before, results.after, budget)
     run.save_results(must_succeed=True)
 
 
-def evaluation_caches(cfg: Config, policies: Sequence[str] | None = None) -> list[CacheSpec]:
+def evaluation_caches(cfg: CheckedConfig, policies: Sequence[str] | None = None) -> list[CacheSpec]:
     """Return the caches to evaluate: dense, then each policy at each budget, the rollouts' among them.
 
     Args:
@@ -76,7 +77,7 @@ def evaluation_caches(cfg: Config, policies: Sequence[str] | None = None) -> lis
     Raises:
         ValueError: a budget is too small for the cache's sink and window.
     """
-    own = cache_of(cfg)
+    own = cfg.parts.cache
     chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
     budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
     options = {cfg.cache.policy: own.policy_options}  # other policies have other options

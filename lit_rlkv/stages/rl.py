@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from lightning import Callback
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
-from lit_rlkv.callbacks.hooks import bound_hooks, check_hooks, loss_terms_of
-from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.callbacks.hooks import check_hooks, loss_terms_of
+from lit_rlkv.config import as_config_errors
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, Saver
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import tokens_per_pass
-from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.weights import load_reference, load_trainable, reference_weights
 from lit_rlkv.trainer import train
 
@@ -55,8 +55,8 @@ def train_policy(
             world_size=ranks.size,
         ),
         context.cache,
-        build(cfg.correction),
-        build(algorithm.advantage),
+        cfg.parts.correction,
+        cfg.parts.advantage,
         cfg.rollout,
         algorithm,
         seed=cfg.seed,
@@ -65,11 +65,7 @@ def train_policy(
         learner_parts=module.learner_parts,
         warmup_part=module.warmup_part,
         rewards=context.rewards,
-        on_rollout_end=bound_hooks(callbacks, "on_rollout_end"),
-        on_update_start=bound_hooks(callbacks, "on_update_start"),
-        on_phase_start=bound_hooks(callbacks, "on_phase_start"),
-        on_phase_end=bound_hooks(callbacks, "on_phase_end"),
-        on_phase_progress=bound_hooks(callbacks, "on_phase_progress"),
+        callbacks=callbacks,
         ranks=ranks,
         tokens_per_pass=tokens_per_pass(
             context,

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.config import as_config_errors, build
+from lit_rlkv.config import as_config_errors
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
+from lit_rlkv.interrupts import Interruption
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
 from lit_rlkv.models.preparation import has_finite_logits
@@ -27,12 +28,11 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import StepProgressBar, say
 from lit_rlkv.run_files import SFT_METRICS
-from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver, TrainState
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver
 from lit_rlkv.runs.context import RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.pass_size import tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
-from lit_rlkv.runs.signals import Interruption
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.runs.weights import load_trainable
@@ -43,7 +43,7 @@ from lit_rlkv.stages.sft_passes import (
     pass_data,
     training_passes,
 )
-from lit_rlkv.trainer import train
+from lit_rlkv.trainer import TrainState, train
 
 SFT_WORK = "sft"
 """Folder in a run for the models and checkpoints of its SFT stage."""
@@ -56,7 +56,7 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
         every = run.context.cfg.callbacks.checkpoint_every
         stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
         bar = StepProgressBar(stage.steps_done(), stage.resumed_at, run.console)
-        with run.timed("sft", lambda: f"step {bar.step} of the SFT stage"):
+        with run.timed("sft"):
             last = stage.resumed.metrics if run.is_rank_zero and stage.resumed is not None else None
             metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at, last)
             start = stage.run([bar, metrics])
@@ -177,7 +177,7 @@ class SFTStage:
             task = on_policy_preference_pairs(context, backbone, stage.n_answered, stage.seed)
         module = HydraSFT(
             backbone,
-            build(cfg.optimizer),
+            context.cfg.parts.sft_optimizer,
             lm_weight=stage.lm_weight,
             reward_weight=stage.reward_weight,
             n_steps=stage.n_steps,

@@ -51,10 +51,7 @@ def trained(
     log = MetricLog()
     callbacks = [*diagnostics, log]
     check_hooks(callbacks)
-    datamodule.on_update_start = [callback.on_update_start for callback in callbacks]
-    datamodule.on_rollout_end = [callback.on_rollout_end for callback in callbacks]
-    datamodule.on_phase_start = [callback.on_phase_start for callback in callbacks]
-    datamodule.on_phase_end = [callback.on_phase_end for callback in callbacks]
+    datamodule.callbacks = callbacks
     train(fabric, module, datamodule, callbacks=callbacks, n_iterations=2, max_grad_norm=1.0)
     parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
     return log.rows, parameters, torch.get_rng_state()

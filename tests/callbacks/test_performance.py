@@ -134,7 +134,7 @@ def test_a_diagnostic_between_the_phases_is_in_none_of_them(monkeypatch):
 
 def test_a_data_module_that_announces_no_phases_is_noticed():
     roles, diagnostic = started()
-    with pytest.raises(ValueError, match=r"saw no rollout phase.*; give RolloutDataModule on_phase_start="):
+    with pytest.raises(ValueError, match=r"saw no rollout phase.*; give RolloutDataModule callbacks="):
         diagnostic.on_rollout_end(make_datamodule(roles).collect())
 
 

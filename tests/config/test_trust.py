@@ -183,7 +183,7 @@ def test_a_config_runs_no_program_by_way_of_a_method(tmp_path):
         "lit_rlkv.tasks.rows.parse_rows",  # calls what it is given
         "lit_rlkv.rewards.functions.endpoint._Post",
         "lit_rlkv.rewards.RewardManager.ask",
-        "lit_rlkv.callbacks.hooks.bound_hooks",
+        "lit_rlkv.callbacks.hooks.loss_terms_of",
         "torch.optim.swa_utils.update_bn",
         "torch.optim.AdamW.step",
     ],

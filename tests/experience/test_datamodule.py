@@ -1,5 +1,6 @@
 import zlib
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,10 +172,14 @@ def test_more_parts_than_groups_are_refused():
         list(data.splitter.parts(experience, 5))
 
 
-def test_watchers_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
+def test_callbacks_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
     seen = []
     data = make_datamodule(make_roles())
-    data.on_update_start.append(lambda experience, split: seen.append(len(list(split(experience, 2)))))
+
+    def on_update_start(experience, split):
+        seen.append(len(list(split(experience, 2))))
+
+    data.callbacks = [SimpleNamespace(on_update_start=on_update_start)]
     list(data.train_dataloader())
     assert seen == [2]
 
@@ -216,13 +221,15 @@ def test_a_pair_with_a_side_without_a_reward_does_not_count():
     assert not (is_failed[credit.units].any(dim=1) & ~is_tie).any()
 
 
-def test_listeners_are_called_around_rollout_score_and_reward_in_their_order():
+def test_callbacks_are_called_around_rollout_score_and_reward_in_their_order():
     data, heard = make_datamodule(make_roles()), []
-    data.on_phase_start = [
-        lambda *what: heard.append(("start", *what)),
-        lambda *what: heard.append(("second", *what)),
+    data.callbacks = [
+        SimpleNamespace(on_phase_start=lambda *what: heard.append(("start", *what))),
+        SimpleNamespace(
+            on_phase_start=lambda *what: heard.append(("second", *what)),
+            on_phase_end=lambda *what: heard.append(("end", *what)),
+        ),
     ]
-    data.on_phase_end = [lambda *what: heard.append(("end", *what))]
     data.train_dataloader()
     data.train_dataloader()
     assert heard == [
@@ -235,7 +242,7 @@ def test_listeners_are_called_around_rollout_score_and_reward_in_their_order():
 
 def test_a_phase_that_fails_has_no_end(monkeypatch):
     data, ended = make_datamodule(make_roles()), []
-    data.on_phase_end = [lambda *what: ended.append(what)]
+    data.callbacks = [SimpleNamespace(on_phase_end=lambda *what: ended.append(what))]
     monkeypatch.setattr(data, "_score", lambda rollout, on_progress: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         data.train_dataloader()
@@ -245,9 +252,11 @@ def test_a_phase_that_fails_has_no_end(monkeypatch):
 def progress_of(data):
     """Return for each phase of one iteration the units that were reported as done, and their totals."""
     heard = {}
-    data.on_phase_progress = [
-        lambda phase, n_done, n_total: heard.setdefault(phase, []).append((n_done, n_total))
-    ]
+
+    def on_phase_progress(phase, n_done, n_total):
+        heard.setdefault(phase, []).append((n_done, n_total))
+
+    data.callbacks = [*data.callbacks, SimpleNamespace(on_phase_progress=on_phase_progress)]
     data.train_dataloader()
     done = {phase: [n_done for n_done, _ in reports] for phase, reports in heard.items()}
     return done, {phase: {n_total for _, n_total in reports} for phase, reports in heard.items()}
@@ -262,24 +271,26 @@ def test_each_phase_reports_its_progress_from_0_to_its_total():
         tokens_per_pass=64,
         **of_functions(length=length),
     )
-    data.on_rollout_end = [lambda experience: None]
-    data.on_update_start = [lambda experience, split: [list(split(experience, 2)) for _ in range(2)]]
+    data.callbacks = [
+        SimpleNamespace(
+            on_update_start=lambda experience, split: [list(split(experience, 2)) for _ in range(2)]
+        )
+    ]
     done, totals = progress_of(data)
-    assert totals == {"rollout": {160}, "score": {16}, "reward": {16}, "diagnostics": {2}}
+    assert totals == {"rollout": {160}, "score": {16}, "reward": {16}, "diagnostics": {4}}
     for phase, reports in done.items():
         assert reports == sorted(reports), phase
         assert (reports[0], reports[-1]) == (0, max(totals[phase])), phase
     assert len(done["rollout"]) == 1 + 2 * 9  # two shards, and a report for each step
     assert len(done["score"]) > 4
     assert len(done["reward"]) == 1 + 16
-    # the first callback, then the parts of the second one: it cut the rollout twice
-    assert done["diagnostics"] == [0, 1, 1 + 1 / 3, 1 + 2 / 3, 1 + 2 / 3, 1 + 2 / 3, 2]
+    # two hooks of two callbacks; the third call cut the rollout twice, and its parts count
+    assert done["diagnostics"] == [0, 1, 2, 2 + 1 / 3, 2 + 2 / 3, 2 + 2 / 3, 2 + 2 / 3, 3, 4]
 
 
 def test_a_phase_without_work_reports_nothing():
     done, _ = progress_of(make_datamodule(make_roles()))
     assert "reward" not in done  # no reward functions
-    assert "diagnostics" not in done
     assert "rollout" in done
 
 

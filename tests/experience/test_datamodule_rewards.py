@@ -4,6 +4,7 @@ import logging
 import threading
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_rewards_are_under_way_before_the_rollout_ends():
     data = make_datamodule(
         make_roles(), **of_functions(own=InThreads(ask=lambda question: is_asked.set() or 1))
     )
-    data.on_phase_progress = [on_progress]
+    data.callbacks = [SimpleNamespace(on_phase_progress=on_progress)]
     assert data.collect().rewards.total.tolist() == [1.0] * 16
     assert is_asked.is_set()
 
@@ -225,7 +226,7 @@ def test_rewards_are_under_way_while_the_roles_score():
             is_scored.set()
 
     data = make_datamodule(make_roles(), **of_functions(slow=InThreads(ask=slow)))
-    data.on_phase_end = [on_end]
+    data.callbacks = [SimpleNamespace(on_phase_end=on_end)]
     experience = data.collect()
     assert is_scored.is_set()
     assert experience.rewards.total.tolist() == [len(text) for text in experience.completions]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def run(layout: str, seed: int = 0) -> Run:
         learner_parts=module.learner_parts,
     )
     experiences: list[Experience] = []
-    data.on_rollout_end.append(experiences.append)
+    data.callbacks = [SimpleNamespace(on_rollout_end=experiences.append)]
     return Run(module, experiences, train_here(module, data, 2).rows)
 
 

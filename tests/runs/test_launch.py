@@ -15,6 +15,7 @@ from lightning.fabric.utilities import distributed
 from lit_rlkv.config import Config, ConfigError
 from lit_rlkv.config.schema import FabricConfig
 from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT, FORWARD_COORDINATOR
+from lit_rlkv.interrupts import InterruptedRunError
 from lit_rlkv.runs.launch import (
     FIRST,
     end_together,
@@ -24,7 +25,6 @@ from lit_rlkv.runs.launch import (
     started_processes,
     starts_other_ranks,
 )
-from lit_rlkv.runs.signals import InterruptedRunError
 from tests.whole_runs import as_rank, free_port
 
 TORCHRUN = {

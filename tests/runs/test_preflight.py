@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.fit import fit
-from lit_rlkv.runs.context import build_context
-from lit_rlkv.runs.preflight import check_reward_functions, checked_config
+from lit_rlkv.runs.context import build_context, check_reward_functions
+from lit_rlkv.runs.preflight import checked_config
 from tests.whole_runs import MODEL, config, run
 
 FLAKY = '''

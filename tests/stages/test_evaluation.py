@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.policy import make_policy
-from lit_rlkv.runs.signals import InterruptedRunError, Interruption
 from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.tasks import ChainSum

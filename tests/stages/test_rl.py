@@ -15,7 +15,7 @@ from lit_rlkv.runs import policy as training
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
-from lit_rlkv.runs.preflight import checked_config, needed_roles
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL
 from lit_rlkv.runs.weights import load_trainable, trainable_weights
 from lit_rlkv.stages import evaluation as reward
@@ -54,7 +54,7 @@ def policy(runs, start, *overrides):
 
 def test_only_the_roles_that_something_reads_are_needed(runs):
     def needed(*overrides):
-        return needed_roles(config(runs, *overrides))
+        return config(runs, *overrides).needed_roles
 
     assert needed() == set()
     assert needed("algorithm.kl.weight=0.1") == {"reference"}

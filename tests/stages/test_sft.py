@@ -11,14 +11,14 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config import CONF_DIR, ConfigError, parse_config
+from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.data.prompts import PromptSource, split_of
+from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.signals import InterruptedRunError, Interruption
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, SFT_DONE, sft_model_dir
 from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
 from lit_rlkv.stages.sft import SFTStage, run_sft
@@ -71,7 +71,7 @@ def composed(folder, *overrides):
 
 
 def parsed(folder, *overrides):
-    return parse_config(composed(folder, *overrides))
+    return checked_config(composed(folder, *overrides))
 
 
 def config(folder, *overrides):
@@ -330,7 +330,7 @@ def test_preferences_without_a_verifier_train_a_reward_head_too(tmp_path):
     rows = [{"prompt": f"{n}?", "chosen": "147"[n % 3], "rejected": "03689"[n % 5]} for n in range(100)]
     path = tmp_path / "preferences.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    parts = build_context(parsed(tmp_path, "task=preferences", f"task.path={path}"))
+    parts = build_context(parsed(tmp_path, "task=preferences", "reward=learned", f"task.path={path}"))
     assert report_of(parts, run_sft(parts, [])).pair_accuracy == 1.0
 
 
@@ -343,7 +343,9 @@ def preferences(folder, n=100, **last):
     )
 
     def parts(*overrides):
-        return build_context(parsed(folder, "task=preferences", f"task.path={path}", *overrides))
+        return build_context(
+            parsed(folder, "task=preferences", "reward=learned", f"task.path={path}", *overrides)
+        )
 
     return parts
 
@@ -358,7 +360,10 @@ def test_a_pair_too_long_for_the_model_is_named_however_far_down(tmp_path, side)
 
 
 def test_plain_fine_tuning_does_not_check_the_length_of_rejected_completions(tmp_path):
-    parts = preferences(tmp_path, rejected="1" * 1024)(*PLAIN, "sft.n_steps=10")
+    own = tmp_path / "rewards.py"
+    own.write_text("def by_length(completion, **_):\n    return len(completion)\n")
+    reward = ("reward=python", f"reward.functions.custom.path={own}:by_length")
+    parts = preferences(tmp_path, rejected="1" * 1024)(*PLAIN, "sft.n_steps=10", *reward)
     assert (run_sft(parts, []) / SFT_DONE).is_file()
 
 

@@ -10,13 +10,8 @@ from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import composed
-from lit_rlkv.runs.signals import (
-    INTERRUPTED,
-    InterruptedRunError,
-    Interruption,
-    end_of_run,
-    mark_interrupted,
-)
+from lit_rlkv.interrupts import InterruptedRunError, Interruption
+from lit_rlkv.runs.resume import INTERRUPTED, end_of_run, mark_interrupted
 from lit_rlkv.trust import trusting
 
 FABRIC = Fabric(accelerator="cpu")
@@ -53,12 +48,11 @@ def test_a_deferred_signal_waits_for_the_end_of_the_block():
 
 
 @pytest.mark.usefixtures("own_ctrl_c")
-def test_ctrl_c_does_not_wait_for_the_end_of_an_iteration_and_says_where_it_was():
+def test_ctrl_c_does_not_wait_for_the_end_of_an_iteration():
     with (
-        pytest.raises(InterruptedRunError, match=r"^interrupted in iteration 7$") as error,
+        pytest.raises(InterruptedRunError, match=r"^interrupted$") as error,
         Interruption().handle_signals() as interruption,
         interruption.deferred(),
-        interruption.at(lambda: "iteration 7"),
     ):
         send(signal.SIGINT)
     assert error.value.is_ctrl_c
@@ -71,7 +65,7 @@ def test_ctrl_c_on_one_of_several_ranks_waits_until_all_have_agreed(capfd):
         with interruption.deferred():
             send(signal.SIGINT)
             done.append("step")
-        with pytest.raises(InterruptedRunError, match="interrupted in its start"):
+        with pytest.raises(InterruptedRunError, match="interrupted"):
             interruption.raise_if_requested(FABRIC)
     assert done == ["step"]
     assert "Ctrl-C again ends them at once" in capfd.readouterr().err
