@@ -1,9 +1,8 @@
 """From the command line to a checked `Config` and to objects; without torch or transformers."""
 
 from lit_rlkv.config.arguments import check_command_line
-from lit_rlkv.config.composing import CONF_DIR, SWEEPS_DIR, composed, quoted
+from lit_rlkv.config.composing import CONF_DIR, PRESETS, SWEEPS_DIR, check_keys, composed, quoted
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
-from lit_rlkv.config.machine import check_machine
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
 from lit_rlkv.config.run_labels import label_logger
 from lit_rlkv.config.schema import Config
@@ -16,7 +15,6 @@ from lit_rlkv.config.targets import (
     grant_trust,
     is_local,
 )
-from lit_rlkv.config.unknown_keys import PRESETS, check_keys
 
 __all__ = [
     "AUTO",
@@ -30,7 +28,6 @@ __all__ = [
     "check_command_line",
     "check_folders",
     "check_keys",
-    "check_machine",
     "check_saved_code",
     "check_targets",
     "composed",

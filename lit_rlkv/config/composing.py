@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.config.errors import ConfigError, interpolations_as_config_errors, require
 from lit_rlkv.config.hints import hint
-from lit_rlkv.config.options import INTERPOLATION, default_values, leaves, show
+from lit_rlkv.config.options import INTERPOLATION, default_values, leaf_keys, leaves, show
 from lit_rlkv.config.schema import Config
 
 PACKAGE_DIR = Path(__file__).parent.parent
@@ -28,6 +28,8 @@ SHIPPED_IN = PACKAGE_DIR if (PACKAGE_DIR / "conf").is_dir() else PACKAGE_DIR.par
 """The package itself in a wheel, or the clone in an editable install."""
 CONF_DIR, SWEEPS_DIR = SHIPPED_IN / "conf", SHIPPED_IN / "sweeps"
 
+PRESETS = ("experiment", "recipe", "debug")
+"""Groups that set keys of others and have none of their own."""
 SCHEMAS: dict[str, type] = {"config": Config, "evaluate": EvaluateConfig, "export": ExportConfig}
 """Schema of each program's config, by the config's name in conf/."""
 PROGRAMS = {"config": "fit"}
@@ -112,15 +114,9 @@ def friendly_error(error: Exception, overrides: Sequence[str], name: str = "conf
 
 def _option_meant(group: str, option: str) -> str:
     """Return how to write what has no option of its own, such as a path; empty if that cannot be told."""
-    close = get_close_matches(option.lower(), options_of(group), n=1)
-    if close:
+    if close := get_close_matches(option.lower(), options_of(group), n=1):
         return f"; did you mean {group}={close[0]}?"
-    others = [other for other in groups() if option in options_of(other) and option != "none"]
-    if others:
-        return f"; did you mean {others[0]}={option}?"
-    if option in ("null", "none", "true", "false") or group not in INSTEAD_OF_OPTIONS:
-        return ""
-    return "; " + INSTEAD_OF_OPTIONS[group].format(option)
+    return f"; {INSTEAD_OF_OPTIONS[group].format(option)}" if group in INSTEAD_OF_OPTIONS else ""
 
 
 def _unreadable(override: str) -> str | None:
@@ -173,12 +169,34 @@ def keys_of_options() -> dict[str, str]:
 
 def hint_at(key: str, name: str, overrides: Sequence[str] = ()) -> str:
     """Return what to write instead of an unknown key of a program. Hydra must be initialised."""
-    if name != "config":
-        return hint(key, known_keys(name)) or f"python -m lit_rlkv.{name} --help-all lists all keys"
     chosen = tuple(override for override in overrides if options_of(override.partition("=")[0]))
     known = known_keys(name, chosen)
-    elsewhere = {other: option for other, option in keys_of_options().items() if other not in known}
-    return hint(key, known, elsewhere) or "python -m lit_rlkv.fit --help-all lists all keys"
+    others = keys_of_options() if name == "config" else {}
+    return hint(key, known, {other: option for other, option in others.items() if other not in known})
+
+
+def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str] = ()) -> None:
+    """Refuse what Hydra merges without a word: null over `???` of a preset, and what `~` takes away.
+
+    Unknown keys are refused by the schema and by the signatures of what a config builds.
+
+    Args:
+        choices: the option chosen in each group, as Hydra's runtime reports them.
+        overrides: of the command line.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for name in PRESETS:
+        preset = CONF_DIR / name / f"{choices.get(name)}.yaml"
+        for key in OmegaConf.missing_keys(OmegaConf.load(preset)) if preset.is_file() else ():
+            if OmegaConf.select(cfg, key) is None:
+                raise ConfigError(f"{name}={preset.stem} needs {key}, which is not given; add {key}=...")
+    read = {key for key, _, _ in leaf_keys(Config)}
+    for key in (override[1:].partition("=")[0] for override in overrides if override[:1] == "~"):
+        if any(f"{one}.".startswith(f"{key}.") for one in (*read, "diagnostics._target_")):
+            off = f"{key}=none" if (CONF_DIR / key / "none.yaml").is_file() else f"{key}=..."
+            raise ConfigError(f"~{key} takes away what every run reads; write {off}")
 
 
 def _nodes_of_option(group: str, option: str) -> Iterator[str]:

@@ -1,18 +1,43 @@
-"""The key that was meant by one that does not exist."""
+"""What to write instead of a key that does not exist: the name of another package, or a misspelt key."""
 
+import re
 from collections.abc import Collection, Mapping
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 
-from lit_rlkv.config.aliases import DIFFERENT, SAME
+import yaml
 
-ALIKE, ALIKE_NAMES = 0.75, 0.6
-"""Least similarity of two keys, and of their last names, because keys of one group begin alike."""
+ALIKE = 0.75
+"""Least similarity of a key, or of its last name, and the one that is meant."""
 MAX_KEYS = 3
 """Most keys of one name that a hint lists."""
+TOO_GENERAL = ("n", "path", "name", "lr", "rollout_correction")
+"""Last names of keys of verl that mean nothing alone."""
 
 
-def hint(key: str, known: Collection[str], elsewhere: Mapping[str, str] | None = None) -> str | None:
-    """Return what to write instead of an unknown key; None if that cannot be told.
+def foreign_rows() -> dict[str, list[tuple[str, str, str]]]:
+    """Return names of other packages, what to write here and a note, by package; in Markdown."""
+    text = (Path(__file__).parent / "foreign_names.yaml").read_text(encoding="utf-8")
+    return {package: [tuple(row) for row in rows] for package, rows in yaml.safe_load(text).items()}
+
+
+@cache
+def foreign_names() -> dict[str, str]:
+    """Return what to write instead of each name of another package, also by the ends of a dotted name."""
+    found: dict[str, list[str]] = {}
+    for rows in foreign_rows().values():
+        for names, ours, note in rows:
+            said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", ours or note).replace("`", "'")
+            for name in re.findall(r"`\.?([\w.]+)", names):
+                for end in _ends(name):
+                    if end == name or end not in TOO_GENERAL:
+                        found.setdefault(end, []).append(said)
+    return {name: " or ".join(dict.fromkeys(said)) for name, said in found.items()}
+
+
+def hint(key: str, known: Collection[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """Return what to write instead of an unknown key; that `--help-all` lists all keys if nothing is alike.
 
     Args:
         known: keys of this config, also those that hold other keys.
@@ -21,58 +46,25 @@ def hint(key: str, known: Collection[str], elsewhere: Mapping[str, str] | None =
     elsewhere = elsewhere or {}
     if key in elsewhere:
         return f"{elsewhere[key]} has it"
-    found = meant(key, {*known, *elsewhere})
-    if not found:
-        return explained(key, known) or _keys_of_group(key, known)
-    options = {elsewhere[one] for one in found if one in elsewhere}
-    of_option = f" of {options.pop()}" if len(options) == 1 else ""
-    return f"did you mean {' or '.join(map(repr, found))}{of_option}?"
-
-
-def meant(key: str, known: Collection[str]) -> list[str]:
-    """Return the known keys that an unknown one may mean; none if it has a meaning that none of them has."""
-    if (same := translated(key, known)) is not None:
-        return [same]
-    if explained(key, known) is not None:
-        return []
-    return _of_one_name(key, known) or spelt_alike(key, known)
-
-
-def translated(key: str, known: Collection[str]) -> str | None:
-    """Return the known key that has the meaning of an unknown one in another package, or ends it."""
+    others = [one for one in known if not key.startswith(f"{one}.")]
+    same = sorted(one for one in others if _name(one) == _name(key))
     group = key.partition(".")[0]
-    for end in _ends(key):
-        same = SAME.get(end, end)
-        # A group may have the setting for itself, as sft its optimizer.
-        for candidate in _without_parents(key, (f"{group}.{same}", same, end)):
-            if candidate in known:
-                return candidate
-        if end in DIFFERENT:
-            return None
-    return None
-
-
-def explained(key: str, known: Collection[str]) -> str | None:
-    """Return what to write instead of a key of another package, if no key means the same."""
-    if "algorithm" not in known:
-        return None  # the names are of training
-    return next((DIFFERENT[end] for end in _ends(key) if end in DIFFERENT), None)
-
-
-def spelt_alike(key: str, known: Collection[str]) -> list[str]:
-    """Return the known keys that are spelt most like another; never one that this key lies below."""
-    others = sorted(_without_parents(key, known))
-    for close in get_close_matches(key, others, n=MAX_KEYS, cutoff=ALIKE):
-        if SequenceMatcher(None, _name(key), _name(close)).ratio() >= ALIKE_NAMES:
-            return [close]
-    names = get_close_matches(_name(key), {_name(one) for one in others}, n=1, cutoff=ALIKE)
-    return _of_one_name(names[0], others) if names else []
-
-
-def _of_one_name(key: str, known: Collection[str]) -> list[str]:
-    """Return the known keys with the last name of another, unless they are many."""
-    found = sorted(one for one in _without_parents(key, known) if _name(one) == _name(key))
-    return found if len(found) <= MAX_KEYS else []
+    found = [one for one in same if one.startswith(f"{group}.")] or same
+    if not found and "algorithm" in known:  # the names of other packages are of training
+        for end in _ends(key):
+            if end in foreign_names():
+                return f"write {foreign_names()[end]}"
+    if not found or len(found) > MAX_KEYS:
+        names = {_name(one): one for one in sorted({*others, *elsewhere}, reverse=True)}
+        close = get_close_matches(key, {*others, *elsewhere}, n=1, cutoff=ALIKE)
+        alike = get_close_matches(_name(key), names, n=1, cutoff=ALIKE)
+        found = close if close and (alike or "." not in close[0]) else [names[one] for one in alike]
+    if found:
+        of_option = f" of {elsewhere[found[0]]}" if found[0] in elsewhere else ""
+        return f"did you mean {' or '.join(map(repr, found))}{of_option}?"
+    names_in = sorted(one.removeprefix(f"{group}.") for one in known if one.startswith(f"{group}."))
+    plain = ", ".join(name for name in names_in if "." not in name and name[0] != "_")
+    return f"{group} has the keys {plain}" if plain else "--help-all lists all keys"
 
 
 def _name(key: str) -> str:
@@ -83,14 +75,3 @@ def _ends(key: str) -> list[str]:
     """Return a key and its ends, such as `a.b.c`, `b.c` and `c`."""
     names = key.split(".")
     return [".".join(names[start:]) for start in range(len(names))]
-
-
-def _without_parents(key: str, keys: Collection[str]) -> list[str]:
-    return [one for one in keys if one != key and not key.startswith(f"{one}.")]
-
-
-def _keys_of_group(key: str, known: Collection[str]) -> str | None:
-    group = key.partition(".")[0]
-    names = [one.removeprefix(f"{group}.") for one in known if one.startswith(f"{group}.")]
-    plain = sorted(name for name in names if "." not in name and not name.startswith("_"))
-    return f"{group} has the keys {', '.join(plain)}" if plain else None

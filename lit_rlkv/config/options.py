@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import Number, Range, is_finite, is_number
 from lit_rlkv.config.errors import ConfigError
+from lit_rlkv.config.hints import hint
 
 Schema = TypeVar("Schema")
 Node = DictConfig
@@ -107,7 +108,8 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **o
     }
     for name in values:
         if name not in known:
-            raise ConfigError(f"unknown key '{_join(path, name)}'; it takes {', '.join(known)}")
+            here = [_join(path, one) for one in known]
+            raise ConfigError(f"unknown key '{_join(path, name)}': {hint(_join(path, name), here)}")
     arguments: dict[str, Any] = {}
     for name, (declared, kind) in known.items():
         where = _join(path, name)

@@ -35,7 +35,7 @@ def reference_page() -> str:
         for option in options_of(group):
             said = described(group, option)
             name = linked(f"{group}={option}")
-            lines += [f"- {name}{said and ': '}{said}", *_option_lines(group, option)]
+            lines += [f"- {name}{said and ': '}{said}", *option_lines(group, option)]
     return "\n".join(lines) + "\n"
 
 
@@ -99,7 +99,7 @@ def option_keys(group: str, option: str) -> Iterator[tuple[str, str, str]]:
             yield ".".join([group, *above]), value or "", comment or ""
 
 
-def _option_lines(group: str, option: str) -> Iterator[str]:
+def option_lines(group: str, option: str) -> Iterator[str]:
     for key, value, comment in option_keys(group, option):
         given = f" = `{value}`" if value else ""
         yield f"    - `{key}`{given}{comment and ': '}{comment}"

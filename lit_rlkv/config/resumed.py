@@ -1,7 +1,7 @@
 """The config of a run that is resumed, read and compared without torch, so that mistakes are told at once."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,13 +9,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from lit_rlkv.config.composing import PRESETS
 from lit_rlkv.config.errors import ConfigError, one_line, require
 from lit_rlkv.config.options import INTERPOLATION, default_values, leaves, show
 from lit_rlkv.config.parsing import AUTO, check_types
 from lit_rlkv.config.run_labels import LABELS, OURS, Choices
 from lit_rlkv.config.schema import Config
 from lit_rlkv.config.targets import NO_DEFAULT, check_saved_code, default_argument
-from lit_rlkv.config.unknown_keys import PRESETS
 from lit_rlkv.files import MAX_CONFIG_BYTES, check_yaml, read_text
 from lit_rlkv.run_files import CONFIG
 from lit_rlkv.trust import KEY
@@ -34,12 +34,6 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
-PATH_ENDINGS = ("dir", "directory", "uri", "url", "path", "location", "folder", "root", "file", "filename")
-"""Endings of the names of a logger's arguments that are a folder, a file or an address."""
-OUTSIDE_PATH = re.compile(r"[~/\\]|.*:[/\\]|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
-"""Values that are a place whatever the argument: ~, an absolute path, an address, or a path with `..`."""
-VARIABLE = re.compile(r"\$|%.*%", re.DOTALL)
-"""Values that a logger may complete from the environment, as Lightning's TensorBoardLogger does."""
 N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
 NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric", "correction", "optimizer")
@@ -112,40 +106,17 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
 
 
 def check_saved_logger(logger: DictConfig | None, run_dir: Path, overrides: Sequence[str] = ()) -> None:
-    """Check that a saved logger writes into the folder of its run alone, unless the command line says where.
+    """Check that a saved logger is one of ours, which write into their run's folder alone, or is given again.
 
     Raises:
-        ConfigError: naming the path, and how the command line allows it.
+        ConfigError: naming the logger, and how the command line allows it.
     """
-    if logger is None or logger._target_.startswith(OURS):  # ours know no other folder
-        return
-    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    for key, value in _texts(OmegaConf.to_container(logger), "logger"):
-        name, is_given = key.rpartition(".")[2], any(f"{key}.".startswith(f"{one}.") for one in given)
-        if is_given or name == "_target_":
-            continue
-        is_path = name.lower().endswith(PATH_ENDINGS) or OUTSIDE_PATH.match(value)
-        require(
-            not VARIABLE.search(value) and (not is_path or _is_inside(value, run_dir)),
-            f"{key}={value} of the saved config is outside of {run_dir}; if the logger may write there, give "
-            "logger=... with its keys again on the command line, else logger=csv",
-        )
-
-
-def _is_inside(value: str, run_dir: Path) -> bool:
-    try:
-        return Path(value).expanduser().resolve().is_relative_to(run_dir.resolve())
-    except (RuntimeError, ValueError):  # a home of nobody, or a null byte
-        return False
-
-
-def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the value of each text of a container; items of a list have its key."""
-    for name, value in leaves(node, key):
-        for item in value if isinstance(value, list) else ():
-            yield from _texts(item, name)
-        if isinstance(value, str):
-            yield name, value
+    is_given = any(re.match(r"\+{0,2}logger[.=]", override) for override in overrides)
+    require(
+        logger is None or is_given or logger._target_.startswith(OURS),
+        f"logger={logger and logger._target_} of {run_dir} may write anywhere; if you trust it, give "
+        "logger=... with its keys again on the command line, else logger=csv",
+    )
 
 
 def resumed_choices(run_dir: Path, choices: Choices) -> Choices | None:

@@ -13,10 +13,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lit_rlkv.checks import MAX_NUMBER, is_finite, is_number, is_whole
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.options import show
-from lit_rlkv.trust import KEY, can_be_trusted, is_trusted, is_trusted_code, trust_modules, trusted_modules
+from lit_rlkv.trust import KEY, is_of_python, is_trusted, is_trusted_code, trust_modules, trusted_modules
 
 GGUF, GGUF_MAGIC, GGUF_PART = ".gguf", b"GGUF", re.compile(r"-\d+-of-\d+$")
 TRUSTED = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
+"""Packages of which a config may name what `_may_be_named` allows."""
 INSTANTIATE = ("_target_", "_partial_")
 """Keys that a node may have beside named arguments; `_args_` would pass a signature check unseen."""
 NO_DEFAULT = inspect.Parameter.empty
@@ -30,9 +31,10 @@ HOMES = (
     "lit_rlkv.objectives.",
     "lit_rlkv.rewards.functions.",
     "lit_rlkv.rewards.judges.",
-    *TRUSTED[1:],
 )
-"""Packages whose public classes a config may name; others could write files or run programs."""
+"""Packages whose classes a config may name; others could write files or run programs."""
+PARENTS = ("torch.optim", "lightning.pytorch.loggers")
+"""Packages of others whose own classes a config may name, but none of a module below."""
 WEIGHT_FUNCTIONS = tuple(
     f"lit_rlkv.objectives.corrections.{name}"
     for name in ("truncated", "masked", "sequence_truncated", "sequence_masked", "sparse_rl")
@@ -73,7 +75,7 @@ def check_targets(node: Any, path: str = "") -> None:
             raise ConfigError(
                 f"{where}._target_={target!r} cannot be imported: {type(reason).__name__}: {reason}"
             ) from error
-        if not _may_be_named(found):
+        if not _may_be_named(target, found):
             raise ConfigError(
                 f"{where}._target_ must be a class or function that a config may name, got {target!r}; "
                 "choose one of those in conf/"
@@ -86,20 +88,18 @@ def check_targets(node: Any, path: str = "") -> None:
                 _check_kind(f"{where}.{name}".lstrip("."), value, takes[name].annotation)
 
 
-def _may_be_named(found: Any) -> bool:
-    """True for what a trusted module of the user defines, for public classes of HOMES, and for FUNCTIONS.
+def _may_be_named(target: str, found: Any) -> bool:
+    """True for what a trusted module of the user defines, public classes of HOMES and PARENTS, and FUNCTIONS.
 
-    A module also holds what it imports, torch.load among it; only what it defines is meant. Methods and
-    nested classes are refused, because `_partial_` would let a config call them.
+    A module also holds what it imports, torch.load among it; only what it defines is meant.
     """
     if not (inspect.isclass(found) or inspect.isfunction(found)):
         return False
     name = f"{found.__module__}.{found.__qualname__}"
-    if is_trusted(name):
+    if is_trusted(name) or name in FUNCTIONS:
         return True
-    if inspect.isfunction(found):
-        return name in FUNCTIONS
-    return name.startswith(HOMES) and "._" not in name and "." not in found.__qualname__
+    is_of_ours = name.startswith(HOMES) and not found.__name__.startswith("_")
+    return inspect.isclass(found) and (is_of_ours or target.rpartition(".")[0] in PARENTS)
 
 
 def _located(target: str) -> Any:
@@ -189,11 +189,7 @@ def _check_trust(node: Any, path: str) -> None:
         if not is_trusted(target) and (where == "cache.policy" or not target.startswith(TRUSTED))
     }
     for where, target in refused.items():
-        if not can_be_trusted(target):
-            raise ConfigError(
-                f"{where}={target!r} is not from a trusted package ({', '.join(TRUSTED)}); "
-                "a config must not name code of its own"
-            )
+        require(not is_of_python(target), f"{where}={target!r} is not what a config may name; see conf/")
     if refused:
         modules = ",".join(sorted({target.partition(".")[0] for target in refused.values()}))
         given = ", ".join(f"{where}={target!r}" for where, target in refused.items())

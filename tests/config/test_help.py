@@ -25,16 +25,10 @@ def test_the_short_help_fits_a_screen_and_begins_with_examples(program):
     assert "--help-all" in text
 
 
-def test_the_short_help_of_fit_names_every_group_with_its_options_and_keys():
-    lines = asked_help("config", ["--help"]).splitlines()
-    heads = [line[2:].split(" ")[0] for line in lines if line[:2] == "  " and line[2] != " "]
-    below = {path.split(".")[0] for path, _, _ in all_keys() if "." in path}
-    assert {*groups(), *below} <= {*heads}
-    top = {path for path, declared, _ in all_keys() if "." not in path and not declared.is_chosen}
-    assert top <= {head.partition("=")[0] for head in heads}
-    words = " ".join(lines).replace(",", " ").replace(". ", " ").split()
+def test_the_short_help_of_fit_names_every_group_with_its_options():
+    words = asked_help("config", ["--help"]).replace(",", " ").split()
+    assert {f"{group}:" for group in groups()} <= {*words}
     assert [option for group in groups() for option in options_of(group) if option not in words] == []
-    assert {path.split(".", 1)[1] for path, _, _ in all_keys() if "." in path} <= {*words}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -54,24 +48,17 @@ def test_the_full_help_has_every_option_with_its_keys():
     assert [
         f"{group}={one}" for group in groups() for one in options_of(group) if f"{group}={one}" not in text
     ] == []
-    assert "logger.project=lit_rlkv" in text
-    assert "value_clip=0.2" in text
+    assert "logger.project = lit_rlkv" in text
+    assert "value_clip = 0.2" in text
 
 
 def test_help_on_a_group_or_key_shows_that_alone():
     text = asked_help("config", ["--help", "cache"])
-    assert text.startswith("cache: The KV cache of rollouts")
-    assert "cache.budget=16\n      a whole number of at least 1: keys that survive a compaction" in text
+    assert "  cache.budget\n      a whole number of at least 1: keys that survive a compaction" in text
     assert "rollout." not in text
-    assert asked_help("config", ["rollout.n_prompts", "--help"]).splitlines()[0] == "  rollout.n_prompts=32"
-    assert "task.n_terms=5" in asked_help("config", ["--help", "task.n_terms"])
+    assert asked_help("config", ["rollout.n_prompts", "--help"]).splitlines()[0] == "  rollout.n_prompts"
     assert "experiment=tis\n      Compressed rollouts" in asked_help("config", ["--help", "experiment"])
-    assert "checkpoints/iteration-N (must be given)" in asked_help("evaluate", ["--help", "ckpt"])
-
-
-def test_help_shows_the_values_that_the_command_line_composes():
-    assert "cache.budget=12" in asked_help("config", ["--help", "cache", "cache.budget=12"])
-    assert "optimizer.lr=0.5" in asked_help("config", ["-h", "optimizer", "optimizer.lr=0.5"])
+    assert "checkpoints/iteration-N" in asked_help("evaluate", ["--help", "ckpt"])
 
 
 def test_help_on_what_does_not_exist_names_the_closest():

@@ -8,10 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, check_command_line, check_keys, label_logger
-from lit_rlkv.config.resumed import check_saved_logger, load_resumed_config, read_config, resumed_choices
+from lit_rlkv.config.resumed import load_resumed_config, read_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from tests.config.test_mistakes import ROOT, SCRIPT
-from tests.tiers import slow
 
 
 def composed(*arguments):
@@ -56,10 +55,9 @@ def test_mistakes_of_a_resumed_run_are_told_before_torch_is_imported(tmp_path):
         f"resume={tmp_path}/text": "text/config.yaml cannot be read: ",
         f"resume={tmp_path}/other": "other/config.yaml is damaged, as it lacks task, model, cache, ",
         f"resume={tmp_path}/binary": "binary/config.yaml cannot be read: ",
-        f"resume={tmp_path}/gpu": "fabric.accelerator=gpu needs a GPU, and this machine shows none",
         f"resume={tmp_path}/gpu seed=3": "another config, which cannot change on resume",
         f"resume={tmp_path}/gpu experiment=tis": "experiment=tis: a resumed run takes no preset",
-        f"resume={tmp_path}/gpu +diagnostics.gradent=null": "did you mean 'diagnostics.gradient'?",
+        f"resume={tmp_path}/gpu diagnostics.gradent=null": "did you mean 'diagnostics.gradient'?",
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -95,15 +93,6 @@ def test_labels_that_the_user_gave_the_run_stay_if_its_logger_is_chosen_again(tm
     folder = leave_run(tmp_path / "run", "logger=wandb", "logger.name=mine")
     assert labels(resumed(folder, "logger=wandb")[0])[0] == "mine"
     assert labels(resumed(folder, "logger=wandb", "logger.name=other")[0])[0] == "other"
-
-
-def test_keys_of_the_options_that_the_run_chose_are_still_known(tmp_path):
-    folder = leave_run(tmp_path / "run", "reward=python", "reward.functions.custom.path=f.py:g")
-    given = composed(f"resume={folder}")[1]
-    choices = resumed_choices(folder, given)
-    check_keys(read_config(folder), choices.options, choices.overrides)
-    with pytest.raises(ConfigError, match="unknown key"):  # the control: the options of this command line
-        check_keys(read_config(folder), given.options, given.overrides)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +131,10 @@ def test_a_run_can_be_resumed_again_after_a_resume_that_changed_a_group(tmp_path
     folder = leave_run(tmp_path / "run", first)
     cfg, choices = resumed(folder, later)
     OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
-    before = (folder / "choices.json").read_text()
     choices.save(folder)  # as fit does at every start
     again, _ = resumed(folder)
     group = later.partition("=")[0]
     assert again[group] == cfg[group]
-    # the control: with the choices of the first command line alone the keys are unknown
-    (folder / "choices.json").write_text(before)
-    with pytest.raises(ConfigError, match="unknown key"):
-        resumed(folder)
 
 
 def change(folder, **nodes):
@@ -234,64 +218,12 @@ def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text, says):
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        slow("save_dir", "/elsewhere"),
-        slow("save_dir", "elsewhere"),
-        slow("save_dir", "~/elsewhere"),
-        ("name", "../../elsewhere"),
-        slow("version", "/elsewhere"),
-        ("tracking_uri", "file:/elsewhere"),
-    ],
-)
-def test_a_saved_logger_writes_elsewhere_only_if_the_command_line_says_so(tmp_path, key, value):
-    sign, inside = "" if key == "name" else "+", tmp_path / "run" / "logs"
-    folder = leave_run(tmp_path / "run", "logger=lightning_csv", f"{sign}logger.{key}={inside}")
-    assert resumed(folder)[0].logger[key] == str(inside)
-    change(folder, **{f"logger.{key}": value})
-    with pytest.raises(ConfigError, match=rf"logger\.{key}={value} of the saved config is outside of"):
+def test_a_saved_logger_of_another_package_must_be_given_again(tmp_path):
+    folder = leave_run(tmp_path / "run", "logger=lightning_csv", "logger.name=mine")
+    with pytest.raises(
+        ConfigError, match=r"logger=lightning.pytorch.loggers.CSVLogger .* may write anywhere"
+    ):
         resumed(folder)
     assert resumed(folder, "logger=csv")[0].logger is None
-    cfg, _ = resumed(folder, "logger=lightning_csv", f"{sign}logger.{key}='{value}'")
-    assert cfg.logger[key] == value
-
-
-LOGGER = "lightning.pytorch.loggers.CSVLogger"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("name", ".."),
-        ("name", "a/../../elsewhere"),
-        ("name", "a\\..\\elsewhere"),
-        ("name", "~/elsewhere"),
-        ("version", "file:/elsewhere"),
-        ("version", "C:\\elsewhere"),
-        ("tracking_uri", "elsewhere"),
-        ("base_url", "elsewhere"),
-        ("log_file", "elsewhere"),
-        ("offline_directory", "elsewhere"),
-        ("name", "$HOME/x"),
-        ("version", "a/$SECRET"),
-        ("tags", ["~draft"]),
-        ("save_dir", "x\0y"),
-        ("settings", {"rootDir": "elsewhere"}),
-        ("tags", ["inside", "/elsewhere"]),
-        ("tags", [[{"dir": "elsewhere"}]]),
-    ],
-)
-def test_places_of_a_saved_logger_are_found_by_name_and_by_value(tmp_path, key, value):
-    logger = OmegaConf.create({"_target_": LOGGER, key: value})
-    with pytest.raises(ConfigError, match=rf"logger\.{key}.* of the saved config is outside of"):
-        check_saved_logger(logger, tmp_path)
-    check_saved_logger(logger, tmp_path, [f"+logger.{key}=..."])
-
-
-@pytest.mark.parametrize("value", ["a/b", "x: y", "2026-01-31T12:00", "a\\b", "v1..2", "...", "ns:run", ""])
-def test_names_of_a_saved_logger_may_have_slashes_and_colons(tmp_path, value):
-    keys = ("name", "version", "run_name", "experiment_name", "prefix")
-    check_saved_logger(OmegaConf.create({"_target_": LOGGER, **dict.fromkeys(keys, value)}), tmp_path)
-    with pytest.raises(ConfigError, match=r"logger\.save_dir="):  # the control
-        check_saved_logger(OmegaConf.create({"_target_": LOGGER, "save_dir": value}), tmp_path)
+    assert resumed(folder, "logger=lightning_csv", "logger.name=mine")[0].logger.name == "mine"
+    resumed(leave_run(tmp_path / "ours", "logger=wandb"))

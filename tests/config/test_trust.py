@@ -74,23 +74,9 @@ def test_trust_in_a_module_covers_no_other_name_that_begins_alike():
         build(node("ownmodule.Thing"))
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("os", "standard library"),
-        ("builtins", "standard library"),
-        ("subprocess", "standard library"),
-        ("importlib.util", "standard library"),
-        ("torch", "installed library"),
-        ("hydra", "installed library"),
-        ("pip", "installed library"),
-        ("lit_rlkv", "is this package"),
-        ("", "not the name of a module"),
-        ("a-b", "not the name of a module"),
-    ],
-)
-def test_some_modules_can_never_be_trusted(name, reason):
-    with pytest.raises(ValueError, match=reason):
+@pytest.mark.parametrize("name", ["os", "builtins", "subprocess", "importlib.util", "lit_rlkv", ""])
+def test_some_modules_can_never_be_trusted(name):
+    with pytest.raises(ValueError, match="must be your own"):
         trust_modules([name])
     assert trusted_modules() == ()
 
@@ -185,6 +171,7 @@ def test_a_config_runs_no_program_by_way_of_a_method(tmp_path):
         "lit_rlkv.rewards.RewardManager.ask",
         "lit_rlkv.callbacks.hooks.loss_terms_of",
         "torch.optim.swa_utils.update_bn",
+        "lightning.pytorch.loggers.csv_logs.ExperimentWriter",
         "torch.optim.AdamW.step",
     ],
 )
