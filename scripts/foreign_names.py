@@ -1,4 +1,4 @@
-"""The tables of names of TRL and verl, from lit_rlkv/config/foreign_names.yaml into the pages of docs/how-to."""
+"""Write the tables of names of TRL and verl into docs/how-to, from lit_rlkv/config/foreign_names.yaml."""
 
 import re
 from pathlib import Path

@@ -44,9 +44,7 @@ def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, sft_r
     )  # fmt: skip
     assert done.returncode == 1
     assert "error: out of memory in the rollout: 2 responses of up to 8 tokens to each of 8" in done.stderr
-    product = f"2 layers × 16 rows × 4 query heads × {2**29} in the window × 8 dims × 4 bytes"
-    assert f"2.00 TiB  latest queries = {product}" in done.stderr
-    assert f"What helps, the most first: lower cache.window={2**29}; set rollout.max_rows" in done.stderr
+    assert "2.00 TiB  latest queries; change cache.window" in done.stderr
     assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Traceback" in (tmp_path / "run" / "fit.log").read_text()

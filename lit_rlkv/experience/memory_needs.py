@@ -1,8 +1,7 @@
 """Explain an out-of-memory error: the bytes that each part needs, and the settings that change them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
@@ -22,25 +21,17 @@ SAMPLING_BYTES = 12
 SORTING_BYTES = 26
 """Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
 KEPT_ID_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Need:
-    """One part of the memory that a phase needs."""
-
-    what: str
-    factors: Mapping[str, int]
-    """Named counts; their product is the number of bytes."""
-    helps: Sequence[str]
-    """Settings to change, best first."""
-
-    @property
-    def n_bytes(self) -> int:
-        return prod(self.factors.values())
-
-    def __str__(self) -> str:
-        product = " × ".join(f"{number} {name}" for name, number in self.factors.items())
-        return f"{human_bytes(self.n_bytes):>9}  {self.what} = {product}"
+SETTINGS = {
+    "KV cache": "cache.budget or, of a dense one, cache.policy and correction; rollout.max_rows",
+    "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
+    "logits of a step": "rollout.max_rows",
+    "record of experts": "rollout.max_new_tokens, rollout.max_rows",
+    "latest queries": "cache.window, rollout.max_rows",
+    "record of sampling masks, at most": "rollout.top_k, rollout.max_new_tokens",
+    "sorted logits of a step": "rollout.top_k, rollout.max_rows",
+    "weights packed for decoding": "rollout.compile_layers, which needs none",
+}
+"""The needs of a rollout, each with the settings that change it."""
 
 
 def rollout_needs(
@@ -49,8 +40,8 @@ def rollout_needs(
     prompts_shape: tuple[int, int],
     settings: RolloutConfig,
     group: int,
-) -> list[Need]:
-    """Return the memory needs of `generate` beside the model, the largest first.
+) -> dict[str, int]:
+    """Return the bytes that `generate` needs beside the model, by what they are for, the largest first.
 
     It is an estimate if layers differ in size.
 
@@ -60,77 +51,33 @@ def rollout_needs(
     """
     config = text_config(model)
     n_prompts, n_prompt_columns = prompts_shape
-    n_rows = n_concurrent_rows(n_prompts, group, settings.max_rows)
     n_columns = n_prompt_columns + settings.max_new_tokens
-    layers, heads = {"layers": int(config.num_hidden_layers)}, {"KV heads": n_kv_heads(model)}
-    itemsize = _computes_in(model).itemsize
-    limit = "null, all at once" if settings.max_rows is None else settings.max_rows
-    fewer = f"set rollout.max_rows below {n_rows} (now {limit})"
-    if n_rows == group:
-        fewer = f"lower algorithm.group_size={group}"
-    shorter = f"lower rollout.max_new_tokens={settings.max_new_tokens}"
-    smaller = [shorter, "sample from a cache that evicts (cache.policy, correction)"]
-    values = {"dims": max(head_dims(model)), "bytes": itemsize}
-    needs = [
-        Need(
-            "KV cache",
-            {"of keys and values": 2, **layers, "rows": n_rows, **heads}
-            | {"slots": cache.n_slots(n_columns), **values},
-            [*(smaller if cache.is_dense else [f"lower cache.budget={cache.budget}"]), fewer],
-        ),
-        Need(
-            "record of evictions",
-            {**layers, "rows and responses": n_rows + n_prompts * group, **heads}
-            | {"columns": n_columns, "bytes": EVICTED_AT_BYTES},
-            [shorter, f"lower rollout.n_prompts={settings.n_prompts} or algorithm.group_size={group}"],
-        ),
-        Need(
-            "logits of a step",
-            {"rows": n_rows, "tokens": int(config.vocab_size), "bytes": max(itemsize, 4) + SAMPLING_BYTES},
-            [fewer],
-        ),
-    ]
+    n_rows, n_responses = n_concurrent_rows(n_prompts, group, settings.max_rows), n_prompts * group
+    n_layers, n_tokens, dim = int(config.num_hidden_layers), int(config.vocab_size), max(head_dims(model))
+    n_heads, itemsize = n_kv_heads(model), _computes_in(model).itemsize
+    needs = {
+        "KV cache": 2 * n_layers * n_rows * n_heads * cache.n_slots(n_columns) * dim * itemsize,
+        "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,
+        "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
+    }
     if settings.replay_routing:
         routers = routers_of(model)
-        needs.append(
-            Need(
-                "record of experts",
-                {"routers": len(routers), "rows and responses": n_rows + n_prompts * group}
-                | {"experts": max(router.k for router in routers), "columns": n_columns}
-                | {"bytes": expert_dtype(routers).itemsize},
-                [shorter, fewer],
-            )
+        n_experts = len(routers) * max(router.k for router in routers)
+        needs["record of experts"] = (
+            n_experts * (n_rows + n_responses) * n_columns * expert_dtype(routers).itemsize
         )
     policy = cache.make_policy()
     if policy is not None and policy.sees_queries:
-        needs.append(
-            Need(
-                "latest queries",
-                {**layers, "rows": n_rows, "query heads": int(config.num_attention_heads)}
-                | {"in the window": cache.window, **values},
-                [f"lower cache.window={cache.window}", fewer],
-            )
-        )
+        n_query_heads = int(config.num_attention_heads)
+        needs["latest queries"] = n_layers * n_rows * n_query_heads * cache.window * dim * itemsize
     if settings.top_k is not None:
-        needs.append(
-            Need(
-                "record of sampling masks, at most",
-                {"responses": n_prompts * group, "tokens": settings.max_new_tokens}
-                | {"ids": min(settings.top_k, int(config.vocab_size)), "bytes": KEPT_ID_BYTES},
-                [f"lower rollout.top_k={settings.top_k}", shorter],
-            )
-        )
+        n_ids = n_responses * settings.max_new_tokens * min(settings.top_k, n_tokens)
+        needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
     elif settings.top_p < 1:
-        needs.append(
-            Need(
-                "sorted logits of a step",
-                {"rows": n_rows, "tokens": int(config.vocab_size), "bytes": SORTING_BYTES},
-                ["set rollout.top_k", fewer],
-            )
-        )
+        needs["sorted logits of a step"] = n_rows * n_tokens * SORTING_BYTES
     if (n_packed := packed_size(model)) and not settings.compile_layers:
-        needs.append(Need("weights packed for decoding", {"elements": n_packed, "bytes": itemsize}, []))
-    return sorted(needs, key=lambda need: need.n_bytes, reverse=True)
+        needs["weights packed for decoding"] = n_packed * itemsize
+    return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
 
 
 def explain_rollout(
@@ -142,15 +89,13 @@ def explain_rollout(
 ) -> str:
     """Return the message for a rollout: its memory needs and the settings to change."""
     needs = rollout_needs(model, cache, prompts_shape, settings, group)
-    helps = dict.fromkeys(step for need in needs for step in need.helps)
     n_prompts, n_columns = prompts_shape
     return "\n".join(
         [
             f"out of memory in the rollout: {group} responses of up to "
             f"{settings.max_new_tokens} tokens to each of {n_prompts} prompts of up to {n_columns}, cache "
             f"{cache.label}. Beside the weights it takes",
-            *(f"  {need}" for need in needs),
-            f"What helps, the most first: {'; '.join(helps)}.",
+            *(f"{human_bytes(n):>11}  {what}; change {SETTINGS[what]}" for what, n in needs.items()),
         ]
     )
 

@@ -88,8 +88,7 @@ def evaluation_rows(
         return int(given)
     shape = (1, max(context.sizes.prompts))
     needed = max(
-        sum(need.n_bytes for need in rollout_needs(backbone, cache, shape, context.cfg.rollout, group=1))
-        for cache in caches
+        sum(rollout_needs(backbone, cache, shape, context.cfg.rollout, group=1).values()) for cache in caches
     )
     found = _least(context, max(min(MAX_ROWS, int(FOR_CACHE * free_memory(context, module)) // needed), 1))
     log.info("evaluation.batch_size=auto: %d", found)

@@ -87,7 +87,7 @@ def test_numbers_at_the_ends_of_a_range():
 
 
 def test_a_key_that_the_schema_lacks_is_refused():
-    with pytest.raises(ConfigError, match=r"unknown key 'rollout\.n_prompt': did you mean 'rollout.n_prompts'"):
+    with pytest.raises(ConfigError, match=r"'rollout\.n_prompt': did you mean 'rollout.n_prompts'"):
         convert(RolloutConfig, {"n_prompt": 3}, "rollout")
 
 

@@ -1,6 +1,5 @@
 """Allocations that really fail: what is said of them, with the numbers counted by hand."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,13 @@ import torch
 from torch.nn import Linear
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update, rollout_needs
+from lit_rlkv.experience.memory_needs import (
+    SETTINGS,
+    explain_rollout,
+    explain_scoring,
+    explain_update,
+    rollout_needs,
+)
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from tests.hand_built import ARMS, SPEC, counted_forwards, make_datamodule, make_model, make_roles
@@ -23,29 +28,21 @@ def use_up_memory():
     torch.empty(TOO_MUCH, dtype=torch.uint8)
 
 
-def helps(cache=SPEC, n_columns=6, **changes):
-    text = explain_rollout(make_model(), cache, (4, n_columns), replace(SAMPLING, **changes), GROUP)
-    (line,) = re.findall(r"What helps, the most first: (.*)\.$", text, flags=re.M)
-    return line.split("; ")
+def needs(cache=SPEC, n_columns=6, **changes):
+    return rollout_needs(make_model(), cache, (4, n_columns), replace(SAMPLING, **changes), GROUP)
 
 
 def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
-    # Qwen3 with 2 layers, 2 KV heads of 8 dims, 51 tokens, float32
-    said = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING, GROUP).splitlines()
-    assert said == [
-        "out of memory in the rollout: 4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache "
-        "random 7+2. Beside the weights it takes",
-        # 2 · 2 · 16 · 2 · 9 · 8 · 4 = 36864 bytes
-        "   36.0 KiB  KV cache = 2 of keys and values × 2 layers × 16 rows × 2 KV heads × 9 slots × 8 dims × "
-        "4 bytes",
-        # 16 · 51 · (4 + 12) = 13056
-        "   12.8 KiB  logits of a step = 16 rows × 51 tokens × 16 bytes",
-        # 2 · (16 + 16) · 2 · (6 + 10) · 4 = 8192
-        "   8.00 KiB  record of evictions = 2 layers × 32 rows and responses × 2 KV heads × 16 columns × "
-        "4 bytes",
-        "What helps, the most first: lower cache.budget=7; set rollout.max_rows below 16 (now null, all at "
-        "once); lower rollout.max_new_tokens=10; lower rollout.n_prompts=4 or algorithm.group_size=4.",
-    ]
+    # Qwen3 with 2 layers, 2 KV heads of 8 dims, 51 tokens, float32; 16 rows of 9 slots and 16 columns
+    assert needs() == {
+        "KV cache": 2 * 2 * 16 * 2 * 9 * 8 * 4,
+        "logits of a step": 16 * 51 * (4 + 12),
+        "record of evictions": 2 * (16 + 16) * 2 * 16 * 4,
+    }
+    first, *lines = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING, GROUP).splitlines()
+    assert "4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache random 7+2" in first
+    assert [line.split("  ")[-1].partition(";")[0] for line in lines] == [*needs()]
+    assert "36.0 KiB  KV cache; change cache.budget" in lines[0]
 
 
 @pytest.mark.parametrize("max_rows", [None, 8])
@@ -57,50 +54,37 @@ def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows):
     n_columns = int((rollout.attention_mask & ~rollout.response_mask).sum(dim=1).max())
 
     def found(settings):
-        needs = rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), settings, GROUP)
-        return next(need.n_bytes for need in needs if need.what == "KV cache")
+        return rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), settings, GROUP)[
+            "KV cache"
+        ]
 
     assert found(data.settings) == rollout.kv_bytes
     assert found(replace(data.settings, max_rows=4)) != rollout.kv_bytes
 
 
 def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
-    model, sees = make_model(), CacheSpec("snapkv", budget=7, interval=2, sink=1, window=4)
-    needs = {need.what: need for need in rollout_needs(model, sees, (4, 6), SAMPLING, GROUP)}
-    # 2 · 16 · 4 · 4 · 8 · 4 = 16384 bytes: window · group / (2 · slots) = 4 · 2 / (2 · 9) of 36864
-    assert needs["latest queries"].n_bytes == 16384 == needs["KV cache"].n_bytes * 8 // 18
-    assert needs["latest queries"].helps[0] == "lower cache.window=4"
+    sees = CacheSpec("snapkv", budget=7, interval=2, sink=1, window=4)
+    assert needs(sees)["latest queries"] == 2 * 16 * 4 * 4 * 8 * 4
     for blind in (replace(sees, policy="random"), CacheSpec.dense()):
-        needs = rollout_needs(model, blind, (4, 6), SAMPLING, GROUP)
-        assert "latest queries" not in {need.what for need in needs}
+        assert "latest queries" not in needs(blind)
 
 
 def test_what_the_sampler_keeps_is_a_need_of_its_own():
-    def needs(**changes):
-        settings = replace(SAMPLING, **changes)
-        return {need.what: need for need in rollout_needs(make_model(), SPEC, (4, 6), settings, GROUP)}
-
     assert not {what for what in needs() if "masks" in what or "sorted" in what}
     # 16 responses of 10 tokens, each with 20 ids of 4 bytes; 51 tokens are the whole vocabulary
     record = "record of sampling masks, at most"
-    assert needs(top_k=20)[record].n_bytes == 16 * 10 * 20 * 4
-    assert needs(top_k=99)[record].n_bytes == 16 * 10 * 51 * 4
-    assert needs(top_p=0.9, max_rows=8)["sorted logits of a step"].n_bytes == 8 * 51 * 26
+    assert needs(top_k=20)[record] == 16 * 10 * 20 * 4
+    assert needs(top_k=99)[record] == 16 * 10 * 51 * 4
+    assert needs(top_p=0.9, max_rows=8)["sorted logits of a step"] == 8 * 51 * 26
     found = make_datamodule(make_roles(), rollout={"top_k": 20}).collect().rollout.sampling_masks
-    assert found.token_ids.nbytes <= needs(top_k=20)[record].n_bytes
-    assert "lower rollout.top_k=20" in helps(top_k=20)
+    assert found.token_ids.nbytes <= needs(top_k=20)[record]
 
 
-def test_advice_starts_with_the_largest_need():
+def test_the_largest_need_comes_first():
     small = CacheSpec("random", budget=2, interval=1, sink=0, window=1)
-    # 16 rows · 51 tokens · 16 bytes against 2 · 2 · 16 · 2 · 3 · 8 · 4 = 12288 of the cache
-    assert helps(small, 1)[0] == "set rollout.max_rows below 16 (now null, all at once)"
-    assert helps(small, 1, max_new_tokens=4000)[0] == "lower rollout.max_new_tokens=4000"
-    assert helps(CacheSpec.dense())[:2] == [
-        "lower rollout.max_new_tokens=10",
-        "sample from a cache that evicts (cache.policy, correction)",
-    ]
-    assert "lower algorithm.group_size=4" in helps(max_rows=6)  # one group at a time
+    assert next(iter(needs(small, 1))) == "logits of a step"
+    assert next(iter(needs(small, 1, max_new_tokens=4000))) == "record of evictions"
+    assert {*needs()} < {*SETTINGS}
 
 
 def test_scoring_and_update_are_told_by_what_they_read_at_a_time():
@@ -155,6 +139,5 @@ def test_weights_that_are_packed_for_decoding_are_a_need(monkeypatch):
     n_large = sum(
         m.weight.numel() for m in model.modules() if isinstance(m, Linear) and m.weight.numel() >= 200
     )
-    needs = {need.what: need for need in rollout_needs(model, SPEC, (4, 6), SAMPLING, GROUP)}
-    assert needs["weights packed for decoding"].n_bytes == 4 * n_large > 0
-    assert "weights packed" in explain_rollout(model, SPEC, (4, 6), SAMPLING, GROUP)
+    found = rollout_needs(model, SPEC, (4, 6), SAMPLING, GROUP)
+    assert found["weights packed for decoding"] == 4 * n_large > 0
