@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.models.backbone import sliding_windows
 from lit_rlkv.models.loading import without_dropout
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.rollout import Rollout, generate
@@ -41,6 +42,7 @@ N_NEW_TOKENS = 8
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 128,
+    "sliding_window": 5, "use_sliding_window": True,
     "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
     # the same by the names of some families
     "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "dim_ff": 64, "encoder_layers": 1,
@@ -69,6 +71,8 @@ _SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2": _CONV,
     "lfm2_moe": _CONV,
+    "gemma3_text": _SHARED,
+    "gemma3n_text": _SHARED,
     "gemma4_text": _SHARED,
     "gemma4_unified_text": _SHARED,
     "gemma4": {"text_config": _SHARED},
@@ -94,6 +98,9 @@ class Verdict:
     """The same where the learner sees every key: what replay is for."""
     routing_gap: float | None = None
     """The same where the learner takes the sampler's experts; None if its routing cannot be replayed."""
+    n_windows: int = 0
+    """Layers with a sliding window."""
+    n_layers: int = 0
     refusal: str | None = None
     not_built: str | None = None
 
@@ -111,14 +118,15 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:  # whatever hundreds of constructors may raise
         return Verdict(model_type, name, not_built=f"{type(error).__name__}: {_one_line(error)}")
     try:
-        found = gaps(prepare_backbone(model))
+        windows = sliding_windows(prepare_backbone(model))
+        found = gaps(model)
     except ValueError as error:
         return Verdict(model_type, name, refusal=_one_line(error))
     except Exception as error:
         return Verdict(
             model_type, name, not_built=f"does not run: {type(error).__name__}: {_one_line(error)}"
         )
-    return Verdict(model_type, name, *found)
+    return Verdict(model_type, name, *found, sum(window is not None for window in windows), len(windows))
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
@@ -213,19 +221,22 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "model is checked again when it is loaded.\n",
         "## Exact\n",
         "*Replay gap* is max |replayed log-prob − sampled log-prob|; the values are float error. *Without "
-        "replay* is the same for a learner that sees every key. With a sliding window, sequences longer than "
-        "the window are refused.\n",
+        "replay* is the same for a learner that sees every key that the model lets it see. *Windows* are "
+        "the layers with a sliding window, here of 5 tokens, which every row outgrows: the cache keeps "
+        "the window in a ring, and evicts in the other layers alone. Where all layers have one, nothing is "
+        "evicted.\n",
         f"*With its experts* is the replay gap of a learner that takes the sampler's experts "
         f"(`rollout.replay_routing=true`), of the {sum(v.routing_gap is not None for v in exact)} mixtures "
         "of experts whose routing can be replayed: their routers choose by one top-k over the experts. "
         "Other models are refused with that setting: they are dense, at least in this size, or choose their "
         "experts in another way, as PhiMoE does.\n",
         _table(
-            ["family", "`model_type`", "replay gap", "without replay", "with its experts"],
+            ["family", "`model_type`", "windows", "replay gap", "without replay", "with its experts"],
             [
                 [
                     v.name,
                     f"`{v.model_type}`",
+                    f"{v.n_windows} of {v.n_layers}" if v.n_windows else "",
                     f"{v.replay_gap:.0e}",
                     f"{v.dense_gap:.2g}",
                     "" if v.routing_gap is None else f"{v.routing_gap:.0e}",

@@ -210,7 +210,6 @@ def refusal(folder, checkpoint, *overrides):
     ("family", "changes", "says"),
     [
         ("llama", {"max_position_embeddings": 12}, "has positions for 12; lower max_new_tokens"),
-        ("mistral", {"sliding_window": 8}, "exceed the sliding window of 8 of MistralForCausalLM"),
     ],
 )
 def test_a_checkpoint_that_is_too_short_is_refused(family, changes, says, tmp_path):

@@ -11,6 +11,7 @@ from transformers import Cache
 
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.kvcache.spec import CacheSpec
+from lit_rlkv.kvcache.window_layer import WindowLayer
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class SlotCache(Cache):
         generator: for policies that draw; on `device`.
         n_splits: see `lit_rlkv.kernels.decode_attention`.
         n_slots: slots of a row of a dense cache until it grows; None: `seq_len`, so that it never does.
+        windows: sliding window of each layer in tokens; None, or a window of `seq_len` and more, is a layer
+            whose keys the policy evicts.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class SlotCache(Cache):
         *,
         n_splits: int | None = None,
         n_slots: int | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         self.spec = spec
         self.n_splits = n_splits
@@ -95,7 +99,11 @@ class SlotCache(Cache):
         self.n_read: int | None = None
         """Leading slots that attention reads; None: all."""
         self.incoming: Prefill | None = None
-        self.slot_layers = [SlotLayer(self) for _ in range(n_layers)]
+        self.windows = windows or [None] * n_layers
+        self.slot_layers = [
+            SlotLayer(self) if window is None or window >= seq_len else WindowLayer(self, window)
+            for window in self.windows
+        ]
         super().__init__(layers=list(self.slot_layers))
 
     @contextmanager
@@ -123,7 +131,7 @@ class SlotCache(Cache):
         self.n_live[index] = kept.repeat_interleave(n_samples)
         self.first[index] = (n_columns - lens).repeat_interleave(n_samples)
         self.column[index] = self.prompt_end[index] = n_columns - 1
-        self.levels.start(rows, kept.repeat_interleave(n_samples).tolist())
+        self.levels.start(rows, lens.repeat_interleave(n_samples).tolist())
 
     def advance(self, is_running: Bool[Tensor, " row"] | None = None) -> None:
         """Make room for the next token of each row.
@@ -172,11 +180,11 @@ class SlotCache(Cache):
 
     def evicted_at(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
         """Return, for each key of these rows, the first column whose query no longer sees it."""
-        tables = [layer.evicted_at for layer in self.slot_layers]
-        stacked = tables[0].new_empty(len(rows), len(tables), *tables[0].shape[1:])
+        first = self.slot_layers[0].table(rows)
+        stacked = first.new_empty(len(rows), len(self.slot_layers), *first.shape[1:])
         # Layer by layer, because a second copy of all can be too large.
-        for layer, table in enumerate(tables):
-            stacked[:, layer] = table[rows]
+        for number, layer in enumerate(self.slot_layers):
+            stacked[:, number] = layer.table(rows)
         return stacked
 
     @property
@@ -205,29 +213,39 @@ class FillLevels:
         self.budget = NO_BUDGET if spec.is_dense or n_slots <= spec.budget else spec.budget
         self.level = torch.full((n_rows,), IDLE)
         self.n_decoded = torch.zeros(n_rows, dtype=torch.long)
+        self.n_tokens = torch.full((n_rows,), IDLE)
+        """Tokens of each row, evicted or not."""
 
     def start(self, rows: Sequence[int], prompt_lens: Sequence[int]) -> None:
         """Set the levels of rows after prefill, which keeps at most `budget` keys of a prompt."""
+        self.n_tokens[list(rows)] = torch.tensor(prompt_lens)
         self.level[list(rows)] = torch.tensor(prompt_lens).clamp(max=self.budget)
         self.n_decoded[list(rows)] = 0
 
     def stop(self, rows: Sequence[int]) -> None:
         """Mark rows as finished."""
-        self.level[list(rows)] = IDLE
+        self.level[list(rows)] = self.n_tokens[list(rows)] = IDLE
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all other rows; these are numbered anew, in the order given."""
         self.level, self.n_decoded = self.level[list(rows)], self.n_decoded[list(rows)]
+        self.n_tokens = self.n_tokens[list(rows)]
 
     @property
     def highest(self) -> int:
         """Keys of the fullest row; 0 if all are idle."""
         return max(int(self.level.max()), 0)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row; 0 if all are idle."""
+        return max(int(self.n_tokens.max()), 0)
+
     def step(self) -> bool:
         """Count one more key in each row; return True if some row may be due for a compaction."""
         self.level += 1
         self.n_decoded += 1
+        self.n_tokens += 1
         is_due = (self.n_decoded % self.interval == 0) & (self.level > self.budget)
         self.level[is_due] = self.budget
         return bool(is_due.any())

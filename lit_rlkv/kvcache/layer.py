@@ -115,14 +115,7 @@ class SlotLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
         """Attend densely over the prompts, then write at most `budget` keys of each to the pool."""
-        incoming, policy = self.cache.incoming, self.cache.policy
-        assert incoming is not None
-        if self.filled_by is incoming:
-            raise ValueError(
-                "a layer attends twice in one forward, but the cache has one set of keys per layer; use a "
-                "model that attends once per layer"
-            )
-        self.filled_by = incoming
+        incoming, policy = self._begin(), self.cache.policy
         evicted_at = torch.where(incoming.is_prompt[:, None], NEVER, 0).int()
         out = shadow_attention(query, key, value, evicted_at, scaling, softcap=softcap)
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
@@ -143,6 +136,22 @@ class SlotLayer(CacheLayerMixin):
         self._fill(incoming, key, value, attention)
         return out
 
+    def _begin(self) -> "Prefill":
+        """Return the prompts to fill the pool from.
+
+        Raises:
+            ValueError: this layer has filled it from them already.
+        """
+        incoming = self.cache.incoming
+        assert incoming is not None
+        if self.filled_by is incoming:
+            raise ValueError(
+                "a layer attends twice in one forward, but the cache has one set of keys per layer; use a "
+                "model that attends once per layer"
+            )
+        self.filled_by = incoming
+        return incoming
+
     def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
         """Allocate pool and records of all rows; zeroed, because NaN in an unused slot could spread."""
         cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
@@ -161,7 +170,7 @@ class SlotLayer(CacheLayerMixin):
 
     def _number_slots(self) -> None:
         n_rows, n_kv_heads, n_slots = self._pools()[0].shape[:3]
-        pools = torch.arange(n_rows * n_kv_heads, device=self.evicted_at.device)
+        pools = torch.arange(n_rows * n_kv_heads, device=self._pools()[0].device)
         self.first_slot = pools.view(n_rows, n_kv_heads) * n_slots
 
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
@@ -234,9 +243,7 @@ class SlotLayer(CacheLayerMixin):
         cache, policy = self.cache, self.cache.policy
         keys, values = self._pools()
         n_rows, n_kv_heads = key.shape[:2]
-        places = (self.first_slot + (cache.n_live - 1)[:, None]).flatten()
-        for pool, new in ((keys, key), (values, value)):
-            pool.view(-1, pool.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
+        places = self._write(self.first_slot + (cache.n_live - 1)[:, None], key, value)
         packed = query.reshape(n_rows, n_kv_heads, -1, query.shape[-1])
         if policy is not None:
             columns = cache.column[:, None].expand(-1, n_kv_heads).flatten()
@@ -256,6 +263,17 @@ class SlotLayer(CacheLayerMixin):
             n_splits=cache.n_splits,
         )
         return out.reshape(n_rows, -1, 1, value.shape[-1])
+
+    def _write(self, places: Int[Tensor, "row kv_head"], key: Tensor, value: Tensor) -> Int[Tensor, " place"]:
+        """Write one key and value of each row and head to these slots of the whole pool; return them flat."""
+        flat = places.flatten()
+        for pool, new in zip(self._pools(), (key, value), strict=True):
+            pool.view(-1, pool.shape[-1]).index_copy_(0, flat, new.reshape(-1, new.shape[-1]))
+        return flat
+
+    def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:
+        """Return, for each key of these rows, the first column whose query no longer sees it."""
+        return self.evicted_at[rows]
 
     def compact(self, is_due: Bool[Tensor, " row"]) -> None:
         """Keep the `budget` keys of highest score in each due row, in the order of their columns."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -64,6 +64,9 @@ def attention_forward(
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slot_cache is not None:
+        window, expected = kwargs.get("sliding_window"), slot_cache.windows[cast(int, module.layer_idx)]
+        if window is not None and window != expected:
+            raise ValueError(f"{type(module).__name__} slides a window of {window} keys, not of {expected}")
         out = _attend_to_cache(module, slot_cache, query, key, value, scaling, softcap)
     else:
         layer: int = module.layer_idx  # type: ignore[assignment]

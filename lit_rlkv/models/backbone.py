@@ -14,6 +14,7 @@ from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.routing import by_token, replayed_experts
+from lit_rlkv.types import NEVER
 
 
 def text_config(model: PreTrainedModel) -> PretrainedConfig:
@@ -25,17 +26,9 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
     """Check that sequences of `seq_len` tokens can be replayed and fit the model.
 
     Raises:
-        ValueError: `seq_len` exceeds the sliding window, the model's positions, or longrope's limit.
+        ValueError: `seq_len` exceeds the model's positions, or longrope's limit.
     """
     name, config = type(model).__name__, text_config(model)
-    layer_types = optional_setting(config, "layer_types")
-    window = optional_setting(config, "sliding_window")
-    slides = layer_types is None or "sliding_attention" in layer_types
-    if window is not None and slides and seq_len > window:
-        raise ValueError(
-            f"{seq_len} tokens exceed the sliding window of {window} of {name}; keys that leave it are "
-            "not in the eviction table: use shorter sequences or a model with full attention"
-        )
     # Dynamic scaling, in contrast, changes the frequencies only beyond `max_position_embeddings`.
     limits = [
         entry["original_max_position_embeddings"]
@@ -82,6 +75,31 @@ def n_kv_heads(model: PreTrainedModel) -> int:
     return int(optional_setting(config, "num_key_value_heads") or config.num_attention_heads)
 
 
+def sliding_windows(model: PreTrainedModel) -> list[int | None]:
+    """Return the sliding window of each layer, in tokens; None for a layer whose queries see all keys."""
+    config = text_config(model)
+    window = optional_setting(config, "sliding_window")
+    layer_types = optional_setting(config, "layer_types")
+    kinds = layer_types or ["sliding_attention"] * int(config.num_hidden_layers)
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def within_windows(
+    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"]
+) -> Int[Tensor, "batch layer kv_head seq"]:
+    """Return an eviction table in which keys that leave a layer's sliding window die, too.
+
+    A table of one layer for all gets a row for each layer, if any window is shorter than the sequence.
+    """
+    n_columns = evicted_at.shape[-1]
+    windows = sliding_windows(model)
+    if all(window is None or window >= n_columns for window in windows):
+        return evicted_at
+    column = torch.arange(n_columns, dtype=torch.int32, device=evicted_at.device)
+    expiry = [column + window if window is not None else torch.full_like(column, NEVER) for window in windows]
+    return torch.minimum(evicted_at, torch.stack(expiry)[:, None])
+
+
 def head_dims(model: PreTrainedModel) -> set[int]:
     """Return the head dimensions of all layers; one number in most families."""
     config = text_config(model)
@@ -115,9 +133,10 @@ def hidden_states(
             f"{type(model).__name__} uses {implementation!r} attention, which ignores evictions; pass the "
             "model through prepare_backbone first"
         )
-    evicted_at = attention.get("evicted_at")
-    if evicted_at is not None and uses_triton(next(model.parameters())):
-        attention["plan"] = plan_slots(evicted_at)
+    if (evicted_at := attention.get("evicted_at")) is not None:
+        attention["evicted_at"] = evicted_at = within_windows(model, evicted_at)
+        if uses_triton(next(model.parameters())):
+            attention["plan"] = plan_slots(evicted_at)
     with replayed_experts(model, None if expert_ids is None else by_token(expert_ids)):
         hidden: Tensor = model.base_model(
             input_ids=input_ids,
@@ -174,7 +193,7 @@ def learner_states(
         ValueError: see `check_deterministic`.
     """
     check_deterministic(model)
-    positions = token_positions(attention_mask)
+    positions, evicted_at = token_positions(attention_mask), within_windows(model, evicted_at)
     is_token = attention_mask if is_read is None else attention_mask & is_read
     flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
     if flat is None:

@@ -11,13 +11,21 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.models.attention import ATTENTION_NAME
-from lit_rlkv.models.backbone import head_logits, hidden_states, optional_setting, text_config
+from lit_rlkv.models.backbone import (
+    head_logits,
+    hidden_states,
+    optional_setting,
+    sliding_windows,
+    text_config,
+)
 from lit_rlkv.models.lm_head import use_float32_logits
 from lit_rlkv.models.routing import by_row, by_token, recorded_experts, routers_of
 from lit_rlkv.types import NEVER
 
 REPLAYABLE_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LEN = 6
+PROBE_WINDOW = 3
+"""Sliding window during the check, which its few tokens outgrow."""
 
 
 def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
@@ -49,7 +57,7 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
     input_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % config.vocab_size
     try:
         torch.set_float32_matmul_precision("highest")  # without TF32, because our kernels do not use it
-        with torch.no_grad():
+        with torch.no_grad(), _short_windows(model):
             model.set_attn_implementation("eager")
             expected, experts = _own_logits(model.eval(), input_ids)
             model.set_attn_implementation(ATTENTION_NAME)
@@ -64,6 +72,21 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
         torch.set_float32_matmul_precision(precision)
         model.train(was_training)
     return model
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Give all sliding windows `PROBE_WINDOW` tokens within the block, in the configs and in the layers."""
+    holders: list[Any] = [model.config, text_config(model), *model.modules()]
+    holders += [module.config for module in model.modules() if hasattr(module, "config")]
+    before = {id(one): (one, one.sliding_window) for one in holders if getattr(one, "sliding_window", None)}
+    try:
+        for holder, _ in before.values():
+            holder.sliding_window = PROBE_WINDOW
+        yield
+    finally:
+        for holder, window in before.values():
+            holder.sliding_window = window
 
 
 def _own_logits(
@@ -131,7 +154,8 @@ def _check_replayable(
         )
     with _refused(name):  # one decode step after a prefill of the other columns
         n_layers = text_config(model).num_hidden_layers
-        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device)
+        windows = sliding_windows(model)
+        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device, windows=windows)
         with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
             logits(*columns(slice(None, -1)), slot_cache=cache)
         cache.advance()

@@ -14,7 +14,14 @@ from transformers import (
 from lit_rlkv.diagnostics.flops import flop_costs
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
-from lit_rlkv.models.backbone import can_be_captured, check_length, head_dims, head_logits, token_positions
+from lit_rlkv.models.backbone import (
+    can_be_captured,
+    check_length,
+    head_dims,
+    head_logits,
+    sliding_windows,
+    token_positions,
+)
 from lit_rlkv.rollout import generate
 from tests.models_zoo import (
     HEAD_DIM,
@@ -49,25 +56,15 @@ def test_scalings_behind_the_output_head_are_applied(config: PretrainedConfig):
     assert gap_of_a_rollout(model) < 1e-4
 
 
-def test_a_sliding_window_must_hold_the_whole_sequence():
-    model = prepare_backbone(build(tiny_config("mistral", sliding_window=16)))
-    check_length(model, 16)
-    with pytest.raises(
-        ValueError, match=r"17 tokens exceed the sliding window of 16 of MistralForCausalLM.*use shorter"
-    ):
-        check_length(model, 17)
+def test_windows_are_those_of_the_layers_that_slide():
+    def windows(family, **changes):
+        return sliding_windows(build(tiny_config(family, **changes)))
 
-
-def test_a_window_that_no_layer_slides_by_does_not_matter():
-    config = tiny_config("qwen2", use_sliding_window=False, sliding_window=16)
-    check_length(prepare_backbone(build(config)), 100)
-
-
-def test_one_sliding_layer_among_full_ones_matters():
     layer_types = ["sliding_attention", "full_attention", "full_attention"]
-    model = prepare_backbone(build(tiny_config("gemma3", sliding_window=16, layer_types=layer_types)))
-    with pytest.raises(ValueError, match="exceed the sliding window"):
-        check_length(model, 17)
+    assert windows("mistral", sliding_window=16) == [16] * 3
+    assert windows("gemma3", sliding_window=16, layer_types=layer_types) == [16, None, None]
+    assert windows("qwen2", use_sliding_window=False, sliding_window=16) == [None] * 3
+    assert windows("llama") == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""WindowLayer: a layer with a sliding window, whose keys stand in a ring and are never scored."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from lit_rlkv.kernels.decode_attention import decode_attention
+from lit_rlkv.kernels.evict import take_slots
+from lit_rlkv.kernels.shadow_attention import shadow_attention
+from lit_rlkv.kvcache.layer import SlotLayer
+
+if TYPE_CHECKING:
+    from lit_rlkv.kvcache.cache import SlotCache
+
+
+class WindowLayer(SlotLayer):
+    """Pool of a layer whose queries see the latest `window` keys: a ring, in which the order does not matter.
+
+    The key of position p is in slot p % window until the key of position p + window takes its place. So it
+    dies at column p + window without a record, and no policy can evict it: the memory is bounded already.
+    """
+
+    def __init__(self, cache: "SlotCache", window: int) -> None:
+        super().__init__(cache)
+        self.window = window
+
+    def _prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
+        """Attend within the window over the prompts, then write the last `window` keys of each."""
+        incoming = self._begin()
+        evicted_at = self._expiry(key.shape[2], key.device).where(incoming.is_prompt[:, None], 0)
+        out = shadow_attention(query, key, value, evicted_at, scaling, softcap=softcap)
+        if self.keys is None:
+            shape = (self.cache.n_rows, key.shape[1], self.window)
+            self.keys, self.values = (each.new_zeros(*shape, each.shape[3]) for each in (key, value))
+            self._number_slots()
+            self.is_initialized = True
+        last = incoming.is_prompt.sum(dim=1, keepdim=True) - 1
+        slot = torch.arange(self.window, device=key.device)
+        # The latest position of each slot; one that holds none gets a key that is not read.
+        position = (last - (last - slot) % self.window).clamp(min=0)
+        kept = (incoming.n_padding[:, None] + position)[:, None].expand(-1, key.shape[1], -1)
+        for pool, new in zip(self._pools(), (take_slots(key, kept), take_slots(value, kept)), strict=True):
+            for sample in range(incoming.n_samples):
+                pool[incoming.rows_of(sample)] = new
+        return out
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
+        """Write one key per row over the oldest one, and attend to the ring."""
+        cache, (keys, values) = self.cache, self._pools()
+        n_tokens = cache.column - cache.first + 1
+        self._write(self.first_slot + ((n_tokens - 1) % self.window)[:, None], key, value)
+        n_read = None if cache.n_read is None else min(cache.levels.longest + 1, self.window)
+        packed = query.reshape(*key.shape[:2], -1, query.shape[-1])
+        out = decode_attention(
+            packed,
+            keys[:, :, :n_read],
+            values[:, :, :n_read],
+            n_tokens.clamp(max=self.window),
+            scaling,
+            softcap=softcap,
+            n_splits=cache.n_splits,
+        )
+        return out.reshape(len(key), -1, 1, value.shape[-1])
+
+    def compact(self, is_due: Bool[Tensor, " row"]) -> None:
+        """Do nothing; a ring never holds too many keys."""
+
+    def resize(self, rows: Int[Tensor, " kept"]) -> None:
+        """Keep these rows; the ring stays as it is."""
+        self.keys, self.values = (pool[rows] for pool in self._pools())
+        self._number_slots()
+
+    def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:
+        expiry = self._expiry(self.cache.seq_len, rows.device)
+        return expiry.expand(len(rows), self._pools()[0].shape[1], -1)
+
+    def _expiry(self, n_columns: int, device: torch.device) -> Int[Tensor, " seq"]:
+        """Return the first column whose query no longer sees each key."""
+        return torch.arange(n_columns, dtype=torch.int32, device=device) + self.window

@@ -1,0 +1,138 @@
+"""Layers with a sliding window, at lengths beyond it: sampler, learner and transformers agree."""
+
+import pytest
+import torch
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import preparation as preparation_module
+from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.models.backbone import sliding_windows, within_windows
+from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.rollout import generate
+from tests.models_zoo import build, ragged_prompts, tiny_config
+
+N_NEW = 40
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+CASES = {
+    "mistral": {"sliding_window": 7},
+    "gemma3": {"sliding_window": 5, "layer_types": MIXED},
+    "gemma2": {"sliding_window": 6},
+    "phi3": {"sliding_window": 9},
+    "qwen2": {"sliding_window": 4, "use_sliding_window": True, "layer_types": MIXED},
+}
+
+
+def windowed(family, **changes):
+    return build(tiny_config(family, **(CASES[family] | changes)))
+
+
+def sampled(model, cache, **options):
+    input_ids, mask = ragged_prompts()
+    options = {"num_return_sequences": 2, "generator": torch.Generator().manual_seed(1)} | options
+    settings = {"max_new_tokens": N_NEW, "eos_token_id": 3, "pad_token_id": 0}
+    return generate(model, input_ids, mask, cache=cache, **settings, **options)
+
+
+def own_logps(model, rollout):
+    """Log-probs of the responses by transformers' own attention, with its own mask of the windows."""
+    model.set_attn_implementation("eager")
+    mask = rollout.attention_mask.long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(rollout.input_ids, attention_mask=mask, position_ids=positions).logits[:, :-1]
+    logps = logits.float().log_softmax(-1).gather(2, rollout.input_ids[:, 1:, None])[..., 0]
+    return torch.where(rollout.response_mask[:, 1:], logps, 0.0)
+
+
+def gap(model, rollout, **changes):
+    replayed = replay_logps(model, rollout, **changes)
+    return float((replayed - rollout.rollout_logps).abs().max())
+
+
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("policy", ["dense", "h2o"])
+def test_replay_is_exact_beyond_the_window(family, policy):
+    model = prepare_backbone(windowed(family))
+    rollout = sampled(model, CacheSpec(policy, budget=8, interval=3, sink=1, window=2))
+    assert rollout.input_ids.shape[1] > 3 * CASES[family]["sliding_window"]
+    assert gap(model, rollout) < 1e-4
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_log_probs_are_those_of_the_models_own_attention(family):
+    model = windowed(family)
+    rollout = sampled(prepare_backbone(windowed(family)), CacheSpec.dense())
+    assert (own_logps(model, rollout) - rollout.rollout_logps[:, 1:]).abs().max() < 1e-4
+
+
+def test_a_window_off_by_one_or_none_at_all_is_another_function():
+    model = prepare_backbone(windowed("mistral"))
+    rollout = sampled(model, CacheSpec.dense())
+    for window in (6, 8, 1000):
+        model.config.sliding_window = window
+        assert gap(model, rollout, shadow=False) > 1e-2
+    model.config.sliding_window = 7
+    assert gap(model, rollout, shadow=False) < 1e-4
+
+
+def test_a_policy_evicts_in_the_full_layers_alone_and_windows_are_rings():
+    model = prepare_backbone(windowed("gemma3"))
+    spec = CacheSpec("random", budget=9, interval=3, sink=1, window=2)
+    rollout = sampled(model, spec)
+    column = torch.arange(rollout.input_ids.shape[1])
+    dead = rollout.evicted_at < 2**30
+    for layer in (0, 2):
+        is_dead = dead[:, layer] & rollout.attention_mask[:, None]
+        expected = (column + 5).expand_as(rollout.evicted_at[:, layer])
+        assert torch.equal(rollout.evicted_at[:, layer][is_dead], expected[is_dead].int())
+        assert is_dead.any()
+    assert not torch.equal(rollout.evicted_at[:, 1], rollout.evicted_at[:, 0])
+    n_rows, n_kv_heads, dim = len(rollout.input_ids), 2, 8
+    assert rollout.kv_bytes == 2 * n_rows * n_kv_heads * dim * 4 * (5 + (9 + 3) + 5)
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 4}, {"top_p": 0.8}, {"temperature": 0.5}])
+def test_refilled_rows_and_truncated_sampling_are_exact_too(options):
+    model = prepare_backbone(windowed("gemma3"))
+    spec = CacheSpec("snapkv", budget=8, interval=2, sink=1, window=3)
+    assert gap(model, sampled(model, spec, **options)) < 1e-4
+
+
+def test_a_dense_cache_that_grows_keeps_its_rings(monkeypatch):
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 3)
+    model = prepare_backbone(windowed("gemma3"))
+    grown = sampled(model, CacheSpec.dense())
+    monkeypatch.undo()
+    assert torch.equal(grown.input_ids, sampled(model, CacheSpec.dense()).input_ids)
+    assert gap(model, grown) < 1e-4
+
+
+def test_a_window_wider_than_the_sequence_changes_nothing():
+    plain = sampled(prepare_backbone(windowed("mistral", sliding_window=None)), CacheSpec.dense())
+    wide = prepare_backbone(windowed("mistral", sliding_window=100))
+    assert torch.equal(sampled(wide, CacheSpec.dense()).input_ids, plain.input_ids)
+    table = dense_evicted_at(plain.attention_mask)
+    assert within_windows(wide, table) is table
+
+
+def test_gradients_are_those_of_the_models_own_attention():
+    own, ours = windowed("mistral"), prepare_backbone(windowed("mistral"))
+    rollout = sampled(ours, CacheSpec.dense())
+    replay_logps(ours, rollout, shadow=False).sum().backward()
+    own_logps(own, rollout).sum().backward()
+    for (name, one), (_, other) in zip(own.named_parameters(), ours.named_parameters(), strict=True):
+        error = (one.grad - other.grad).abs().max() / one.grad.abs().max().clamp(min=1e-6)
+        assert error < 1e-3, name
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_loading_proves_the_window_and_catches_one_that_is_off_by_one(family, monkeypatch):
+    windows = sliding_windows(prepare_backbone(windowed(family)))
+    assert {window for window in windows if window} == {CASES[family]["sliding_window"]}
+
+    def wrong(model):
+        return [window and window + 1 for window in sliding_windows(model)]
+
+    monkeypatch.setattr("lit_rlkv.models.backbone.sliding_windows", wrong)
+    monkeypatch.setattr(preparation_module, "sliding_windows", wrong)
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        prepare_backbone(windowed(family))
