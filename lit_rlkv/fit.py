@@ -16,7 +16,6 @@ from lit_rlkv.config import (
     ConfigError,
     check_folders,
     check_keys,
-    check_machine,
     label_logger,
     parse_config,
 )
@@ -51,7 +50,7 @@ def main() -> None:
         if choices is not None:
             check_keys(cfg, choices.options, choices.overrides)
             label_logger(cfg, choices.options, choices.overrides)
-        check_machine(parse_config(cfg))
+        parse_config(cfg)
     import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.stages.rl", "lit_rlkv.stages.sft")
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
     from lit_rlkv.experience.reward import RewardsFailedError

@@ -1,16 +1,13 @@
 """The user's code that a config may name: modules, files, programs; trust lasts as long as the process."""
 
-import importlib.metadata
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
+from typing import Any
 
 KEY = "trusted_modules"
 """Key that grants trust, on the command line only; a saved config never does."""
-INSTALLERS = ("pip", "setuptools", "pkg_resources", "wheel")
 
 _trusted: tuple[str, ...] = ()
 
@@ -29,13 +26,13 @@ def trust_modules(names: Sequence[str]) -> None:
             functions of a saved run.
 
     Raises:
-        ValueError: a name is not a module name, or a module of Python or of an installed dependency.
+        ValueError: a name is empty, or a module of Python's standard library, which runs programs.
     """
     global _trusted
     for name in names:
-        reason = _why_untrustable(name)
-        if reason:
-            raise ValueError(f"a trusted module must be your own, got {name!r}, {reason}; leave it out")
+        is_python = str(name).partition(".")[0] in sys.stdlib_module_names and not str(name).endswith(".py")
+        if not isinstance(name, str) or not name or is_python:
+            raise ValueError(f"a trusted module must be your own, got {name!r}; leave it out")
     _trusted = tuple(dict.fromkeys([*_trusted, *names]))
 
 
@@ -61,11 +58,6 @@ def is_trusted_code(text: str) -> bool:
     return text in _trusted
 
 
-def can_be_trusted(target: str) -> bool:
-    """True if the user may trust the module of a dotted name."""
-    return not _why_untrustable(target.partition(".")[0])
-
-
 def load_trusted_class(target: str) -> type:
     """Import the class of a dotted name.
 
@@ -80,8 +72,7 @@ def load_trusted_class(target: str) -> type:
             "command line"
         )
     try:
-        module, _, name = target.rpartition(".")
-        found = getattr(import_module(module), name)
+        found = located(target)
     except Exception as error:
         raise ValueError(f"{target!r} cannot be imported: {error}") from error
     if not isinstance(found, type) or not is_trusted(f"{found.__module__}."):
@@ -89,51 +80,7 @@ def load_trusted_class(target: str) -> type:
     return found
 
 
-def _why_untrustable(name: str) -> str:
-    """Return why a module can never be trusted, an empty text if it can."""
-    if not isinstance(name, str) or not name:
-        return "which is not the name of a module"
-    if "/" in name or " " in name or name.endswith(".py"):
-        return ""  # a file, a command line or an address; it trusts only itself
-    if not all(part.isidentifier() for part in name.split(".")):
-        return "which is not the name of a module"
-    top = name.partition(".")[0]
-    if top == "lit_rlkv":
-        return "which is this package: configs may name its classes already"
-    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
-        return "which is a module of Python's standard library"
-    if top in INSTALLERS or _is_dependency(top):
-        return "which is an installed library that lit_rlkv depends on"
-    return ""
-
-
-def _is_dependency(top: str) -> bool:
-    """True if a top-level module belongs to a package that lit_rlkv requires, directly or through another."""
-    return bool({_normalized(owner) for owner in _owners().get(top, [])} & _required())
-
-
-@cache
-def _owners() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()
-
-
-@cache
-def _required() -> set[str]:
-    """Return the packages that lit_rlkv and its requirements need, extras included."""
-    found: set[str] = set()
-    waiting = ["lit-rlkv"]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        try:
-            needs = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        waiting += [_normalized(match[0]) for need in needs if (match := re.match(r"[\w.-]+", need))]
-    return found
-
-
-def _normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def located(target: str) -> Any:
+    """Import the module of a dotted name, and return what the name means in it."""
+    module, _, name = target.rpartition(".")
+    return getattr(import_module(module), name)
