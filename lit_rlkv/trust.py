@@ -53,11 +53,6 @@ def is_trusted(target: str) -> bool:
     return target.startswith(tuple(f"{name}." for name in _trusted))
 
 
-def is_trusted_code(text: str) -> bool:
-    """True if exactly this file, command line or address is trusted."""
-    return text in _trusted
-
-
 def load_trusted_class(target: str) -> type:
     """Import the class of a dotted name.
 
@@ -66,11 +61,8 @@ def load_trusted_class(target: str) -> type:
             module: a module also holds what it imports.
     """
     if not is_trusted(target):
-        module = target.partition(".")[0]
-        raise ValueError(
-            f"{target!r} is not from a trusted package; if you trust its code, add {KEY}=[{module}] to the "
-            "command line"
-        )
+        key = f"{KEY}=[{target.partition('.')[0]}]"
+        raise ValueError(f"{target!r} is not from a trusted package; if you trust its code, add {key}")
     try:
         found = located(target)
     except Exception as error:

@@ -4,7 +4,6 @@ import pytest
 
 from lit_rlkv.trust import (
     is_trusted,
-    is_trusted_code,
     load_trusted_class,
     trust_modules,
     trusted_modules,
@@ -30,8 +29,7 @@ def test_trust_covers_a_module_and_what_lies_in_it():
         assert is_trusted("own.Thing")
         assert is_trusted("own.inner.Thing")
         assert not is_trusted("ownmodule.Thing")
-        assert is_trusted_code("code.py")
-        assert not is_trusted_code("other.py")
+        assert trusted_modules() == ("own", "score.py", "code.py")
     assert not is_trusted("own.Thing")
 
 

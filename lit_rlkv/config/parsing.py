@@ -4,6 +4,7 @@ It does not import torch, so a mistake is answered at once. `lit_rlkv.runs.prefl
 """
 
 import os
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -54,12 +55,10 @@ def check_types(cfg: DictConfig) -> Config:
     """
     with interpolations_as_config_errors():
         plain = OmegaConf.to_container(cfg, resolve=True)
+    config = parse(Config, cfg, source=OmegaConf.create(plain))
     check_leaves(plain)
-    source = OmegaConf.create(plain)
-    config = parse(Config, cfg, source=source)
-    nodes = {
-        key: OmegaConf.select(source, key) for key, _, declared in leaf_keys(Config) if declared.is_chosen
-    }
+    chosen = [key for key, _, declared in leaf_keys(Config) if declared.is_chosen]
+    nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}
     nodes |= {f"diagnostics.{name}": node for name, node in named_items(nodes.pop("diagnostics"))}
     nodes |= {"model.preset": config.model.preset or None, "sft.optimizer": config.sft.optimizer}
     for name, node in nodes.items():

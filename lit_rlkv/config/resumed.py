@@ -35,10 +35,6 @@ DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
 N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
-NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric", "correction", "optimizer")
-"""Nodes that the config of every run has."""
-OPTIONAL: dict[str, Any] = {"diagnostics": {}, "logger": None}
-"""Nodes without which a run trains the same."""
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -52,14 +48,11 @@ def read_config(run_dir: Path) -> DictConfig:
         text = read_text(path, MAX_CONFIG_BYTES)
         check_yaml(text)
         saved = OmegaConf.create(text)
-        nodes = saved if isinstance(saved, DictConfig) else OmegaConf.create()
-        check_leaves(OmegaConf.to_container(nodes, resolve=False))  # nothing reads the reader's environment
-        missing = [key for key in NODES if not isinstance(nodes.get(key), DictConfig)]
-        missing += [] if "distillation" in nodes else ["distillation"]
-        require(not missing, f"it lacks {', '.join(missing)}")
-        # Runs from before this key.
-        nodes.correction.setdefault("bypass_mode", nodes.correction.get("replays"))
-        completed = cast(DictConfig, OmegaConf.merge(default_values(Config), OPTIONAL, nodes))
+        require(isinstance(saved, DictConfig) and bool(saved), "it has no keys")
+        check_leaves(OmegaConf.to_container(saved, resolve=False))  # nothing reads the reader's environment
+        if OmegaConf.select(saved, "correction.replays") is not None:  # a run from before bypass_mode
+            saved.correction.setdefault("bypass_mode", saved.correction.replays)
+        completed = cast(DictConfig, OmegaConf.merge(default_values(Config), {"logger": None}, saved))
         OmegaConf.resolve(completed)
         check_types(completed)
     except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
@@ -119,15 +112,13 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
     Raises:
         ConfigError: the configs differ in a setting that training depends on.
     """
-    changed = differences(saved, asked)
-    if changed:
-        lines = [f"{name}: {was} -> {now}" for name, (was, now) in changed.items()]
-        more = [f"and {len(lines) - N_SHOWN} more"] if len(lines) > N_SHOWN else []
-        why = (
-            f"{run_dir} holds a run with another config, which cannot change on resume; leave out what "
-            "differs, or start another run in a folder of its own:"
-        )
-        raise ConfigError("\n  ".join([why, *lines[:N_SHOWN], *more]))
+    changed = [f"{name}: {was} -> {now}" for name, (was, now) in differences(saved, asked).items()]
+    why = (
+        f"{run_dir} holds a run with another config, which cannot change on resume; leave out what differs, "
+        "or start another run in a folder of its own:"
+    )
+    more = [f"and {len(changed) - N_SHOWN} more"] if len(changed) > N_SHOWN else []
+    require(not changed, "\n  ".join([why, *changed[:N_SHOWN], *more]))
 
 
 def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
@@ -153,7 +144,7 @@ def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, An
 def _decides(name: str, saved: DictConfig) -> bool:
     if name == "algorithm.n_iterations":  # the learning rate of the iterations so far may depend on it
         return bool(saved.algorithm.lr_schedule != "constant")
-    return name in DECIDES or name.split(".")[0] not in MAY_CHANGE
+    return name in DECIDES or name.partition(".")[0] not in MAY_CHANGE
 
 
 def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lit_rlkv.checks import is_number, is_whole
 from lit_rlkv.config.errors import ConfigError, as_config_errors, one_line, require
 from lit_rlkv.config.options import show
-from lit_rlkv.trust import KEY, is_trusted, is_trusted_code, located, trust_modules
+from lit_rlkv.trust import KEY, is_trusted, located, trust_modules, trusted_modules
 
 OURS = "lit_rlkv.reporting.loggers."
 CALLBACKS, OPTIMIZERS = ("lit_rlkv.callbacks.",), ("torch.optim.",)
@@ -172,7 +172,7 @@ def check_saved_code(functions: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming what would be used, and the key that allows it.
     """
-    refused = {name: code for name, code in user_code(functions).items() if not is_trusted_code(code)}
+    refused = {name: code for name, code in user_code(functions).items() if code not in trusted_modules()}
     used = " and ".join(f"reward.functions.{name} uses {code!r}" for name, code in refused.items())
     trusted = ",".join(f"'{code}'" for code in refused.values())
     require(
@@ -220,10 +220,7 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     if isinstance(node, Mapping) and "_target_" in node:
         unnamed = sorted(str(key) for key in node if str(key).startswith("_") and key not in INSTANTIATE)
-        require(
-            not unnamed,
-            f"{path}.{', '.join(unnamed)} must be arguments by name, beside {' and '.join(INSTANTIATE)}",
-        )
+        require(not unnamed, f"{path}.{', '.join(unnamed)} must be arguments by name")
         partial = node.get("_partial_", False)
         require(isinstance(partial, bool), f"{path}._partial_ must be true or false, got {show(partial)}")
         yield path, node["_target_"], {k: v for k, v in node.items() if not str(k).startswith("_")}
