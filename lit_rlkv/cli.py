@@ -9,8 +9,8 @@ from importlib import import_module
 import hydra
 from omegaconf import DictConfig, open_dict, read_write
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_command_line, grant_trust
-from lit_rlkv.config.help import asked_help
+from lit_rlkv.config import CONF_DIR, ConfigError, composed, grant_trust
+from lit_rlkv.config.composing import SEVERAL
 from lit_rlkv.interrupts import is_first_process
 from lit_rlkv.units import shortened
 
@@ -18,12 +18,12 @@ MAX_SHOWN = 60
 """Characters of a name that is too long."""
 MAX_ERROR, END_OF_ERROR = 3000, 500
 """Characters of an error that are shown, and how many of these are its end."""
-PRINTING_OPTIONS = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
-"""Options of Hydra that print and run nothing."""
+PRINTING_OPTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "-sc"}
+"""Options of Hydra that print and run nothing; the last is for the completion of shells."""
 
 
 def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:
-    """Return the composed config and Hydra's own node; --help, --help-all and --cfg print and exit.
+    """Return the composed config and Hydra's own node; options of Hydra such as --help print and exit.
 
     `trusted_modules` takes effect here and is not in the config, so that no run folder saves it.
 
@@ -33,22 +33,23 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
     Raises:
         ConfigError: the arguments do not compose, or trust a module that cannot be trusted.
     """
-    if (text := asked_help(name, arguments)) is not None:
-        sys.stdout.write(f"{text}\n")
+    if {argument.partition("=")[0] for argument in arguments} & PRINTING_OPTIONS:
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(lambda _: None)()
         sys.exit()
-    composed = check_command_line(name, arguments)
-    if composed is None or {argument.partition("=")[0] for argument in arguments} & PRINTING_OPTIONS:
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(_refuse)()
-        sys.exit()
-    hydra_cfg = composed.hydra
-    with read_write(composed), open_dict(composed):
-        del composed["hydra"]
-    grant_trust(composed, hydra_cfg.overrides.task)
-    return composed, hydra_cfg
-
-
-def _refuse(cfg: DictConfig) -> None:
-    raise ConfigError(f"{' '.join(sys.argv[1:])}: only --help, --info and --cfg are options; see --help")
+    example = "seed=3" if name == "config" else "ckpt=runs/NAME"
+    for argument in arguments:
+        if argument in ("-m", "--multirun"):
+            raise ConfigError(f"{argument}: {SEVERAL}")
+        if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
+            raise ConfigError(
+                f"{argument!r} sets nothing; write key=value, such as {example}; --help shows more"
+            )
+    cfg = composed(name, arguments)
+    hydra_cfg = cfg.hydra
+    with read_write(cfg), open_dict(cfg):
+        del cfg["hydra"]
+    grant_trust(cfg, hydra_cfg.overrides.task)
+    return cfg, hydra_cfg
 
 
 def import_slow_modules(*modules: str) -> None:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 
 KEY = "trusted_modules"
 """Key that grants trust, on the command line only; a saved config never does."""
@@ -25,11 +26,12 @@ def trust_modules(names: Sequence[str]) -> None:
             functions of a saved run.
 
     Raises:
-        ValueError: a name is empty, or a module of Python's standard library or of this package.
+        ValueError: a name is empty, or a module of Python's standard library, which runs programs.
     """
     global _trusted
     for name in names:
-        if not isinstance(name, str) or not name or is_of_python(name):
+        is_python = str(name).partition(".")[0] in sys.stdlib_module_names and not str(name).endswith(".py")
+        if not isinstance(name, str) or not name or is_python:
             raise ValueError(f"a trusted module must be your own, got {name!r}; leave it out")
     _trusted = tuple(dict.fromkeys([*_trusted, *names]))
 
@@ -46,19 +48,9 @@ def trusting(names: Sequence[str]) -> Iterator[None]:
         _trusted = before
 
 
-def is_of_python(name: str) -> bool:
-    """True if a dotted name is of Python's standard library or of this package, which nobody need trust."""
-    return name.partition(".")[0] in (*sys.stdlib_module_names, "lit_rlkv")
-
-
 def is_trusted(target: str) -> bool:
     """True if a dotted name lies in a trusted module or package."""
     return target.startswith(tuple(f"{name}." for name in _trusted))
-
-
-def is_trusted_code(text: str) -> bool:
-    """True if exactly this file, command line or address is trusted."""
-    return text in _trusted
 
 
 def load_trusted_class(target: str) -> type:
@@ -69,15 +61,18 @@ def load_trusted_class(target: str) -> type:
             module: a module also holds what it imports.
     """
     if not is_trusted(target):
-        raise ValueError(
-            f"{target!r} is not from a trusted package; if you trust its code, add "
-            f"{KEY}=[{target.partition('.')[0]}] to the command line"
-        )
+        key = f"{KEY}=[{target.partition('.')[0]}]"
+        raise ValueError(f"{target!r} is not from a trusted package; if you trust its code, add {key}")
     try:
-        module, _, name = target.rpartition(".")
-        found = getattr(import_module(module), name)
+        found = located(target)
     except Exception as error:
         raise ValueError(f"{target!r} cannot be imported: {error}") from error
     if not isinstance(found, type) or not is_trusted(f"{found.__module__}."):
         raise ValueError(f"{target!r} must be a class defined in {' or '.join(_trusted)}")
     return found
+
+
+def located(target: str) -> Any:
+    """Import the module of a dotted name, and return what the name means in it."""
+    module, _, name = target.rpartition(".")
+    return getattr(import_module(module), name)

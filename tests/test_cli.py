@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.cli import exit_in_one_line, import_slow_modules
-from lit_rlkv.config import ConfigError
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
+from lit_rlkv.config import ConfigError, parse
+from lit_rlkv.config.commands import EvaluateConfig
+from lit_rlkv.config.composing import groups, options_of
 
 RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
@@ -42,3 +44,49 @@ def test_an_error_that_repeats_a_long_value_keeps_its_beginning_and_its_end():
     assert said.startswith("error: a=xxx")
     assert said.endswith("x is wrong; give another")
     assert len(said) < 3100
+
+
+def printed(capsys, monkeypatch, name, *arguments):
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        compose_arguments(name, arguments)
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["config", "evaluate", "export"])
+def test_the_help_fits_a_screen_and_begins_with_examples(capsys, monkeypatch, program):
+    lines = printed(capsys, monkeypatch, program, "--help").splitlines()
+    assert len(lines) < 50
+    assert lines[2] == "Examples"
+
+
+def test_the_help_of_fit_names_every_option(capsys, monkeypatch):
+    words = printed(capsys, monkeypatch, "config", "-h").replace(",", " ").split()
+    assert [option for group in groups() for option in options_of(group) if option not in words] == []
+
+
+def test_the_config_is_shown_by_hydra(capsys, monkeypatch):
+    assert "\nseed: 3\n" in "\n" + printed(capsys, monkeypatch, "config", "seed=3", "--cfg", "job")
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        ("config", ["--seed", "3"], "'--seed' sets nothing; write key=value, such as seed=3"),
+        ("config", ["seed", "3"], "'seed' sets nothing"),
+        ("config", ["help"], "'help' sets nothing"),
+        ("config", ["-m", "seed=1,2"], "lit_rlkv.sweep FILE"),
+        ("evaluate", ["runs/x"], "such as ckpt=runs/NAME"),
+        ("export", ["--ckpt=runs/x"], "such as ckpt=runs/NAME"),
+    ],
+)
+def test_a_command_line_in_another_form_is_refused(program, arguments, says):
+    with pytest.raises(ConfigError) as caught:
+        compose_arguments(program, arguments)
+    assert says in str(caught.value)
+
+
+def test_an_unknown_key_of_another_program_is_refused_with_those_that_it_takes():
+    with pytest.raises(ConfigError, match=r"unknown key 'budget'; it takes ckpt, budgets, "):
+        parse(EvaluateConfig, compose_arguments("evaluate", ["ckpt=runs/x", "budget=3"])[0])

@@ -7,9 +7,8 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.checks import Number, Range, is_finite, is_number
-from lit_rlkv.config.errors import ConfigError
-from lit_rlkv.config.hints import hint
+from lit_rlkv.checks import MAX_NUMBER, Number, Range, is_finite, is_number
+from lit_rlkv.config.errors import require
 
 Schema = TypeVar("Schema")
 Node = DictConfig
@@ -31,25 +30,16 @@ class Option(Range):
     """True if the option of a config group gives the value, so that it has no default."""
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    least: Number | None = None,
-    above: Number | None = None,
-    most: Number | None = None,
-    below: Number | None = None,
-    yaml: Any = None,
-) -> Any:
+def option(default: Any, help: str, *, yaml: Any = None, **bounds: Number) -> Any:
     """Declare a key of a config: a dataclass field with a meaning and a range.
 
     Args:
         default: MISSING for none; None also says that null is allowed; a list or dict is copied.
         help: meaning and unit, in one line.
-        least, above, most, below: bounds, as in `Range`.
         yaml: default in YAML, where another key decides it, such as `${seed}`.
+        bounds: least, above, most and below, as in `Range`.
     """
-    metadata = {_META: Option(help=help, yaml=yaml, least=least, above=above, most=most, below=below)}
+    metadata = {_META: Option(help=help, yaml=yaml, **cast(Any, bounds))}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -57,16 +47,12 @@ def option(
 
 def group(schema: type) -> Any:
     """Declare a node with a schema of its own."""
-    metadata = {_META: Option()}
-    return field(default_factory=schema, metadata=metadata)
+    return field(default_factory=schema, metadata={_META: Option()})
 
 
 def chosen(help: str) -> Any:
     """Declare a node that the chosen option of a config group gives; empty in Python."""
-    return field(
-        default_factory=OmegaConf.create,
-        metadata={_META: Option(help=help, is_chosen=True)},
-    )
+    return field(default_factory=OmegaConf.create, metadata={_META: Option(help=help, is_chosen=True)})
 
 
 def default_values(schema: type) -> dict[str, Any]:
@@ -102,28 +88,17 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **o
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type or lies outside of its range.
     """
-    known = {name: (declared, kind) for name, _, declared, kind in keys_of(schema)}
-    required = {
-        each.name: each.default is each.default_factory is MISSING for each in fields(cast(Any, schema))
-    }
-    for name in values:
-        if name not in known:
-            here = [_join(path, one) for one in known]
-            raise ConfigError(f"unknown key '{_join(path, name)}': {hint(_join(path, name), here)}")
-    arguments: dict[str, Any] = {}
-    for name, (declared, kind) in known.items():
-        where = _join(path, name)
-        if name not in values:
-            if required[name]:
-                raise ConfigError(f"{where} is missing; give it ({declared.help})")
-            continue
-        value = values[name]
-        if is_dataclass(kind):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{where} must have the keys {', '.join(_names(kind))}, got {show(value)}")
-            arguments[name] = convert(cast(type, kind), value, where)
+    prefix = f"{path}." if path else ""
+    keys = {name: (each, declared, kind) for name, each, declared, kind in keys_of(schema)}
+    unknown = next((name for name in values if name not in keys), None)
+    require(unknown is None, f"unknown key '{prefix}{unknown}'; {path or 'it'} takes {', '.join(keys)}")
+    arguments = {}
+    for name, (each, declared, kind) in keys.items():
+        if name in values:
+            arguments[name] = _converted(f"{prefix}{name}", values[name], kind, declared)
         else:
-            arguments[name] = _converted(where, value, kind, declared)
+            has_default = not (each.default is each.default_factory is MISSING)
+            require(has_default, f"{prefix}{name} is missing; give it ({declared.help})")
     return schema(**arguments, **others)
 
 
@@ -143,33 +118,24 @@ def named_items(node: DictConfig) -> list[tuple[str, Any]]:
     return [(str(name), value) for name, value in node.items() if not str(name).startswith("_")]
 
 
-def _names(schema: Any) -> list[str]:
-    return [each.name for each in fields(schema)]
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else str(name)
-
-
 def _converted(where: str, value: Any, kind: Any, declared: Option) -> Any:
     """Return a value as its type has it.
 
     Raises:
         ConfigError: the value has another type, or lies outside of its range.
     """
+    if is_dataclass(kind):
+        names = ", ".join(name for name, _, _, _ in keys_of(cast(type, kind)))
+        require(isinstance(value, Mapping), f"{where} must have the keys {names}, got {show(value)}")
+        return convert(cast(type, kind), value, where)
     item = next((get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is tuple), None)
     if item is not None and isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_converted(f"{where}[{n}]", one, item, declared) for n, one in enumerate(value))
-    if get_origin(kind) is tuple:
-        example = "" if value is None else f"; write {where}=[{show(value)}]"
-        raise ConfigError(f"{where} must be a list ({declared.help}), got {show(value)}{example}")
-    if not any(_is_of(value, one, declared) for one in _alternatives(kind)):
-        raise ConfigError(
-            f"{where} must be {describe(kind, declared, value)}, got {show(value)} ({declared.help})"
-        )
-    if isinstance(value, Mapping) and Node in _alternatives(kind):
-        return OmegaConf.create(dict(value))
-    return value
+    require(
+        any(_is_of(value, one, declared) for one in _alternatives(kind)),
+        f"{where} must be {describe(kind, declared, value)}, got {show(value)} ({declared.help})",
+    )
+    return OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -210,17 +176,11 @@ def _word(kind: Any, declared: Option, value: Any) -> str:
 
 def show(value: Any) -> str:
     """Return a value as YAML writes it, on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if is_number(value) and not is_finite(value):
-        return str(value)
-    if value == "":
-        return "''"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
         return f"[{', '.join(show(one) for one in value)}]"
-    return str(value)
+    return str(value) or "''"
 
 
 def leaf_keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Option]]:
@@ -239,3 +199,29 @@ def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, value in node.items():
         yield from leaves(value, f"{key}.{name}" if key else str(name))
+
+
+def check_leaves(node: Any, key: str = "") -> None:
+    """Check that the values of a container are plain: finite numbers, and texts that refer to no other key.
+
+    A saved config is read once more, and would resolve a reference then.
+
+    Raises:
+        ConfigError: naming the first value that is not.
+    """
+    for name, leaf in leaves(node, key):
+        is_plain = INTERPOLATION not in str(leaf)
+        require(is_plain, f"{name}={show(leaf)} refers to another key by {INTERPOLATION!r}; write its value")
+        require(
+            all(is_finite(number) and abs(number) <= MAX_NUMBER for number in _numbers(leaf)),
+            f"{name} must have finite numbers of at most {MAX_NUMBER:g} in size, got {show(leaf)}",
+        )
+
+
+def _numbers(value: Any) -> Iterator[Number]:
+    """Yield a number, or those in a list or mapping."""
+    if is_number(value):
+        yield value
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for item in items:
+        yield from _numbers(item)

@@ -4,6 +4,7 @@ It does not import torch, so a mistake is answered at once. `lit_rlkv.runs.prefl
 """
 
 import os
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -12,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_policy_name, check_sizes
 from lit_rlkv.checks import Range
 from lit_rlkv.config.errors import as_config_errors, interpolations_as_config_errors, require
-from lit_rlkv.config.options import convert, named_items, show
-from lit_rlkv.config.schema import Config, SFTConfig, Stage
-from lit_rlkv.config.targets import WEIGHT_FUNCTIONS, check_policy_trust, find_gguf, is_local
+from lit_rlkv.config.model_path import find_gguf, is_local
+from lit_rlkv.config.options import check_leaves, convert, leaf_keys, named_items, show
+from lit_rlkv.config.schema import Config, Stage
+from lit_rlkv.config.targets import check_importable
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -23,6 +25,10 @@ AUTO = "auto"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File name of the model of `recipe=smollm2`."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
+WEIGHT_FUNCTIONS = tuple(
+    f"lit_rlkv.objectives.corrections.{name}"
+    for name in ("truncated", "masked", "sequence_truncated", "sequence_masked", "sparse_rl")
+)
 
 
 def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
@@ -35,11 +41,7 @@ def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
         ConfigError: a key is not given, or breaks a rule of the schema.
     """
     missing = sorted(OmegaConf.missing_keys(cfg))
-    is_or_are = "is" if len(missing) == 1 else "are"
-    require(
-        not missing,
-        f"{', '.join(missing)} {is_or_are} not given; add {' '.join(f'{name}=...' for name in missing)}",
-    )
+    require(not missing, f"not given: {', '.join(missing)}; add {' '.join(f'{key}=...' for key in missing)}")
     with interpolations_as_config_errors():
         values = OmegaConf.to_container(cfg, resolve=True)
     return convert(schema, cast(dict[str, Any], values), **others)
@@ -52,21 +54,13 @@ def check_types(cfg: DictConfig) -> Config:
         ConfigError: a key is unknown or not given, or a value has the wrong type or is out of its range.
     """
     with interpolations_as_config_errors():
-        source = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    config = parse(Config, cfg, source=source)
-    algorithm = config.algorithm
-    nodes = {
-        "task": config.task,
-        "model.preset": config.model.preset or None,
-        "algorithm.advantage": algorithm.advantage,
-        "algorithm.loss": algorithm.loss,
-        "correction": config.correction,
-        "distillation": config.distillation,
-        "optimizer": config.optimizer,
-        "sft.optimizer": config.sft.optimizer,
-        "logger": config.logger,
-        **{f"diagnostics.{name}": node for name, node in named_items(config.diagnostics)},
-    }
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    config = parse(Config, cfg, source=OmegaConf.create(plain))
+    check_leaves(plain)
+    chosen = [key for key, _, declared in leaf_keys(Config) if declared.is_chosen]
+    nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}
+    nodes |= {f"diagnostics.{name}": node for name, node in named_items(nodes.pop("diagnostics"))}
+    nodes |= {"model.preset": config.model.preset or None, "sft.optimizer": config.sft.optimizer}
     for name, node in nodes.items():
         target = node.get("_target_") if isinstance(node, DictConfig) else node
         require(
@@ -83,61 +77,34 @@ def parse_config(cfg: DictConfig) -> Config:
         ConfigError: the first rule that is broken.
     """
     config = check_types(cfg)
-    for check in (
-        _check_stages,
-        _check_sft,
-        _check_model,
-        _check_cache,
-        _check_weights_of_responses,
-        _check_optimizers,
-        _check_rollout,
-        _check_fabric,
-        _check_losses,
-    ):
+    for check in (_check_stages, _check_model, _check_cache, _check_numbers, _check_fabric, _check_losses):
         check(config)
     return config
 
 
 def check_folders(cfg: DictConfig) -> None:
-    """Check the folders of a run, and of the run that it resumes.
+    """Check the names of the folder of runs, and of the run to resume.
 
     Raises:
-        ConfigError: a folder is not given, or cannot be made.
+        ConfigError: one is not the name of a folder.
     """
-    runs_dir, resume = cfg.get("runs_dir"), cfg.get("resume")
-    require(
-        isinstance(runs_dir, str) and runs_dir != "",
-        f"runs_dir must be a folder, got {show(runs_dir)}; give one, such as runs_dir=runs",
-    )
-    require(
-        resume is None or (isinstance(resume, str) and resume != ""),
-        f"resume must be the folder of a run, got {show(resume)}; give resume=runs/NAME, or resume=auto",
-    )
-    asked = {"runs_dir": runs_dir, "resume": resume, "hydra.run.dir": OmegaConf.select(cfg, "hydra.run.dir")}
-    for name, folder in asked.items():
+    for name, example in {"runs_dir": "runs", "resume": f"runs/NAME, or resume={AUTO}"}.items():
+        folder = cfg.get(name)
+        require(
+            (isinstance(folder, str) and folder != "") or (folder is None and name == "resume"),
+            f"{name} must be a folder, got {show(folder)}; give {name}={example}",
+        )
         home = os.path.expanduser(str(folder))
         require(not str(folder).startswith("~"), f"{name}={folder}: ~ is not expanded here; give {home}")
-        if folder is not None and name != "resume":
-            _check_can_be_made(name, Path(folder))
-
-
-def _check_can_be_made(name: str, folder: Path) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    reason = "" if there.is_dir() else f"{there} is a file"
-    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
-        reason = f"nothing can be written in {there}"
-    require(not reason, f"{name}={folder} cannot be made, since {reason}; give another folder")
 
 
 def _check_stages(cfg: Config) -> None:
-    stages = cfg.stages
-    require(len({*stages}) == len(stages), f"stages={show(stages)} names a stage twice; name each once")
-    require(bool(stages), f"stages=[] leaves nothing to do; choose from {', '.join(STAGES)}")
-
-
-def _check_sft(cfg: Config) -> None:
-    sft = cfg.sft
-    for name, n_steps in _pass_lengths(sft).items():
+    sft, steps = cfg.sft, {"n_steps": cfg.sft.n_steps}
+    steps |= {} if sft.joint else {"reward_steps": sft.reward_steps}
+    if sft.on_policy_pairs.n_prompts > 0:
+        steps["on_policy_pairs.n_steps"] = sft.on_policy_pairs.n_steps
+    require(bool(cfg.stages), f"stages=[] leaves nothing to do; choose from {', '.join(STAGES)}")
+    for name, n_steps in steps.items():
         require(
             n_steps % min(sft.steps_per_iteration, n_steps) == 0,
             f"sft.{name} must be a multiple of sft.steps_per_iteration={sft.steps_per_iteration}, got "
@@ -157,16 +124,6 @@ def _check_sft(cfg: Config) -> None:
         f"reward.learned={cfg.reward.learned} needs a reward head, but sft.n_pairs={sft.n_pairs} with "
         f"sft.reward_weight={sft.reward_weight} trains none; raise them",
     )
-
-
-def _pass_lengths(sft: SFTConfig) -> dict[str, int]:
-    """Return the number of steps of each pass, by key."""
-    lengths = {"n_steps": sft.n_steps}
-    if not sft.joint:
-        lengths["reward_steps"] = sft.reward_steps
-    if sft.on_policy_pairs.n_prompts > 0:
-        lengths["on_policy_pairs.n_steps"] = sft.on_policy_pairs.n_steps
-    return lengths
 
 
 def _check_model(cfg: Config) -> None:
@@ -195,7 +152,7 @@ def _check_cache(cfg: Config) -> None:
         check_policy_name(cache.policy)
         if cache.policy in (DENSE, *POLICY_NAMES):
             check_no_options(cache.policy, dict(named_items(cache.policy_options)))
-    check_policy_trust(cache.policy)
+    check_importable({}, cache.policy)
     for where, sizes in budgets.items():
         for budget in sizes:
             with as_config_errors(where):
@@ -208,42 +165,29 @@ def _check_cache(cfg: Config) -> None:
                 )
 
 
-def _check_weights_of_responses(cfg: Config) -> None:
-    """Check the bounds of importance weights; a function of the user's own has options of its own."""
-    if _weight_function(cfg) not in WEIGHT_FUNCTIONS:
-        return
-    bounds = dict(named_items(cfg.correction.weight_fn))
-    for name, value in bounds.items():
-        bound = Range(above=0) if name in ("cap", "high") else Range(least=0)
-        _check_number(bound, f"correction.weight_fn.{name}", value, "it bounds a ratio of probabilities")
+def _check_numbers(cfg: Config) -> None:
+    """Check learning rates, rows, and bounds of importance weights by functions of lit_rlkv."""
+    bounds = dict(named_items(cfg.correction.weight_fn)) if _weight_function(cfg) in WEIGHT_FUNCTIONS else {}
+    numbers = {"optimizer.lr": cfg.optimizer.get("lr"), "sft.optimizer.lr": cfg.sft.optimizer.get("lr")}
+    numbers |= {f"correction.weight_fn.{name}": value for name, value in bounds.items()}
+    for name, value in numbers.items():
+        bound = Range(above=0) if name.endswith(("lr", "cap", "high")) else Range(least=0)
+        require(bound.holds(value), f"{name} must be {bound.describe(value=value)}, got {show(value)}")
     low, high = bounds.get("low"), bounds.get("high")
     require(
         low is None or high is None or low < high,
-        f"correction.weight_fn.low must be below correction.weight_fn.high={high}, got {low}; else nothing "
-        "would count; lower it",
+        f"correction.weight_fn.low must be below correction.weight_fn.high={high}, got {low}; lower it",
     )
-
-
-def _weight_function(cfg: Config) -> str:
-    return str((cfg.correction.get("weight_fn") or {}).get("_target_"))
-
-
-def _check_optimizers(cfg: Config) -> None:
-    for name, node in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
-        _check_number(Range(above=0), f"{name}.lr", node.get("lr"), "it is the learning rate")
-
-
-def _check_number(bound: Range, name: str, value: Any, hint: str) -> None:
-    require(bound.holds(value), f"{name} must be {bound.describe(value=value)}, got {show(value)}; {hint}")
-
-
-def _check_rollout(cfg: Config) -> None:
     group_size, rows = cfg.algorithm.group_size, cfg.rollout.max_rows
     require(
         rows is None or rows >= group_size,
         f"rollout.max_rows must be at least algorithm.group_size={group_size}, or null for all, got {rows}; "
         "the responses to one prompt start together",
     )
+
+
+def _weight_function(cfg: Config) -> str:
+    return str((cfg.correction.get("weight_fn") or {}).get("_target_"))
 
 
 def _check_fabric(cfg: Config) -> None:

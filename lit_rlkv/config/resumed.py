@@ -1,7 +1,6 @@
 """The config of a run that is resumed, read and compared without torch, so that mistakes are told at once."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,16 +8,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lit_rlkv.config.composing import PRESETS
 from lit_rlkv.config.errors import ConfigError, one_line, require
-from lit_rlkv.config.options import INTERPOLATION, default_values, leaves, show
+from lit_rlkv.config.keys import PRESETS
+from lit_rlkv.config.options import check_leaves, default_values, leaves
 from lit_rlkv.config.parsing import AUTO, check_types
-from lit_rlkv.config.run_labels import LABELS, OURS, Choices
+from lit_rlkv.config.run_labels import LABELS, Choices
 from lit_rlkv.config.schema import Config
-from lit_rlkv.config.targets import NO_DEFAULT, check_saved_code, default_argument
+from lit_rlkv.config.targets import NO_DEFAULT, OURS, check_saved_code, default_argument
 from lit_rlkv.files import MAX_CONFIG_BYTES, check_yaml, read_text
 from lit_rlkv.run_files import CONFIG
-from lit_rlkv.trust import KEY
+from lit_rlkv.trust import KEY, is_trusted
 
 MAY_CHANGE = (
     "callbacks",
@@ -36,10 +35,6 @@ DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
 N_SHOWN = 8
 """Differences to name in an error; the others are counted."""
-NODES = ("task", "model", "cache", "rollout", "algorithm", "reward", "fabric", "correction", "optimizer")
-"""Nodes that the config of every run has."""
-OPTIONAL: dict[str, Any] = {"diagnostics": {}, "logger": None}
-"""Nodes without which a run trains the same."""
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -53,29 +48,14 @@ def read_config(run_dir: Path) -> DictConfig:
         text = read_text(path, MAX_CONFIG_BYTES)
         check_yaml(text)
         saved = OmegaConf.create(text)
-    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {one_line(error)}; restore it, or start a new run"
-        ) from error
-    nodes = saved if isinstance(saved, DictConfig) else OmegaConf.create()
-    for key, value in leaves(OmegaConf.to_container(nodes, resolve=False)):
-        require(  # it could read the environment of its reader
-            INTERPOLATION not in str(value),
-            f"{path}: {key}={show(value)} is an interpolation, but a saved config has plain values alone; "
-            "write the value itself, or start a new run",
-        )
-    missing = [key for key in NODES if not isinstance(nodes.get(key), DictConfig)]
-    missing += [] if "distillation" in nodes else ["distillation"]
-    require(
-        not missing,
-        f"{path} is damaged, as it lacks {', '.join(missing)}; restore it, or start a new run",
-    )
-    nodes.correction.setdefault("bypass_mode", nodes.correction.get("replays"))  # runs from before this key
-    try:
-        completed = cast(DictConfig, OmegaConf.merge(default_values(Config), OPTIONAL, nodes))
+        require(isinstance(saved, DictConfig) and bool(saved), "it has no keys")
+        check_leaves(OmegaConf.to_container(saved, resolve=False))  # nothing reads the reader's environment
+        if OmegaConf.select(saved, "correction.replays") is not None:  # a run from before bypass_mode
+            saved.correction.setdefault("bypass_mode", saved.correction.replays)
+        completed = cast(DictConfig, OmegaConf.merge(default_values(Config), {"logger": None}, saved))
         OmegaConf.resolve(completed)
         check_types(completed)
-    except (ConfigError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} cannot be used: {one_line(error)}; restore it if it is damaged, use the version of "
             "lit_rlkv that wrote it, or start a new run"
@@ -91,32 +71,27 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
             the differences.
     """
     run_dir = Path(cfg.resume)
-    if not (run_dir / CONFIG).is_file():
-        raise ConfigError(
-            f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/, "
-            f"or resume={AUTO}"
-        )
+    require(
+        (run_dir / CONFIG).is_file(),
+        f"resume={cfg.resume} is not a run folder (no {CONFIG} there); give one under {cfg.runs_dir}/, or "
+        f"resume={AUTO}",
+    )
     saved = read_config(run_dir)
     asked = _with_overrides(saved, cfg, overrides)
-    check_saved_logger(asked.logger, run_dir, overrides)
-    _keep_labels(saved, asked)
+    logger = str(asked.logger and asked.logger.get("_target_"))
+    is_given = any(override.lstrip("+").startswith("logger=") for override in overrides)
+    require(
+        asked.logger is None or is_given or is_trusted(logger) or logger.startswith(OURS),
+        f"logger._target_={logger} of the saved config may write anywhere; if it may, give logger=... with "
+        "its keys again on the command line, else logger=csv",
+    )
+    before = saved.get("logger") or {}
+    for key in LABELS if asked.logger is not None else ():  # of the run, for a logger that is chosen anew
+        if asked.logger.get(key, "") is None and before.get(key) is not None:
+            asked.logger[key] = before[key]
     check_same_config(saved, asked, run_dir)
     check_saved_code(saved.reward.functions)
     return run_dir, asked
-
-
-def check_saved_logger(logger: DictConfig | None, run_dir: Path, overrides: Sequence[str] = ()) -> None:
-    """Check that a saved logger is one of ours, which write into their run's folder alone, or is given again.
-
-    Raises:
-        ConfigError: naming the logger, and how the command line allows it.
-    """
-    is_given = any(re.match(r"\+{0,2}logger[.=]", override) for override in overrides)
-    require(
-        logger is None or is_given or logger._target_.startswith(OURS),
-        f"logger={logger and logger._target_} of {run_dir} may write anywhere; if you trust it, give "
-        "logger=... with its keys again on the command line, else logger=csv",
-    )
 
 
 def resumed_choices(run_dir: Path, choices: Choices) -> Choices | None:
@@ -137,15 +112,13 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
     Raises:
         ConfigError: the configs differ in a setting that training depends on.
     """
-    changed = differences(saved, asked)
-    if changed:
-        lines = [f"{name}: {was} -> {now}" for name, (was, now) in changed.items()]
-        more = [f"and {len(lines) - N_SHOWN} more"] if len(lines) > N_SHOWN else []
-        why = (
-            f"{run_dir} holds a run with another config, which cannot change on resume; leave out what "
-            "differs, or start another run in a folder of its own:"
-        )
-        raise ConfigError("\n  ".join([why, *lines[:N_SHOWN], *more]))
+    changed = [f"{name}: {was} -> {now}" for name, (was, now) in differences(saved, asked).items()]
+    why = (
+        f"{run_dir} holds a run with another config, which cannot change on resume; leave out what differs, "
+        "or start another run in a folder of its own:"
+    )
+    more = [f"and {len(changed) - N_SHOWN} more"] if len(changed) > N_SHOWN else []
+    require(not changed, "\n  ".join([why, *changed[:N_SHOWN], *more]))
 
 
 def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:
@@ -153,47 +126,25 @@ def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, An
 
     An argument that one config leaves out has its default, as for a run from before the argument existed.
     """
-    was, now = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (saved, asked))
-    names = [*was, *(name for name in now if name not in was)]
-    for name in was.keys() ^ now.keys():
-        if _decides(name, saved):
-            _fill_in(name, was, now)
-    return {
-        name: (was.get(name, "nothing"), now.get(name, "nothing"))
-        for name in names
-        if _decides(name, saved) and was.get(name, _MISSING) != now.get(name, _MISSING)
-    }
-
-
-def _fill_in(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Give an argument that one of two flat configs lacks its default, if both name the same class."""
-    node, _, argument = name.rpartition(".")
-    target = one.get(f"{node}._target_")
-    if target is not None and target == other.get(f"{node}._target_"):
-        default = default_argument(target, argument)
-        if default is not NO_DEFAULT:
-            one.setdefault(name, default)
-            other.setdefault(name, default)
+    was, now = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (saved, asked))
+    found = {}
+    for name in dict.fromkeys((*was, *now)):
+        if not _decides(name, saved) or was.get(name, NO_DEFAULT) == now.get(name, NO_DEFAULT):
+            continue
+        node, _, argument = name.rpartition(".")
+        target, default = was.get(f"{node}._target_"), NO_DEFAULT
+        if (name in was) != (name in now) and target is not None and target == now.get(f"{node}._target_"):
+            default = default_argument(target, argument)
+        old, new = was.get(name, default), now.get(name, default)
+        if old != new:
+            found[name] = "nothing" if old is NO_DEFAULT else old, "nothing" if new is NO_DEFAULT else new
+    return found
 
 
 def _decides(name: str, saved: DictConfig) -> bool:
     if name == "algorithm.n_iterations":  # the learning rate of the iterations so far may depend on it
         return bool(saved.algorithm.lr_schedule != "constant")
-    return name in DECIDES or name.split(".")[0] not in MAY_CHANGE
-
-
-_MISSING = object()
-
-
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    """Return every leaf by its dotted path; lists are leaves."""
-    if not isinstance(node, Mapping):
-        return {path: node}
-    return {
-        name: value
-        for key, below in node.items()
-        for name, value in _flat(below, f"{path}.{key}".lstrip(".")).items()
-    }
+    return name in DECIDES or name.partition(".")[0] not in MAY_CHANGE
 
 
 def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -201,10 +152,8 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
     asked = saved.copy()
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if key in PRESETS:  # a preset sets keys everywhere
-            raise ConfigError(
-                f"{override}: a resumed run takes no preset; give the single settings to change"
-            )
+        # A preset sets keys everywhere.
+        require(key not in PRESETS, f"{override}: a resumed run takes no preset; give single settings")
         if key not in ("resume", KEY):
             # The key, or the first parent of it that is None, such as a diagnostic that was off.
             names = key.split(".")
@@ -212,12 +161,3 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
             place = next((name for name in above if OmegaConf.select(asked, name) is None), key)
             OmegaConf.update(asked, place, OmegaConf.select(cfg, place), merge=False, force_add=True)
     return asked
-
-
-def _keep_labels(saved: DictConfig, asked: DictConfig) -> None:
-    """Give a logger that is chosen anew the labels of the run."""
-    before, now = saved.get("logger"), asked.get("logger")
-    if before is not None and now is not None:
-        for key in LABELS:
-            if now.get(key, "") is None and before.get(key) is not None:
-                now[key] = before[key]

@@ -1,75 +1,117 @@
-"""Hydra's command lines: composition and refusals."""
+"""Hydra's errors, and those before torch is imported, in one line each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from lit_rlkv.config import ConfigError, check_command_line
+from lit_rlkv.config import ConfigError, composed
+from tests.config.asking import asked, refusal
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["-m", "seed=1,2"], ["--multirun", "experiment=tis,mis"], ["experiment=tis,mis"]],
-    ids=" ".join,
-)
-def test_several_runs_are_sent_to_the_sweep(arguments):
-    with pytest.raises(ConfigError, match=r"several runs are a sweep; .* python -m lit_rlkv\.sweep FILE"):
-        check_command_line("config", arguments)
-
-
-@pytest.mark.parametrize("view", [["--cfg", "job"], ["-c", "all", "--resolve"], ["--cfg=job"]], ids=" ".join)
-def test_a_look_at_the_config_is_held_to_what_exists(view):
-    with pytest.raises(ConfigError, match=r"write 'algorithm\.group_size'"):
-        check_command_line("config", ["algorithm.num_generations=4", *view])
-    assert check_command_line("config", ["seed=3", *view]).seed == 3
-
-
-def test_options_of_hydra_are_left_to_hydra():
-    assert check_command_line("config", ["--help"]) is None
-    assert check_command_line("config", ["--info", "defaults"]) is None
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("override", "says"),
     [
-        (["diagnostics=null"], "diagnostics must be one of default, light, none, got null"),
-        (["logger=null"], "logger must be one of csv,"),
-        (["diagnostics=nnone"], "diagnostics must be one of default, light, none, got nnone"),
-        (["diagnostics.gradent=null"], "unknown key 'diagnostics.gradent': did you mean 'diagnostics.gradi"),
-        (["diagnostic=none"], "unknown key 'diagnostic': did you mean 'diagnostics'?"),
-        (["logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project' of logger=wandb?"),
-        (["logger.project=x"], "unknown key 'logger.project': logger=wandb has it"),
-        (["task.defaults=x"], "unknown key 'task.defaults': task has the keys max_operand, n_terms"),
-        (["logger=wandb", "logger.projct=x"], "unknown key 'logger.projct': did you mean 'logger.project'?"),
-        (["zzz=1"], "unknown key 'zzz': --help-all lists all"),
-        (
-            ["seed=1,2"],
-            """seed=1,2: quote it if it is one value, "seed='1,2'", or give a list, seed=[1,2]; sev""",
-        ),
-        (
-            ["resume=runs/lr=1e-3"],
-            """resume=runs/lr=1e-3: the value cannot be read as it stands; quote it: "resume='runs/lr""",
-        ),
-        (
-            ["model.path=josé", "seed=1"],
-            """model.path=josé: the value cannot be read as it stands; quote it: "model.path='josé'\"""",
-        ),
-        (
-            ["resume=it's"],
-            "resume=it's: the value cannot be read as it stands; quote it: \"resume='it\\'s'\"",
-        ),
-        (
-            ["hydra.run.dir=~/x"],
-            "hydra.run.dir=~/x: the value cannot be read as it stands; quote it: \"hydra.run.dir='/",
-        ),
+        ("diagnostics=null", "diagnostics must be one of default, light, none, got null"),
+        ("algorithm=grop", "algorithm=grpo"),
+        ("model=Qwen/Qwen2.5-0.5B", "model.path=Qwen/Qwen2.5-0.5B"),
+        ("task=data/mine.jsonl", "task=dataset task.dataset=data/mine.jsonl"),
+        ("experiment=tis,mis", "lit_rlkv.sweep"),
+        ("seed=1,2", "seed=[1,2]"),
+        ("resume=runs/lr=1e-3", "\"resume='runs/lr=1e-3'\""),
+        ("model.path=josé", "\"model.path='josé'\""),
+        ("resume=it's", "\"resume='it\\'s'\""),
+        ("hydra.run.dir=~/x", "\"hydra.run.dir='/"),
+        ("rollout.n_splits=${nope}", "rollout.n_splits: "),
+        ("seed=${oc.env:NO_SUCH_VARIABLE}", "NO_SUCH_VARIABLE"),
+        ("evaluation.budgets=[${eval:1}]", "evaluation.budgets[0]: "),
+        ("runs_dir=${runs_dir}", "runs_dir: "),
     ],
 )
-def test_errors_of_hydra_are_one_line(overrides, says):
+def test_what_does_not_compose_is_refused_in_one_line(override, says):
     with pytest.raises(ConfigError) as caught:
-        check_command_line("config", overrides)
-    assert str(caught.value).startswith(says)
+        composed("config", [override])
+    assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-    check_command_line("config", ["logger=wandb", "logger.project=x", "diagnostics.gradient=null"])
 
 
 @pytest.mark.parametrize("override", ["resume='runs/lr=1e-3'", "model.path='josé'", "resume='it\\'s'"])
 def test_advised_overrides_are_accepted(override):
-    assert check_command_line("config", [override]) is not None
+    assert composed("config", [override]).hydra.overrides.task == [override]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["task=jsonl"], "task.path=..."),
+        (["task=dataset"], "task.dataset=..."),
+        (["task=preferences", "reward=learned"], "task.path=..."),
+        (["reward=python"], "reward.functions.custom.path=..."),
+        (["reward=command"], "reward.functions.custom.argv=..."),
+        (["reward=endpoint"], "reward.functions.custom.url=..."),
+        (["task=jsonl", "reward=python"], "reward.functions.custom.path=... task.path=..."),
+        (["resume=true"], "resume=runs/NAME"),
+        (["resume=''"], "resume=runs/NAME"),
+        (["runs_dir=null"], "runs_dir=runs"),
+        (["runs_dir='~/runs'"], "runs_dir=~/runs"),
+        (["resume='~/runs/x'"], "resume=~/runs/x"),
+    ],
+)
+def test_a_key_that_lacks_its_value_is_asked_for_by_name(overrides, key):
+    assert key in refusal(*overrides)
+
+
+def test_a_resume_by_the_config_passes():
+    assert asked("fabric.n_threads=2", "resume=auto").resume == "auto"
+
+
+SCRIPT = """
+import sys
+from lit_rlkv.fit import main
+for arguments in sys.stdin.read().splitlines():
+    sys.argv = ["fit", *arguments.split()]
+    try:
+        main()
+    except SystemExit as error:
+        print(error)
+assert not {"torch", "transformers", "lightning", "huggingface_hub"} & {*sys.modules}
+"""
+BEFORE_TORCH = {
+    "task=nosuch": "task must be one of",
+    "num_generations=4": "algorithm.group_size",
+    "--seed 3": "seed=3",
+    "experiment tis": "key=value",
+    "-m seed=1,2": "lit_rlkv.sweep",
+    "optimizer.lr=0": "optimizer.lr",
+    "seed=abc": "seed must be a whole number",
+    "cache.interval=0": "cache.interval",
+    "cache.budget=3": "sink + window + 1 = 5, got 3",
+    "cache.policy=lru": "dense, streaming, ",
+    "cache.policy=snapkv +cache.policy_options.pool=3": "policy_options",
+    "cache.policy=mypackage.policies.Mine": "trusted_modules=[mypackage]",
+}
+
+
+def answers(command_lines, tmp_path):
+    """What fit says to each command line, in a process that must not import torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input="\n".join(command_lines),
+        cwd=ROOT,
+        env=os.environ | {"HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path):
+    said = answers(BEFORE_TORCH, tmp_path)
+    assert len(said) == len(BEFORE_TORCH)
+    assert [line for line, says in zip(said, BEFORE_TORCH.values(), strict=True) if says not in line] == []

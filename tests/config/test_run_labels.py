@@ -2,12 +2,12 @@
 
 import pytest
 
-from lit_rlkv.config import check_command_line, label_logger
+from lit_rlkv.config import composed, label_logger
 
 
 def labelled(*arguments):
     """Return name, group and tags of the logger as fit fills them in."""
-    cfg = check_command_line("config", arguments)
+    cfg = composed("config", arguments)
     label_logger(cfg, cfg.hydra.runtime.choices, cfg.hydra.overrides.task)
     return cfg.logger
 

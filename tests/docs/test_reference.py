@@ -6,13 +6,16 @@ import runpy
 import pytest
 
 from lit_rlkv.config.composing import groups, options_of
-from lit_rlkv.config.hints import foreign_names
+from lit_rlkv.config.keys import TABLES, foreign_rows
+from lit_rlkv.config.options import leaf_keys
+from lit_rlkv.config.schema import Config
 from tests.docs.pages import PAGES, ROOT
 
 GROUPS = {*groups()}
 KEYS = set(re.findall(r"`([\w.]+)`", PAGES["docs/reference/config.md"]))
 NODES = GROUPS | {key.partition(".")[0] for key in KEYS if "." in key} - {"lit_rlkv"}
 PROSE = [page for page in PAGES if not page.startswith("docs/reference/")]
+THEIRS = {name for table in TABLES for theirs, _, _ in foreign_rows(table) for name in theirs}
 FREE = ("cache.policy_options.", "reward.functions.")
 """Nodes with names that the user chooses."""
 
@@ -32,7 +35,7 @@ def unknown_names(text: str) -> list[str]:
     found = []
     for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=[\w+.-]+)?)`", text):
         name, _, value = word.partition("=")
-        is_key = name in (*KEYS, *foreign_names()) or name.startswith(FREE) or is_file(name)
+        is_key = name in KEYS | THEIRS or name.startswith(FREE) or is_file(name)
         is_option = name not in GROUPS or value in ("", "...", "NAME", "null", *options_of(name))
         if (name.partition(".")[0] in NODES and "." in name and not is_key) or not is_option:
             found.append(word)
@@ -56,13 +59,15 @@ def test_a_key_and_an_option_that_do_not_exist_are_found():
     assert unknown_names(text) == ["cache.buget=3", "task=sortin"]
 
 
-@pytest.mark.parametrize("package", ["trl", "verl"])
-def test_the_tables_of_trl_and_verl_are_those_of_the_hints(package):
-    with_table = runpy.run_path(str(ROOT / "scripts" / "foreign_names.py"))["with_table"]
-    text = PAGES[f"docs/how-to/from-{package}.md"]
-    assert with_table(text, package) == text, "run python scripts/foreign_names.py"
+PAGES_OF_CODE = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
 
 
-def test_the_page_of_commands_is_up_to_date():
-    made = runpy.run_path(str(ROOT / "scripts" / "command_reference.py"))["page"]()
-    assert made == PAGES["docs/reference/commands.md"], "run python scripts/command_reference.py"
+@pytest.mark.parametrize("path", PAGES_OF_CODE, ids=lambda path: path.name)
+def test_the_pages_that_are_made_from_the_code_are_up_to_date(path):
+    assert path.read_text(encoding="utf-8") == PAGES_OF_CODE[path], "run python scripts/reference.py"
+
+
+def test_the_reference_has_every_key():
+    keys = [key for key, _, _ in leaf_keys(Config)]
+    assert len(keys) > 90
+    assert [key for key in keys if f"`{key}`</a> |" not in PAGES["docs/reference/config.md"]] == []

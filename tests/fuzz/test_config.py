@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from lit_rlkv.cli import exit_in_one_line
 from lit_rlkv.config import ConfigError
-from lit_rlkv.config.composing import groups, initialized, keys_of_options, options_of, quoted
+from lit_rlkv.config.composing import groups, initialized, options_of, quoted
+from lit_rlkv.config.keys import keys_of_options
 from lit_rlkv.config.options import leaf_keys, leaves
 from lit_rlkv.config.schema import Config
 from tests.config.asking import asked

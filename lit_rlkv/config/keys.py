@@ -1,0 +1,121 @@
+"""Refuse keys that do not exist, and say which one may be meant."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rlkv.config.composing import CONF_DIR, groups, initialized, options_of
+from lit_rlkv.config.errors import ConfigError, require
+from lit_rlkv.config.options import leaves
+
+PRESETS = ("experiment", "recipe", "debug")
+"""Groups that set keys of others and have none of their own."""
+FREE = ("cache.policy_options.", "reward.functions.", "user_callbacks.")
+"""Nodes whose names the user chooses."""
+FOREIGN_NAMES, TABLES = Path(__file__).with_name("foreign_names.yaml"), ("trl", "verl", "others")
+ALIKE = 0.75
+"""Least similarity of two names, of which one may be the other misspelt."""
+
+
+def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str] = ()) -> None:
+    """Refuse keys of the command line or of a preset that no config group declares.
+
+    Args:
+        choices: the option chosen in each group, as Hydra's runtime reports them.
+        overrides: of the command line; what it adds with `+` is meant where a signature judges it.
+
+    Raises:
+        ConfigError: naming the key and the closest one that exists.
+    """
+    for name in PRESETS:  # Hydra does not merge ??? over a default
+        preset = CONF_DIR / name / f"{choices.get(name)}.yaml"
+        for key in OmegaConf.missing_keys(OmegaConf.load(preset)) if preset.is_file() else ():
+            is_given = OmegaConf.select(cfg, key) is not None
+            require(is_given, f"{name}={preset.stem} needs {key}, which is not given; add {key}=...")
+    for key in (override[1:].partition("=")[0] for override in overrides if override[:1] == "~"):
+        is_optional = key in PRESETS or key.startswith("diagnostics.") or _is_judged(cfg, key)
+        require(
+            is_optional and not key.endswith("_target_"),
+            f"~{key} takes away what every run reads; give {key}=... another value, or none",
+        )
+    chosen = {name: "none" if name in PRESETS else choice for name, choice in choices.items()}
+    known = _declared(tuple(f"{name}={option}" for name, option in chosen.items() if "/" not in name))
+    added = [override.lstrip("+").partition("=")[0] for override in overrides if override[0] == "+"]
+    for path, value in leaves(OmegaConf.to_container(cfg)):
+        is_added = any(f"{path}.".startswith(f"{key}.") for key in added)
+        if path in known or (is_added and _is_judged(cfg, path)):
+            continue
+        below = ", ".join(sorted(key for key in known if key.startswith(f"{path}.") and "._" not in key))
+        if below and path.startswith("diagnostics.") and value is None:
+            continue  # it is left out
+        require(not below, f"{path}={value} takes the place of {below}; set one of these")
+        raise ConfigError(f"unknown key {path!r}: {suggestion(path, known)}")
+
+
+def suggestion(key: str, known: Collection[str]) -> str:
+    """Return the key that an unknown one may mean: of the same meaning, or spelt most like it."""
+    elsewhere = keys_of_options()
+    if key in elsewhere:
+        return f"{elsewhere[key]} has it"
+    if names := same_meaning(key):
+        return f"here it is {', '.join(names)}"
+    by_name: dict[str, list[str]] = {}
+    for one in sorted({*known, *elsewhere, *(each.rpartition(".")[0] for each in known)}):
+        by_name.setdefault(one.rpartition(".")[2], []).append(one)
+    alike = get_close_matches(key.rpartition(".")[2], by_name, 1, ALIKE)
+    closest = [get_close_matches(key, by_name[name], 1, 0.0)[0] for name in alike]
+    return f"did you mean {closest[0]!r}?" if closest else "docs/reference/config.md has all keys"
+
+
+def same_meaning(key: str) -> list[str]:
+    """Return the keys that do what a key of another package does, found by its last names."""
+    rows = [row for table in TABLES for row in foreign_rows(table)]
+    parts = key.split(".")
+    for start in range(len(parts)):
+        end = "." + ".".join(parts[start:])
+        keys = [
+            ours
+            for theirs, ours, _ in rows
+            if any(f".{one.partition('=')[0]}".endswith(end) for one in theirs)
+        ]
+        if keys:
+            return list(dict.fromkeys(one for ours in keys for one in ours))
+    return []
+
+
+def foreign_rows(table: str) -> Iterator[tuple[list[str], list[str], str]]:
+    """Yield names, keys and note of each row of a table in foreign_names.yaml: trl, verl or others."""
+    for theirs, ours, *note in cast(DictConfig, OmegaConf.load(FOREIGN_NAMES))[table]:
+        yield theirs.split(", "), ours.split(", ") if ours else [], note[0] if note else ""
+
+
+@lru_cache
+def keys_of_options() -> dict[str, str]:
+    """Return the keys of all options, each with the last option that has it."""
+    found: dict[str, str] = {}
+    for group in (name for name in groups() if name not in PRESETS):
+        for option in options_of(group):
+            node = OmegaConf.to_container(OmegaConf.load(CONF_DIR / group / f"{option}.yaml"))
+            found |= {key: f"{group}={option}" for key, _ in leaves(node, group)}
+    return found
+
+
+@lru_cache
+def _declared(groups: tuple[str, ...]) -> frozenset[str]:
+    """Return the keys that options of groups declare; each run of a sweep asks."""
+    with initialized():
+        declared = compose("config", overrides=list(groups))
+    return frozenset(key for key, _ in leaves(OmegaConf.to_container(declared)))
+
+
+def _is_judged(cfg: DictConfig, path: str) -> bool:
+    """True if the schema leaves the keys at this place to a constructor, which checks them."""
+    names = path.split(".")
+    above = [OmegaConf.select(cfg, ".".join(names[:n])) for n in range(1, len(names) + 1)]
+    has_target = any(isinstance(node, DictConfig) and "_target_" in node for node in above)
+    return has_target or path.startswith(FREE)

@@ -1,0 +1,49 @@
+"""A model path: a folder, a GGUF file, or a name on the hub."""
+
+import re
+from pathlib import Path
+
+from lit_rlkv.config.errors import require
+
+GGUF, GGUF_MAGIC, GGUF_PART = ".gguf", b"GGUF", re.compile(r"-\d+-of-\d+$")
+
+
+def expanded(path: str | None) -> str | None:
+    """A model path with `~` replaced; names on the hub stay as they are."""
+    return str(Path(path).expanduser()) if path is not None and is_local(path) else path
+
+
+def find_gguf(path: str) -> Path | None:
+    """Return the GGUF file that a model path means: the file, or the only one in a folder without a config.
+
+    Raises:
+        ConfigError: the file is no GGUF file or one of several parts, or the folder has several.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir() and not (place / "config.json").is_file():
+        files = sorted(place.glob(f"*{GGUF}"))
+        require(
+            len(files) <= 1,
+            f"model.path={path} has {len(files)} GGUF files; give one of them: "
+            f"{', '.join(file.name for file in files)}",
+        )
+    else:
+        files = [place] if place.suffix == GGUF and place.is_file() else []
+    if not files:
+        return None
+    with files[0].open("rb") as opened:
+        has_magic = opened.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    require(has_magic, f"model.path={path}: {files[0].name} is no GGUF file; download it again")
+    require(
+        not GGUF_PART.search(files[0].stem),
+        f"model.path={path}: {files[0].name} is one of several parts; join them first: "
+        "llama-gguf-split --merge FIRST_PART WHOLE.gguf",
+    )
+    return files[0]
+
+
+def is_local(path: str) -> bool:
+    """True if a model path means a folder or file; a name on the hub is NAME or OWNER/NAME."""
+    return (
+        path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(GGUF) or Path(path).exists()
+    )

@@ -1,0 +1,106 @@
+"""Unknown keys, and the keys of the same meaning or spelling that their refusals name."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lit_rlkv.config import CONF_DIR, ConfigError, check_keys
+from lit_rlkv.config.composing import groups, initialized, options_of
+from lit_rlkv.config.keys import TABLES, foreign_rows, keys_of_options, same_meaning, suggestion
+from lit_rlkv.config.options import leaves
+from tests.config.asking import asked, refusal
+from tests.tiers import slow
+
+OURS = {key for table in TABLES for _, ours, _ in foreign_rows(table) for key in ours}
+
+
+def exists(setting, known):
+    key, _, option = setting.lstrip("+").partition("=")
+    return option in options_of(key) if key in groups() and option else key in known
+
+
+def test_every_key_and_option_that_the_table_of_foreign_names_has_exists():
+    with initialized():
+        known = {key for key, _ in leaves(OmegaConf.to_container(compose("config")))}
+    known |= {*keys_of_options(), *groups(), "reward.functions", "hydra.run.dir", "optimizer.eps"}
+    assert len(OURS) > 90
+    assert [setting for setting in OURS if not exists(setting, known)] == []
+    assert not exists("cache.bugdet", known)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("num_generations", "algorithm.group_size"),
+        ("actor_rollout_ref.rollout.n", "algorithm.group_size"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("max_steps", "algorithm.n_iterations"),
+        ("temperature", "rollout.temperature"),
+        ("val_kwargs.temperature", "evaluation.temperature"),
+        ("loss_type", "algorithm=dr_grpo"),
+        ("per_device_train_batch_size", "rollout.n_prompts"),
+        ("trainer.max_epochs", "algorithm.n_iterations"),
+        ("buget", "cache.budget"),
+        ("+cahce.budget", "cache.budget"),
+        ("rolout", "rollout"),
+        ("diagnostics.gradent", "diagnostics.gradient"),
+        ("logger.projct", "logger.project"),
+        ("logger.project", "logger=wandb"),
+        ("zzz", "docs/reference/config.md"),
+    ],
+)
+def test_an_unknown_key_leads_to_the_one_that_is_meant(key, meant):
+    said = refusal(f"{key}=3")
+    assert said.startswith(f"unknown key {key.lstrip('+')!r}")
+    assert meant in said
+
+
+def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
+    assert "did you mean" not in suggestion("diagnostics.wall", ["diagnostics.cache"])
+    assert "'diagnostics.cache'" in suggestion("diagnostics.cahce", ["diagnostics.cache"])
+    assert same_meaning("cache.wall") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("+optimizer.epsilon=1e-6", "'epsilon'"),  # a signature judges it
+        ("+cache.policy_options.alpha=3", "policy_options"),
+        ("cache=snapkv", "cache.policy"),
+        ("algorithm.kl=0.1", "algorithm.kl.weight"),
+        ("diagnostics.gradient=false", "diagnostics.gradient.every"),
+        ("~distillation", "distillation=..."),
+        ("~reward", "reward=..."),
+        ("~sft.n_steps", "sft.n_steps=..."),
+        ("recipe=llm", "recipe=llm needs model.path"),
+    ],
+)
+def test_keys_that_are_added_replaced_or_removed_are_checked(override, key):
+    assert key in refusal(override)
+
+
+def test_optional_keys_may_be_added_and_removed():
+    assert asked("+optimizer.eps=1e-6").optimizer.eps == 1e-6
+    assert asked("diagnostics.gradient=null").diagnostics.gradient is None
+    asked("~debug")
+    asked("~diagnostics.gradient")
+    asked("~correction.weight_fn.cap", "experiment=tis")
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [("cache:\n  bugdet: 8\n", "cache.budget"), ("algoritm:\n  group_size: 4\n", "group_size")],
+)
+@pytest.mark.parametrize("group", ["experiment", slow("recipe"), slow("debug")])
+def test_a_misspelt_key_in_a_preset_is_refused(tmp_path, group, body, key):
+    for path in CONF_DIR.rglob("*.yaml"):
+        copy = tmp_path / path.relative_to(CONF_DIR)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    (tmp_path / group / "mine.yaml").write_text("# @package _global_\n" + body)
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        full = compose("config", overrides=[f"{group}=mine"], return_hydra_config=True)
+        with pytest.raises(ConfigError, match=f"unknown key .*{key}"):
+            check_keys(compose("config", overrides=[f"{group}=mine"]), full.hydra.runtime.choices)
+        full = compose("config", overrides=["experiment=smd"], return_hydra_config=True)
+        check_keys(compose("config", overrides=["experiment=smd"]), full.hydra.runtime.choices)
