@@ -1,6 +1,5 @@
 """report.html: one self-contained page with the results and figures of a run."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from lit_rlkv.reporting.logged_samples import select_samples
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_folder import RunReport
-from lit_rlkv.reporting.svg import inline_svg, scheme_css
-from lit_rlkv.reporting.tables import evaluation_cells, learned_cells, percent, share_of_dense
-
-log = logging.getLogger(__name__)
+from lit_rlkv.reporting.tables import evaluation_cells, learned_cells, percent, share_of_dense, stage_cells
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
 )
-TEMPLATES.globals["scheme_css"] = scheme_css
+TEMPLATES.globals["scheme"] = style.SCHEME
 
 
 def headline(report: RunReport) -> list[str]:
@@ -96,6 +92,7 @@ def render(report: RunReport, pictures: Sequence[Picture]) -> str:
         evaluation=evaluation_cells(report.before, report.after, with_intervals=True),
         learned=learned_cells(report.before, report.after),
         n_problems=max((row.n_problems for row in rows), default=0),
+        stages=stage_cells(report.stage_seconds),
         samples=select_samples(report.samples),
         drawn=page_figures(pictures),
         decoding=f"sampled ({', '.join(settings)})" if sampling.get("temperature") else "greedy",
@@ -109,9 +106,9 @@ def page_figures(pictures: Sequence[Picture]) -> dict[str, list[dict[str, Any]]]
     found: dict[str, list[dict[str, Any]]] = {}
     for picture in pictures:
         try:
-            svg = inline_svg(picture.figure, picture.key, picture.name)
+            svg = style.svg(picture.figure, picture.key)
         except Exception as error:
-            log.warning("the figure %r cannot be drawn: %s: %s", picture.name, type(error).__name__, error)
+            sections.warn_of_figure(picture.name, error)
             continue
         is_wide = picture.figure.get_figwidth() > (style.HALF_WIDTH + style.FULL_WIDTH) / 2
         one = {"name": picture.name, "caption": picture.caption, "svg": svg, "is_wide": is_wide}

@@ -1,6 +1,8 @@
-"""Figures of a run's metrics: rewards, accuracy, mismatch, corrections, time, memory."""
+"""Curves of logged metrics over the iterations, accuracies against the budget, calibration of a reward head."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,76 +12,305 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from lit_rlkv.evaluation.intervals import accuracy_interval
 from lit_rlkv.evaluation.results import N_BINS, EvalRow
 from lit_rlkv.reporting.plots import style
+from lit_rlkv.reporting.plots.style import Dashes
 from lit_rlkv.reporting.run_metrics import History
 
-MISMATCHES = {
-    "rollout_corr/kl": ("KL(μ ‖ learner), k1", style.BLUE),
-    "rollout_corr/k3_kl": ("KL(μ ‖ learner), k3", style.GREEN),
-    "kv/dense_k3_kl": ("KL(μ ‖ dense policy), k3", style.MUTED),
-    "smd/kl": ("distillation KL", style.PURPLE),
-    "kv/replay_gap": ("replay gap", style.VERMILLION),
-}
-"""Label and colour of each metric in the mismatch figure."""
-
+MIB = 2**20
+MANY = 1000
+"""Values from which ticks have a separator of thousands."""
 CORRECTION_STYLES = {
-    "token_ratio": ("ρ of tokens", style.MUTED),
+    "token_ratio": ("ρ of tokens", style.BLUE),
     "sequence_ratio": ("Π ρ of responses", style.VERMILLION),
-    "tis": ("tis", style.BLUE),
-    "mis": ("mis", style.GREEN),
-    "sparse_rl": ("sparse_rl", style.PURPLE),
+    "tis": ("tis", style.GREEN),
+    "mis": ("mis", style.PURPLE),
+    "sparse_rl": ("sparse_rl", style.ORANGE),
 }
 """Legend name and colour of each correction."""
 
-PHASES = {"rollout": style.BLUE, "score": style.GREEN, "reward": style.PURPLE, "update": style.VERMILLION}
-"""Colour of each phase, from bottom to top."""
 
-MEMORY = {"peak": "allocated at most", "resident_peak": "resident at most"}
-"""Metrics of peak memory (CUDA, other devices) and their axis labels."""
+@dataclass(frozen=True)
+class CurveSet:
+    """Metrics of one unit, which one figure shows of a run, and a figure each of several runs."""
 
-MIB = 2**20
+    title: str
+    caption: str
+    y_label: str
+    metrics: Mapping[str, str]
+    """Legend entry of each metric."""
+    axis: Literal["free", "from zero", "percent", "share", "log", "log percent"] = "free"
+    scale: float = 1.0
+    """Factor from the logged unit to that of the axis."""
 
-
-def reward_curve(history: History) -> Figure:
-    """Draw the mean reward of each iteration, its moving average, and the std of rewards around it."""
-    figure, axes = style.single_axes("Iteration", "Mean reward")
-    iteration, reward = style.series(history, "reward")
-    smooth = style.trailing_mean(reward)
-    spread_at, spread = style.series(history, "reward_std")
-    if np.array_equal(spread_at, iteration):
-        band = style.trailing_mean(spread)
-        axes.fill_between(
-            iteration, smooth - band, smooth + band, color=style.BLUE, alpha=0.13, lw=0, label="± reward std"
-        )
-    axes.plot(
-        iteration,
-        reward,
-        color=style.BLUE,
-        lw=0.8,
-        alpha=0.5,
-        label="each iteration",
-        marker=style.marker(reward),
-    )
-    axes.plot(iteration, smooth, color=style.BLUE, lw=2, label=f"mean of the last {style.SMOOTHING}")
-    if (reward >= 0).all():
-        axes.set_ylim(bottom=0)
-    return style.finish(figure, axes)
+    def logged(self, *histories: History) -> list[str]:
+        """Return those metrics that any of the runs has logged."""
+        return [name for name in self.metrics if any(len(style.series(h, name)[0]) for h in histories)]
 
 
-def proxy_and_gold(history: History) -> Figure:
-    """Draw the verifier's score of the rollouts (left axis) and the learned reward (right axis)."""
-    figure, axes = style.single_axes("Iteration", "Verifier's score (gold)")
-    right = style.right_axis(axes, "Learned reward (proxy)")
-    for metric, side, color, label in (
-        ("rewards/exact_match", axes, style.BLUE, "gold, left axis"),
-        ("rewards/learned", right, style.VERMILLION, None),
-    ):
-        iteration, value = style.series(history, metric)
-        if len(value):
-            side.plot(iteration, value, color=color, lw=0.8, alpha=0.4)
-            side.plot(iteration, style.trailing_mean(value), color=color, lw=2, label=label)
-    style.share_axis(axes)
-    axes.plot([], [], color=style.VERMILLION, lw=2, label="proxy, right axis")  # for the style.legend
-    return style.finish(figure, axes)
+REWARD = CurveSet(
+    "Reward",
+    "Mean reward of the rollouts, sampled under the run's own cache, and the std of rewards among the responses "
+    "to one prompt; at a std of 0 there is no learning signal.",
+    "Reward",
+    {"reward": "mean", "reward_std": "std in a group"},
+)
+GOLD = CurveSet(
+    "Proxy and gold",
+    "Gold: the verifier's score. Proxy: a learned reward that is trained on. If only the proxy rises, the policy "
+    "exploits the reward model.",
+    "Score",
+    {"rewards/exact_match": "gold", "rewards/learned": "proxy"},
+)
+
+TRAINING = (
+    CurveSet(
+        "Loss",
+        "Terms of the loss as they add up. A policy loss near 0 is normal: advantages have mean 0.",
+        "Loss",
+        {
+            "loss": "sum",
+            "policy_loss": "policy",
+            "dpo_loss": "DPO",
+            "value_loss": "critic",
+            "smd/loss": "distillation",
+            "smd/anchor/loss": "anchor to the reference",
+        },
+    ),
+    CurveSet(
+        "Entropy",
+        "Entropy of the policy at a response token. Near 0 early in training it no longer explores.",
+        "Entropy (nats per token)",
+        {"entropy": "entropy"},
+        "from zero",
+    ),
+    CurveSet(
+        "Response length",
+        "Tokens per response, the end of sequence included. A mean at the limit means truncated responses.",
+        "Tokens",
+        {
+            "completions/mean_length": "mean",
+            "completions/max_length": "longest",
+            "completions/min_length": "shortest",
+        },
+        "from zero",
+    ),
+    CurveSet(
+        "Responses without a signal",
+        "Truncated: no end of sequence before the limit. A group is the responses to one prompt; if their "
+        "rewards are equal, their advantages are 0.",
+        "Share",
+        {
+            "completions/clipped_ratio": "truncated responses",
+            "frac_reward_zero_std": "groups of equal rewards",
+        },
+        "share",
+    ),
+    CurveSet(
+        "Gradient norm",
+        "L2 norm before clipping; algorithm.max_grad_norm is where clipping begins.",
+        "Norm",
+        {"grad_norm": "gradient norm"},
+        "from zero",
+    ),
+    CurveSet(
+        "Gradient signal to noise",
+        "SNR: squared norm of the mean gradient over the gradient's variance between rollouts. Far below 1, "
+        "updates are mostly noise; single estimates may be negative.",
+        "SNR",
+        {"gradient/policy/snr": "policy's objective", "gradient/loss/snr": "whole policy loss"},
+    ),
+    CurveSet(
+        "Learning rate",
+        "Of the first parameter group, after the iteration's last step.",
+        "Learning rate",
+        {"learning_rate": "learning rate"},
+        "from zero",
+    ),
+    CurveSet(
+        "Clipped tokens",
+        "Clip ratio: share of response tokens whose update stops at the bound of the clipped objective. "
+        "Above 20%, steps are too large.",
+        "Share of the tokens",
+        {"clip_ratio/low_mean": "at the lower bound", "clip_ratio/high_mean": "at the upper bound"},
+        "percent",
+    ),
+    CurveSet(
+        "KL per token",
+        "Distance of the policy from what it was before the iteration's updates, and from the reference (the "
+        "model that training starts from).",
+        "KL (nats)",
+        {"approx_kl": "from before the updates", "kl": "from the reference"},
+        "log",
+    ),
+    CurveSet(
+        "KL to the reference per response",
+        "KL(π ‖ π_ref) summed over a response, before the iteration's updates: an estimate (k1) by sampled "
+        "tokens, which may be negative near 0.",
+        "KL (nats per response)",
+        {"objective/kl": "KL to the reference"},
+    ),
+    CurveSet(
+        "Critic",
+        "Share of the returns' variance that the critic explains: 1 is perfect, 0 no better than a constant.",
+        "Explained variance",
+        {"value/explained_variance": "explained variance"},
+    ),
+    CurveSet(
+        "Preference accuracy",
+        "Share of pairs whose better response has the higher implicit reward, β · (log π − log π_ref).",
+        "Share of the pairs",
+        {"rewards/accuracies": "accuracy"},
+        "share",
+    ),
+)
+"""Figures of the RL stage, beside the reward; one whose metrics were not logged is left out."""
+
+SFT = (
+    CurveSet(
+        "Loss of SFT",
+        "Supervised fine-tuning before RL: cross-entropy of worked solutions, and the reward head's "
+        "loss on pairs, which is 0.69 by guessing.",
+        "Loss (nats)",
+        {"lm_loss": "language model, per token", "reward_loss": "reward head, per pair"},
+        "from zero",
+    ),
+    CurveSet(
+        "Accuracy of the reward head",
+        "Share of training pairs in which the better response gets the higher score; 50% by guessing.",
+        "Accuracy",
+        {"pair_accuracy": "pairs ranked right"},
+        "share",
+    ),
+)
+"""Figures of the SFT stage, from sft_metrics.csv."""
+
+MISMATCH = CurveSet(
+    "Mismatch of sampler and learner",
+    "Lower is better. μ: the sampler under its evicting cache; k3: an estimate of the KL that is never negative. A "
+    "replay gap (largest difference of a log-prob) far below the other lines means exact replay.",
+    "Mismatch (nats)",
+    {
+        "rollout_corr/k3_kl": "KL(μ ‖ learner), k3",
+        "kv/dense_k3_kl": "KL(μ ‖ dense policy), k3",
+        "smd/kl": "distillation KL",
+        "kv/replay_gap": "replay gap",
+    },
+    "log",
+)
+CORRECTIONS = (
+    CurveSet(
+        "What is left after a correction",
+        "Effective sample size after weighting the same rollouts: by ρ of each token, by the product Π ρ of a "
+        "response, or as the arms tis, mis and sparse_rl do. Replay needs no weights.",
+        "Effective share of the tokens",
+        {f"kv/arms/{name}/ess": label for name, (label, _) in CORRECTION_STYLES.items()},
+        "log percent",
+    ),
+    CurveSet(
+        "What each correction rejects or clips",
+        "Rejected tokens have weight 0 and are not learned from; a clipped weight leaves bias.",
+        "Share of the response tokens",
+        {
+            "kv/arms/mis/rejected": "mis rejects",
+            "kv/arms/sparse_rl/rejected": "sparse_rl rejects",
+            "kv/arms/tis/clipped": "tis clips",
+        },
+        "percent",
+    ),
+)
+"""What remains of the same rollouts after each correction of the mismatch."""
+
+COST = (
+    CurveSet(
+        "Time per phase",
+        "Seconds of an iteration: sampling (rollout), log-probs of the roles (score), the verifier and reward "
+        "functions (reward), optimizer steps (update).",
+        "Seconds",
+        {f"time/{phase}": phase for phase in ("rollout", "score", "reward", "update")},
+        "from zero",
+    ),
+    CurveSet(
+        "Speed",
+        "Tokens a second: sampled in the rollout, and in backward passes of the update.",
+        "Tokens per second",
+        {"perf/tokens_per_second/rollout": "rollout", "perf/tokens_per_second/update": "update"},
+        "from zero",
+    ),
+    CurveSet(
+        "Cache",
+        "Allocated keys and values of a rollout.",
+        "MiB",
+        {"kv/bytes": "cache"},
+        "from zero",
+        scale=1 / MIB,
+    ),
+    CurveSet(
+        "Memory per phase",
+        "Peak memory of each phase, including earlier allocations: of CUDA's allocator, or elsewhere resident. A "
+        "line that rises is a leak, or responses that grow.",
+        "MiB at most",
+        {
+            f"memory/{phase}/{kind}": phase
+            for kind in ("peak", "resident_peak")
+            for phase in ("rollout", "score", "update")
+        },
+        "from zero",
+        scale=1 / MIB,
+    ),
+)
+"""Costs of the RL stage."""
+
+
+def draw_metrics(curves: CurveSet, history: History) -> Figure:
+    """Draw the logged metrics of one run; a thick line is the mean of the last SMOOTHING iterations."""
+    figure, axes = style.single_axes("Iteration", curves.y_label)
+    for (name, label), color in zip(curves.metrics.items(), style.PALETTE, strict=False):
+        _draw(axes, history, name, curves, color, label)
+    if len(curves.metrics) > 1:  # else the name of the curve is that of the figure
+        style.legend(axes)
+    return _finish(figure, axes, curves)
+
+
+def draw_runs(curves: CurveSet, metric: str, histories: Mapping[str, History]) -> Figure:
+    """Draw one metric of several runs; a run's colour is its place in `histories`."""
+    figure, axes = style.single_axes("Iteration", curves.y_label)
+    for place, (run, history) in enumerate(histories.items()):
+        _draw(axes, history, metric, curves, style.run_color(place), run, style.run_dashes(place))
+    style.legend(axes)
+    return _finish(figure, axes, curves)
+
+
+def _draw(
+    axes: Axes, history: History, name: str, curves: CurveSet, color: str, label: str, dashes: Dashes = "-"
+) -> None:
+    iteration, value = style.series(history, name)
+    if len(value) == 0:
+        return
+    value = curves.scale * value
+    if curves.axis.startswith("log"):
+        if not (value > 0).any():
+            label += ": negative, not drawn" if (value < 0).any() else ": 0 throughout"
+        value = np.where(value > 0, value, np.nan)
+    is_long = len(value) > 2 * style.SMOOTHING and not curves.axis.startswith("log")
+    if is_long:
+        axes.plot(iteration, value, color=color, lw=0.8, alpha=0.35)
+        value = style.trailing_mean(value)
+    axes.plot(iteration, value, color=color, lw=1.7, ls=dashes, marker=style.marker(value), label=label)
+
+
+def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
+    if curves.axis == "share":
+        style.share_axis(axes)
+    elif curves.axis.startswith("log"):
+        style.log_decades(axes)
+    elif curves.axis != "free":
+        highest = np.nanmax(style.line_heights(axes), initial=0.0)
+        axes.set_ylim(0, 1.08 * highest or (0.01 if curves.axis == "percent" else 1.0))
+        if highest >= MANY:
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+    if curves.axis.endswith("percent"):
+        axes.yaxis.set_major_formatter(style.small_percent)
+    style.integer_x_axis(axes)
+    return figure
 
 
 def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Figure:
@@ -149,101 +380,4 @@ def reliability(confidence: Sequence[float], accuracy: Sequence[float], counts: 
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(style.PERCENT)
     style.legend(axes)
-    return figure
-
-
-def mismatch(history: History) -> Figure:
-    """Draw the mismatch of rollout policy and learner on a log axis.
-
-    A negative estimate is drawn at its size with an open circle; an exact 0 leaves a gap in its line.
-    """
-    figure, axes = style.single_axes("Iteration", "Mismatch (nats)")
-    for metric, (name, color) in MISMATCHES.items():
-        iteration, value = style.series(history, metric)
-        if len(value) == 0:
-            continue
-        size = np.where(value == 0, np.nan, np.abs(value))
-        label = name if np.isfinite(size).any() else f"{name}: 0 throughout"
-        axes.plot(iteration, size, color=color, lw=1.4, marker="." if len(value) == 1 else None, label=label)
-        is_negative = value < 0
-        if is_negative.any():
-            at, negative = iteration[is_negative], size[is_negative]
-            axes.plot(at, negative, "o", mfc=style.PAPER, mec=color, ms=4, label=f"{name}, negative")
-    style.log_decades(axes)
-    return style.finish(figure, axes, n_columns=2)
-
-
-def effective_samples(history: History) -> Figure:
-    """Draw the effective sample size of each correction on a log axis."""
-    figure, axes = style.single_axes("Iteration", "Effective share of the tokens")
-    _draw_corrections(axes, history, {"ess": ""})
-    sizes = style.line_heights(axes)
-    lowest = sizes[sizes > 0].min(initial=1.0)  # 0 if a correction rejects all tokens
-    style.log_axis(axes, 10 ** np.floor(np.log10(lowest) - 0.01), 1.3, is_share=True)
-    return style.finish(figure, axes)
-
-
-def rejected_tokens(history: History) -> Figure:
-    """Draw the share of tokens that each correction rejects, or whose weight it clips."""
-    figure, axes = style.single_axes("Iteration", "Share of the response tokens")
-    _draw_corrections(axes, history, {"rejected": " rejects", "clipped": " clips"})
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(style.small_percent)
-    return style.finish(figure, axes)
-
-
-def _draw_corrections(axes: Axes, history: History, statistics: Mapping[str, str]) -> None:
-    for correction, (name, color) in CORRECTION_STYLES.items():
-        for statistic, verb in statistics.items():
-            iteration, value = style.series(history, f"kv/arms/{correction}/{statistic}")
-            if len(value):
-                axes.plot(iteration, value, color=color, lw=1.6, marker=".", ms=5, label=f"{name}{verb}")
-
-
-def time_per_phase(history: History) -> Figure:
-    """Draw the seconds of each phase and of the diagnostics, one upon the other."""
-    figure, axes = style.single_axes("Iteration", "Seconds")
-    measured, _ = style.series(history, "time/rollout")
-    iterations = np.arange(measured[0], measured[-1] + 1)
-    edges = np.append(iterations - 0.5, iterations[-1] + 0.5)
-    bottom = np.where(np.isin(iterations, measured), 0.0, np.nan)  # a gap where nothing was measured
-    layers = [(phase, color, _at(history, f"time/{phase}", iterations)) for phase, color in PHASES.items()]
-    names = {name for row in history for name in row if name.startswith("time/diagnostics/")}
-    extra = np.sum([_at(history, name, iterations) for name in sorted(names)], axis=0)
-    for label, color, seconds in (*layers, ("diagnostics", style.SAND, extra + np.zeros(len(iterations)))):
-        axes.stairs(bottom + seconds, edges, baseline=bottom, fill=True, color=color, lw=0, label=label)
-        bottom = bottom + seconds
-    axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(0, 1.05 * np.nanmax(bottom))
-    return style.finish(figure, axes, n_columns=5)
-
-
-def _at(history: History, metric: str, iterations: np.ndarray) -> np.ndarray:
-    """Return the metric at these iterations; 0 where it was not logged."""
-    logged = dict(zip(*style.series(history, metric), strict=True))
-    return np.array([logged.get(iteration, 0.0) for iteration in iterations])
-
-
-def memory_per_phase(history: History) -> Figure:
-    """Draw the peak memory of each phase."""
-    figure, axes = style.single_axes("Iteration", "")
-    for kind, meaning in MEMORY.items():
-        for phase, color in PHASES.items():
-            iteration, peak = style.series(history, f"memory/{phase}/{kind}")
-            if len(peak):
-                axes.plot(iteration, peak / MIB, color=color, lw=1.6, marker=".", ms=4, label=phase)
-                axes.set_ylabel(f"MiB {meaning}", fontsize=style.NORMAL, color=style.INK)
-    axes.set_ylim(0, 1.1 * style.line_heights(axes).max())
-    return style.finish(figure, axes, n_columns=4)
-
-
-def time_per_stage(stage_seconds: Mapping[str, float | int]) -> Figure:
-    """Draw the wall-clock seconds of each stage, in order."""
-    figure, axes = style.single_axes("Seconds", "", height=0.9 + 0.34 * len(stage_seconds))
-    bars = axes.barh(list(stage_seconds), list(stage_seconds.values()), color=style.BLUE, height=0.6)
-    axes.bar_label(bars, fmt="{:,.1f}", padding=4, fontsize=style.SMALL, color=style.INK)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", labelsize=style.NORMAL, labelcolor=style.INK)
     return figure
