@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import write_atomically
-from lit_rlkv.reporting.facts import differing
+from lit_rlkv.reporting.describe import differing
 from lit_rlkv.reporting.pictures import COST, MISMATCH, SFT, TRAINING, Picture, comparison_figures
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.report import TEMPLATES, page_figures

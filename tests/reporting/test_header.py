@@ -22,21 +22,15 @@ def test_a_header_says_what_is_trained_how_and_where(tmp_path):
     assert found == {
         "run": "runs/mine",
         "task": "ChainSum(n_terms=3, max_operand=9)",
-        "model": "tiny_qwen3, from random weights",
+        "model": "tiny_qwen3 from random weights, 2 layers, 4 KV heads, 32 wide",
         "algorithm": "PPO, 2 iterations of 8 prompts × 2 responses",
-        "arm": "correction shadow, distillation sparse_student (experiment=smd)",
+        "arm": "smd: exact replay and Shadow Mask Distillation",
         "roles": "hydra: adapters of rank 32, learning rate 0.001",
-        "cache": "random, budget 7 + 2",
+        "cache": "random 7+2 (budget + interval slots)",
         "seed": "3",
         "devices": "1 × cpu, precision 32-true",
         "stages": "sft, rl, eval",
     }
-
-
-def test_an_arm_is_named_by_its_config_without_the_choices_of_the_command_line(tmp_path):
-    assert fields(tmp_path, "experiment=tis")["arm"] == "correction tis, distillation none"
-    own = fields(tmp_path, "experiment=tis", "correction.weight_fn.cap=3")["arm"]
-    assert own == "correction tis with weight_fn.cap=3, distillation none"
 
 
 def test_a_header_says_that_full_fine_tuning_has_no_adapters_and_its_learning_rate(tmp_path):
