@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,26 +114,19 @@ def warn_of_figure(name: str, error: Exception) -> None:
     log.warning("the figure %r cannot be drawn: %s: %s", name, type(error).__name__, error)
 
 
-def curve_sets(*histories: History) -> dict[str, tuple[CurveSet, ...]]:
-    """Return the curves of each section; the verifier's score only where the reward is another."""
+def _logged_curves(section: str, histories: Sequence[History]) -> list[CurveSet]:
+    """Return the curves of a section that a run has; the verifier's score only where the reward is another."""
     rows = [row for history in histories for row in history]
     has_gold = any(row.get("rewards/exact_match", row.get("reward")) != row.get("reward") for row in rows)
-    gold = (curves.GOLD,) if has_gold else ()
-    return {
-        TRAINING: (curves.REWARD, *gold, *curves.TRAINING),
-        MISMATCH: (curves.MISMATCH, *curves.CORRECTIONS),
-        COST: curves.COST,
-    }
+    shown = [one for one in curves.CURVES[section] if has_gold or one.title != curves.GOLD]
+    return [one for one in shown if one.logged(*histories)]
 
 
 def _plans(report: RunReport) -> Iterator[Plan]:
-    for one in curves.SFT:
-        if one.logged(report.sft_history):
-            yield Plan(SFT, one.title, one.caption, partial(curves.draw_metrics, one, report.sft_history))
-    for section, sets in curve_sets(report.history).items():
-        for one in sets:
-            if one.logged(report.history):
-                yield Plan(section, one.title, one.caption, partial(curves.draw_metrics, one, report.history))
+    for section in curves.CURVES:
+        history = report.sft_history if section == SFT else report.history
+        for one in _logged_curves(section, [history]):
+            yield Plan(section, one.title, one.caption, partial(curves.draw_metrics, one, history))
     if report.before or report.after:
         yield Plan(
             EVALUATION,
@@ -193,11 +186,12 @@ def _last_measured(
 
 
 def _comparison_plans(runs: Mapping[str, RunReport]) -> Iterator[Plan]:
-    histories = {name: run.history for name, run in runs.items()}
-    of_sft = {name: run.sft_history for name, run in runs.items()}
-    yield from _compared(SFT, curves.SFT, of_sft)
-    for section, sets in curve_sets(*histories.values()).items():
-        yield from _compared(section, sets, histories)
+    for section in curves.CURVES:
+        histories = {name: run.sft_history if section == SFT else run.history for name, run in runs.items()}
+        for one in _logged_curves(section, list(histories.values())):
+            for metric in one.logged(*histories.values()):
+                title = one.title if len(one.metrics) == 1 else f"{one.title}: {one.metrics[metric]}"
+                yield Plan(section, title, one.caption, partial(curves.draw_runs, one, metric, histories))
     rows = {name: run.after or run.before for name, run in runs.items()}
     if any(rows.values()):
         yield Plan(
@@ -207,10 +201,3 @@ def _comparison_plans(runs: Mapping[str, RunReport]) -> Iterator[Plan]:
             "Wilson intervals.",
             lambda: curves.accuracies(rows, [style.run_color(place) for place in range(len(rows))]),
         )
-
-
-def _compared(section: str, sets: Iterable[CurveSet], histories: Mapping[str, History]) -> Iterator[Plan]:
-    for one in sets:
-        for metric in one.logged(*histories.values()):
-            title = one.title if len(one.metrics) == 1 else f"{one.title}: {one.metrics[metric]}"
-            yield Plan(section, title, one.caption, partial(curves.draw_runs, one, metric, histories))

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -15,7 +17,6 @@ from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import Dashes
 from lit_rlkv.reporting.run_metrics import History
 
-MIB = 2**20
 MANY = 1000
 """Values from which ticks have a separator of thousands."""
 CORRECTION_STYLES = {
@@ -46,218 +47,20 @@ class CurveSet:
         return [name for name in self.metrics if any(len(style.series(h, name)[0]) for h in histories)]
 
 
-REWARD = CurveSet(
-    "Reward",
-    "Mean reward of the rollouts, sampled under the run's own cache, and the std of rewards among the responses "
-    "to one prompt; at a std of 0 there is no learning signal.",
-    "Reward",
-    {"reward": "mean", "reward_std": "std in a group"},
-)
-GOLD = CurveSet(
-    "Proxy and gold",
-    "Gold: the verifier's score. Proxy: a learned reward that is trained on. If only the proxy rises, the policy "
-    "exploits the reward model.",
-    "Score",
-    {"rewards/exact_match": "gold", "rewards/learned": "proxy"},
-)
+def _read() -> dict[str, list[CurveSet]]:
+    sections = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {section: [CurveSet(**one) for one in sets] for section, sets in sections.items()}
 
-TRAINING = (
-    CurveSet(
-        "Loss",
-        "Terms of the loss as they add up. A policy loss near 0 is normal: advantages have mean 0.",
-        "Loss",
-        {
-            "loss": "sum",
-            "policy_loss": "policy",
-            "dpo_loss": "DPO",
-            "value_loss": "critic",
-            "smd/loss": "distillation",
-            "smd/anchor/loss": "anchor to the reference",
-        },
-    ),
-    CurveSet(
-        "Entropy",
-        "Entropy of the policy at a response token. Near 0 early in training it no longer explores.",
-        "Entropy (nats per token)",
-        {"entropy": "entropy"},
-        "from zero",
-    ),
-    CurveSet(
-        "Response length",
-        "Tokens per response, the end of sequence included. A mean at the limit means truncated responses.",
-        "Tokens",
-        {
-            "completions/mean_length": "mean",
-            "completions/max_length": "longest",
-            "completions/min_length": "shortest",
-        },
-        "from zero",
-    ),
-    CurveSet(
-        "Responses without a signal",
-        "Truncated: no end of sequence before the limit. A group is the responses to one prompt; if their "
-        "rewards are equal, their advantages are 0.",
-        "Share",
-        {
-            "completions/clipped_ratio": "truncated responses",
-            "frac_reward_zero_std": "groups of equal rewards",
-        },
-        "share",
-    ),
-    CurveSet(
-        "Gradient norm",
-        "L2 norm before clipping; algorithm.max_grad_norm is where clipping begins.",
-        "Norm",
-        {"grad_norm": "gradient norm"},
-        "from zero",
-    ),
-    CurveSet(
-        "Gradient signal to noise",
-        "SNR: squared norm of the mean gradient over the gradient's variance between rollouts. Far below 1, "
-        "updates are mostly noise; single estimates may be negative.",
-        "SNR",
-        {"gradient/policy/snr": "policy's objective", "gradient/loss/snr": "whole policy loss"},
-    ),
-    CurveSet(
-        "Learning rate",
-        "Of the first parameter group, after the iteration's last step.",
-        "Learning rate",
-        {"learning_rate": "learning rate"},
-        "from zero",
-    ),
-    CurveSet(
-        "Clipped tokens",
-        "Clip ratio: share of response tokens whose update stops at the bound of the clipped objective. "
-        "Above 20%, steps are too large.",
-        "Share of the tokens",
-        {"clip_ratio/low_mean": "at the lower bound", "clip_ratio/high_mean": "at the upper bound"},
-        "percent",
-    ),
-    CurveSet(
-        "KL per token",
-        "Distance of the policy from what it was before the iteration's updates, and from the reference (the "
-        "model that training starts from).",
-        "KL (nats)",
-        {"approx_kl": "from before the updates", "kl": "from the reference"},
-        "log",
-    ),
-    CurveSet(
-        "KL to the reference per response",
-        "KL(π ‖ π_ref) summed over a response, before the iteration's updates: an estimate (k1) by sampled "
-        "tokens, which may be negative near 0.",
-        "KL (nats per response)",
-        {"objective/kl": "KL to the reference"},
-    ),
-    CurveSet(
-        "Critic",
-        "Share of the returns' variance that the critic explains: 1 is perfect, 0 no better than a constant.",
-        "Explained variance",
-        {"value/explained_variance": "explained variance"},
-    ),
-    CurveSet(
-        "Preference accuracy",
-        "Share of pairs whose better response has the higher implicit reward, β · (log π − log π_ref).",
-        "Share of the pairs",
-        {"rewards/accuracies": "accuracy"},
-        "share",
-    ),
-)
-"""Figures of the RL stage, beside the reward; one whose metrics were not logged is left out."""
 
-SFT = (
-    CurveSet(
-        "Loss of SFT",
-        "Supervised fine-tuning before RL: cross-entropy of worked solutions, and the reward head's "
-        "loss on pairs, which is 0.69 by guessing.",
-        "Loss (nats)",
-        {"lm_loss": "language model, per token", "reward_loss": "reward head, per pair"},
-        "from zero",
-    ),
-    CurveSet(
-        "Accuracy of the reward head",
-        "Share of training pairs in which the better response gets the higher score; 50% by guessing.",
-        "Accuracy",
-        {"pair_accuracy": "pairs ranked right"},
-        "share",
-    ),
-)
-"""Figures of the SFT stage, from sft_metrics.csv."""
+CURVES = _read()
+"""Curves of each section of a report, in order; those whose metrics were not logged are left out."""
+GOLD = "Proxy and gold"
+"""Title of the curves that are shown only if the verifier's score is not the reward."""
 
-MISMATCH = CurveSet(
-    "Mismatch of sampler and learner",
-    "Lower is better. μ: the sampler under its evicting cache; k3: an estimate of the KL that is never negative. A "
-    "replay gap (largest difference of a log-prob) far below the other lines means exact replay.",
-    "Mismatch (nats)",
-    {
-        "rollout_corr/k3_kl": "KL(μ ‖ learner), k3",
-        "kv/dense_k3_kl": "KL(μ ‖ dense policy), k3",
-        "smd/kl": "distillation KL",
-        "kv/replay_gap": "replay gap",
-    },
-    "log",
-)
-CORRECTIONS = (
-    CurveSet(
-        "What is left after a correction",
-        "Effective sample size after weighting the same rollouts: by ρ of each token, by the product Π ρ of a "
-        "response, or as the arms tis, mis and sparse_rl do. Replay needs no weights.",
-        "Effective share of the tokens",
-        {f"kv/arms/{name}/ess": label for name, (label, _) in CORRECTION_STYLES.items()},
-        "log percent",
-    ),
-    CurveSet(
-        "What each correction rejects or clips",
-        "Rejected tokens have weight 0 and are not learned from; a clipped weight leaves bias.",
-        "Share of the response tokens",
-        {
-            "kv/arms/mis/rejected": "mis rejects",
-            "kv/arms/sparse_rl/rejected": "sparse_rl rejects",
-            "kv/arms/tis/clipped": "tis clips",
-        },
-        "percent",
-    ),
-)
-"""What remains of the same rollouts after each correction of the mismatch."""
 
-COST = (
-    CurveSet(
-        "Time per phase",
-        "Seconds of an iteration: sampling (rollout), log-probs of the roles (score), the verifier and reward "
-        "functions (reward), optimizer steps (update).",
-        "Seconds",
-        {f"time/{phase}": phase for phase in ("rollout", "score", "reward", "update")},
-        "from zero",
-    ),
-    CurveSet(
-        "Speed",
-        "Tokens a second: sampled in the rollout, and in backward passes of the update.",
-        "Tokens per second",
-        {"perf/tokens_per_second/rollout": "rollout", "perf/tokens_per_second/update": "update"},
-        "from zero",
-    ),
-    CurveSet(
-        "Cache",
-        "Allocated keys and values of a rollout.",
-        "MiB",
-        {"kv/bytes": "cache"},
-        "from zero",
-        scale=1 / MIB,
-    ),
-    CurveSet(
-        "Memory per phase",
-        "Peak memory of each phase, including earlier allocations: of CUDA's allocator, or elsewhere resident. A "
-        "line that rises is a leak, or responses that grow.",
-        "MiB at most",
-        {
-            f"memory/{phase}/{kind}": phase
-            for kind in ("peak", "resident_peak")
-            for phase in ("rollout", "score", "update")
-        },
-        "from zero",
-        scale=1 / MIB,
-    ),
-)
-"""Costs of the RL stage."""
+def curves_of(title: str) -> CurveSet:
+    """Return the curves of a title."""
+    return next(one for sets in CURVES.values() for one in sets if one.title == title)
 
 
 def draw_metrics(curves: CurveSet, history: History) -> Figure:

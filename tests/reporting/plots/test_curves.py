@@ -98,7 +98,7 @@ def test_one_curve_of_several_that_the_caption_names_has_a_legend():
 
 
 def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
-    sets = (curves.REWARD, curves.GOLD, *curves.TRAINING, *curves.SFT, curves.MISMATCH, *curves.CORRECTIONS, *curves.COST)
+    sets = [one for section in curves.CURVES.values() for one in section]
     assert all(one.caption.endswith(".") and one.y_label for one in sets)
     names = [name for one in sets for name in one.metrics]
     assert len(set(names)) == len(names)
@@ -106,6 +106,8 @@ def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
 
 def test_every_correction_has_its_curve():
     assert [*curves.CORRECTION_STYLES] == [*CORRECTION_WEIGHTS]
+    ess = curves.curves_of("What is left after a correction")
+    assert [*ess.metrics] == [f"kv/arms/{name}/ess" for name in CORRECTION_WEIGHTS]
 
 
 def test_accuracy_is_drawn_in_the_order_of_budgets_and_dense_as_a_level():
