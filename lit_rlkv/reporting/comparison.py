@@ -17,6 +17,7 @@ from lit_rlkv.units import human_bytes
 Runs = Mapping[str, RunReport]
 """Runs by their names on the page."""
 
+
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that differ, such as `lr-3/seed-0`."""
     parts = [path.absolute().parts for path in run_dirs]

@@ -61,7 +61,9 @@ def run_facts(
     resumed = f", resumed {len(environments) - 1}×, last {_minute(last)}" if len(environments) > 1 else ""
     facts = {
         "Device": _device(last.get("device") or {}),
-        "Commit": f"{git['commit'][:10]}{' with local changes' if git.get('is_dirty') else ''}" if git else "",
+        "Commit": f"{git['commit'][:10]}{' with local changes' if git.get('is_dirty') else ''}"
+        if git
+        else "",
         "Date": f"{_minute(first)} UTC{resumed}" if started else "",
         "Duration": human_seconds(sum(stage_seconds.values())) if stage_seconds else "",
         "Command": re.sub(r"^\S*/", "", str(first.get("command") or "")),

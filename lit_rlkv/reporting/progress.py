@@ -150,9 +150,7 @@ class ProgressMeter:
         unit = " " if task.id else "  "  # the unit of a phase stands at its numbers
         count = f"{_count(task.completed)}/{int(task.total)}"
         fields = f"{unit}{task.fields['text']}" if task.fields["text"] else ""
-        self.console.print(
-            f"{place} {count}{fields}  {times}", markup=False, highlight=False, soft_wrap=True
-        )
+        self.console.print(f"{place} {count}{fields}  {times}", markup=False, highlight=False, soft_wrap=True)
         self._line, self._has_lines = (self._line[0], time.monotonic()), True
 
 
@@ -244,17 +242,13 @@ class Tracker:
     """Counts the units of a task and shows its progress."""
 
     def __init__(self, meter: ProgressMeter, n_total: int) -> None:
-        self._meter = meter
-        self._n_total = n_total
-        self._n_done = 0
-        self._n_parts = 0
+        self._meter, self._n_total = meter, n_total
+        self._n_done = self._n_parts = 0
         self._fields: Mapping[str, Field] = {}
 
     def __call__(self, n: int = 1, **fields: Field) -> None:
         """Count `n` further units, with their parts."""
-        self._n_done += n
-        self._n_parts = 0
-        self._fields = fields
+        self._n_done, self._n_parts, self._fields = self._n_done + n, 0, fields
         self._meter.show(self._n_done, self._n_total, fields)
 
     def within(self, n: int, n_total: int) -> None:
@@ -269,7 +263,7 @@ def track(
 ) -> Iterator[Tracker]:
     """Show the progress of a task of `total` units; yields the function that counts them."""
     meter = ProgressMeter(description, console, quiet_s=quiet_s)
-    meter.start(n_done=0, n_total=total)
+    meter.start(n_total=total)
     try:
         yield Tracker(meter, total)
     finally:
@@ -277,11 +271,9 @@ def track(
 
 
 def format_fields(fields: Mapping[str, Field]) -> str:
-    """Return fields as text, such as `loss 0.123  tokens/s 4,100`."""
-
-    def text(value: Field) -> str:
-        if isinstance(value, str):
-            return value
-        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-
-    return "  ".join(f"{name} {text(value)}" for name, value in fields.items())
+    """Return fields as text, such as `loss 0.123  tokens 4,100`."""
+    texts = {
+        name: value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+        for name, value in fields.items()
+    }
+    return "  ".join(f"{name} {text}" for name, text in texts.items())

@@ -22,33 +22,6 @@ TEMPLATES = Environment(
 TEMPLATES.globals["scheme"] = style.SCHEME
 
 
-def headline(report: RunReport) -> list[str]:
-    """Return the results of the run in one or two sentences."""
-    sentences = [_accuracy_sentence(report)] if report.before or report.after else []
-    _, reward = style.series(report.history, "reward")
-    if len(reward):
-        n_averaged = min(style.SMOOTHING, max(len(reward) // 2, 1))
-        first, last = reward[:n_averaged].mean(), reward[-n_averaged:].mean()
-        over = f"over {len(reward)} iterations" if len(reward) > 1 else "in one iteration"
-        change = f"{first:.2f} → {last:.2f}" if len(reward) > 1 else f"{last:.2f}"
-        sentences.append(f"Mean reward of the rollouts {over}: {change}.")
-    return sentences or ["This run neither trained nor evaluated a policy."]
-
-
-def _accuracy_sentence(report: RunReport) -> str:
-    dense = _gain(report, None)
-    sparse = "" if report.budget is None else _gain(report, report.budget)
-    if not sparse:
-        return f"Accuracy with a dense cache: {dense}." if dense else "The run's own cache was not evaluated."
-    under = f"Accuracy under a budget of {report.budget} keys: {sparse}"
-    return f"{under}; dense: {dense}." if dense else f"{under}."
-
-
-def _gain(report: RunReport, budget: int | None) -> str:
-    """Return the accuracies before and after, such as `46.1% → 81.0%`; empty if there are none."""
-    return " → ".join(percent(row.accuracy) for row in _rows(report, budget))
-
-
 def _rows(report: RunReport, budget: int | None) -> list[EvalRow]:
     """Return the rows of a cache before and after training, as far as it was evaluated."""
     return [row for rows in (report.before, report.after) for row in rows if row.budget == budget]
@@ -64,6 +37,11 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
             if interval := accuracy_interval(rows[-1]):
                 notes.append(f"95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}")
             found.append((f"Accuracy, {rows[-1].cache}", percent(rows[-1].accuracy), "; ".join(notes)))
+    _, reward = style.series(report.history, "reward")
+    if len(reward):
+        n_averaged = min(style.SMOOTHING, max(len(reward) // 2, 1))
+        first, last = reward[:n_averaged].mean(), reward[-n_averaged:].mean()
+        found.append(("Mean reward", f"{last:.2f}", f"was {first:.2f}; {len(reward)} iterations"))
     own = _rows(report, report.budget)
     if own and report.budget is not None:
         share = share_of_dense(own[-1], [*report.after, *report.before])
@@ -87,7 +65,6 @@ def render(report: RunReport, pictures: Sequence[Picture]) -> str:
     versions = {"python": last["python"], **last["packages"]} if last else {}
     return TEMPLATES.get_template("report.html.jinja").render(
         report=report,
-        sentences=headline(report),
         tiles=tiles(report),
         evaluation=evaluation_cells(report.before, report.after, with_intervals=True),
         learned=learned_cells(report.before, report.after),

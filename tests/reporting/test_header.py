@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from lit_rlkv.reporting import header as header_module
-from lit_rlkv.reporting.header import EMULATED, SMOKE_TEST, emulates_bfloat16, header, trained_parameters
+from lit_rlkv.reporting.header import SMOKE_TEST, header, trained_parameters
 from tests.whole_runs import config
 
 CPU = torch.device("cpu")
@@ -50,19 +48,3 @@ def test_trained_parameters_are_counted():
 def test_a_smoke_test_says_that_nothing_is_learned(tmp_path):
     assert SMOKE_TEST in header(config(tmp_path), tmp_path, 1, CPU, {"debug": "fast"})
     assert SMOKE_TEST not in header(config(tmp_path), tmp_path, 1, CPU, {"debug": "none"})
-
-
-@pytest.mark.parametrize(
-    ("precision", "is_emulated", "warns"),
-    [("bf16-mixed", True, True), ("bf16-mixed", False, False), ("32-true", True, False)],
-)
-def test_bfloat16_on_a_cpu_without_it_is_said_to_be_slow(
-    precision, is_emulated, warns, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(header_module, "emulates_bfloat16", lambda device: is_emulated)
-    lines = header(config(tmp_path, f"fabric.precision={precision}"), tmp_path, 1, CPU, {})
-    assert (EMULATED in lines) == warns
-
-
-def test_a_gpu_computes_bfloat16():
-    assert not emulates_bfloat16(torch.device("cuda"))

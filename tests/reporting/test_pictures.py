@@ -27,7 +27,9 @@ def named(report, name):
                 "evictions": None,
                 "before": [],
                 "after": [],
-                "history": [{"iteration": 1, "reward": 0.5, "rewards/exact_match": 1, "rewards/learned": 0.5}],
+                "history": [
+                    {"iteration": 1, "reward": 0.5, "rewards/exact_match": 1, "rewards/learned": 0.5}
+                ],
                 "reward_model": JUDGED,
             },
             ["Reward", "Proxy and gold", "Calibration of the reward model"],

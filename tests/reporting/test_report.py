@@ -7,38 +7,11 @@ from jinja2 import Environment, FileSystemLoader
 from lit_rlkv.reporting import report as report_module
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.pictures import figures
-from lit_rlkv.reporting.report import TEMPLATES, headline, render, tiles, write_report
+from lit_rlkv.reporting.report import TEMPLATES, render, tiles, write_report
 from lit_rlkv.reporting.plots import style
 from tests.reporting.reports import EMPTY, FULL, JUDGED, Page, eval_row
 
 DENSE = FULL.config_yaml.replace("policy: random", "policy: dense")
-
-
-def test_the_headline_is_the_gain_under_the_budget():
-    assert headline(FULL) == [
-        "Accuracy under a budget of 16 keys: 45.6% → 81.0%; dense: 99.0% → 98.0%.",
-        "Mean reward of the rollouts over 2 iterations: 0.25 → 0.75.",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentences"),
-    [
-        ({"before": [], "history": []}, ["Accuracy under a budget of 16 keys: 81.0%; dense: 98.0%."]),
-        ({"config_yaml": DENSE, "history": []}, ["Accuracy with a dense cache: 99.0% → 98.0%."]),
-        ({"before": [], "after": [], "history": []}, ["This run neither trained nor evaluated a policy."]),
-        (
-            {"before": [], "after": [], "history": [{"iteration": 1, "reward": 0.5}]},
-            ["Mean reward of the rollouts in one iteration: 0.50."],
-        ),
-        (
-            {"before": [], "after": [eval_row("random 8+4", 8, 0.1)], "history": []},
-            ["The run's own cache was not evaluated."],
-        ),
-    ],
-)
-def test_the_headline_tells_only_what_was_measured(changes, sentences):
-    assert headline(replace(FULL, **changes)) == sentences
 
 
 def test_the_tiles_are_the_accuracies_with_intervals_and_the_costs_of_the_own_cache():
@@ -46,6 +19,7 @@ def test_the_tiles_are_the_accuracies_with_intervals_and_the_costs_of_the_own_ca
     assert tiles(FULL) == [
         ("Accuracy, random 16+4", "81.0%", "was 45.6%; 95% interval 73.3–86.9"),
         ("Accuracy, dense", "98.0%", "was 99.0%; 95% interval 93.8–99.4"),
+        ("Mean reward", "0.75", "was 0.25; 2 iterations"),
         ("Cache memory", "100%", "of a dense cache"),
         ("KL from dense", "0.100", "nats per token, by eviction"),
     ]
@@ -53,7 +27,10 @@ def test_the_tiles_are_the_accuracies_with_intervals_and_the_costs_of_the_own_ca
     beyond = [replace(row, accuracy=1.5) for row in FULL.after]
     assert tiles(replace(FULL, after=beyond))[0][1:] == ("150.0%", "was 45.6%")
     assert "150.0%" in Page(render(replace(FULL, after=beyond), figures(replace(FULL, after=beyond)))).texts
-    assert [heading for heading, *_ in tiles(replace(FULL, config_yaml=DENSE))] == ["Accuracy, dense"]
+    assert [heading for heading, *_ in tiles(replace(FULL, config_yaml=DENSE))] == [
+        "Accuracy, dense",
+        "Mean reward",
+    ]
 
 
 @pytest.fixture(scope="module")
