@@ -105,7 +105,7 @@ def _model(node: Tree) -> str:
 
 
 def _algorithm(config: Tree) -> str:
-    """Return the advantage estimator of GRPO's variants, or the class of the loss; and the size of the run."""
+    """Return the advantage estimator of GRPO's variants, or the loss; and the size of the run."""
     node = config.get("algorithm", {})
     loss = node.get("loss") or {}
     estimator, kind = (node.get("advantage") or {}).get("estimator"), _class(loss)

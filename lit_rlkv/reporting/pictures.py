@@ -25,25 +25,25 @@ Measured = Mapping[str, Any]
 BY_POSITION: dict[str, tuple[Callable[[Measured], Figure], str]] = {
     "Mismatch by position": (
         divergence.mismatch_by_position,
-        "distance of the sampler from a policy that sees every key. It starts where keys are first evicted. A "
-        "percentile far above the mean: few tokens carry it.",
+        "distance of the sampler from a policy that sees every key. It starts where keys are first evicted. "
+        "A percentile far above the mean: few tokens carry it.",
     ),
     "Overlap by position": (
         divergence.overlap_by_position,
-        "the probability that both distributions give to the same tokens. Where the 5th percentile falls to 0, "
-        "the dense policy would not sample some of the responses.",
+        "the probability that both distributions give to the same tokens. Where the 5th percentile falls to "
+        "0, the dense policy would not sample some of the responses.",
     ),
     "Why reweighting explodes with length": (
         divergence.weights_by_position,
-        "the weight of a response is a product over its tokens, so the spread of its log grows with the length, "
-        "and the share of responses that count falls.",
+        "the weight of a response is a product over its tokens, so the spread of its log grows with the "
+        "length, and the share of responses that count falls.",
     ),
 }
 """Figures of the last line of the diagnostic `mismatch`."""
 EVICTED: dict[str, tuple[Callable[[Measured], Figure], str]] = {
     "Evicted and later needed": (
         kept_keys.attention_on_evicted,
-        "attention of the dense policy on evicted keys; near 0, eviction removed only keys that are not used.",
+        "attention of the dense policy on evicted keys; near 0, only keys that are not used were evicted.",
     ),
     "Attention that eviction left": (
         kept_keys.attention_kept,
@@ -115,7 +115,7 @@ def warn_of_figure(name: str, error: Exception) -> None:
 
 
 def _logged_curves(section: str, histories: Sequence[History]) -> list[CurveSet]:
-    """Return the curves of a section that a run has; the verifier's score only where the reward is another."""
+    """Return the curves that any run has; the verifier's score only where the reward is another."""
     rows = [row for history in histories for row in history]
     has_gold = any(row.get("rewards/exact_match", row.get("reward")) != row.get("reward") for row in rows)
     shown = [one for one in curves.CURVES[section] if has_gold or one.title != curves.GOLD]

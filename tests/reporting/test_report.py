@@ -7,9 +7,9 @@ from jinja2 import Environment, FileSystemLoader
 from lit_rlkv.reporting import report as report_module
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.pictures import figures
-from lit_rlkv.reporting.report import TEMPLATES, render, tiles, write_report
 from lit_rlkv.reporting.plots import style
-from tests.reporting.reports import EMPTY, FULL, JUDGED, Page, eval_row
+from lit_rlkv.reporting.report import TEMPLATES, render, tiles, write_report
+from tests.reporting.reports import EMPTY, FULL, JUDGED, Page
 
 DENSE = FULL.config_yaml.replace("policy: random", "policy: dense")
 

@@ -136,7 +136,7 @@ class GuardedLogger:
         except Exception as error:
             if not self.is_broken:
                 log.warning(
-                    "%s failed at %s and gets no more data; the run continues, with metrics in metrics.csv: %s",
+                    "%s failed at %s and gets no more data; the run continues, with its metrics.csv: %s",
                     type(logger).__name__,
                     doing,
                     one_line(error) or type(error).__name__,

@@ -43,9 +43,9 @@ def _read_id(path: Path) -> str | None:
 class WandbRun(RunLogger):
     """Logs metrics over sampled tokens, a table of samples, figures, and files as artifacts.
 
-    W&B only appends, with its own step, so our axes are logged as metrics. A resumed run continues its W&B run
-    and logs what W&B does not have. W&B cannot look into a part that was kept offline: a resume replaces it
-    by one with all iterations, without the figures of before.
+    W&B only appends, with its own step, so our axes are logged as metrics. A resumed run continues its W&B
+    run and logs what W&B does not have. W&B cannot look into a part that was kept offline: a resume replaces
+    it by one with all iterations, without the figures of before.
 
     Args:
         entity: a team or user; None is the account's default.

@@ -1,4 +1,4 @@
-"""Curves of logged metrics over the iterations, accuracies against the budget, calibration of a reward head."""
+"""Curves of logged metrics, accuracies against the budget, calibration of a reward head."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

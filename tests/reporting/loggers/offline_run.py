@@ -58,7 +58,7 @@ def finished_runs(run_dir: Path) -> list[OfflineRun]:
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """The complete records of a file in LevelDB's log format: blocks of 32 KiB, pieces with 7 bytes before each."""
+    """The complete records of LevelDB's log format: blocks of 32 KiB, pieces with 7 bytes before each."""
     position, pieces = 7, b""
     while position + 7 <= len(content):
         left = 32768 - position % 32768
