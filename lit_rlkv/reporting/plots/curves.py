@@ -58,8 +58,17 @@ GOLD = "Proxy and gold"
 """Title of the curves that are shown only if the verifier's score is not the reward."""
 
 
-def curves_of(title: str) -> CurveSet:
-    """Return the curves of a title."""
+def reward_curve(history: History) -> Figure:
+    """Draw the mean reward of each iteration and the std of rewards in a group."""
+    return draw_metrics(_find("Reward"), history)
+
+
+def mismatch(history: History) -> Figure:
+    """Draw the mismatch of rollout policy and learner on a log axis."""
+    return draw_metrics(_find("Mismatch of sampler and learner"), history)
+
+
+def _find(title: str) -> CurveSet:
     return next(one for sets in CURVES.values() for one in sets if one.title == title)
 
 

@@ -106,8 +106,16 @@ def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
 
 def test_every_correction_has_its_curve():
     assert [*curves.CORRECTION_STYLES] == [*CORRECTION_WEIGHTS]
-    ess = curves.curves_of("What is left after a correction")
-    assert [*ess.metrics] == [f"kv/arms/{name}/ess" for name in CORRECTION_WEIGHTS]
+    drawn = [name for one in curves.CURVES["Mismatch"] for name in one.metrics if name.endswith("/ess")]
+    assert drawn == [f"kv/arms/{name}/ess" for name in CORRECTION_WEIGHTS]
+
+
+def test_the_curves_of_reward_and_mismatch_are_drawn_by_name():
+    assert labels(curves.reward_curve(history(reward=[0.5, 1.0], reward_std=[0.1]))) == [
+        "mean",
+        "std in a group",
+    ]
+    assert labels(curves.mismatch(history(**{"kv/replay_gap": [0.0]}))) == ["replay gap: 0 throughout"]
 
 
 def test_accuracy_is_drawn_in_the_order_of_budgets_and_dense_as_a_level():
